@@ -1,0 +1,1 @@
+"""The two engines that slime drives: Megatron-core to train, SGLang to generate."""

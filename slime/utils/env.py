@@ -1,0 +1,52 @@
+"""Every environment variable that slime reads or sets for a child process.
+
+Nothing else in the package touches ``os.environ``: here is the whole list, typed, with defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+
+def get_str(name: str, default: str | None = None) -> str | None:
+    """The variable's text, or ``default`` when it is unset or empty."""
+    return os.environ.get(name) or default
+
+
+def get_bool(name: str, default: bool = False) -> bool:
+    """True for 1, true, yes, on (any case); ``default`` when the variable is unset or empty."""
+    value = os.environ.get(name, "")
+    return default if not value else value.strip().lower() in ("1", "true", "yes", "on")
+
+
+def get_int(name: str, default: int) -> int:
+    """The variable as an integer, or ``default`` when it is unset or empty."""
+    value = os.environ.get(name, "")
+    return int(value) if value else default
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables for this process and the children it starts."""
+    os.environ.update(variables)
+
+
+def unset(*names: str) -> None:
+    """Remove variables from this process and the children it starts."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
+def copy() -> dict[str, str]:
+    """A copy of the whole environment, to be handed to a child process."""
+    return dict(os.environ)
+
+
+def host_ip_override() -> str | None:
+    """``SLIME_HOST_IP``: the address other nodes reach this one by."""
+    return get_str("SLIME_HOST_IP")
+
+
+def prefer_ipv6() -> bool:
+    """``SLIME_PREFER_IPV6``: probe the host address over IPv6 first."""
+    return get_bool("SLIME_PREFER_IPV6")
