@@ -1,0 +1,96 @@
+"""Ray handles of engines, dressed as the ``WeightReceiver`` that a weight sender talks to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from slime.ray.waiting import wait_for
+
+
+@dataclass(frozen=True)
+class RayPending:
+    """An engine's answer that is on its way."""
+
+    ref: ray.ObjectRef
+    what: str
+
+    def wait(self, timeout_s: float) -> Any:
+        """The answer.
+
+        Raises:
+            EngineError: the engine died, refused, or did not answer within ``timeout_s`` seconds.
+        """
+        return wait_for(self.ref, what=self.what, timeout_s=timeout_s)
+
+
+class RayWeightReceiver:
+    """One engine, as a weight sender sees it: every method returns a :class:`RayPending` at once.
+
+    The methods are those of ``slime.weights.receiver.WeightReceiver``; each becomes a remote call of the engine
+    actor's method of the same name.
+    """
+
+    METHODS = frozenset(
+        {
+            "pause_generation",
+            "continue_generation",
+            "flush_cache",
+            "init_weights_update_group",
+            "destroy_weights_update_group",
+            "update_weights_from_tensor",
+            "update_weights_from_distributed",
+            "update_weights_from_disk",
+            "get_weight_version",
+            "check_weights",
+            "post_process_weights",
+        }
+    )
+
+    def __init__(self, handle: Any, *, index: int, num_gpus: int, gpu_offset: int, is_colocated: bool) -> None:
+        self.handle = handle
+        self.index = index
+        self.num_gpus = num_gpus
+        self.gpu_offset = gpu_offset
+        self.is_colocated = is_colocated
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.METHODS:
+            raise AttributeError(f"an engine receives no {name!r}; it receives {', '.join(sorted(self.METHODS))}")
+
+        def call(*args: Any, **kwargs: Any) -> RayPending:
+            ref = getattr(self.handle, name).remote(*args, **kwargs)
+            return RayPending(ref, f"{name} of engine {self.index}")
+
+        return call
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatableEngines:
+    """The engines that take new weights, as the rollout manager describes them to the trainers."""
+
+    handles: list[Any]
+    gpu_counts: list[int]
+    gpu_offsets: list[int]
+    """First GPU of each engine, counted from the first GPU of the placement group."""
+    num_new: int
+    """Engines started since the trainers last connected; above zero they must connect again."""
+    num_trainer_gpus: int
+    """GPUs [0, this) belong to the trainers; an engine inside that range is colocated."""
+
+    def receivers(self) -> list[RayWeightReceiver]:
+        """One receiver per engine."""
+        return [
+            RayWeightReceiver(
+                handle,
+                index=index,
+                num_gpus=count,
+                gpu_offset=offset,
+                is_colocated=offset + count <= self.num_trainer_gpus,
+            )
+            for index, (handle, count, offset) in enumerate(
+                zip(self.handles, self.gpu_counts, self.gpu_offsets, strict=True)
+            )
+        ]

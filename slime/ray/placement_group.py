@@ -1,0 +1,180 @@
+"""Which GPU belongs to whom.
+
+One Ray placement group holds every GPU of the job.  Its bundles are sorted by (node address, GPU index), so that
+training rank r sits on the r-th GPU of that order and an engine's GPUs are neighbours.  On a machine without GPUs the
+GPUs are logical: ``ray start --num-gpus N`` declares them and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from argparse import Namespace
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.ray.utils import NOSET_VISIBLE_DEVICES
+from slime.ray.waiting import wait_for
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class GpuSlice(NamedTuple):
+    """A run of GPUs: the placement group, and for each GPU its bundle and its physical index on its node."""
+
+    placement_group: PlacementGroup | None
+    bundle_indices: list[int]
+    gpu_ids: list[int]
+
+    def from_offset(self, offset: int) -> GpuSlice:
+        """The GPUs from ``offset`` on."""
+        return GpuSlice(self.placement_group, self.bundle_indices[offset:], self.gpu_ids[offset:])
+
+
+class GpuPlan(NamedTuple):
+    """How many GPUs the job takes, and where the engines' part begins."""
+
+    num_gpus: int
+    rollout_offset: int
+
+
+def plan_gpus(args: Namespace) -> GpuPlan:
+    """Size of the placement group and the first GPU of the engines, by the mode of the run.
+
+    With A = actor nodes x GPUs per node and R = ``--rollout-num-gpus``:
+
+    =====================================  ============  ===============
+    mode, checked in this order            GPUs          rollout offset
+    =====================================  ============  ===============
+    ``--debug-train-only``                 A             0
+    ``--debug-rollout-only``               R             0
+    ``--colocate``                         max(A, R)     0
+    otherwise (disaggregated)              A + R         A
+    =====================================  ============  ===============
+    """
+    actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    rollout_gpus = args.rollout_num_gpus or 0
+    if args.debug_train_only:
+        return GpuPlan(actor_gpus, 0)
+    if args.debug_rollout_only:
+        return GpuPlan(rollout_gpus, 0)
+    if args.colocate:
+        return GpuPlan(max(actor_gpus, rollout_gpus), 0)
+    return GpuPlan(actor_gpus + rollout_gpus, actor_gpus)
+
+
+def create_placement_groups(args: Namespace) -> dict[str, GpuSlice | None]:
+    """Reserve every GPU of the job and hand out the parts.
+
+    Returns:
+        ``{"actor", "critic", "rollout"}``; the critic shares the actor's GPUs, and is None without a critic.
+
+    Raises:
+        ConfigError: the cluster stays too small until ``--cluster-wait-timeout-s`` has passed.
+    """
+    plan = plan_gpus(args)
+    everything = _reserve(plan.num_gpus, args.cluster_wait_timeout_s)
+    return {
+        "actor": everything,
+        "critic": everything if args.use_critic else None,
+        "rollout": everything.from_offset(plan.rollout_offset),
+    }
+
+
+def _reserve(num_gpus: int, timeout_s: float) -> GpuSlice:
+    if num_gpus == 0:
+        return GpuSlice(None, [], [])
+    _wait_for_resources(num_gpus, timeout_s)
+    group = placement_group([{"GPU": 1, "CPU": 1}] * num_gpus, strategy="PACK")
+    ready, _ = ray.wait([group.ready()], timeout=timeout_s)
+    if not ready:
+        free = ray.available_resources()
+        ray.util.remove_placement_group(group)
+        raise ConfigError(
+            f"the cluster has {num_gpus} GPUs, but only {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs "
+            f"are free after {timeout_s:.0f} s: another job holds the rest. Stop it (ray list jobs) or ask for fewer "
+            "GPUs with --actor-num-gpus-per-node / --rollout-num-gpus."
+        )
+    identities = _bundle_identities(group, num_gpus)
+    order = sorted(range(num_gpus), key=lambda index: _sort_key(*identities[index]))
+    for position, index in enumerate(order):
+        logger.info("GPU %d: node %s, physical index %d, bundle %d", position, *identities[index], index)
+    return GpuSlice(group, order, [identities[index][1] for index in order])
+
+
+def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
+    """Until the cluster owns ``num_gpus`` bundles of one GPU and one CPU; nodes may still be joining."""
+    deadline = time.monotonic() + timeout_s
+    next_report = time.monotonic()
+    while True:
+        total = ray.cluster_resources()
+        gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
+        # The rollout manager takes one CPU beside those of the bundles.
+        if gpus >= num_gpus and cpus >= num_gpus + 1:
+            return
+        lack = (
+            f"the job needs {num_gpus} GPUs and {num_gpus + 1} CPUs; the Ray cluster has {gpus} GPUs and {cpus} CPUs"
+        )
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"{lack} after {timeout_s:.0f} s. Add nodes (ray start --address=...), declare more with "
+                "ray start --num-gpus/--num-cpus (logical ones on a CPU machine), or ask for fewer with "
+                "--actor-num-nodes, --actor-num-gpus-per-node and --rollout-num-gpus."
+            )
+        if time.monotonic() >= next_report:
+            logger.warning("%s; waiting up to %.0f s for nodes to join", lack, deadline - time.monotonic())
+            next_report = time.monotonic() + 10
+        time.sleep(1)
+
+
+@ray.remote(num_cpus=0, num_gpus=1)
+class _InfoActor:
+    def node_and_gpu(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+
+
+def _bundle_identities(group: PlacementGroup, num_gpus: int) -> list[tuple[str, int]]:
+    actors = [
+        _InfoActor.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            runtime_env={"env_vars": NOSET_VISIBLE_DEVICES},
+        ).remote()
+        for index in range(num_gpus)
+    ]
+    try:
+        return wait_for(
+            [actor.node_and_gpu.remote() for actor in actors], what="the addresses of the GPUs", timeout_s=300
+        )
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _sort_key(node: str, gpu_id: int) -> tuple[list[int], int]:
+    """Dotted IPv4 addresses sort by their numbers; host names are resolved; what does not resolve, by its letters."""
+    for address in (node, _resolve(node)):
+        parts = address.split(".")
+        if len(parts) == 4 and all(part.isdigit() for part in parts):
+            return [int(part) for part in parts], gpu_id
+    return [ord(letter) for letter in node], gpu_id
+
+
+def _resolve(node: str) -> str:
+    try:
+        return socket.gethostbyname(node)
+    except OSError:
+        return node
+
+
+def strategy_for(gpus: GpuSlice, position: int) -> Any:
+    """Ray scheduling strategy that puts an actor (and what it starts) on the GPU at ``position`` of the slice."""
+    return PlacementGroupSchedulingStrategy(
+        placement_group=gpus.placement_group,
+        placement_group_bundle_index=gpus.bundle_indices[position],
+        placement_group_capture_child_tasks=True,
+    )

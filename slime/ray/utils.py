@@ -1,0 +1,44 @@
+"""Environment of Ray actors, and a lock that lives in the cluster."""
+
+from __future__ import annotations
+
+import ray
+
+NOSET_VISIBLE_DEVICES = {
+    f"RAY_EXPERIMENTAL_NOSET_{name}": "1"
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "MUSA_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "HABANA_VISIBLE_MODULES",
+        "NEURON_RT_VISIBLE_CORES",
+        "TPU_VISIBLE_CHIPS",
+        "ONEAPI_DEVICE_SELECTOR",
+    )
+}
+"""Ray must not hide devices: trainers and engines of one GPU share it, and address it by its physical index."""
+
+COMMON_ACTOR_ENV = {"RAY_USE_UVLOOP": "0"}
+"""SGLang installs its own event-loop policy; Ray's would get in its way."""
+
+
+@ray.remote(num_cpus=0)
+class Lock:
+    """A cluster-wide lock that is polled: ``acquire`` never blocks."""
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def acquire(self) -> bool:
+        """Take the lock if it is free; says whether it was."""
+        if self._held:
+            return False
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if not self._held:
+            raise RuntimeError("release of a lock that nobody holds")
+        self._held = False

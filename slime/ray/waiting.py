@@ -1,0 +1,116 @@
+"""Waiting on Ray with an owner and a deadline.
+
+``wait_for`` is the only way this package blocks on remote work: it names what it waits for, logs that it still waits,
+fails at the first failure among the calls (the others may hang in a collective with the dead one), and fails as well
+when any *watched* actor of the job dies, even one that the present wait does not concern.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from slime.utils.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+WATCH_GROUP = "watch"
+"""Concurrency group in which an actor runs :meth:`stay_alive`, beside its real work."""
+
+# One job, one driver: the sentinels of its actors.  A sentinel never completes while its actor lives.
+_sentinels: dict[ray.ObjectRef, str] = {}
+
+
+class Watched:
+    """Mixin of an actor whose death must end the job: it gives the driver something to wait on."""
+
+    @ray.method(concurrency_group=WATCH_GROUP)
+    def stay_alive(self) -> None:
+        """Blocks for as long as the actor lives; its object reference fails when the actor dies."""
+        while True:
+            time.sleep(3600)
+
+
+def watch(actor: Any, name: str) -> None:
+    """From now on, the death of ``actor`` ends every wait of this process with an error that names it."""
+    _sentinels[actor.stay_alive.remote()] = name
+
+
+def forget_all() -> None:
+    """Stop watching: the job is being taken down on purpose."""
+    _sentinels.clear()
+
+
+def forget(name: str) -> None:
+    """Stop watching the actors registered under ``name``: they are about to be stopped on purpose."""
+    for ref in [ref for ref, watched in _sentinels.items() if watched == name]:
+        del _sentinels[ref]
+
+
+def wait_for(
+    refs: ray.ObjectRef | Sequence[ray.ObjectRef], *, what: str, timeout_s: float, report_every_s: float = 30.0
+) -> Any:
+    """The results of ``refs``, in order (a single reference gives a single result).
+
+    Args:
+        refs: references to wait for.
+        what: the work, as a phrase that completes "waiting for ...".
+        timeout_s: deadline in seconds from now.
+        report_every_s: how often to log that the wait goes on, in seconds.
+
+    Raises:
+        EngineError: the deadline passed, or an actor died.
+        Exception: the remote call's own error, as soon as the first of the calls fails.
+    """
+    single = isinstance(refs, ray.ObjectRef)
+    ordered = [refs] if single else list(refs)
+    pending = list(dict.fromkeys(ordered))
+    results: dict[ray.ObjectRef, Any] = {}
+    start = time.monotonic()
+    next_report = start + report_every_s
+    while pending:
+        now = time.monotonic()
+        if now - start >= timeout_s:
+            raise EngineError(
+                f"waited {timeout_s:.0f} s for {what}: {len(pending)} of {len(ordered)} calls have not returned. "
+                "Raise the matching --*-timeout-s flag if the work is truly that long; "
+                "otherwise look at the log of the actor that hangs."
+            )
+        slice_s = max(0.01, min(next_report, start + timeout_s) - now)
+        ready, _ = ray.wait(pending + list(_sentinels), num_returns=1, timeout=slice_s)
+        for ref in ready:
+            if ref in _sentinels:
+                raise _death(ref)
+            results[ref] = _get(ref, what)
+            pending.remove(ref)
+        if time.monotonic() >= next_report:
+            logger.info("still waiting for %s: %.0f s so far", what, time.monotonic() - start)
+            next_report += report_every_s
+    values = [results[ref] for ref in ordered]
+    return values[0] if single else values
+
+
+def _get(ref: ray.ObjectRef, what: str) -> Any:
+    """The value of a finished reference; Ray's own errors are translated."""
+    try:
+        return ray.get(ref, timeout=60)
+    except GetTimeoutError as error:
+        raise EngineError(f"the result of {what} is ready but could not be fetched within 60 s: {error}") from error
+    except RayTaskError as error:
+        raise error.as_instanceof_cause() from error
+    except RayActorError as error:
+        raise EngineError(f"an actor died during {what}: {error}") from error
+
+
+def _death(ref: ray.ObjectRef) -> EngineError:
+    name = _sentinels.pop(ref)
+    try:
+        ray.get(ref, timeout=10)
+    except RayError as error:
+        return EngineError(f"{name} died: {error}")
+    return EngineError(f"{name} ended by itself")
