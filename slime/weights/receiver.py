@@ -1,0 +1,84 @@
+"""What a weight sender may ask of an engine.
+
+The trainer pushes weights without knowing what carries its requests: ``slime.ray`` implements this protocol over
+actor handles, tests over plain objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Pending(Protocol):
+    """A request on its way.  Whoever starts one must wait for it, with a deadline."""
+
+    def wait(self, timeout_s: float) -> Any:
+        """The engine's answer.
+
+        Raises:
+            EngineError: the engine refused, died, or did not answer within ``timeout_s`` seconds.
+        """
+
+
+class WeightReceiver(Protocol):
+    """One engine, which may span several GPUs.
+
+    Every method returns at once with a ``Pending``; nothing is guaranteed to have happened before its ``wait``.
+    """
+
+    index: int
+    """Position among the engines that get weights; the name of the engine in messages."""
+    num_gpus: int
+    """GPUs of the engine, the ranks that take part in a distributed update."""
+    gpu_offset: int
+    """First of them, counted from the start of the rollout slice."""
+    is_colocated: bool
+    """The engine shares its GPUs with trainer ranks ``gpu_offset .. gpu_offset + num_gpus - 1``."""
+
+    def pause_generation(self) -> Pending:
+        """Abort running requests and accept no step until ``continue_generation``."""
+
+    def continue_generation(self) -> Pending: ...
+
+    def flush_cache(self) -> Pending:
+        """Drop the prefix cache, which the new weights make stale."""
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> Pending:
+        """Join a process group as ranks ``rank_offset ...``; rank 0 is the trainer that sends."""
+
+    def destroy_weights_update_group(self, group_name: str) -> Pending: ...
+
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: list[str],
+        load_format: str | None,
+        weight_version: str,
+        flush_cache: bool = False,
+    ) -> Pending:
+        """Load tensors that lie in memory the engine can map: one serialised bucket for each of its GPUs."""
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        weight_version: str,
+        load_format: str | None = None,
+        flush_cache: bool = False,
+    ) -> Pending:
+        """Load tensors that rank 0 of ``group_name`` broadcasts next, in this order."""
+
+    def update_weights_from_disk(self, model_path: str, weight_version: str) -> Pending: ...
+
+    def get_weight_version(self) -> Pending:
+        """``wait`` gives the version string of the weights the engine holds."""
+
+    def check_weights(self, action: str) -> Pending:
+        """``action``: ``snapshot``, ``reset_tensors`` or ``compare``."""
+
+    def post_process_weights(self, restore_weights_before_load: bool, post_process_quantization: bool) -> Pending:
+        """Undo or redo the engine's own repacking of quantised weights around a push."""
