@@ -94,7 +94,7 @@ class RayTrainGroup:
             watch(actor, f"{self.role} rank {rank}")
         self._wait(
             [
-                actor.set_rendezvous.remote(self.world_size, rank, address, port)
+                actor.set_rendezvous.remote(self.world_size, rank, address, port, self._pg.gpu_ids[rank])
                 for rank, actor in enumerate(self.actors)
             ],
             "rendezvous",

@@ -7,9 +7,7 @@ from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
+from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, cluster_has_accelerators
 from slime.utils import env
 from slime.utils.errors import ConfigError
 
@@ -36,7 +34,7 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
         # One order of kernels per device queue: Megatron's overlap of communication relies on it.
         "CUDA_DEVICE_MAX_CONNECTIONS": env.get_str("CUDA_DEVICE_MAX_CONNECTIONS", "1") or "1",
     }
-    if not torch.cuda.is_available():
+    if not cluster_has_accelerators():
         # Ray gives a worker one thread; ranks on CPUs share the cores of the machine evenly.
         variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world_size))
     elif args.offload_train:

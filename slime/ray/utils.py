@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ray
+import torch
 
 NOSET_VISIBLE_DEVICES = {
     f"RAY_EXPERIMENTAL_NOSET_{name}": "1"
@@ -21,6 +22,14 @@ NOSET_VISIBLE_DEVICES = {
 
 COMMON_ACTOR_ENV = {"RAY_USE_UVLOOP": "0"}
 """SGLang installs its own event-loop policy; Ray's would get in its way."""
+
+
+def cluster_has_accelerators() -> bool:
+    """Whether any node of the cluster has real GPUs (``ray start --num-gpus`` on a CPU machine declares logical ones).
+
+    Asked of the cluster, because the driver may run on a node without GPUs.
+    """
+    return torch.cuda.is_available() or any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
 
 
 @ray.remote(num_cpus=0)

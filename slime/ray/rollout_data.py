@@ -1,0 +1,103 @@
+"""From the groups that a rollout function returned to the data that the trainer ranks take.
+
+Hooks may replace the reward normalisation and the whole conversion; what they return meets the same column table.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+from typing import Any
+
+from slime.train_data.convert import samples_to_train_data
+from slime.train_data.flops import FlopsModel
+from slime.train_data.rewards import post_process_rewards
+from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
+from slime.train_data.split import split_by_rank
+from slime.utils.errors import DataError, HookError
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+
+def flatten(groups: Iterable[Any]) -> list[Sample]:
+    """The samples of arbitrarily nested groups, in order."""
+    flat: list[Sample] = []
+    for item in groups:
+        if isinstance(item, Sample):
+            flat.append(item)
+        else:
+            flat.extend(flatten(item))
+    return flat
+
+
+def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
+    """Samples that one execution of a prompt fanned out into must share a rollout id.
+
+    Raises:
+        HookError: a list at depth two or more holds several samples without one common, non-None ``rollout_id``.
+    """
+    for item in groups:
+        if isinstance(item, Sample):
+            continue
+        leaves = [leaf for leaf in item if isinstance(leaf, Sample)]
+        if depth >= 1 and len(leaves) > 1:
+            ids = {leaf.rollout_id for leaf in leaves}
+            if len(ids) != 1 or None in ids:
+                raise HookError(
+                    f"a custom generate function returned {len(leaves)} samples of one execution with rollout ids "
+                    f"{sorted(map(str, ids))}; set the same sample.rollout_id on all of them, or the loss would count "
+                    "the prompt several times"
+                )
+        check_fan_out(item, depth=depth + 1)
+
+
+def train_data_from_samples(args: Namespace, samples: list[Sample]) -> dict[str, Any]:
+    """The train data, one entry per sample in each column."""
+    if args.custom_convert_samples_to_train_data_path:
+        return load_function(args.custom_convert_samples_to_train_data_path)(args, samples)
+    if args.custom_reward_post_process_path:
+        raw_rewards, rewards = load_function(args.custom_reward_post_process_path)(args, samples)
+    else:
+        raw_rewards = [sample.get_reward_value(args) for sample in samples]
+        rewards = post_process_rewards(
+            raw_rewards,
+            n_samples_per_prompt=args.n_samples_per_prompt,
+            rollout_batch_size=args.rollout_batch_size,
+            advantage_estimator=args.advantage_estimator,
+            rewards_normalization=args.rewards_normalization,
+            grpo_std_normalization=args.grpo_std_normalization,
+        )
+    for name, values in (("raw rewards", raw_rewards), ("rewards", rewards)):
+        if len(values) != len(samples):
+            raise DataError(f"{len(values)} {name} for {len(samples)} samples; there must be one for each sample")
+    return samples_to_train_data(samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p)
+
+
+def schedule_config(args: Namespace, parallel: dict[str, int]) -> ScheduleConfig:
+    """How the trainer is laid out and how its micro-batches are packed."""
+    return ScheduleConfig(
+        dp_size=parallel["dp_size"],
+        cp_size=parallel["cp_size"],
+        vpp_size=parallel["vpp_size"],
+        microbatch_group_size_per_vp_stage=parallel["microbatch_group_size_per_vp_stage"],
+        use_dynamic_batch_size=args.use_dynamic_batch_size,
+        max_tokens_per_gpu=args.max_tokens_per_gpu,
+        micro_batch_size=args.micro_batch_size,
+        balance_data=args.balance_data,
+        balance_by_flops=args.balance_by_flops,
+        flops=FlopsModel.from_args(args) if args.balance_data or args.balance_by_flops else None,
+    )
+
+
+def split_for_ranks(
+    args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]
+) -> tuple[list[dict[str, Any]], DPSchedule]:
+    """One rank's data per data-parallel rank, and the schedule that dealt it out."""
+    lengths = [len(tokens) for tokens in train_data["tokens"]]
+    schedule = build_dp_schedule(
+        schedule_config(args, parallel),
+        lengths,
+        global_batch_size=args.global_batch_size,
+        rollout_indices=train_data["rollout_ids"],
+    )
+    return split_by_rank(train_data, schedule), schedule
