@@ -1,0 +1,58 @@
+"""Names, dtypes and sizes of HF-named tensors on their way to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.utils.errors import ConfigError
+
+NamedTensors = list[tuple[str, Tensor]]
+"""HF name and full (unsharded) tensor, in the order in which they were made."""
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of the tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def total_bytes(named_tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Bytes of all elements together."""
+    return sum(tensor_bytes(tensor) for _, tensor in named_tensors)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name an engine knows the dtype by: ``bfloat16``, not ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def wire_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
+    """The floating-point dtype in which an engine holds the parameters of this HF config.
+
+    Reads ``dtype`` (transformers 5) or ``torch_dtype``, in the text part of a multimodal config when the top has
+    neither; bfloat16 when no part says anything.
+
+    Raises:
+        ConfigError: the config names something that is not a floating-point dtype of torch.
+    """
+    for part in (hf_config, hf_config.get("text_config") or {}):
+        name = part.get("dtype") or part.get("torch_dtype")
+        if name is None:
+            continue
+        dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigError(
+                f"the config.json of --hf-checkpoint says dtype {name!r}, which is no floating-point dtype of torch; "
+                "write bfloat16, float16 or float32 there"
+            )
+        return dtype
+    return torch.bfloat16
+
+
+def cast_floating(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, floating-point ones in ``dtype``."""
+    for name, tensor in named_tensors:
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
