@@ -1,0 +1,94 @@
+"""Small pure functions from lists of numbers or texts to metrics."""
+
+from __future__ import annotations
+
+import zlib
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+_REPETITION_WINDOW = 10_000
+"""Characters: shorter texts are never called repetitive, longer ones are judged by their end."""
+_REPETITION_RATIO = 10.0
+
+
+def dict_add_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The same metrics with ``prefix`` before every name."""
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+
+def compute_statistics(values: Sequence[float]) -> dict[str, float]:
+    """mean, median, max and min of a non-empty list; empty in, empty out."""
+    if not values:
+        return {}
+    return {
+        "mean": fmean(values),
+        "median": float(median(values)),
+        "max": float(max(values)),
+        "min": float(min(values)),
+    }
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that k of ``num_samples`` responses, drawn without replacement, hold a correct one:
+
+        1 - C(n - c, k) / C(n, k)
+
+    Source: Chen et al., arXiv:2107.03374, section 2.1.
+    """
+    if num_samples - num_correct < k:
+        return 1.0
+    missed = 1.0
+    for i in range(num_samples - num_correct + 1, num_samples + 1):
+        missed *= 1.0 - k / i
+    return 1.0 - missed
+
+
+def compute_pass_rate(
+    flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
+) -> dict[str, float]:
+    """pass@1, pass@2, pass@4 ... up to ``group_size``, averaged over groups; a reward of 1 is a correct response.
+
+    Args:
+        flat_rewards: the rewards of whole groups, one group after the other.
+        group_size: responses of one prompt.  With 1 there is nothing to choose from, and the result is empty.
+        num_groups: expected number of groups; None takes what ``flat_rewards`` holds.
+    """
+    if group_size <= 1 or not flat_rewards:
+        return {}
+    if num_groups is None:
+        num_groups = len(flat_rewards) // group_size
+    if len(flat_rewards) != num_groups * group_size:
+        raise ValueError(f"{len(flat_rewards)} rewards are not {num_groups} groups of {group_size}")
+    correct = [
+        sum(1 for reward in flat_rewards[start : start + group_size] if reward == 1)
+        for start in range(0, len(flat_rewards), group_size)
+    ]
+    rates = {}
+    k = 1
+    while k <= group_size:
+        rates[f"pass@{k}"] = fmean(pass_at_k(group_size, number, k) for number in correct)
+        k *= 2
+    return rates
+
+
+def compute_rollout_step(args: Namespace, rollout_id: int) -> int:
+    """The place of a rollout on the x axis: its id, or with ``--wandb-always-use-train-step`` the optimizer steps."""
+    if getattr(args, "wandb_always_use_train_step", False):
+        return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    return rollout_id
+
+
+def compression_ratio(data: str | bytes, *, encoding: str = "utf-8", level: int = 9) -> tuple[float, float]:
+    """(original / compressed size, percent saved) under zlib.  Empty data gives (inf, 0)."""
+    raw = data.encode(encoding) if isinstance(data, str) else data
+    if not raw:
+        return float("inf"), 0.0
+    compressed = len(zlib.compress(raw, level))
+    return len(raw) / compressed, 100.0 * (1.0 - compressed / len(raw))
+
+
+def has_repetition(text: str) -> bool:
+    """Whether a long response ends in a loop: its last 10,000 characters compress more than tenfold."""
+    return len(text) > _REPETITION_WINDOW and compression_ratio(text[-_REPETITION_WINDOW:])[0] > _REPETITION_RATIO

@@ -1,0 +1,63 @@
+"""The torch profiler over a window of rollouts (``--use-pytorch-profiler``), and memory snapshots.
+
+``--profile-step-start/--profile-step-end`` count rollouts; ``--profile-target`` says what is profiled: the whole of
+``train()`` (``train_overall``), the optimizer steps (``train_actor``) or the log-prob passes (``train_log_probs``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class TrainProfiler:
+    """Profiles what its flags ask for, on one rank; does nothing when they ask for nothing."""
+
+    def __init__(self, args: Namespace, *, rank: int = 0) -> None:
+        self._targets = tuple(getattr(args, "profile_target", None) or ())
+        self._start = getattr(args, "profile_step_start", 0) or 0
+        self._end = getattr(args, "profile_step_end", 0) or 0
+        self._is_on = bool(getattr(args, "use_pytorch_profiler", False))
+        self._folder = Path(getattr(args, "tensorboard_dir", None) or "profile")
+        self._rank = rank
+        self._snapshot_after = getattr(args, "memory_snapshot_num_steps", None)
+        self._snapshot_folder = Path(getattr(args, "memory_snapshot_dir", None) or ".")
+        self._records_memory = bool(getattr(args, "record_memory_history", False)) and torch.cuda.is_available()
+        if self._records_memory:
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+
+    @contextmanager
+    def profile(self, target: str, rollout_id: int) -> Iterator[None]:
+        """Profile the body when ``target`` is asked for and ``rollout_id`` lies in the window, into a Chrome trace."""
+        if not (self._is_on and target in self._targets and self._start <= rollout_id < self._end):
+            yield
+            return
+        with torch.profiler.profile(record_shapes=False) as profiler:
+            yield
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{target}_rollout{rollout_id}_rank{self._rank}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        logger.info("profile of %s written to %s", target, path)
+
+    def step(self, rollout_id: int) -> None:
+        """Tell that a rollout was trained; writes the memory snapshot after ``--memory-snapshot-num-steps``."""
+        if self._records_memory and self._snapshot_after is not None and rollout_id + 1 == self._snapshot_after:
+            self.dump_memory(f"rollout{rollout_id}")
+
+    def dump_memory(self, tag: str) -> Path | None:
+        """Write the CUDA allocator's history (also useful after an out-of-memory error); None when it is not kept."""
+        if not self._records_memory:
+            return None
+        self._snapshot_folder.mkdir(parents=True, exist_ok=True)
+        path = self._snapshot_folder / f"memory_{tag}_rank{self._rank}_{int(time.time())}.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))
+        logger.info("memory snapshot written to %s", path)
+        return path

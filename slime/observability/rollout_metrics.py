@@ -1,0 +1,163 @@
+"""What is logged about the samples of a rollout or an evaluation.
+
+Pure: samples in, a dict of metrics out.  The rollout manager logs it through ``logging_utils.log``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from slime.observability.metric_utils import (
+    compute_pass_rate,
+    compute_rollout_step,
+    compute_statistics,
+    dict_add_prefix,
+    has_repetition,
+)
+from slime.utils.types import Sample
+
+
+def _reward(args: Namespace, sample: Sample, *, evaluation: bool = False) -> Any:
+    key = getattr(args, "reward_key", None)
+    if evaluation:
+        key = getattr(args, "eval_reward_key", None) or key
+    return sample.reward[key] if key and isinstance(sample.reward, Mapping) else sample.reward
+
+
+def _number(reward: Any) -> float | None:
+    """A reward as a number; None for what is not one (a dict without ``--reward-key``)."""
+    return float(reward) if isinstance(reward, int | float) else None
+
+
+def _zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, int]:
+    """count_{reward}: groups all of whose samples have this same reward, so that they teach nothing."""
+    groups: dict[Any, list[float]] = {}
+    for sample in samples:
+        value = _number(_reward(args, sample))
+        if value is not None:
+            groups.setdefault(sample.group_index, []).append(value)
+    counts = Counter(f"zero_std/count_{round(v[0], 1)}" for v in groups.values() if len(v) > 1 and len(set(v)) == 1)
+    return dict(counts)
+
+
+def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Length, truncation, repetition, speculative decoding and prefix-cache figures, without a prefix."""
+    if not samples:
+        return {}
+    metrics: dict[str, Any] = {}
+    lengths = [sample.effective_response_length for sample in samples]
+    metrics |= dict_add_prefix(compute_statistics(lengths), "response_len/")
+    if getattr(args, "advantage_estimator", None) != "ppo":
+        metrics |= _zero_std_counts(args, samples)
+    metrics["truncated_ratio"] = fmean(sample.status == Sample.Status.TRUNCATED for sample in samples)
+    metrics["repetition_frac"] = fmean(has_repetition(sample.response or "") for sample in samples)
+    metrics |= _engine_figures(args, samples)
+    metrics |= _reward_categories(args, samples)
+    kept = [sample.rollout_top_p_token_ids for sample in samples if sample.rollout_top_p_token_ids is not None]
+    if kept:
+        metrics["top_p_kept_vocab_per_token"] = sum(len(ids) for ids in kept) / max(sum(lengths), 1)
+    return metrics
+
+
+def _engine_figures(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """Speculative decoding (when it is on) and prefix cache, summed over the samples before dividing."""
+    metrics: dict[str, float] = {}
+    if getattr(args, "sglang_speculative_algorithm", None):
+        accepted = sum(sample.spec_info.spec_accept_token_num for sample in samples)
+        drafted = sum(sample.spec_info.spec_draft_token_num for sample in samples)
+        verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
+        completed = sum(sample.spec_info.completion_token_num for sample in samples)
+        metrics["spec_accept_rate"] = accepted / drafted if drafted else 0.0
+        metrics["spec_accept_length"] = completed / verified if verified else 0.0
+    cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
+    prompted = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
+    metrics["prefix_cache_hit_rate"] = cached / prompted if prompted else 0.0
+    metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
+    return metrics
+
+
+def _reward_categories(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """error_cat/{category}: the share of samples whose reward dict names this category (``--log-reward-category``)."""
+    key = getattr(args, "log_reward_category", None)
+    if not key:
+        return {}
+    counts = Counter(str(s.reward.get(key)) for s in samples if isinstance(s.reward, Mapping))
+    return {f"error_cat/{category}": count / len(samples) for category, count in counts.items()}
+
+
+def compute_perf_metrics_from_samples(
+    args: Namespace, samples: Sequence[Sample], rollout_time: float
+) -> dict[str, float]:
+    """Seconds and token rates of generation, without a prefix.  ``effective`` counts unmasked tokens only."""
+    metrics = {"rollout_time": rollout_time, "time_rollout_s": rollout_time}
+    if not samples or rollout_time <= 0:
+        return metrics
+    num_gpus = max(getattr(args, "rollout_num_gpus", None) or 1, 1)
+    lengths = [sample.response_length for sample in samples]
+    effective = [sample.effective_response_length for sample in samples]
+    metrics["rollout_tok_per_s"] = sum(effective) / rollout_time
+    metrics["tokens_per_gpu_per_sec"] = sum(lengths) / rollout_time / num_gpus
+    metrics["effective_tokens_per_gpu_per_sec"] = sum(effective) / rollout_time / num_gpus
+    metrics["longest_sample_tokens_per_sec"] = max(lengths) / rollout_time
+    metrics["longest_effective_sample_tokens_per_sec"] = max(effective) / rollout_time
+    waits = [sample.non_generation_time for sample in samples]
+    if any(waits):
+        metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
+        longest = max(waits)
+        metrics["longest_sample_non_generation_time"] = longest
+        if rollout_time > longest:
+            rate = sum(lengths) / (rollout_time - longest) / num_gpus
+            metrics["tokens_per_gpu_per_sec_without_non_generation"] = rate
+    return metrics
+
+
+def compute_rollout_record(
+    args: Namespace,
+    rollout_id: int,
+    samples: Sequence[Sample],
+    extra_metrics: Mapping[str, Any] | None,
+    rollout_time: float,
+) -> dict[str, Any]:
+    """Everything the manager logs about one rollout, prefixes and ``rollout/step`` included."""
+    rewards = [value for sample in samples if (value := _number(_reward(args, sample))) is not None]
+    record: dict[str, Any] = dict(extra_metrics or {})
+    record |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
+    record |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
+    if rewards:
+        record["rollout/raw_reward"] = fmean(rewards)
+    group_size = args.n_samples_per_prompt
+    if getattr(args, "log_passrate", False) and rewards and len(rewards) % group_size == 0:
+        record |= dict_add_prefix(compute_pass_rate(rewards, group_size), "passrate/")
+    record["rollout/step"] = compute_rollout_step(args, rollout_id)
+    return record
+
+
+def compute_eval_record(
+    args: Namespace,
+    rollout_id: int,
+    data: Mapping[str, Mapping[str, Any]],
+    extra_metrics: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything the manager logs about one evaluation: ``eval/{name}`` is the mean reward of a data set.
+
+    Args:
+        data: name -> {"rewards": list, "truncated": list, "samples": list of Sample (optional)}.
+    """
+    record: dict[str, Any] = dict(extra_metrics or {})
+    for name, results in data.items():
+        rewards = [float(reward) for reward in results["rewards"]]
+        record[f"eval/{name}"] = fmean(rewards) if rewards else 0.0
+        if results.get("truncated"):
+            record[f"eval/{name}-truncated_ratio"] = fmean(results["truncated"])
+        if results.get("samples"):
+            details = compute_metrics_from_samples(args, results["samples"])
+            record |= dict_add_prefix(details, f"eval/{name}/")
+        group_size = getattr(args, "n_samples_per_eval_prompt", 1)
+        if getattr(args, "log_passrate", False) and len(rewards) % group_size == 0:
+            record |= dict_add_prefix(compute_pass_rate(rewards, group_size), f"eval/{name}-")
+    record["eval/step"] = compute_rollout_step(args, rollout_id)
+    return record

@@ -1,0 +1,123 @@
+"""One line a step: what a reader watches while a run goes on.
+
+    step 12/40 | reward 0.683 | loss 0.0012 | kl 0.0004 | grad 0.412 | gen 4.1k tok/s | train 7.9k tok/s | packed 97% |
+    3.9 s = rollout 1.9 + train 1.6 + push 0.2
+
+The metrics come from several processes; ``StepLine`` gathers them from the run's ``metrics.jsonl``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.observability.metrics_file import metrics_path, read_new_records
+
+# label, metric names (the first that is there is shown), format
+_FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward", ("rollout/raw_reward", "rollout/rewards"), "{:.3f}"),
+    ("loss", ("train/loss", "train/critic-loss"), "{:.4f}"),
+    ("kl", ("train/kl_loss", "train/ppo_kl"), "{:.5f}"),
+    ("entropy", ("train/entropy_loss",), "{:.3f}"),
+    ("grad", ("train/grad_norm",), "{:.3f}"),
+    ("lr", ("train/lr-pg_0",), "{:.2e}"),
+    ("|dlogp|", ("train/train_rollout_logprob_abs_diff",), "{:.4f}"),
+    ("len", ("rollout/response_len/mean",), "{:.1f}"),
+)
+_RATES = (("gen", "perf/rollout_tok_per_s"), ("train", "perf/train_tok_per_s"))
+_PHASES = (
+    ("rollout", ("perf/time_rollout_s", "perf/rollout_time")),
+    ("log-probs", ("perf/time_log_probs_s", "perf/log_probs_time")),
+    ("ref", ("perf/time_ref_log_probs_s", "perf/ref_log_probs_time")),
+    ("train", ("perf/time_actor_train_s", "perf/actor_train_time")),
+    ("push", ("perf/weight_push_s", "perf/time_update_weights_s", "perf/update_weights_time")),
+    ("save", ("perf/time_save_model_s", "perf/save_model_time")),
+    ("eval", ("perf/time_eval_s", "perf/eval_time")),
+)
+
+
+def _first(metrics: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
+    for name in names:
+        value = metrics.get(name)
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+def _short(value: float) -> str:
+    """12345.0 -> 12.3k."""
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def _evaluations(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Data set -> mean reward: the metrics ``eval/{name}`` that are neither an axis nor a detail."""
+    found = {}
+    for name, value in metrics.items():
+        head, _, rest = name.partition("/")
+        is_detail = "/" in rest or rest == "step" or rest.endswith("-truncated_ratio") or "-pass@" in rest
+        if head == "eval" and not is_detail and isinstance(value, int | float):
+            found[rest] = float(value)
+    return found
+
+
+def format_step(rollout_id: int, metrics: Mapping[str, Any], *, num_rollout: int | None = None) -> str:
+    """The line of step ``rollout_id`` (shown from 1).  What was not measured is left out."""
+    parts = [f"step {rollout_id + 1}" + (f"/{num_rollout}" if num_rollout else "")]
+    for label, names, shape in _FIELDS:
+        value = _first(metrics, names)
+        if value is not None:
+            parts.append(f"{label} {shape.format(value)}")
+    parts += [f"eval {name} {value:.3f}" for name, value in _evaluations(metrics).items()]
+    for label, name in _RATES:
+        value = _first(metrics, (name,))
+        if value is not None:
+            parts.append(f"{label} {_short(value)} tok/s")
+    packed = _first(metrics, ("perf/packing_efficiency",))
+    if packed is not None:
+        parts.append(f"packed {packed:.0%}")
+    phases = [(label, value) for label, names in _PHASES if (value := _first(metrics, names)) is not None]
+    total = _first(metrics, ("perf/time_step_s", "perf/step_time"))
+    if phases:
+        spans = " + ".join(f"{label} {value:.1f}" for label, value in phases)
+        parts.append(f"{total:.1f} s = {spans}" if total is not None else f"seconds: {spans}")
+    return " | ".join(parts)
+
+
+class StepLine:
+    """Follows ``metrics.jsonl``: each ``line`` shows what was logged since the one before.
+
+    Records of a later rollout (generated ahead of time) are kept for the line of their own step.
+    """
+
+    def __init__(self, path: Path | None, *, num_rollout: int | None = None) -> None:
+        self._path = path
+        self._num_rollout = num_rollout
+        self._offset = path.stat().st_size if path is not None and path.exists() else 0
+        self._early: list[dict[str, Any]] = []
+
+    @classmethod
+    def follow(cls, args: Namespace) -> StepLine:
+        """The line of the run that ``args`` describe; what its file already holds is passed over."""
+        return cls(metrics_path(args), num_rollout=getattr(args, "num_rollout", None))
+
+    def gather(self, rollout_id: int, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The metrics logged for ``rollout_id`` since the last call, with ``extra`` on top."""
+        records = self._early
+        if self._path is not None:
+            new, self._offset = read_new_records(self._path, self._offset)
+            records = records + new
+        merged: dict[str, Any] = {}
+        self._early = []
+        for record in records:
+            if record.get("rollout/step", rollout_id) > rollout_id:
+                self._early.append(record)
+            else:
+                merged.update(record)
+        merged.update(extra or {})
+        return merged
+
+    def line(self, rollout_id: int, extra: Mapping[str, Any] | None = None) -> str:
+        """The line of ``rollout_id``; ``extra`` are metrics that only the caller knows."""
+        return format_step(rollout_id, self.gather(rollout_id, extra), num_rollout=self._num_rollout)

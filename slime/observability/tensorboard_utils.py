@@ -1,0 +1,48 @@
+"""TensorBoard as a metrics sink; the only module that imports it."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from slime.utils import env
+
+
+def tensorboard_folder(args: Namespace) -> str:
+    """``TENSORBOARD_DIR``, else ``tensorboard_log/{--tb-project-name}/{--tb-experiment-name or the time}``."""
+    project = getattr(args, "tb_project_name", None) or "slime"
+    experiment = getattr(args, "tb_experiment_name", None) or time.strftime("%Y%m%d-%H%M%S")
+    return env.get_str("TENSORBOARD_DIR") or f"tensorboard_log/{project}/{experiment}"
+
+
+class _TensorboardAdapter:
+    """Writes each number of a record as a scalar.  Plug-ins call ``log(data=..., step=...)``."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._writer = SummaryWriter(tensorboard_folder(args), flush_secs=10)
+
+    def log(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        step_key: str | None = None,
+        *,
+        data: Mapping[str, Any] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """One record, either ``(metrics, step_key)`` or ``data=, step=``; the step key itself is not a scalar."""
+        values = metrics if metrics is not None else data or {}
+        at = step if step is not None else values[step_key] if step_key else None
+        for name, value in values.items():
+            if hasattr(value, "item"):
+                value = value.item()
+            if name != step_key and isinstance(value, Number) and not isinstance(value, complex):
+                self._writer.add_scalar(name, float(value), at)  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()

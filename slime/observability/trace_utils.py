@@ -1,0 +1,254 @@
+"""Traces: what happened to a sample, when, and inside what.
+
+A trace lives in ``sample.trace``, a plain dict that survives ``to_dict`` and dumps::
+
+    {"version": 1, "trace_id": str, "sample_id": int, "group_id": int, "attempt": int,
+     "events": [{"type": "span_start" | "span_end" | "event", "name": str, "ts": seconds since the epoch,
+                 "span_id": str, "parent_span_id": str | None, "attrs": dict}, ...]}
+
+``trace_span(target, name)`` brackets work on a Sample, a handle, or a (nested) list of them; spans opened inside it in
+the same task become its children.  A trace never breaks the work it watches: failures of our own are swallowed and
+logged at DEBUG level; those of the traced code pass through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+TRACE_VERSION = 1
+TRACE_CHILDREN_KEY = "__trace_children__"
+"""An attribute of a span that holds finished child spans ({"name", "start", "end", "attrs"}, times in seconds)."""
+
+_META_ATTRS = {
+    "prompt_tokens": "prompt_tokens",
+    "completion_tokens": "completion_tokens",
+    "cached_tokens": "cached_tokens",
+    "queue_time": "queue_time",
+    "e2e_latency": "e2e_latency",
+    "decode_throughput": "decode_throughput",
+    "id": "sglang_request_id",
+}
+
+
+@dataclass
+class TraceHandle:
+    """A sample's trace, to be handed to code that does not have the sample."""
+
+    carrier: dict[str, Any]
+    """The dict that is ``sample.trace``."""
+
+
+_open_spans: ContextVar[Mapping[str, str]] = ContextVar("slime_open_spans", default=MappingProxyType({}))  # noqa: B039
+"""trace_id -> id of the innermost open span, in this task."""
+
+
+def _new_carrier() -> dict[str, Any]:
+    return {"version": TRACE_VERSION, "trace_id": uuid.uuid4().hex, "attempt": 0, "events": []}
+
+
+def bind_trace(sample: Any) -> TraceHandle:
+    """The handle of ``sample``, whose trace is begun when it has none."""
+    carrier = getattr(sample, "trace", None)
+    if not isinstance(carrier, dict):
+        carrier = _new_carrier()
+        sample.trace = carrier
+    carrier.setdefault("events", [])
+    carrier["sample_id"] = getattr(sample, "index", None)
+    carrier["group_id"] = getattr(sample, "group_index", None)
+    return TraceHandle(carrier)
+
+
+def bind_trace_carrier(carrier: dict[str, Any]) -> TraceHandle:
+    """The handle of a trace dict that came from elsewhere (``export_trace``)."""
+    carrier.setdefault("events", [])
+    return TraceHandle(carrier)
+
+
+def export_trace(target: Any) -> dict[str, Any] | None:
+    """The trace of one sample or handle as a dict that JSON can hold; None when there is none."""
+    handles = _handles(target)
+    return dict(handles[0].carrier) if handles else None
+
+
+def import_trace(sample: Any, carrier: Mapping[str, Any] | None) -> TraceHandle:
+    """Make ``carrier`` the trace of ``sample``."""
+    if carrier is not None:
+        sample.trace = dict(carrier)
+    return bind_trace(sample)
+
+
+def trace_next_attempt(target: Any) -> None:
+    """Count one more try (a sample that goes on after an abort)."""
+    for handle in _handles(target):
+        handle.carrier["attempt"] = handle.carrier.get("attempt", 0) + 1
+
+
+def _handles(target: Any) -> list[TraceHandle]:
+    """The handles of a Sample, a handle, or a nested list of them; nothing for anything else."""
+    if target is None:
+        return []
+    if isinstance(target, TraceHandle):
+        return [target]
+    if isinstance(target, list | tuple):
+        return [handle for item in target for handle in _handles(item)]
+    if hasattr(target, "tokens") and hasattr(target, "status"):
+        return [bind_trace(target)]
+    return []
+
+
+def _record(handle: TraceHandle, kind: str, name: str, span_id: str | None, parent: str | None, attrs: dict) -> None:
+    handle.carrier["events"].append(
+        {"type": kind, "name": name, "ts": time.time(), "span_id": span_id, "parent_span_id": parent, "attrs": attrs}
+    )
+
+
+@dataclass
+class TraceSpanContext:
+    """An open span; what is set on it is written at its end."""
+
+    handles: list[TraceHandle]
+    name: str
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    def set(self, key: str, value: Any) -> None:
+        """Set one attribute."""
+        self.attrs[key] = value
+
+    def update(self, attrs: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Set several attributes."""
+        self.attrs.update(attrs or {}, **more)
+
+    set_attr = set
+    update_attrs = update
+
+
+@contextmanager
+def trace_span(
+    target: Any, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
+) -> Iterator[TraceSpanContext]:
+    """Bracket the body of a ``with`` as one span of every sample in ``target``; see the module's docstring."""
+    span = TraceSpanContext([], name, {})
+    opened: list[tuple[TraceHandle, str, str | None]] = []
+    token = None
+    try:
+        span.handles = _handles(target)
+        outer = _open_spans.get()
+        inner = dict(outer)
+        for handle in span.handles:
+            trace_id, span_id = handle.carrier.get("trace_id", ""), uuid.uuid4().hex[:16]
+            parent = outer.get(trace_id)
+            _record(handle, "span_start", name, span_id, parent, dict(attrs or {}))
+            inner[trace_id] = span_id
+            opened.append((handle, span_id, parent))
+        token = _open_spans.set(inner)
+    except Exception:
+        logger.debug("could not open the trace span %s", name, exc_info=True)
+    try:
+        yield span
+    except BaseException as error:
+        if record_error:
+            span.attrs["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        try:
+            if token is not None:
+                _open_spans.reset(token)
+            for handle, span_id, parent in opened:
+                _record(handle, "span_end", name, span_id, parent, dict(span.attrs))
+        except Exception:
+            logger.debug("could not close the trace span %s", name, exc_info=True)
+
+
+def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
+    """Record one moment, inside the span that is open."""
+    try:
+        for handle in _handles(target):
+            parent = _open_spans.get().get(handle.carrier.get("trace_id", ""))
+            _record(handle, "event", name, None, parent, dict(attrs or {}))
+    except Exception:
+        logger.debug("could not record the trace event %s", name, exc_info=True)
+
+
+def _call_safely(function: Callable[..., Any] | None, *positional: Any, **keyword: Any) -> Any:
+    if function is None:
+        return None
+    try:
+        return function(*positional, **keyword)
+    except Exception:
+        logger.debug("a trace getter failed", exc_info=True)
+        return None
+
+
+def trace_function(
+    name: str,
+    *,
+    target: str | None = None,
+    target_getter: Callable[..., Any] | None = None,
+    attrs_getter: Callable[..., Any] | None = None,
+    record_error: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a plain or async function so that each call is a span.
+
+    Args:
+        name: the span's name.
+        target: name of the argument that is traced; without it, and without a getter, the first argument that is a
+            sample, a handle or a list of them.
+        target_getter: gives the target from the call's arguments.
+        attrs_getter: gives the span's attributes from the call's arguments.
+        record_error: whether an exception is noted on the span.
+    """
+
+    def find(positional: tuple[Any, ...], keyword: dict[str, Any], names: list[str]) -> Any:
+        if target_getter is not None:
+            return _call_safely(target_getter, *positional, **keyword)
+        if target is not None:
+            return {**dict(zip(names, positional, strict=False)), **keyword}.get(target)
+        return next((item for item in (*positional, *keyword.values()) if _handles(item)), None)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        names = list(function.__code__.co_varnames[: function.__code__.co_argcount])
+
+        if asyncio.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def traced_async(*positional: Any, **keyword: Any) -> Any:
+                attrs = _call_safely(attrs_getter, *positional, **keyword)
+                with trace_span(find(positional, keyword, names), name, attrs=attrs, record_error=record_error):
+                    return await function(*positional, **keyword)
+
+            return traced_async
+
+        @functools.wraps(function)
+        def traced(*positional: Any, **keyword: Any) -> Any:
+            attrs = _call_safely(attrs_getter, *positional, **keyword)
+            with trace_span(find(positional, keyword, names), name, attrs=attrs, record_error=record_error):
+                return function(*positional, **keyword)
+
+        return traced
+
+    return decorate
+
+
+def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of an engine call from its ``meta_info``: token counts, times, finish reason, request id.
+
+    With prefill-decode disaggregation (``pd_*`` keys) these are kept under their own names.
+    """
+    attrs = {ours: meta[theirs] for theirs, ours in _META_ATTRS.items() if meta.get(theirs) is not None}
+    reason = meta.get("finish_reason")
+    if reason is not None:
+        attrs["finish_reason"] = reason.get("type") if isinstance(reason, Mapping) else reason
+    attrs.update({key: value for key, value in meta.items() if key.startswith("pd_") and value is not None})
+    return attrs

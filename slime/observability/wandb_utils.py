@@ -1,0 +1,70 @@
+"""Weights & Biases as a metrics sink; the only module that imports wandb.
+
+One run, several writers: the driver is the primary writer, the others join by the run id.  With
+``--wandb-mode offline`` nothing leaves the machine: each writer keeps a folder of its own under ``--wandb-dir``, all
+with the same run id, and ``wandb sync --append`` puts them together later.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import wandb
+
+AXES = {
+    "train/step": ("train/*",),
+    "rollout/step": ("rollout/*", "multi_turn/*", "passrate/*", "perf/*"),
+    "eval/step": ("eval/*",),
+}
+
+
+def run_name(args: Namespace) -> tuple[str | None, str]:
+    """(group, name) of the run.  A random suffix keeps runs of one group apart, unless switched off."""
+    group = getattr(args, "wandb_group", None)
+    if group and getattr(args, "wandb_random_suffix", True):
+        group = f"{group}_{getattr(args, 'wandb_run_id', None) or uuid.uuid4().hex[:6]}"
+    return group, f"{group or 'slime'}-RANK_0"
+
+
+class WandbTracker:
+    """One writer of the run.  Config is written by the primary only."""
+
+    def __init__(self, args: Namespace, *, primary: bool) -> None:
+        is_offline = getattr(args, "wandb_mode", None) == "offline"
+        if not is_offline and getattr(args, "wandb_key", None):
+            wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None))
+        group, name = run_name(args)
+        folder = getattr(args, "wandb_dir", None)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        settings: dict[str, Any] = {"console": "off", "silent": True}
+        if is_offline:
+            settings["mode"] = "offline"
+        else:
+            settings.update(mode="shared", x_primary=primary, x_update_finish_state=primary)
+        self._run = wandb.init(
+            id=getattr(args, "wandb_run_id", None),
+            entity=getattr(args, "wandb_team", None),
+            project=getattr(args, "wandb_project", None),
+            group=group,
+            name=name,
+            dir=folder,
+            config=dict(vars(args)) if primary else None,
+            settings=wandb.Settings(**settings),
+        )
+        for axis, patterns in AXES.items():
+            wandb.define_metric(axis)
+            for pattern in patterns:
+                wandb.define_metric(pattern, step_metric=axis)
+
+    def log(self, metrics: Mapping[str, Any], step_key: str) -> None:
+        """Send one record; the axes are defined by metric name, so ``step_key`` travels as a metric."""
+        self._run.log(dict(metrics))
+
+    def finish(self) -> None:
+        """Write out what is still queued."""
+        self._run.finish()

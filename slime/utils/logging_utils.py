@@ -1,0 +1,5 @@
+"""The old path of ``slime.observability.logging_utils``, kept for code written for it."""
+
+from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
+
+__all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]
