@@ -1,0 +1,99 @@
+"""From the command line to a running job and back: connect to Ray, report the first cause of a failure, clean up.
+
+Ray ends every actor of a driver that has gone, and an engine's server or a router ends itself when its actor has: so
+whatever happens to the driver, nothing of the job is left.  What is done here makes that quick and the message clear.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from types import FrameType
+
+import ray
+
+from slime.arguments import parse_args
+from slime.observability.logging_utils import configure_logger
+from slime.ray.placement_group import plan_gpus
+from slime.ray.waiting import forget_all
+from slime.utils import env
+from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
+
+logger = logging.getLogger(__name__)
+
+EXIT_BAD_INPUT = 2
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+class Interrupted(BaseException):
+    """SIGTERM (``ray job stop``) reached the driver."""
+
+
+def run(train: Callable[[Namespace], None]) -> None:
+    """Parse the command line, connect, run ``train(args)``, and leave with an exit code that says how it went.
+
+    0 success, 1 failure, 2 bad input, 130 interrupted.
+    """
+    configure_logger()
+    signal.signal(signal.SIGTERM, _raise_interrupted)
+    code = EXIT_FAILED
+    try:
+        args = parse_args()
+        connect(args)
+        train(args)
+        code = 0
+    except (ConfigError, DataError, HookError) as error:
+        code = EXIT_BAD_INPUT
+        _report("slime cannot start this run", error)
+    except SlimeError as error:
+        _report("slime job failed", error)
+    except (KeyboardInterrupt, Interrupted):
+        code = EXIT_INTERRUPTED
+        print("\nslime job interrupted: stopping its engines and trainers", file=sys.stderr, flush=True)
+    except Exception as error:  # the edge of the process: everything that is not foreseen ends here
+        traceback.print_exc()
+        _report("slime job failed", error)
+    finally:
+        forget_all()
+        if ray.is_initialized():
+            ray.shutdown()
+    sys.exit(code)
+
+
+def connect(args: Namespace) -> None:
+    """Join the Ray cluster of this machine or of ``RAY_ADDRESS``; without one, start a private one.
+
+    The private cluster of a machine without GPUs has as many logical GPUs as the run needs.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=env.get_str("RAY_ADDRESS", "auto"), log_to_driver=True)
+    except ConnectionError:
+        import torch
+
+        num_gpus = None if torch.cuda.is_available() else plan_gpus(args).num_gpus
+        num_cpus = None if num_gpus is None else 2 * num_gpus + 4
+        logger.info("no Ray cluster is running here: starting a private one (%s logical GPUs)", num_gpus or "no")
+        ray.init(num_gpus=num_gpus, num_cpus=num_cpus, include_dashboard=False)
+
+
+def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def _report(title: str, error: BaseException) -> None:
+    """The first cause on top, in plain words; what it led to is in the log above."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    bar = "-" * 100
+    print(f"\n{bar}\n{title}: {type(error).__name__}: {error}", file=sys.stderr)
+    if cause is not error and str(cause) not in str(error):
+        print(f"first cause: {type(cause).__name__}: {cause}", file=sys.stderr)
+    print(bar, file=sys.stderr, flush=True)

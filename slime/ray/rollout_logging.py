@@ -1,0 +1,37 @@
+"""What the rollout manager logs: its own record, unless a hook of the user's takes the job over."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.observability.logging_utils import log
+from slime.observability.rollout_metrics import compute_eval_record, compute_rollout_record
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+
+def log_rollout(
+    args: Namespace, rollout_id: int, samples: Sequence[Sample], extra: Mapping[str, Any] | None, seconds: float
+) -> None:
+    """Log one rollout; ``--custom-rollout-log-function-path`` may do it instead by returning something true."""
+    path = args.custom_rollout_log_function_path
+    if path and load_function(path)(rollout_id, args, samples, extra, seconds):
+        return
+    log(args, compute_rollout_record(args, rollout_id, samples, extra, seconds), step_key="rollout/step")
+
+
+def log_eval(
+    args: Namespace,
+    rollout_id: int,
+    data: Mapping[str, Mapping[str, Any]],
+    extra: Mapping[str, Any] | None,
+    seconds: float,
+) -> dict[str, float]:
+    """Log one evaluation; ``--custom-eval-rollout-log-function-path`` may do it instead.  Gives the record."""
+    record = compute_eval_record(args, rollout_id, data, extra) | {"perf/time_eval_s": seconds}
+    path = args.custom_eval_rollout_log_function_path
+    if not (path and load_function(path)(rollout_id, args, data, extra)):
+        log(args, record, step_key="eval/step")
+    return record

@@ -1,0 +1,186 @@
+"""The steps that both training loops are made of.
+
+``train.py`` and ``train_async.py`` say in which order; here is what each step does, how long it took, and the line
+that is printed when it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from slime.arguments import record_runtime
+from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
+from slime.observability.step_line import StepLine
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.gpu_handover import GpuHandover
+from slime.ray.placement_group import GpuSlice, create_placement_groups
+from slime.ray.rollout import create_rollout_manager
+from slime.ray.utils import cluster_has_accelerators
+from slime.ray.waiting import forget_all, wait_for, watch
+from slime.utils.errors import ConfigError
+from slime.utils.misc import Box, should_run_periodic_action
+
+logger = logging.getLogger(__name__)
+
+
+def create_training_models(
+    args: Namespace, gpus: dict[str, GpuSlice | None], rollout_manager: Any
+) -> tuple[RayTrainGroup, RayTrainGroup | None]:
+    """Start the trainers and load their models.
+
+    Returns:
+        ``(actor, critic)``; the critic is None without one.
+    """
+    actor_gpus = gpus["actor"]
+    assert actor_gpus is not None
+    actor = RayTrainGroup(
+        args,
+        args.actor_num_nodes,
+        args.actor_num_gpus_per_node,
+        actor_gpus,
+        role="actor",
+        with_ref=args.kl_coef != 0 or args.use_kl_loss,
+        with_opd_teacher=args.use_opd and args.opd_type == "megatron",
+    )
+    start_rollout_id = actor.create()
+    if args.start_rollout_id is None:
+        record_runtime(args, start_rollout_id=start_rollout_id)
+    actor.set_rollout_manager(rollout_manager)
+    if args.rollout_global_dataset:
+        wait_for(
+            rollout_manager.load.remote(args.start_rollout_id - 1),
+            what="the position in the data to be restored",
+            timeout_s=args.train_timeout_s,
+        )
+    return actor, None
+
+
+class TrainJob:
+    """A running job: engines, trainers, and the steps that a loop takes with them."""
+
+    def __init__(self, args: Namespace) -> None:
+        configure_logger()
+        self.args = args
+        gpus = create_placement_groups(args)
+        record_runtime(args, **init_tracking(args))
+        self._step_line = StepLine.follow(args)
+        self._seconds: dict[str, float] = {}
+        rollout_gpus = gpus["rollout"]
+        assert rollout_gpus is not None
+        self.manager = create_rollout_manager(args, rollout_gpus)
+        watch(self.manager, "the rollout manager")
+        self.rollouts_per_epoch: int | None = self._ask("get_num_rollout_per_epoch", what="the rollout manager to start")
+        self._resolve_num_rollout()
+        self.handover = GpuHandover(args, self.manager)
+        if args.offload_rollout and cluster_has_accelerators():
+            # The engines size their memory by what is free: they must be up before the trainer takes any.
+            self._wait_for_engines()
+            self.handover.engines_give()
+        self.actor, self.critic = create_training_models(args, gpus, self.manager)
+        if not (args.offload_rollout and cluster_has_accelerators()):
+            self._wait_for_engines()
+        self.push_weights()
+
+    def _resolve_num_rollout(self) -> None:
+        args = self.args
+        if args.num_rollout is None:
+            num_rollout = (self.rollouts_per_epoch or 0) * args.num_epoch
+            if num_rollout == 0:
+                raise ConfigError(
+                    f"--num-epoch {args.num_epoch} gives no rollout: the data set has fewer prompts than "
+                    f"--rollout-batch-size {args.rollout_batch_size}. Use a smaller batch, more data or --num-rollout."
+                )
+            record_runtime(args, num_rollout=num_rollout)
+
+    def _wait_for_engines(self) -> None:
+        self._ask("wait_ready", what="the engines to start", timeout_s=self.args.engine_start_timeout_s + 180)
+
+    # Steps
+
+    def start_generate(self, rollout_id: int) -> ray.ObjectRef:
+        """Begin rollout ``rollout_id``; :meth:`finish_generate` waits for it."""
+        return self.manager.generate.remote(rollout_id)
+
+    def finish_generate(self, generation: ray.ObjectRef) -> list[Box] | None:
+        """The train data of a rollout that was begun."""
+        with self._timed("wait_for_rollout"):
+            return wait_for(
+                generation, what="the rollout", timeout_s=self.args.rollout_timeout_s + 120, report_every_s=60
+            )
+
+    def generate(self, rollout_id: int) -> list[Box] | None:
+        """Run rollout ``rollout_id`` and wait for its train data."""
+        return self.finish_generate(self.start_generate(rollout_id))
+
+    def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
+        """Take the optimizer steps of one rollout."""
+        with self._timed("train"):
+            self.actor.train(rollout_id, rollout_data)
+
+    def save_if_due(self, rollout_id: int) -> None:
+        """Save when ``--save-interval`` says so, and after the last rollout.
+
+        The order makes a kill at any moment harmless: the model, then the position in the data with its buffer, and
+        last of all the tracker file that makes the checkpoint count.
+        """
+        args = self.args
+        if not should_run_periodic_action(rollout_id, args.save_interval, self.rollouts_per_epoch, args.num_rollout):
+            return
+        with self._timed("save"):
+            self.actor.save_model(rollout_id, force_sync=rollout_id == args.num_rollout - 1)
+            if args.rollout_global_dataset:
+                self._ask("save", rollout_id, what="the position in the data to be saved")
+            self.actor.publish_checkpoint(rollout_id)
+
+    def push_weights(self) -> None:
+        """Give the engines the present weights (and, where GPUs are shared, the GPUs)."""
+        if not self.args.offload_train:
+            self.actor.clear_memory()
+        with self._timed("push"):
+            self.handover.engines_take_weights()
+            if self.args.use_fault_tolerance and not self.args.debug_train_only:
+                self._ask("recover_updatable_engines", what="dead engines to be replaced")
+            self.actor.update_weights()
+            self.handover.engines_take_cache()
+
+    def evaluate(self, rollout_id: int) -> None:
+        """Measure the present policy on the evaluation sets."""
+        with self._timed("eval"):
+            self._ask("eval", rollout_id, what="the evaluation", timeout_s=self.args.rollout_timeout_s)
+
+    def evaluate_if_due(self, rollout_id: int) -> None:
+        """Evaluate when ``--eval-interval`` says so."""
+        if should_run_periodic_action(rollout_id, self.args.eval_interval, self.rollouts_per_epoch):
+            self.evaluate(rollout_id)
+
+    def report(self, rollout_id: int) -> None:
+        """Log the driver's own times of the step and print the step's line."""
+        seconds, self._seconds = self._seconds, {}
+        metrics: dict[str, float] = {f"perf/time_{name}_s": value for name, value in seconds.items()}
+        metrics["perf/time_step_s"] = sum(seconds.values())
+        log(self.args, metrics | {"rollout/step": rollout_id}, step_key="rollout/step")
+        print(self._step_line.line(rollout_id), flush=True)
+
+    def finish(self) -> None:
+        """Stop engines, routers and trainers, and close the logs."""
+        forget_all()
+        self._ask("dispose", what="the engines to stop", timeout_s=self.args.shutdown_timeout_s * 2)
+        self.actor.release()
+        finish_tracking(self.args)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+
+    def _ask(self, method: str, *arguments: Any, what: str, timeout_s: float | None = None) -> Any:
+        ref = getattr(self.manager, method).remote(*arguments)
+        return wait_for(ref, what=what, timeout_s=timeout_s or self.args.train_timeout_s)

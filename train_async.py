@@ -1,0 +1,47 @@
+"""Training one rollout ahead: rollout k+1 is generated while the trainer works on rollout k.
+
+    ray job submit ... -- python3 train_async.py ARGUMENTS
+
+The policy that generates is one update older than the one that trains.  Engines and trainer must have GPUs of their
+own (no ``--colocate``).  Supervised fine-tuning runs here too, with ``--debug-train-only``.
+"""
+
+from argparse import Namespace
+
+from slime.ray.job import run
+from slime.ray.train_loop import TrainJob
+from slime.utils.errors import ConfigError
+
+
+def train(args: Namespace) -> None:
+    """Run every rollout of ``args`` from the one that the checkpoint says."""
+    if args.colocate:
+        raise ConfigError(
+            "train_async.py generates and trains at the same time, so --colocate cannot work here: give the engines "
+            "GPUs of their own with --rollout-num-gpus, or use train.py"
+        )
+    job = TrainJob(args)  # reserves GPUs, starts engines and trainers, pushes the weights for the first time
+
+    ahead = job.start_generate(args.start_rollout_id) if args.start_rollout_id < args.num_rollout else None
+    for rollout_id in range(args.start_rollout_id, args.num_rollout):
+        assert ahead is not None
+        rollout_data = job.finish_generate(ahead)
+        has_next = rollout_id + 1 < args.num_rollout
+        ahead = job.start_generate(rollout_id + 1) if has_next else None
+
+        if rollout_data is not None:
+            job.train(rollout_id, rollout_data)
+            job.save_if_due(rollout_id)
+            if (rollout_id + 1) % args.update_weights_interval == 0:
+                if ahead is not None:
+                    job.finish_generate(ahead)  # no request may be in flight while the weights change
+                job.push_weights()
+
+        job.evaluate_if_due(rollout_id)
+        job.report(rollout_id)
+
+    job.finish()
+
+
+if __name__ == "__main__":
+    run(train)
