@@ -1,0 +1,35 @@
+"""Process groups that every trainer has: one gloo group of all ranks, for objects and CPU tensors."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from slime.utils.errors import EngineError
+
+_GROUPS: dict[str, dist.ProcessGroup] = {}
+"""By purpose, because torch.distributed has no such registry."""
+
+
+def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """The gloo group of all ranks, made on the first call; every rank must make that call.
+
+    Args:
+        timeout: longest wait of one collective; torch's default when None.
+    """
+    if "gloo" not in _GROUPS:
+        _GROUPS["gloo"] = dist.new_group(backend="gloo", timeout=timeout)
+    return _GROUPS["gloo"]
+
+
+def get_gloo_group() -> dist.ProcessGroup:
+    """The gloo group of all ranks."""
+    if "gloo" not in _GROUPS:
+        raise EngineError("The gloo group does not exist yet; call init_gloo_group() on every rank first.")
+    return _GROUPS["gloo"]
+
+
+def clear_gloo_group() -> None:
+    """Forget the group; to be called when the process group of torch.distributed is destroyed."""
+    _GROUPS.pop("gloo", None)

@@ -1,0 +1,120 @@
+"""Small tools without a better home.  Plug-in authors import them; what grows here moves out."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import subprocess
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from slime.utils.errors import HookError
+from slime.utils.net import get_current_node_ip, get_free_port
+from slime.utils.sglang_meta import decode_int32_meta_array
+
+__all__ = [
+    "Box",
+    "SingletonMeta",
+    "decode_int32_meta_array",
+    "exec_command",
+    "get_current_node_ip",
+    "get_free_port",
+    "group_by",
+    "load_function",
+    "should_run_periodic_action",
+]
+
+T = TypeVar("T")
+
+
+@functools.cache
+def load_function(path: str) -> Any:
+    """The attribute that an import path such as ``my_package.my_module.my_function`` names.
+
+    Raises:
+        HookError: the path has no dot, its module cannot be imported, or the module has no such attribute.
+    """
+    module_path, dot, name = path.rpartition(".")
+    if not dot or ":" in path or "/" in path:
+        raise HookError(f"{path!r} is not an import path; write package.module.attribute, with dots only.")
+    try:
+        module = importlib.import_module(module_path)
+    except ImportError as error:
+        raise HookError(
+            f"{path!r} cannot be loaded: importing {module_path} failed with {type(error).__name__}: {error}. "
+            "The module must be importable on every node (PYTHONPATH)."
+        ) from error
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        where = f"{module_path} ({getattr(module, '__file__', None)})"
+        raise HookError(f"{path!r} cannot be loaded: {where} has no attribute {name!r}.") from error
+
+
+class SingletonMeta(type):
+    """Metaclass of classes that have one instance a process; later calls return the first instance."""
+
+    _instances: dict[type, Any] = {}
+    _lock = threading.RLock()
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """The instance, made on the first call."""
+        with SingletonMeta._lock:
+            if cls not in SingletonMeta._instances:
+                SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+            return SingletonMeta._instances[cls]
+
+    def clear_instances(cls) -> None:
+        """Forget the instance of this class, so that the next call makes a new one."""
+        with SingletonMeta._lock:
+            SingletonMeta._instances.pop(cls, None)
+
+
+class Box:
+    """Carries a value through a layer that would otherwise look into it (Ray resolves bare references)."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def inner(self) -> Any:
+        """The value."""
+        return self._inner
+
+
+def group_by(iterable: Iterable[T], key: Callable[[T], Any] | None = None) -> dict[Any, list[T]]:
+    """Items by ``key(item)`` (the item itself by default), groups and items in order of appearance."""
+    groups: dict[Any, list[T]] = {}
+    for item in iterable:
+        groups.setdefault(item if key is None else key(item), []).append(item)
+    return groups
+
+
+def exec_command(cmd: str, capture_output: bool = False, timeout_s: float = 86400) -> str | None:
+    """Run a shell command; its stdout when ``capture_output``, else None.
+
+    Raises:
+        subprocess.CalledProcessError: the command failed.
+        subprocess.TimeoutExpired: it ran longer than ``timeout_s`` seconds.
+    """
+    print(f"EXEC: {cmd}", flush=True)
+    done = subprocess.run(
+        ["bash", "-c", cmd], check=True, capture_output=capture_output, text=capture_output, timeout=timeout_s
+    )
+    return done.stdout if capture_output else None
+
+
+def should_run_periodic_action(
+    rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
+) -> bool:
+    """Whether something done every ``interval`` rollouts is due after ``rollout_id`` (counted from 0).
+
+    Also due at the end of an epoch and, when ``num_rollout`` is given, after the last rollout.
+    """
+    if interval is None:
+        return False
+    if num_rollout is not None and rollout_id == num_rollout - 1:
+        return True
+    step = rollout_id + 1
+    return step % interval == 0 or (num_rollout_per_epoch is not None and step % num_rollout_per_epoch == 0)

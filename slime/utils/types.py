@@ -1,0 +1,372 @@
+"""The nouns of a rollout: ``Sample`` and what belongs to it.
+
+A sample is born from a data row (``prompt``, ``label``, ``metadata``), grows in calls to an engine through
+``append_response_tokens``, gets a ``reward``, and is turned into columns of train data.  A *group* is the
+``list[Sample]`` of one prompt.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from slime.utils import sglang_meta
+from slime.utils.errors import DataError
+
+RolloutBatch = dict[str, Any]
+"""Train data by column: ``name -> one entry per sample``; a plain dict because hooks are promised one."""
+
+
+@dataclass
+class _MetaSums:
+    """Counters that add up over the engine calls of one sample."""
+
+    def to_dict(self) -> dict[str, int]:
+        """The counters as a plain dict."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Any:
+        """Counters from what ``to_dict`` made; absent ones are 0."""
+        return cls(**{spec.name: data.get(spec.name, 0) for spec in fields(cls)})
+
+
+@dataclass
+class SpecInfo(_MetaSums):
+    """Speculative decoding of one sample, summed over its engine calls."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted draft tokens / proposed draft tokens; 0 without proposals."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Generated tokens per verification step; 0 without verification steps."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts of one engine call."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num") or 0
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num") or 0
+        self.spec_verify_ct += meta_info.get("spec_verify_ct") or 0
+        self.completion_token_num += meta_info.get("completion_tokens") or 0
+
+
+@dataclass
+class PrefixCacheInfo(_MetaSums):
+    """How many prompt tokens of one sample the engine's prefix cache held, summed over its engine calls."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Cached prompt tokens / prompt tokens; 0 without prompt tokens."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts of one engine call."""
+        self.cached_tokens += meta_info.get("cached_tokens") or 0
+        self.total_prompt_tokens += meta_info.get("prompt_tokens") or 0
+
+
+class Status(Enum):
+    """Where a sample is in its life."""
+
+    PENDING = "pending"
+    """Not generated yet."""
+    COMPLETED = "completed"
+    """Ended by itself, at a stop token or string."""
+    TRUNCATED = "truncated"
+    """Cut at the length limit."""
+    ABORTED = "aborted"
+    """Stopped by us before its end; its tokens can be continued."""
+    FAILED = "failed"
+    """Gave no usable response, for a reason outside the policy."""
+
+
+STATUS_OF_FINISH_REASON = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+@dataclass
+class Sample:
+    """One prompt and one response.
+
+    Invariants, checked by ``append_response_tokens``: ``tokens`` is prompt then response;
+    ``len(loss_mask) == len(rollout_log_probs) == response_length`` where they are set.
+    Example: prompt ids [5, 6], response ids [7, 8] gives ``tokens=[5, 6, 7, 8]``, ``response_length=2``,
+    ``loss_mask=[1, 1]``, ``rollout_log_probs=[-0.1, -0.2]``.  Further attributes may be set; they survive
+    ``to_dict`` and ``from_dict``.
+    """
+
+    Status = Status
+    SpecInfo = SpecInfo
+    PrefixCacheInfo = PrefixCacheInfo
+
+    group_index: int | None = None
+    """Number of the prompt group; rises through the whole run."""
+    index: int | None = None
+    """Number of the sample; rises through the whole run, and is the sort key of every rollout."""
+    rollout_id: int | None = None
+    """Execution that produced the sample: samples of one execution share it. None: the sample is its own."""
+    prompt: str | list[dict[str, Any]] = ""
+    """Rendered text, or chat messages."""
+    tokens: list[int] = field(default_factory=list)
+    """Ids of prompt and response."""
+    multimodal_inputs: dict[str, Any] | None = None
+    """Raw ``{"images": [...], "videos": [...]}``."""
+    multimodal_train_inputs: dict[str, Any] | None = None
+    """What the processor made of them for the trainer, such as ``pixel_values``."""
+    multimodal_train_input_id: str | None = None
+    """Equal ids mean equal ``multimodal_train_inputs``."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    """Trailing tokens that are the response, those of tools and environments included."""
+    label: str | None = None
+    """Ground truth, for the reward."""
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    """1 where the token is trained. None: everywhere."""
+    weight_versions: list[str] = field(default_factory=list)
+    """Weight version of the engine, one entry per engine call."""
+    rollout_log_probs: list[float] | None = None
+    """log-prob in nats of each response token under the engine that drew it; 0.0 where it was not drawn."""
+    rollout_top_p_token_ids: Any = None
+    """int32, flat: the ids each response token was drawn from, when top-p is below 1."""
+    rollout_top_p_token_offsets: Any = None
+    """int32 [response_length + 1] into ``rollout_top_p_token_ids``."""
+    rollout_routed_experts: Any = None
+    """int32 [len(tokens) - 1, num_layers, top_k]: experts the engine routed each position to."""
+    remove_sample: bool = False
+    """Take part in reward normalisation, but train nothing."""
+    teacher_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    """Generate function of this sample; wins over ``--custom-generate-function-path``."""
+    custom_rm_path: str | None = None
+    """Reward function of this sample; wins over ``--custom-rm-path``."""
+    train_metadata: dict[str, Any] | None = None
+    """Shipped to the trainer as the column ``metadata``."""
+    session_id: str | None = None
+    """Routing key: equal keys go to the same engine under consistent hashing."""
+    non_generation_time: float = 0.0
+    """Seconds spent in tools and environments."""
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A shallow dict of plain values, additional attributes included."""
+        return dict(self.__dict__) | {
+            "status": self.status.value,
+            "spec_info": self.spec_info.to_dict(),
+            "prefix_cache_info": self.prefix_cache_info.to_dict(),
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Sample:
+        """A sample from what ``to_dict`` made; unknown keys become attributes.
+
+        Raises:
+            DataError: ``status`` is missing or is not one of ``Sample.Status``.
+        """
+        values = dict(data)
+        try:
+            values["status"] = Status(values["status"])
+        except (KeyError, ValueError) as error:
+            allowed = ", ".join(status.value for status in Status)
+            raise DataError(f"A sample's status is {values.get('status')!r}; it must be one of {allowed}.") from error
+        for name, kind in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
+            if isinstance(values.get(name), Mapping):
+                values[name] = kind.from_dict(values[name])
+        sample = Sample(**{name: values.pop(name) for name in _SAMPLE_FIELDS if name in values})
+        sample.__dict__.update(values)
+        return sample
+
+    def get_reward_value(self, args: Namespace) -> Any:
+        """The reward, or its entry ``args.reward_key`` when that is set."""
+        return self.reward[args.reward_key] if args.reward_key else self.reward  # type: ignore[index]
+
+    @property
+    def effective_response_length(self) -> int:
+        """Response tokens that are trained."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def append_response_tokens(
+        self,
+        args: Namespace | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Extend the response, every per-token field with it.  On an error the sample is as it was before.
+
+        Args:
+            args: needed for routed experts (``num_layers``, ``moe_router_topk``) and speculative-decoding counts.
+            tokens: new token ids.
+            log_probs: log-prob in nats of each new token; required for trainable tokens, refused for others.
+            trainable: whether the policy drew the tokens.  Others (tool output) get mask 0 and log-prob 0.0.
+            meta_info: the engine's account of the call that produced the tokens.
+            text: the new tokens as text.
+            update_terminal_info: whether ``meta_info["finish_reason"]`` sets the status, the weight version and the
+                cache and speculation counts; turn it off for all but the last chunk of a stream.
+
+        Raises:
+            ValueError: the pieces do not fit each other or the response so far.
+        """
+        new_tokens = None if tokens is None else [int(token) for token in tokens]
+        grown = self._grown_columns(new_tokens, log_probs, trainable)
+        if meta_info is not None:
+            grown |= self._grown_replay(args, meta_info, new_tokens or [])
+        elif new_tokens:
+            grown |= self._grown_top_p(None, len(new_tokens))
+        status = self._terminal_status(meta_info) if update_terminal_info else None
+        self._check_lengths(grown)
+
+        self.__dict__.update(grown)
+        if text:
+            self.response += text
+        if status is not None and meta_info is not None:
+            self.status = status
+            if getattr(args, "sglang_speculative_algorithm", None):
+                self.spec_info.add(meta_info)
+            self.prefix_cache_info.add(meta_info)
+            if meta_info.get("weight_version") is not None:
+                self.weight_versions.append(meta_info["weight_version"])
+
+    def _grown_columns(
+        self, tokens: list[int] | None, log_probs: Sequence[float] | None, trainable: bool
+    ) -> dict[str, Any]:
+        """Tokens, length, mask and log-probs after ``tokens``; empty when there are none to add."""
+        num_new = len(tokens or ())
+        if log_probs is not None and not trainable:
+            raise ValueError("log_probs were given for tokens with trainable=False; only drawn tokens have them.")
+        if log_probs is not None and len(log_probs) != num_new:
+            raise ValueError(f"{len(log_probs)} log_probs were given for {num_new} tokens; there must be one each.")
+        if trainable and num_new and log_probs is None:
+            raise ValueError(f"{num_new} trainable tokens came without log_probs; pass them, or trainable=False.")
+        if tokens is None:
+            return {}
+        earlier_log_probs = self.rollout_log_probs
+        if earlier_log_probs is None:
+            if trainable and num_new and self.response_length:
+                raise ValueError(
+                    f"the response has {self.response_length} tokens without rollout_log_probs; "
+                    "trainable tokens cannot follow them."
+                )
+            earlier_log_probs = [0.0] * self.response_length
+        earlier_mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
+        new_log_probs = [0.0] * num_new if log_probs is None else [float(value) for value in log_probs]
+        return {
+            "tokens": list(self.tokens) + tokens,
+            "response_length": self.response_length + num_new,
+            "loss_mask": list(earlier_mask) + [int(trainable)] * num_new,
+            "rollout_log_probs": list(earlier_log_probs) + new_log_probs,
+        }
+
+    def _grown_top_p(self, new_spans: Any, num_new: int) -> dict[str, Any]:
+        """The two top-p fields after ``num_new`` tokens; empty when neither side has spans."""
+        spans = None
+        if self.rollout_top_p_token_offsets is not None:
+            spans = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
+        elif new_spans is not None and self.effective_response_length:
+            raise ValueError("top-p spans came for a response whose earlier trained tokens have none.")
+        grown = sglang_meta.extend_top_p_spans(spans, new_spans, num_earlier=self.response_length, num_new=num_new)
+        if grown is None:
+            return {}
+        return {"rollout_top_p_token_ids": grown[0], "rollout_top_p_token_offsets": grown[1]}
+
+    def _grown_replay(self, args: Namespace | None, meta: Mapping[str, Any], tokens: list[int]) -> dict[str, Any]:
+        """What the trainer replays from the engine: kept nuclei and routed experts."""
+        grown = self._grown_top_p(sglang_meta.read_top_p_spans(meta, len(tokens)), len(tokens))
+        if meta.get(sglang_meta.ROUTED_EXPERTS_KEY) is not None:
+            if args is None:
+                raise ValueError("meta_info has routed_experts; pass args, which tell num_layers and moe_router_topk.")
+            grown["rollout_routed_experts"] = sglang_meta.read_routed_experts(
+                meta,
+                num_tokens=len(self.tokens) + len(tokens),
+                num_layers=args.num_layers,
+                top_k=args.moe_router_topk,
+                earlier=self.rollout_routed_experts,
+            )
+        return grown
+
+    def _terminal_status(self, meta: Mapping[str, Any] | None) -> Status | None:
+        """The status that the engine's finish reason means; None while the response goes on."""
+        reason = (meta or {}).get("finish_reason")
+        if not reason:
+            return None
+        kind = reason.get("type") if isinstance(reason, Mapping) else reason
+        if kind not in STATUS_OF_FINISH_REASON:
+            raise ValueError(f"finish_reason is {reason!r}; its type must be stop, length or abort.")
+        return STATUS_OF_FINISH_REASON[kind]
+
+    def _check_lengths(self, grown: Mapping[str, Any]) -> None:
+        """Every per-token field has one entry per response token."""
+        after = self.__dict__ | grown
+        length = after["response_length"]
+        for name, extra in (("loss_mask", 0), ("rollout_log_probs", 0), ("rollout_top_p_token_offsets", 1)):
+            if after[name] is not None and len(after[name]) != length + extra:
+                raise ValueError(
+                    f"{name} would have {len(after[name])} entries for a response of {length} tokens; "
+                    f"{length + extra} are needed."
+                )
+
+
+_SAMPLE_FIELDS = tuple(spec.name for spec in fields(Sample))
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """A parameter as one trainer rank describes it to the others."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    attrs: dict[str, Any]
+    """Tensor-parallel attributes that the gather needs."""
+    size: int
+    """Bytes on this rank."""
+    src_rank: int
+    """Global rank that holds it."""
+
+
+class MultimodalType(NamedTuple):
+    """A kind of input beside text, and the mark that stands for one item in a prompt."""
+
+    name: str
+    placeholder: str
+
+
+class MultimodalTypes:
+    """The kinds of input beside text."""
+
+    IMAGE = MultimodalType("image", "<image>")
+    VIDEO = MultimodalType("video", "<video>")
+    AUDIO = MultimodalType("audio", "<audio>")
+
+    @classmethod
+    def all(cls) -> list[MultimodalType]:
+        """Every kind, in a fixed order."""
+        return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
+
+    @classmethod
+    def get(cls, name: str) -> MultimodalType | None:
+        """The kind of that name (``image`` or ``images``); None when there is no such kind."""
+        return next((kind for kind in cls.all() if name in (kind.name, kind.name + "s")), None)
