@@ -1,0 +1,143 @@
+"""What lies in a checkpoint folder, told apart by its files alone; nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slime.utils.errors import ConfigError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Written last by a save: its presence means that the save it names is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """A folder that training can start from."""
+
+    kind: Literal["megatron", "huggingface"]
+    iteration: int | Literal["release"] | None
+    """What the tracker names; None for a Hugging Face folder."""
+
+
+def has_finished_save(folder: str | None) -> bool:
+    """True when a Megatron save was completed in ``folder``."""
+    return folder is not None and ((Path(folder) / TRACKER).is_file() or is_iteration_folder(folder))
+
+
+def is_iteration_folder(folder: str) -> bool:
+    """True for the folder of one save, as in ``.../iter_0000020``."""
+    return re.fullmatch(r"iter_\d{7}", Path(folder).name) is not None and Path(folder).is_dir()
+
+
+def is_huggingface_folder(folder: str | None) -> bool:
+    """True when ``folder`` holds a Hugging Face model."""
+    return folder is not None and (Path(folder) / "config.json").is_file()
+
+
+def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> CheckpointFolder:
+    """What ``folder`` holds.
+
+    Args:
+        folder: the value of ``flag``.
+        flag: named in errors.
+        step: the iteration wanted; None takes the tracker's.
+
+    Raises:
+        ConfigError: the folder is missing, holds no checkpoint, or its tracker names a save that is not there.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"{flag}: {folder} is not a folder. Give a Megatron or a Hugging Face checkpoint.")
+    if is_iteration_folder(folder):
+        return CheckpointFolder("megatron", int(path.name.removeprefix("iter_")))
+    if (path / TRACKER).is_file():
+        iteration = read_tracker(path / TRACKER, flag)
+        wanted = iteration if step is None else step
+        name = "release" if wanted == "release" else f"iter_{wanted:07d}"
+        if not _has_files(path / name):
+            raise ConfigError(
+                f"{flag}: {folder} has no checkpoint {name}, or it is empty; saves there: {_saves_in(path)}. "
+                + ("Repair the folder or give another one." if step is None else "Choose one of those.")
+            )
+        return CheckpointFolder("megatron", wanted)
+    if is_huggingface_folder(folder):
+        check_huggingface_folder(folder, flag)
+        return CheckpointFolder("huggingface", None)
+    raise ConfigError(
+        f"{flag}: {folder} holds neither a Megatron checkpoint ({TRACKER}) nor a Hugging Face model (config.json). "
+        "Convert a model with tools/convert_hf_to_torch_dist.py, or correct the path."
+    )
+
+
+def read_tracker(file: Path, flag: str) -> int | Literal["release"]:
+    """The iteration that a tracker file names.
+
+    Raises:
+        ConfigError: it holds neither a number nor the word release.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace").strip()
+    if text == "release":
+        return "release"
+    if not text.isdigit():
+        raise ConfigError(f"{flag}: {file} says {text[:40]!r}; an iteration or the word release is needed.")
+    return int(text)
+
+
+def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) -> dict[str, Any]:
+    """The config of a Hugging Face folder whose files are all there.
+
+    Args:
+        folder: the value of ``flag``.
+        flag: named in errors.
+        weights: also look for the weight files; without, config and tokenizer suffice.
+
+    Raises:
+        ConfigError: a file is missing or malformed.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"{flag}: {folder} is not a folder. Download the model first: hf download NAME --local-dir DIR.")
+    config = _read_json(path / "config.json", flag)
+    if weights:
+        _check_weight_files(path, flag)
+    return config
+
+
+def _check_weight_files(path: Path, flag: str) -> None:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index, flag).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{flag}: {index} has no weight_map; download the model again.")
+        missing = sorted({name for name in weight_map.values() if not (path / name).is_file()})
+        if missing:
+            raise ConfigError(
+                f"{flag}: {path} lacks {len(missing)} weight files that its index names, {missing[0]} first; "
+                "download the model again."
+            )
+    elif not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise ConfigError(f"{flag}: {path} has a config but no weight files (*.safetensors); download the model again.")
+
+
+def _read_json(file: Path, flag: str) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(f"{flag}: {file} does not exist; a Hugging Face model folder has it.")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag}: {file} is not JSON: {error}. Download the model again.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{flag}: {file} holds a {type(content).__name__}, not an object. Download the model again.")
+    return content
+
+
+def _has_files(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())
+
+
+def _saves_in(path: Path) -> str:
+    return ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir())) or "none"

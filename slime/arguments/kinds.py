@@ -1,0 +1,56 @@
+"""Value types of flags that argparse does not have."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A flag's text as a JSON object, for example ``{"enable_thinking": false}``."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); write it as '{{\"key\": value}}'") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is JSON, but not an object; write it as '{{\"key\": value}}'")
+    return value
+
+
+def number_in(low: float, high: float, *, low_open: bool = False) -> Callable[[str], float]:
+    """A float type whose values lie in ``[low, high]``, or ``(low, high]`` when ``low_open``."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not (low < value if low_open else low <= value) or not value <= high:
+            bracket = "(" if low_open else "["
+            raise argparse.ArgumentTypeError(f"{text} is outside {bracket}{low:g}, {high:g}]")
+        return value
+
+    return number
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
+
+
+def non_negative_int(text: str) -> int:
+    """An integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative; it must be 0 or more")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """A number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value

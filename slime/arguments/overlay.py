@@ -1,0 +1,64 @@
+"""``--custom-config-path``: a YAML file laid over the flags before anything is derived from them."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def load_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
+    """The mapping at the top of a YAML file.
+
+    Raises:
+        ConfigError: the file of ``flag`` is missing, is not YAML (with the line), or holds something else.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"{flag}: {path} is not a file. Give the path of a YAML file.")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{flag}: {path} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{flag}: {path} holds a {type(content).__name__}; a mapping of keys to values is needed.")
+    return content
+
+
+def apply_overlay(args: Namespace) -> None:
+    """Set each top-level key of the file as an attribute of ``args``, over what flags said.
+
+    Keys that no flag has are settings of plug-ins.  A text for a numeric flag becomes a number: YAML reads 1e-6 as text.
+    """
+    if args.custom_config_path is None:
+        return
+    flag = "--custom-config-path"
+    for key, value in load_yaml_mapping(args.custom_config_path, flag).items():
+        name = str(key).replace("-", "_")
+        if name == "custom_config_path":
+            raise ConfigError(f"{flag}: {args.custom_config_path} sets {key} itself; overlays do not nest.")
+        setattr(args, name, as_type_of(getattr(args, name, None), value, source=f"{flag}: {key}"))
+
+
+def as_type_of(current: Any, value: Any, *, source: str) -> Any:
+    """``value``, turned into the numeric type of ``current`` when it is a text and ``current`` a number.
+
+    Raises:
+        ConfigError: the text is no such number; ``source`` says where it stands.
+    """
+    if not isinstance(value, str) or isinstance(current, bool) or not isinstance(current, (int, float)):
+        return value
+    try:
+        return type(current)(value)
+    except ValueError as error:
+        kind = "whole number" if isinstance(current, int) else "number"
+        raise ConfigError(f"{source} is {value!r}; a {kind} is needed, as in {current!r}.") from error

@@ -1,0 +1,113 @@
+"""Flags of generation: sampling, over-sampling, partial rollouts, how results travel to the trainer."""
+
+from __future__ import annotations
+
+import argparse
+
+from slime.arguments.kinds import non_negative_int, number_in, positive_int
+
+
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the rollout group to ``parser``."""
+    _add_sampling(parser)
+    _add_collection(parser)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling", "How the engines draw a response.")
+    group.add_argument(
+        "--rollout-temperature",
+        type=float,
+        default=1.0,
+        help="Sampling temperature, above 0. The trainer divides its logits by it too.",
+    )
+    group.add_argument(
+        "--rollout-top-p",
+        type=number_in(0.0, 1.0, low_open=True),
+        default=1.0,
+        help="Nucleus of sampling, in (0, 1]. Other than 1, the engine's kept tokens are replayed in training.",
+    )
+    group.add_argument("--rollout-top-k", type=int, default=-1, help="Tokens to draw from; -1 means all.")
+    group.add_argument(
+        "--rollout-max-context-len",
+        type=positive_int,
+        default=None,
+        help="Tokens of prompt and response together; by default bounds the prompt to one less.",
+    )
+    group.add_argument(
+        "--rollout-max-prompt-len",
+        type=positive_int,
+        default=None,
+        help="Prompts with more tokens are left out of the data set.",
+    )
+    group.add_argument(
+        "--rollout-max-response-len", type=positive_int, default=None, help="Tokens a response may have."
+    )
+    group.add_argument(
+        "--rollout-skip-special-tokens", action="store_true", help="Leave special tokens out of the response's text."
+    )
+    group.add_argument("--rollout-stop", nargs="+", default=None, help="Strings that end a response.")
+    group.add_argument(
+        "--rollout-stop-token-ids", type=int, nargs="+", default=None, help="Token ids that end a response."
+    )
+    group.add_argument("--rollout-seed", type=int, default=42, help="Seed of the shuffle and of deterministic sampling.")
+
+
+def _add_collection(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("rollout", "How many groups a rollout collects, and from whom.")
+    group.add_argument(
+        "--rollout-batch-size", type=positive_int, default=None, help="Prompts in one rollout. Required."
+    )
+    group.add_argument("--n-samples-per-prompt", type=positive_int, default=1, help="Responses to each prompt.")
+    group.add_argument(
+        "--over-sampling-batch-size",
+        type=positive_int,
+        default=None,
+        help="Prompts submitted at a time; at least --rollout-batch-size, which is the default.",
+    )
+    group.add_argument(
+        "--partial-rollout",
+        action="store_true",
+        help="Keep what is cut off when a rollout is full, and go on with it in the next one.",
+    )
+    group.add_argument(
+        "--mask-offpolicy-in-partial-rollout",
+        action="store_true",
+        help="Leave the tokens that an earlier policy generated out of the loss.",
+    )
+    group.add_argument(
+        "--rollout-data-transport",
+        choices=["object-store", "nixl"],
+        default="object-store",
+        help="How rollout data reaches the trainer.",
+    )
+    group.add_argument(
+        "--rollout-external-engine-addrs",
+        nargs="+",
+        default=None,
+        metavar="HOST:PORT",
+        help="Engines that somebody else runs; slime starts none.",
+    )
+    group.add_argument(
+        "--use-distributed-post", action="store_true", help="Send HTTP requests from several Ray actors."
+    )
+    group.add_argument("--rollout-buffer-url", default=None, help="Address of a stand-alone rollout buffer service.")
+    group.add_argument(
+        "--fetch-trajectory-retry-times",
+        type=int,
+        default=-1,
+        help="Times the rollout buffer service is asked again; -1 for ever.",
+    )
+    group.add_argument("--rollout-task-type", default="math", help="Task name sent to the rollout buffer service.")
+    group.add_argument(
+        "--num-rollout", type=non_negative_int, default=None, help="Rollouts of the whole run; wins over --num-epoch."
+    )
+    group.add_argument(
+        "--num-epoch", type=positive_int, default=None, help="Passes over the prompts, in place of --num-rollout."
+    )
+    group.add_argument(
+        "--start-rollout-id",
+        type=non_negative_int,
+        default=None,
+        help="First rollout of this run. Default: the one after the loaded checkpoint's.",
+    )

@@ -1,0 +1,176 @@
+"""Flags of the trainer itself: precision, memory, which parameters learn, where its checkpoints lie.
+
+The model's shape and the parallel layout are Megatron's flags, added by ``slime.backends.megatron_utils.arguments``.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from slime.arguments.kinds import json_object, non_negative_int, positive_int
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the training, checkpoint and multi-token-prediction groups to ``parser``."""
+    _add_backend(parser)
+    _add_checkpoint(parser)
+    _add_parameters(parser)
+    _add_mtp(parser)
+    _add_alignment(parser)
+
+
+def _add_backend(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training", "The trainer's processes, precision and memory.")
+    group.add_argument("--train-backend", choices=["megatron"], default="megatron", help="The training framework.")
+    group.add_argument(
+        "--fp32",
+        action="store_true",
+        help="Train in fp32. With none of --fp32, --bf16, --fp16: bf16 with CUDA, fp32 without.",
+    )
+    group.add_argument("--seed", type=int, default=1234, help="Seed of the trainer, and the base of the engines'.")
+    group.add_argument("--lr", type=float, default=1e-6, help="Learning rate (its peak, with a schedule).")
+    group.add_argument("--clip-grad", type=float, default=1.0, help="Largest global norm of the gradient; 0 turns it off.")
+    group.add_argument(
+        "--reset-optimizer-states", action="store_true", help="Zero the optimizer's moments before each rollout's steps."
+    )
+    group.add_argument(
+        "--use-stateless-adam", action="store_true", help="Adam without stored moments: saves their memory."
+    )
+    group.add_argument(
+        "--qwen-gdn-backend",
+        choices=["fla", "flashqla"],
+        default="fla",
+        help="Kernels of the gated delta net of Qwen3-Next and Qwen3.5.",
+    )
+    group.add_argument(
+        "--train-env-vars",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="Environment variables for the trainer's processes, as a JSON object of strings.",
+    )
+    group.add_argument(
+        "--recompute-loss-function",
+        action="store_true",
+        help="Recompute the loss in the backward pass instead of keeping its activations.",
+    )
+    group.add_argument(
+        "--log-probs-chunk-size",
+        type=int,
+        default=-1,
+        help="Tokens a log-prob computation takes at a time (bounds its fp32 memory); -1 takes all at once.",
+    )
+    group.add_argument(
+        "--allgather-cp",
+        action="store_true",
+        help="Contiguous context-parallel slices with gathered keys and values (DeepSeek sparse attention only).",
+    )
+    group.add_argument(
+        "--padded-vocab-size", type=positive_int, default=None, help="Rows of the embedding, padding included."
+    )
+    group.add_argument(
+        "--data-pad-size-multiplier",
+        type=positive_int,
+        default=128,
+        help="A packed micro-batch is padded to a multiple of this many tokens (times the tensor-parallel size).",
+    )
+    group.add_argument(
+        "--megatron-config-path",
+        default=None,
+        metavar="YAML",
+        help="Overrides by role: `megatron: [{name, role: actor|critic, overrides: {attribute: value}}]`.",
+    )
+    group.add_argument(
+        "--keep-old-actor", action="store_true", help="Keep a copy of the policy that generated, for its log-probs."
+    )
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints", "Where weights come from and go to.")
+    group.add_argument(
+        "--hf-checkpoint",
+        default=None,
+        metavar="DIR",
+        help="Hugging Face folder: config and tokenizer, the engines' first weights and their quantisation.",
+    )
+    group.add_argument(
+        "--ref-load",
+        default=None,
+        metavar="DIR",
+        help="Checkpoint of the reference model (Megatron or Hugging Face), and the actor's start when --load is empty.",
+    )
+    group.add_argument("--ref-ckpt-step", type=non_negative_int, default=None, help="Its iteration; default the latest.")
+    group.add_argument(
+        "--load",
+        default=None,
+        metavar="DIR",
+        help="The actor's checkpoint. When it holds no finished save, training starts from --ref-load.",
+    )
+    group.add_argument("--save", default=None, metavar="DIR", help="Folder for checkpoints, data position and metrics.")
+    group.add_argument("--save-interval", type=positive_int, default=None, help="Rollouts from one save to the next.")
+    group.add_argument("--async-save", action="store_true", help="Write checkpoints while training goes on.")
+    group.add_argument(
+        "--no-save-optim", action="store_true", default=False, help="Leave the optimizer's state out of checkpoints."
+    )
+    group.add_argument(
+        "--save-hf",
+        default=None,
+        metavar="TEMPLATE",
+        help="Folder for a Hugging Face export beside each save; {rollout_id} in it is replaced.",
+    )
+
+
+def _add_parameters(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("trained parameters", "Which parameters learn. Patterns are searched in names.")
+    group.add_argument(
+        "--only-train-params-name-list",
+        nargs="*",
+        default=None,
+        metavar="REGEX",
+        help="Train only parameters whose name matches one of these; the rest is frozen.",
+    )
+    group.add_argument(
+        "--freeze-params-name-list",
+        nargs="*",
+        default=None,
+        metavar="REGEX",
+        help="Freeze parameters whose name matches one of these. Not together with --only-train-params-name-list.",
+    )
+    group.add_argument(
+        "--freeze-indexer", action="store_true", help="Freeze the indexer of DeepSeek sparse attention."
+    )
+
+
+def _add_mtp(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("multi-token prediction", "The extra layers that predict further ahead.")
+    group.add_argument("--mtp-num-layers", type=non_negative_int, default=None, help="Layers to build and load.")
+    group.add_argument(
+        "--mtp-loss-scaling-factor", type=float, default=0.2, help="Weight of their loss beside the main loss."
+    )
+    group.add_argument(
+        "--enable-mtp-training", action="store_true", help="Train them; without it they are loaded and frozen."
+    )
+
+
+def _add_alignment(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("trainer and engine alignment", "Experiments in equal numerics on both sides.")
+    group.add_argument(
+        "--megatron-deepgemm-forward-layers",
+        type=int,
+        nargs="+",
+        default=None,
+        help="Dense layers (indices) whose forward pass uses DeepGEMM.",
+    )
+    group.add_argument(
+        "--megatron-deepgemm-forward-modules", nargs="+", default=None, help="Suffixes of their modules that do."
+    )
+    group.add_argument(
+        "--megatron-deepgemm-moe-forward-layers",
+        type=int,
+        nargs="+",
+        default=None,
+        help="Mixture layers (indices) whose forward pass uses grouped DeepGEMM.",
+    )
+    group.add_argument(
+        "--megatron-deepgemm-moe-forward-modules", nargs="+", default=None, help="Suffixes of their modules that do."
+    )
