@@ -27,7 +27,10 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
         "--eps-clip-high", type=float, default=None, help="Ratios above 1 plus this gain nothing. Default: --eps-clip."
     )
     group.add_argument(
-        "--eps-clip-c", type=float, default=None, help="Dual clip, above 1: bounds the loss of bad tokens. Default off."
+        "--eps-clip-c",
+        type=float,
+        default=None,
+        help="Dual clip, above 1: bounds the loss of bad tokens. Default off.",
     )
     group.add_argument("--value-clip", type=float, default=0.2, help="Trust region of the critic's values.")
     group.add_argument("--entropy-coef", type=float, default=0.0, help="Weight of the entropy bonus.")
@@ -44,7 +47,10 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
 def _add_advantages(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("advantages", "From rewards to the weight of each token.")
     group.add_argument(
-        "--advantage-estimator", choices=ADVANTAGE_ESTIMATORS, default="grpo", help="Which estimator; ppo has a critic."
+        "--advantage-estimator",
+        choices=ADVANTAGE_ESTIMATORS,
+        default="grpo",
+        help="Which estimator; ppo has a critic.",
     )
     group.add_argument(
         "--disable-compute-advantages-and-returns",
@@ -83,7 +89,10 @@ def _add_kl(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kl-loss-type", choices=KL_LOSS_TYPES, default="k1", help="Estimator of the KL.")
     group.add_argument("--use-unbiased-kl", action="store_true", help="Weight the KL term by the importance ratio.")
     group.add_argument(
-        "--ref-update-interval", type=positive_int, default=None, help="Rollouts after which the reference becomes the actor."
+        "--ref-update-interval",
+        type=positive_int,
+        default=None,
+        help="Rollouts after which the reference becomes the actor.",
     )
 
 
@@ -92,7 +101,9 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use-rollout-logprobs", action="store_true", help="Take the old log-probs from the engine, not the trainer."
     )
-    group.add_argument("--use-tis", action="store_true", help="Truncated importance sampling between engine and trainer.")
+    group.add_argument(
+        "--use-tis", action="store_true", help="Truncated importance sampling between engine and trainer."
+    )
     group.add_argument("--tis-clip", type=float, default=2.0, help="Upper bound of its weights.")
     group.add_argument("--tis-clip-low", type=float, default=0, help="Lower bound of its weights.")
     group.add_argument(
@@ -101,9 +112,13 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
         help="Log the metrics of --custom-tis-function-path without applying it.",
     )
     group.add_argument("--use-opsm", action="store_true", help="Mask whole sequences that drifted too far off-policy.")
-    group.add_argument("--opsm-delta", type=float, default=1e-4, help="KL (nats per token) above which they are masked.")
     group.add_argument(
-        "--use-routing-replay", action="store_true", help="Backward passes use the experts that the forward pass chose."
+        "--opsm-delta", type=float, default=1e-4, help="KL (nats per token) above which they are masked."
+    )
+    group.add_argument(
+        "--use-routing-replay",
+        action="store_true",
+        help="Backward passes use the experts that the forward pass chose.",
     )
     group.add_argument(
         "--use-rollout-routing-replay", action="store_true", help="Training uses the experts that the engine chose."

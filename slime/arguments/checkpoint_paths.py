@@ -100,7 +100,9 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ConfigError(f"{flag}: {folder} is not a folder. Download the model first: hf download NAME --local-dir DIR.")
+        raise ConfigError(
+            f"{flag}: {folder} is not a folder. Download the model first: hf download NAME --local-dir DIR."
+        )
     config = _read_json(path / "config.json", flag)
     if weights:
         _check_weight_files(path, flag)
@@ -120,7 +122,9 @@ def _check_weight_files(path: Path, flag: str) -> None:
                 "download the model again."
             )
     elif not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise ConfigError(f"{flag}: {path} has a config but no weight files (*.safetensors); download the model again.")
+        raise ConfigError(
+            f"{flag}: {path} has a config but no weight files (*.safetensors); download the model again."
+        )
 
 
 def _read_json(file: Path, flag: str) -> dict[str, Any]:

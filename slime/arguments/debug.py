@@ -19,7 +19,10 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--debug-rollout-only", action="store_true", help="Start the engines only; train nothing.")
     group.add_argument("--debug-train-only", action="store_true", help="Start the trainer only; no engine runs.")
     group.add_argument(
-        "--save-debug-rollout-data", default=None, metavar="TEMPLATE", help="File for each rollout's samples; has {rollout_id}."
+        "--save-debug-rollout-data",
+        default=None,
+        metavar="TEMPLATE",
+        help="File for each rollout's samples; has {rollout_id}.",
     )
     group.add_argument(
         "--load-debug-rollout-data",
@@ -37,7 +40,10 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
         "--load-forge-rollout-data", default=None, metavar="TEMPLATE", help="Replay saved samples while engines run."
     )
     group.add_argument(
-        "--save-debug-train-data", default=None, metavar="TEMPLATE", help="File for each rank's train data; has {rollout_id}."
+        "--save-debug-train-data",
+        default=None,
+        metavar="TEMPLATE",
+        help="File for each rank's train data; has {rollout_id}.",
     )
     group.add_argument(
         "--dump-details", default=None, metavar="DIR", help="Folder for both dumps; sets the two flags above."

@@ -143,7 +143,12 @@ class EvalLog(Protocol):
     """Log an eval; a true result skips the usual log."""
 
     def __call__(
-        self, rollout_id: int, args: Namespace, data: dict[str, dict[str, Any]], extra_metrics: dict[str, Any] | None, /
+        self,
+        rollout_id: int,
+        args: Namespace,
+        data: dict[str, dict[str, Any]],
+        extra_metrics: dict[str, Any] | None,
+        /,
     ) -> bool | None: ...
 
 
@@ -291,9 +296,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(flag="--rollout-sample-filter-path", protocol=RolloutSampleFilter, side="rollout"),
     Hook(flag="--rollout-all-samples-process-path", protocol=RolloutAllSamplesProcess, side="rollout"),
     Hook(flag="--custom-reward-post-process-path", protocol=RewardPostProcess, side="rollout"),
-    Hook(
-        flag="--custom-convert-samples-to-train-data-path", protocol=ConvertSamplesToTrainData, side="rollout"
-    ),
+    Hook(flag="--custom-convert-samples-to-train-data-path", protocol=ConvertSamplesToTrainData, side="rollout"),
     Hook(flag="--custom-rollout-log-function-path", protocol=RolloutLog, side="rollout"),
     Hook(flag="--custom-eval-rollout-log-function-path", protocol=EvalLog, side="rollout"),
     Hook(flag="--rollout-data-postprocess-path", protocol=RolloutDataPostprocess, side="trainer"),

@@ -13,7 +13,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); write it as '{{\"key\": value}}'") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not JSON ({error}); write it as '{{\"key\": value}}'"
+        ) from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is JSON, but not an object; write it as '{{\"key\": value}}'")
     return value

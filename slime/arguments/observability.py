@@ -10,7 +10,10 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     wandb = parser.add_argument_group("Weights & Biases", "One run for the whole job.")
     wandb.add_argument("--use-wandb", action="store_true", help="Log to Weights & Biases.")
     wandb.add_argument(
-        "--wandb-mode", choices=["online", "offline", "disabled"], default=None, help="offline writes to --wandb-dir only."
+        "--wandb-mode",
+        choices=["online", "offline", "disabled"],
+        default=None,
+        help="offline writes to --wandb-dir only.",
     )
     wandb.add_argument("--wandb-dir", default=None, metavar="DIR", help="Folder of its files.")
     wandb.add_argument("--wandb-key", default=None, help="API key.")

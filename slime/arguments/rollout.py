@@ -50,7 +50,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-stop-token-ids", type=int, nargs="+", default=None, help="Token ids that end a response."
     )
-    group.add_argument("--rollout-seed", type=int, default=42, help="Seed of the shuffle and of deterministic sampling.")
+    group.add_argument(
+        "--rollout-seed", type=int, default=42, help="Seed of the shuffle and of deterministic sampling."
+    )
 
 
 def _add_collection(parser: argparse.ArgumentParser) -> None:

@@ -29,9 +29,13 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, default=1234, help="Seed of the trainer, and the base of the engines'.")
     group.add_argument("--lr", type=float, default=1e-6, help="Learning rate (its peak, with a schedule).")
-    group.add_argument("--clip-grad", type=float, default=1.0, help="Largest global norm of the gradient; 0 turns it off.")
     group.add_argument(
-        "--reset-optimizer-states", action="store_true", help="Zero the optimizer's moments before each rollout's steps."
+        "--clip-grad", type=float, default=1.0, help="Largest global norm of the gradient; 0 turns it off."
+    )
+    group.add_argument(
+        "--reset-optimizer-states",
+        action="store_true",
+        help="Zero the optimizer's moments before each rollout's steps.",
     )
     group.add_argument(
         "--use-stateless-adam", action="store_true", help="Adam without stored moments: saves their memory."
@@ -99,14 +103,18 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="Checkpoint of the reference model (Megatron or Hugging Face), and the actor's start when --load is empty.",
     )
-    group.add_argument("--ref-ckpt-step", type=non_negative_int, default=None, help="Its iteration; default the latest.")
+    group.add_argument(
+        "--ref-ckpt-step", type=non_negative_int, default=None, help="Its iteration; default the latest."
+    )
     group.add_argument(
         "--load",
         default=None,
         metavar="DIR",
         help="The actor's checkpoint. When it holds no finished save, training starts from --ref-load.",
     )
-    group.add_argument("--save", default=None, metavar="DIR", help="Folder for checkpoints, data position and metrics.")
+    group.add_argument(
+        "--save", default=None, metavar="DIR", help="Folder for checkpoints, data position and metrics."
+    )
     group.add_argument("--save-interval", type=positive_int, default=None, help="Rollouts from one save to the next.")
     group.add_argument("--async-save", action="store_true", help="Write checkpoints while training goes on.")
     group.add_argument(

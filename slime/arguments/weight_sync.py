@@ -30,7 +30,10 @@ def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
         "--update-weight-disk-keep-files", action="store_true", help="Keep versions that every engine has loaded."
     )
     group.add_argument(
-        "--update-weight-delta-encoding", choices=["xor", "overwrite"], default="xor", help="How changed bytes are written."
+        "--update-weight-delta-encoding",
+        choices=["xor", "overwrite"],
+        default="xor",
+        help="How changed bytes are written.",
     )
     group.add_argument(
         "--update-weight-delta-checksum",
