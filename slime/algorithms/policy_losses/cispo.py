@@ -1,0 +1,33 @@
+"""CISPO: REINFORCE with a clipped, constant importance weight, so that no token loses its gradient to the clip.
+
+Shapes: T = response tokens of the micro-batch on this rank, samples concatenated.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slime.algorithms.policy_losses.ppo_clip import ClipConfig
+
+
+def cispo_loss(
+    log_ratio_T: Tensor, log_prob_T: Tensor, advantage_T: Tensor, clip: ClipConfig
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token, to be minimised:
+
+        loss = -stop_gradient(clamp(rho, 1 - low, 1 + high)) * A * log_prob,    rho = exp(log_ratio)
+
+    Args:
+        log_ratio_T: log pi_new(token) - log pi_old(token), in nats.
+        log_prob_T: log pi_new(token); the gradient flows through this alone.
+        advantage_T: advantage of each token; constant.
+        clip: bounds of the weight; ``dual`` has no meaning here and is ignored.
+
+    Returns:
+        ``(loss_T, clipped_T)``: the loss, and 1.0 where the clip changed the weight.
+
+    Source: MiniMax-M1, arXiv:2506.13585, sec. 3.1.
+    """
+    ratio_T = log_ratio_T.detach().exp()
+    weight_T = ratio_T.clamp(1 - clip.low, 1 + clip.high)
+    return -weight_T * advantage_T * log_prob_T, (weight_T != ratio_T).float()

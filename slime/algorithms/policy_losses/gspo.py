@@ -1,0 +1,44 @@
+"""GSPO: one probability ratio per sequence instead of one per token; the loss itself is that of ``ppo_clip``.
+
+Shapes: R = tokens of a response, whole whatever the context parallelism; N = samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def masked_sequence_mean(values_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -> Tensor:
+    """[N] mean of each sequence over its trained tokens; 0 for a sequence without any."""
+    return torch.stack(
+        [
+            torch.where(mask_R != 0, values_R, 0.0).sum() / mask_R.sum().clamp(min=1)
+            for values_R, mask_R in zip(values_N, mask_N, strict=True)
+        ]
+    )
+
+
+def sequence_log_ratio(
+    log_prob_N: Sequence[Tensor], old_log_prob_N: Sequence[Tensor], mask_N: Sequence[Tensor]
+) -> Tensor:
+    """[N] log of the length-normalised ratio of each sequence, in nats; every token of the sequence uses it:
+
+        log s = mean over trained tokens of (log pi_new - log pi_old)
+
+    Args:
+        log_prob_N: [R] each, under the policy that is trained; carries the gradient.
+        old_log_prob_N: [R] each, under the policy at the start of the rollout's training.
+        mask_N: [R] each, 1 where a token is trained.
+
+    Source: GSPO, arXiv:2507.18071, eq. 7.
+    """
+    difference_N = [new_R - old_R for new_R, old_R in zip(log_prob_N, old_log_prob_N, strict=True)]
+    return masked_sequence_mean(difference_N, mask_N)
+
+
+def spread_over_tokens(values_N: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[T] each sequence's value on each of its tokens on this rank."""
+    return values_N.repeat_interleave(torch.tensor(list(lengths), device=values_N.device))

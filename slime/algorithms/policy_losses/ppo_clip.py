@@ -1,0 +1,59 @@
+"""The clipped policy-gradient surrogate, one loss per response token.
+
+Shapes: T = response tokens of the micro-batch on this rank, samples concatenated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipConfig:
+    """The trust region of the probability ratio."""
+
+    low: float = 0.2
+    """Ratio floor is ``1 - low``. Dimensionless; ``--eps-clip``."""
+    high: float = 0.2
+    """Ratio ceiling is ``1 + high``. Above ``low`` this is DAPO's clip-higher; ``--eps-clip-high``."""
+    dual: float | None = None
+    """Loss ceiling ``dual * |A|`` where A < 0; ``--eps-clip-c``. None turns it off."""
+
+    def __post_init__(self) -> None:
+        if self.dual is not None and self.dual <= 1.0:
+            raise ConfigError(
+                f"--eps-clip-c is {self.dual}; it must be above 1, or it would clip on-policy tokens; leave it out "
+                "to turn dual clipping off"
+            )
+
+
+def clipped_policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, clip: ClipConfig) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic surrogate, to be minimised:
+
+        loss = max(-rho * A, -clamp(rho, 1 - low, 1 + high) * A),    rho = exp(log_ratio)
+
+    Args:
+        log_ratio_T: log pi_new(token) - log pi_old(token), in nats. Carries the gradient.
+        advantage_T: advantage of each token; constant with respect to the policy.
+        clip: the trust region.
+
+    Returns:
+        ``(loss_T, clipped_T)``: the loss of each token, and 1.0 where the clip set it.
+
+    Source: PPO, arXiv:1707.06347, eq. 7. Asymmetric bounds: DAPO, arXiv:2503.14476, sec. 3.1.
+        Dual clip: Ye et al., arXiv:1912.09729.
+    """
+    ratio_T = log_ratio_T.exp()
+    loss_T = -ratio_T * advantage_T
+    bounded_T = -ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantage_T
+    clipped_T = (bounded_T > loss_T).float()
+    loss_T = torch.maximum(loss_T, bounded_T)
+    if clip.dual is not None:
+        ceiling_T = -clip.dual * advantage_T
+        loss_T = torch.where(advantage_T < 0, torch.minimum(loss_T, ceiling_T), loss_T)
+    return loss_T, clipped_T

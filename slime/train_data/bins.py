@@ -1,0 +1,176 @@
+"""Putting lengths into bins: first fit, largest differencing, and splitting one bin.
+
+Indices in, indices out; nothing here knows what is being packed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from slime.utils.errors import DataError
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of ``lengths`` packed in arrival order, each into the first bin that still has room.
+
+    A length above ``capacity`` gets a bin of its own.  The first bin with room is found in a tournament tree over the
+    room left in each bin, so n lengths take O(n log n) instead of O(n * bins).
+    """
+    # Leaf b holds the room left in bin b, an inner node the larger of its two children; node 1 is the root.  Bins not
+    # yet opened have all their room, so that "open a new bin" is no case of its own: it is the leftmost that fits.
+    num_leaves = 1
+    room = [0, capacity]
+    bins: list[list[int]] = []
+    for index, length in enumerate(lengths):
+        if len(bins) == num_leaves:
+            num_leaves *= 2
+            room = _doubled(room, capacity)
+        if length > capacity:
+            node = num_leaves + len(bins)
+            room[node] = -1
+        else:
+            node = 1
+            while node < num_leaves:
+                node *= 2
+                if room[node] < length:
+                    node += 1
+            room[node] -= length
+        chosen = node - num_leaves
+        if chosen == len(bins):
+            bins.append([index])
+        else:
+            bins[chosen].append(index)
+        while node > 1:
+            larger = max(room[node], room[node ^ 1])
+            node //= 2
+            if room[node] == larger:
+                break
+            room[node] = larger
+    return bins
+
+
+def _doubled(room: list[int], capacity: int) -> list[int]:
+    """The tree with twice the leaves: the old tree on the left, unopened bins on the right."""
+    half = len(room) // 2
+    doubled = [capacity] * (4 * half)
+    level = 1
+    while level <= half:
+        doubled[2 * level : 3 * level] = room[level : 2 * level]
+        level *= 2
+    return doubled
+
+
+_Subset: TypeAlias = tuple[float, int, list[int]]
+"""Weight, number of items, items: compared in this order."""
+
+
+class _Partial:
+    """A partial partition into k subsets, non-empty ones only, heaviest first; the missing ones are empty."""
+
+    __slots__ = ("spread", "subsets")
+
+    def __init__(self, subsets: list[_Subset], k: int) -> None:
+        self.subsets = subsets
+        self.spread = subsets[0][0] - (subsets[-1][0] if len(subsets) == k else 0)
+
+    def __lt__(self, other: _Partial) -> bool:
+        """Whether this one leaves the heap first: larger spread, then heavier first subset."""
+        if self.spread != other.spread:
+            return self.spread > other.spread
+        return self.subsets[0] > other.subsets[0]
+
+
+def karmarkar_karp(weights: Sequence[float], k: int, *, equal_size: bool = False) -> list[list[int]]:
+    """Indices of ``weights`` in k parts of nearly equal total weight, by the largest differencing method.
+
+    Two partial partitions with the largest spread are merged at a time, the heaviest subset of one with the lightest
+    of the other, until one is left.
+
+    Args:
+        weights: one non-negative number per item.
+        k: number of parts.
+        equal_size: every part gets the same number of items.
+
+    Returns:
+        k lists of indices, each ascending.
+
+    Raises:
+        DataError: fewer items than parts, or ``equal_size`` with a count that k does not divide.
+
+    Source: Karmarkar and Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982.
+    """
+    if k < 1 or len(weights) < k:
+        raise DataError(f"{len(weights)} items cannot fill {k} non-empty parts; lower the number of ranks or bins")
+    if equal_size and len(weights) % k:
+        raise DataError(f"{len(weights)} items cannot fill {k} parts of equal size; it must be a multiple")
+
+    if equal_size:
+        order = sorted(range(len(weights)), key=lambda index: (weights[index], index))
+        chunks = [order[start : start + k] for start in range(0, len(order), k)]
+    else:
+        chunks = [[index] for index in range(len(weights))]
+    heap = [_Partial(sorted(((weights[index], 1, [index]) for index in chunk), reverse=True), k) for chunk in chunks]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap), heapq.heappop(heap)
+        heapq.heappush(heap, _merge(first, second, k))
+    subsets = heap[0].subsets
+    if len(subsets) < k:  # only when weights are zero: empty subsets never outweigh
+        raise DataError(f"the weights {list(weights)[:8]} left one of {k} parts empty; weights must be positive")
+    return [sorted(items) for _, _, items in subsets]
+
+
+def _merge(first: _Partial, second: _Partial, k: int) -> _Partial:
+    """Subset i of ``first`` joined with subset k-1-i of ``second``."""
+    merged = list(first.subsets)
+    for position, (weight, count, items) in enumerate(second.subsets):
+        partner = k - 1 - position
+        if partner < len(first.subsets):
+            own_weight, own_count, own_items = first.subsets[partner]
+            own_items.extend(items)
+            merged[partner] = (own_weight + weight, own_count + count, own_items)
+        else:
+            merged.append((weight, count, items))
+    merged.sort(reverse=True)
+    return _Partial(merged, k)
+
+
+def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Two halves of a bin of nearly equal length: longest first, each to the lighter half, ties to the first."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    totals = [0, 0]
+    for item in sorted(items, key=lambda index: -lengths[index]):
+        lighter = 0 if totals[0] <= totals[1] else 1
+        halves[lighter].append(item)
+        totals[lighter] += lengths[item]
+    return halves
+
+
+def split_until(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """``bins`` with the heaviest ones split until there are ``num_bins``.
+
+    A bin that is split keeps its place with its first half; the second half goes to the end.
+
+    Raises:
+        DataError: there are fewer items than ``num_bins``.
+    """
+    bins = list(bins)
+    splittable = [
+        (-sum(lengths[item] for item in items), -position) for position, items in enumerate(bins) if len(items) > 1
+    ]
+    heapq.heapify(splittable)
+    while len(bins) < num_bins:
+        if not splittable:
+            raise DataError(
+                f"{sum(map(len, bins))} samples cannot be spread over {num_bins} micro-batches; there must be at "
+                "least one sample in each; raise --global-batch-size or lower the number of data-parallel ranks"
+            )
+        position = -heapq.heappop(splittable)[1]
+        bins[position], second = split_bin(bins[position], lengths)
+        bins.append(second)
+        for half in (position, len(bins) - 1):
+            if len(bins[half]) > 1:
+                heapq.heappush(splittable, (-sum(lengths[item] for item in bins[half]), -half))
+    return bins

@@ -1,0 +1,165 @@
+"""Which tokens of a sequence live on which context-parallel rank: pure index arithmetic, rank and size passed in.
+
+Zigzag (the default): a sequence of length L is padded to ``2 * cp_size`` chunks of ``c = ceil(L / (2 * cp_size))``
+tokens; rank r keeps chunk r and chunk ``2 * cp_size - 1 - r``, so that every rank has an equal share of causal
+attention.  All-gather: the packed stream of a micro-batch is cut into ``cp_size`` contiguous chunks.
+
+The logit at position p predicts token p + 1, so the response of a sample owns the logits at
+``prompt_length - 1 ... total_length - 2``.
+
+Collectives are elsewhere: ``slime.backends.megatron_utils.cp_utils``.
+
+Shapes: L = tokens of one sequence, R = tokens of its response, r = those of them whose logits are on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Span = tuple[int, int]
+"""Half-open interval of positions."""
+
+
+class Window(NamedTuple):
+    """A run of response logits in this rank's packed stream."""
+
+    stream_start: int
+    """Where the run begins in the local stream of the micro-batch."""
+    length: int
+    token_start: int
+    """Position in the full sequence of the first token that the run predicts."""
+
+
+def zigzag_chunk_size(total_length: int, cp_size: int) -> int:
+    """Tokens in each of the ``2 * cp_size`` chunks."""
+    return math.ceil(total_length / (2 * cp_size))
+
+
+def local_length(total_length: int, cp_size: int) -> int:
+    """Tokens of a sequence on each rank under zigzag, padding included; without CP the sequence itself."""
+    return total_length if cp_size == 1 else 2 * zigzag_chunk_size(total_length, cp_size)
+
+
+def logits_and_tokens_offsets(
+    total_length: int, response_length: int, *, cp_rank: int, cp_size: int
+) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
+    """What a zigzag rank holds of a sample.
+
+    Returns:
+        ``(chunk_size, chunks, logits, tokens)``: the spans of the two chunks in the padded sequence; in each of them
+        the positions whose logits predict response tokens; and the positions of those tokens, one further.  A chunk
+        without response logits has (0, 0) in the last two.
+    """
+    prompt_length = total_length - response_length
+    size = zigzag_chunk_size(total_length, cp_size)
+    mirror = 2 * cp_size - 1 - cp_rank
+    chunks = ((cp_rank * size, (cp_rank + 1) * size), (mirror * size, (mirror + 1) * size))
+    logits: list[Span] = []
+    tokens: list[Span] = []
+    for chunk_start, chunk_end in chunks:
+        start, end = max(chunk_start, prompt_length - 1), min(chunk_end, total_length - 1)
+        is_empty = start >= end
+        logits.append((0, 0) if is_empty else (start, end))
+        tokens.append((0, 0) if is_empty else (start + 1, end + 1))
+    return size, chunks, (logits[0], logits[1]), (tokens[0], tokens[1])
+
+
+def response_spans(total_length: int, response_length: int, *, cp_rank: int, cp_size: int) -> list[Span]:
+    """The parts of the response, counted from its first token, that this zigzag rank has the logits of."""
+    if cp_size == 1:
+        return [(0, response_length)]
+    prompt_length = total_length - response_length
+    _, _, _, tokens = logits_and_tokens_offsets(total_length, response_length, cp_rank=cp_rank, cp_size=cp_size)
+    return [(start - prompt_length, end - prompt_length) for start, end in tokens if end > start]
+
+
+def slice_zigzag(tokens: Tensor, *, cp_rank: int, cp_size: int, pad_value: float = 0) -> Tensor:
+    """This rank's two chunks of a sequence, one after the other; without CP the sequence itself.
+
+    Args:
+        tokens: [L, ...]; trailing dimensions are kept.
+        cp_rank: which rank.
+        cp_size: of how many.
+        pad_value: fills the positions beyond L.
+    """
+    if cp_size == 1:
+        return tokens
+    size = zigzag_chunk_size(len(tokens), cp_size)
+    padding = 2 * cp_size * size - len(tokens)
+    padded = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, padding), value=pad_value)
+    mirror = 2 * cp_size - 1 - cp_rank
+    return torch.cat([padded[cp_rank * size : (cp_rank + 1) * size], padded[mirror * size : (mirror + 1) * size]])
+
+
+def slice_response(values_R: Tensor, total_length: int, response_length: int, *, cp_rank: int, cp_size: int) -> Tensor:
+    """The entries of a per-response-token tensor whose logits are on this zigzag rank."""
+    if len(values_R) != response_length:
+        raise ValueError(f"{len(values_R)} values for a response of {response_length} tokens; there must be one each")
+    if cp_size == 1:
+        return values_R
+    spans = response_spans(total_length, response_length, cp_rank=cp_rank, cp_size=cp_size)
+    return torch.cat([values_R[start:end] for start, end in spans]) if spans else values_R[:0]
+
+
+def place_response(values_r: Tensor, total_length: int, response_length: int, *, cp_rank: int, cp_size: int) -> Tensor:
+    """A zero tensor of the whole response with this rank's entries in their places; carries the gradient.
+
+    The sum of it over the context-parallel ranks is the whole response: the inverse of ``slice_response``.
+    """
+    if cp_size == 1:
+        return values_r
+    pieces: list[Tensor] = []
+    filled, taken = 0, 0
+    for start, end in response_spans(total_length, response_length, cp_rank=cp_rank, cp_size=cp_size):
+        pieces += [values_r.new_zeros(start - filled), values_r[taken : taken + end - start]]
+        filled, taken = end, taken + end - start
+    assert taken == len(values_r), (taken, len(values_r), total_length, response_length, cp_rank, cp_size)
+    return torch.cat([*pieces, values_r[:0], values_r.new_zeros(response_length - filled)])
+
+
+def response_windows(
+    total_lengths: Sequence[int], response_lengths: Sequence[int], *, cp_rank: int, cp_size: int
+) -> list[list[Window]]:
+    """[sample] the runs of its response logits in this rank's packed stream under zigzag (or without CP)."""
+    windows: list[list[Window]] = []
+    start_of_sample = 0
+    for total, response in zip(total_lengths, response_lengths, strict=True):
+        if cp_size == 1:
+            runs = [Window(start_of_sample + total - response - 1, response, total - response)] if response else []
+        else:
+            size, chunks, logits, _ = logits_and_tokens_offsets(total, response, cp_rank=cp_rank, cp_size=cp_size)
+            runs = [
+                Window(start_of_sample + order * size + start - chunk_start, end - start, start + 1)
+                for order, ((chunk_start, _), (start, end)) in enumerate(zip(chunks, logits, strict=True))
+                if end > start
+            ]
+        windows.append(runs)
+        start_of_sample += local_length(total, cp_size)
+    return windows
+
+
+def allgather_response_windows(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    *,
+    cp_rank: int,
+    local_stream_length: int,
+) -> list[list[Window]]:
+    """[sample] the run of its response logits in this rank's contiguous chunk of the packed stream, if any."""
+    chunk_start = cp_rank * local_stream_length
+    chunk_end = chunk_start + local_stream_length
+    windows: list[list[Window]] = []
+    start_of_sample = 0
+    for total, response in zip(total_lengths, response_lengths, strict=True):
+        first = start_of_sample + total - response - 1
+        start, end = max(first, chunk_start), min(first + response, chunk_end)
+        token_start = start - start_of_sample + 1
+        windows.append([Window(start - chunk_start, end - start, token_start)] if end > start else [])
+        start_of_sample += total
+    return windows

@@ -1,0 +1,172 @@
+"""Finished samples to train data: a dict of columns, one entry per sample in each.
+
+The names are those of ``slime.train_data.columns``; splitting among ranks is ``slime.train_data.split``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+
+
+def samples_to_train_data(
+    samples: Sequence[Sample],
+    raw_rewards: Sequence[float],
+    rewards: Sequence[float],
+    *,
+    rollout_top_p: float = 1.0,
+) -> dict[str, Any]:
+    """The columns of one rollout's samples.
+
+    Args:
+        samples: flat, in the order in which they will be scheduled.
+        raw_rewards: reward of each sample as the grader gave it.
+        rewards: reward of each sample as the advantage estimator takes it.
+        rollout_top_p: nucleus the engine sampled from; below 1 every sample must carry its kept token ids.
+
+    Raises:
+        DataError: a sample breaks its own invariants; the message names its index and the field.
+    """
+    if not samples:
+        raise DataError("a rollout gave no samples to train on; check the filters and the rollout function")
+    for sample in samples:
+        _check_lengths(sample)
+    loss_masks = [_loss_mask(sample) for sample in samples]
+    rollout_ids = _rollout_ids(samples)
+    train_data: dict[str, Any] = {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": list(rewards),
+        "raw_reward": [
+            (sample.metadata or {}).get("raw_reward", raw) for sample, raw in zip(samples, raw_rewards, strict=True)
+        ],
+        "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "rollout_ids": rollout_ids,
+        "loss_masks": loss_masks,
+        "rollout_mask_sums": rollout_mask_sums(loss_masks, rollout_ids),
+    }
+    train_data.update(_optional_columns(samples))
+    if rollout_top_p != 1.0:
+        train_data.update(_top_p_columns(samples, rollout_top_p))
+    return train_data
+
+
+def rollout_mask_sums(loss_masks: Sequence[Sequence[int]], rollout_ids: Sequence[int]) -> list[int]:
+    """For each sample the trained tokens of its whole rollout, siblings of a fan-out included.
+
+    The loss divides by it, so that a rollout counts once however many samples it was cut into.
+    """
+    totals: dict[int, int] = defaultdict(int)
+    for mask, rollout_id in zip(loss_masks, rollout_ids, strict=True):
+        totals[rollout_id] += int(sum(mask))
+    return [totals[rollout_id] for rollout_id in rollout_ids]
+
+
+def source_name(sample: Sample) -> str:
+    """The data source a sample came from: ``sample.source``, else ``metadata["source_name"]``, else "unknown"."""
+    own = getattr(sample, "source", None)
+    return str(own or (sample.metadata or {}).get("source_name") or "unknown")
+
+
+def _rollout_ids(samples: Sequence[Sample]) -> list[int]:
+    """Each sample's rollout id; a sample without one is a rollout of its own and gets the next unused number."""
+    used = {sample.rollout_id for sample in samples if sample.rollout_id is not None}
+    ids: list[int] = []
+    candidate = 0
+    for sample in samples:
+        if sample.rollout_id is not None:
+            ids.append(sample.rollout_id)
+            continue
+        while candidate in used:
+            candidate += 1
+        ids.append(candidate)
+        candidate += 1
+    return ids
+
+
+def _loss_mask(sample: Sample) -> list[int]:
+    if sample.remove_sample:
+        return [0] * sample.response_length
+    if sample.loss_mask is None:
+        return [1] * sample.response_length
+    return list(sample.loss_mask)
+
+
+def _check_lengths(sample: Sample) -> None:
+    response = sample.response_length
+    if response < 0 or response >= max(len(sample.tokens), 1):
+        raise DataError(
+            f"sample {sample.index} has response_length {response} and {len(sample.tokens)} tokens; tokens hold the "
+            "prompt and the response, and at least one prompt token; check the rollout function"
+        )
+    for field in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
+        values = getattr(sample, field)
+        if values is not None and len(values) != response:
+            raise DataError(
+                f"sample {sample.index} has {len(values)} entries in {field} and response_length {response}; there "
+                "must be one for each response token; Sample.append_response_tokens keeps them together"
+            )
+    if sample.rollout_routed_experts is not None and len(sample.rollout_routed_experts) != len(sample.tokens) - 1:
+        raise DataError(
+            f"sample {sample.index} has {len(sample.rollout_routed_experts)} rows of rollout_routed_experts and "
+            f"{len(sample.tokens)} tokens; there must be a row for each token but the last"
+        )
+
+
+def _optional_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """The columns that exist when any sample has the field."""
+    columns: dict[str, list[Any]] = {}
+    for field in ("rollout_log_probs", "teacher_log_probs"):
+        if any(getattr(sample, field) is not None for sample in samples):
+            columns[field] = [_per_response_token(sample, field) for sample in samples]
+    if any(sample.rollout_routed_experts is not None for sample in samples):
+        columns["rollout_routed_experts"] = [_present(sample, "rollout_routed_experts") for sample in samples]
+    if any(sample.multimodal_train_inputs is not None for sample in samples):
+        columns["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
+    if any(sample.train_metadata is not None for sample in samples):
+        columns["metadata"] = [sample.train_metadata for sample in samples]
+    if any("round_number" in (sample.metadata or {}) for sample in samples):
+        columns["round_number"] = [(sample.metadata or {}).get("round_number") for sample in samples]
+    names = [source_name(sample) for sample in samples]
+    if any(name != "unknown" for name in names):
+        columns["source_names"] = names
+    return columns
+
+
+def _present(sample: Sample, field: str) -> Any:
+    value = getattr(sample, field)
+    if value is None:
+        raise DataError(
+            f"sample {sample.index} has no {field} while other samples of the rollout have; give it to all or to none"
+        )
+    return value
+
+
+def _per_response_token(sample: Sample, field: str) -> Any:
+    return [] if sample.response_length == 0 and getattr(sample, field) is None else _present(sample, field)
+
+
+def _top_p_columns(samples: Sequence[Sample], rollout_top_p: float) -> dict[str, list[Any]]:
+    ids: list[Any] = []
+    offsets: list[Any] = []
+    for sample in samples:
+        token_ids, token_offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+        if token_ids is None or token_offsets is None:
+            raise DataError(
+                f"sample {sample.index} has no rollout_top_p_token_ids and --rollout-top-p is {rollout_top_p}; the "
+                "trainer needs the nucleus of each token; set --rollout-top-p 1 or let the engine return it"
+            )
+        if len(token_offsets) != sample.response_length + 1 or int(token_offsets[-1]) != len(token_ids):
+            raise DataError(
+                f"sample {sample.index} has {len(token_offsets)} rollout_top_p_token_offsets ending at "
+                f"{int(token_offsets[-1]) if len(token_offsets) else None}, {len(token_ids)} ids and response_length "
+                f"{sample.response_length}; there must be response_length + 1 offsets, the last equal to the count"
+            )
+        ids.append(token_ids)
+        offsets.append(token_offsets)
+    return {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}

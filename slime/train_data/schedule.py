@@ -1,0 +1,204 @@
+"""Which data-parallel rank trains which sample, in which micro-batch of which optimizer step.
+
+Pack first, distribute second: the samples of a step are packed into micro-batches as if there were one rank, the
+number of micro-batches is brought to a multiple of the ranks, and whole micro-batches are dealt out.  So every rank
+has the same number of micro-batches in every step, which pipeline and gradient collectives require.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from slime.train_data.bins import first_fit, karmarkar_karp, split_until
+from slime.train_data.flops import FlopsModel
+from slime.utils.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """How the trainer is laid out, and how its micro-batches are packed."""
+
+    dp_size: int
+    cp_size: int = 1
+    vpp_size: int = 1
+    """Virtual pipeline stages per rank; above 1 the micro-batches of a rank come in groups."""
+    microbatch_group_size_per_vp_stage: int = 1
+    use_dynamic_batch_size: bool = False
+    """Pack by tokens instead of by a fixed number of samples."""
+    max_tokens_per_gpu: int | None = None
+    micro_batch_size: int = 1
+    balance_data: bool = False
+    """Deal micro-batches out by FLOPs instead of in turn."""
+    balance_by_flops: bool = False
+    """Pack by FLOPs instead of by first fit; the token limit then sets only the number of micro-batches."""
+    flops: FlopsModel | None = None
+
+    def __post_init__(self) -> None:
+        if self.use_dynamic_batch_size and not self.max_tokens_per_gpu:
+            raise ConfigError(
+                f"--max-tokens-per-gpu is {self.max_tokens_per_gpu} with --use-dynamic-batch-size; it must be a "
+                "positive number of tokens, the size that a micro-batch is packed to"
+            )
+        if not self.use_dynamic_batch_size and self.micro_batch_size < 1:
+            raise ConfigError(f"--micro-batch-size is {self.micro_batch_size}; it must be at least 1")
+        if (self.balance_data or self.balance_by_flops) and self.flops is None:
+            raise ConfigError("--balance-data and --balance-by-flops need the model's dimensions; none were given")
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches of a step, over all ranks, is a multiple of this."""
+        return self.dp_size * (self.microbatch_group_size_per_vp_stage if self.vpp_size > 1 else 1)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that one micro-batch may hold, over all context-parallel ranks."""
+        assert self.max_tokens_per_gpu is not None
+        return self.max_tokens_per_gpu * self.cp_size
+
+
+class DPSchedule(NamedTuple):
+    """Who trains what, and when."""
+
+    partitions: list[list[int]]
+    """[rank] positions of its samples in the rollout, in micro-batch order, all steps one after the other."""
+    micro_batch_indices: list[list[list[int]]]
+    """[rank][micro-batch] positions within ``partitions[rank]``."""
+    num_microbatches: list[int]
+    """[step] micro-batches of each rank."""
+    global_batch_sizes: list[int]
+    """[step] rollouts that the step trains on."""
+
+
+def build_dp_schedule(
+    config: ScheduleConfig,
+    total_lengths: Sequence[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: Sequence[Hashable],
+) -> DPSchedule:
+    """The schedule of one rollout's samples.
+
+    Args:
+        config: layout and packing.
+        total_lengths: tokens of each sample, prompt included.
+        global_batch_size: rollouts per optimizer step; a rollout that was cut into several samples counts once.
+        rollout_indices: the rollout each sample belongs to.
+
+    Returns:
+        The schedule; rollouts beyond the last full step are left out.
+
+    Raises:
+        DataError: too few rollouts for one step, or too few samples for the ranks.
+        ConfigError: fixed micro-batches that do not divide among the ranks.
+    """
+    steps = _samples_by_step(rollout_indices, global_batch_size)
+    partitions: list[list[int]] = [[] for _ in range(config.dp_size)]
+    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(config.dp_size)]
+    num_microbatches: list[int] = []
+    for step, positions in enumerate(steps):
+        if len(positions) < config.dp_size:
+            raise DataError(
+                f"step {step} has {len(positions)} samples for {config.dp_size} data-parallel ranks; every rank needs "
+                "one; raise --global-batch-size or lower the number of ranks"
+            )
+        bins = _pack(config, positions, total_lengths)
+        for rank, rank_bins in enumerate(_distribute(config, bins, total_lengths)):
+            for items in rank_bins:
+                start = len(partitions[rank])
+                partitions[rank].extend(items)
+                micro_batch_indices[rank].append(list(range(start, start + len(items))))
+        num_microbatches.append(len(bins) // config.dp_size)
+    return DPSchedule(partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps))
+
+
+def packing_efficiency(
+    schedule: DPSchedule, total_lengths: Sequence[int], *, cp_size: int = 1, pad_multiple: int = 1
+) -> float:
+    """Real tokens per token the trainer computes on: 1.0 is a schedule without padding.
+
+    Args:
+        schedule: who trains what.
+        total_lengths: tokens of each sample of the rollout.
+        cp_size: context-parallel ranks; above 1 each sequence is padded to a multiple of twice their number.
+        pad_multiple: what the tokens of a micro-batch on one rank are padded to a multiple of.
+    """
+    sequence_multiple = 2 * cp_size if cp_size > 1 else 1
+    num_real_tokens = 0
+    num_packed_tokens = 0
+    for partition, micro_batches in zip(schedule.partitions, schedule.micro_batch_indices, strict=True):
+        for indices in micro_batches:
+            lengths = [total_lengths[partition[index]] for index in indices]
+            num_real_tokens += sum(lengths)
+            padded = sum(math.ceil(length / sequence_multiple) * sequence_multiple for length in lengths)
+            num_packed_tokens += math.ceil(padded / (cp_size * pad_multiple)) * cp_size * pad_multiple
+    return num_real_tokens / num_packed_tokens if num_packed_tokens else 1.0
+
+
+def capacity_utilisation(schedule: DPSchedule, total_lengths: Sequence[int], *, capacity_tokens: int) -> float:
+    """Real tokens per token of room in the micro-batches: how well the packing fills ``--max-tokens-per-gpu``."""
+    num_real_tokens = sum(total_lengths[position] for partition in schedule.partitions for position in partition)
+    num_micro_batches = sum(map(len, schedule.micro_batch_indices))
+    return num_real_tokens / (num_micro_batches * capacity_tokens)
+
+
+def _samples_by_step(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[list[int]]:
+    """[step] positions of its samples: rollouts in first-seen order, ``global_batch_size`` of them a step."""
+    positions_of_rollout: dict[Hashable, list[int]] = {}
+    for position, rollout in enumerate(rollout_indices):
+        positions_of_rollout.setdefault(rollout, []).append(position)
+    rollouts = list(positions_of_rollout.values())
+    num_steps = len(rollouts) // global_batch_size
+    if num_steps < 1:
+        raise DataError(
+            f"the rollout has {len(rollouts)} executions and --global-batch-size is {global_batch_size}; one step "
+            "needs a full batch; lower --global-batch-size or raise --rollout-batch-size"
+        )
+    return [
+        [
+            position
+            for rollout in rollouts[step * global_batch_size : (step + 1) * global_batch_size]
+            for position in rollout
+        ]
+        for step in range(num_steps)
+    ]
+
+
+def _pack(config: ScheduleConfig, positions: list[int], total_lengths: Sequence[int]) -> list[list[int]]:
+    """The micro-batches of one step, their number a multiple of what the ranks need."""
+    multiple = config.micro_batch_multiple
+    if not config.use_dynamic_batch_size:
+        size = config.micro_batch_size
+        bins = [positions[start : start + size] for start in range(0, len(positions), size)]
+        if len(bins) % multiple:
+            raise ConfigError(
+                f"{len(positions)} samples in a step make {len(bins)} micro-batches of --micro-batch-size {size}, "
+                f"which is no multiple of {multiple} (data-parallel ranks times the virtual-pipeline group); change "
+                "--micro-batch-size or --global-batch-size, or use --use-dynamic-batch-size"
+            )
+        return bins
+
+    lengths = [total_lengths[position] for position in positions]
+    if config.balance_by_flops:
+        assert config.flops is not None
+        num_bins = math.ceil(sum(lengths) / config.capacity_tokens)
+        if num_bins >= len(positions):
+            packed = [[index] for index in range(len(positions))]
+        else:
+            packed = karmarkar_karp([config.flops.forward_flops(length) for length in lengths], num_bins)
+    else:
+        packed = first_fit(lengths, config.capacity_tokens)
+    packed = split_until(packed, lengths, math.ceil(len(packed) / multiple) * multiple)
+    return [[positions[index] for index in items] for items in packed]
+
+
+def _distribute(config: ScheduleConfig, bins: list[list[int]], total_lengths: Sequence[int]) -> list[list[list[int]]]:
+    """[rank] its micro-batches, the same number for each."""
+    if not config.balance_data:
+        return [bins[rank :: config.dp_size] for rank in range(config.dp_size)]
+    assert config.flops is not None
+    weights = [sum(config.flops.forward_flops(total_lengths[position]) for position in items) for items in bins]
+    shares = karmarkar_karp(weights, config.dp_size, equal_size=True)
+    return [[bins[index] for index in share] for share in shares]
