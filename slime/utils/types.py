@@ -37,7 +37,7 @@ class _MetaSums:
 
 
 @dataclass
-class SpecInfo(_MetaSums):
+class SampleSpecInfo(_MetaSums):
     """Speculative decoding of one sample, summed over its engine calls."""
 
     spec_accept_token_num: int = 0
@@ -64,7 +64,7 @@ class SpecInfo(_MetaSums):
 
 
 @dataclass
-class PrefixCacheInfo(_MetaSums):
+class SamplePrefixCacheInfo(_MetaSums):
     """How many prompt tokens of one sample the engine's prefix cache held, summed over its engine calls."""
 
     cached_tokens: int = 0
@@ -81,7 +81,7 @@ class PrefixCacheInfo(_MetaSums):
         self.total_prompt_tokens += meta_info.get("prompt_tokens") or 0
 
 
-class Status(Enum):
+class SampleStatus(Enum):
     """Where a sample is in its life."""
 
     PENDING = "pending"
@@ -96,7 +96,11 @@ class Status(Enum):
     """Gave no usable response, for a reason outside the policy."""
 
 
-STATUS_OF_FINISH_REASON = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+STATUS_OF_FINISH_REASON = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
 
 
 @dataclass
@@ -110,9 +114,9 @@ class Sample:
     ``to_dict`` and ``from_dict``.
     """
 
-    Status = Status
-    SpecInfo = SpecInfo
-    PrefixCacheInfo = PrefixCacheInfo
+    Status = SampleStatus
+    SpecInfo = SampleSpecInfo
+    PrefixCacheInfo = SamplePrefixCacheInfo
 
     group_index: int | None = None
     """Number of the prompt group; rises through the whole run."""
@@ -152,7 +156,7 @@ class Sample:
     remove_sample: bool = False
     """Take part in reward normalisation, but train nothing."""
     teacher_log_probs: list[float] | None = None
-    status: Status = Status.PENDING
+    status: SampleStatus = SampleStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
     """Generate function of this sample; wins over ``--custom-generate-function-path``."""
@@ -164,8 +168,8 @@ class Sample:
     """Routing key: equal keys go to the same engine under consistent hashing."""
     non_generation_time: float = 0.0
     """Seconds spent in tools and environments."""
-    spec_info: SpecInfo = field(default_factory=SpecInfo)
-    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec_info: SampleSpecInfo = field(default_factory=SampleSpecInfo)
+    prefix_cache_info: SamplePrefixCacheInfo = field(default_factory=SamplePrefixCacheInfo)
 
     def to_dict(self) -> dict[str, Any]:
         """A shallow dict of plain values, additional attributes included."""
@@ -184,11 +188,14 @@ class Sample:
         """
         values = dict(data)
         try:
-            values["status"] = Status(values["status"])
+            values["status"] = SampleStatus(values["status"])
         except (KeyError, ValueError) as error:
-            allowed = ", ".join(status.value for status in Status)
+            allowed = ", ".join(status.value for status in SampleStatus)
             raise DataError(f"A sample's status is {values.get('status')!r}; it must be one of {allowed}.") from error
-        for name, kind in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
+        for name, kind in (
+            ("spec_info", SampleSpecInfo),
+            ("prefix_cache_info", SamplePrefixCacheInfo),
+        ):
             if isinstance(values.get(name), Mapping):
                 values[name] = kind.from_dict(values[name])
         sample = Sample(**{name: values.pop(name) for name in _SAMPLE_FIELDS if name in values})
@@ -307,7 +314,7 @@ class Sample:
             )
         return grown
 
-    def _terminal_status(self, meta: Mapping[str, Any] | None) -> Status | None:
+    def _terminal_status(self, meta: Mapping[str, Any] | None) -> SampleStatus | None:
         """The status that the engine's finish reason means; None while the response goes on."""
         reason = (meta or {}).get("finish_reason")
         if not reason:
@@ -319,7 +326,7 @@ class Sample:
 
     def _check_lengths(self, grown: Mapping[str, Any]) -> None:
         """Every per-token field has one entry per response token."""
-        after = self.__dict__ | grown
+        after = self.__dict__ | dict(grown)
         length = after["response_length"]
         for name, extra in (("loss_mask", 0), ("rollout_log_probs", 0), ("rollout_top_p_token_offsets", 1)):
             if after[name] is not None and len(after[name]) != length + extra:
