@@ -1,0 +1,202 @@
+"""Requests to engines, routers and reward servers: one pooled client for each event loop, retries, one clear error.
+
+Retried are failures that time can heal: a connection refused, reset or cut, and the statuses in ``RETRIED_STATUSES``.
+Any other status is the caller's mistake and ends the call at once.  Proxies of the environment are not used.
+``slime.ray`` may route posts through other processes with ``set_post_transport``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import weakref
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from slime.utils.errors import EngineError
+from slime.utils.net import find_available_port, get_host_info, is_port_available
+
+__all__ = [
+    "HttpStatusError",
+    "PostTransportUnavailable",
+    "close_http_client",
+    "find_available_port",
+    "get",
+    "get_host_info",
+    "get_rollout_num_engines",
+    "init_http_client",
+    "is_port_available",
+    "post",
+    "set_post_transport",
+]
+
+logger = logging.getLogger(__name__)
+
+POST_TIMEOUT_S = 14400.0
+"""Deadline of a post, its retries included; a long response may take hours. The router's own limit is the same."""
+GET_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 30.0
+RETRY_WAIT_S = 1.0
+KEEPALIVE_S = 4.0
+"""Shorter than the 5 s after which SGLang's server drops an idle connection, so that we rarely write into a closed one."""
+RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, asyncio.TimeoutError)
+
+PostTransport = Callable[[str, Any, int, Mapping[str, str] | None], Awaitable[Any]]
+
+
+class HttpStatusError(EngineError):
+    """The server answered with a status that is not a success."""
+
+    def __init__(self, method: str, url: str, status: int, body: str) -> None:
+        super().__init__(f"{method} {url} was answered with status {status}: {body[:1000] or '(empty body)'}")
+        self.status = status
+        self.body = body
+
+
+class PostTransportUnavailable(EngineError):
+    """An installed post transport cannot serve; the request is made from this process instead."""
+
+
+@dataclass
+class _Client:
+    """What is shared by all requests of the process."""
+
+    max_connections: int = 0
+    """0 is no limit."""
+    transport: PostTransport | None = None
+    sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """A connection belongs to the event loop that made it."""
+
+
+_CLIENT = _Client()
+
+
+def get_rollout_num_engines(args: Namespace) -> int:
+    """Engines that serve the rollout: ``args.rollout_num_engines``, else as many as fit on the rollout GPUs."""
+    known = getattr(args, "rollout_num_engines", None)
+    return known or max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
+
+
+def init_http_client(args: Namespace) -> None:
+    """Allow as many connections as the engines take requests at a time.  Call it before the first request."""
+    _CLIENT.max_connections = args.sglang_server_concurrency * get_rollout_num_engines(args)
+
+
+def set_post_transport(transport: PostTransport | None) -> None:
+    """Send posts through ``transport(url, payload, max_retries, headers)`` from now on; None sends them from here.
+
+    A transport that cannot serve raises ``PostTransportUnavailable``; the post is then made from this process.
+    """
+    _CLIENT.transport = transport
+
+
+def _session() -> aiohttp.ClientSession:
+    """The client of the running loop, made on its first request."""
+    loop = asyncio.get_running_loop()
+    session = _CLIENT.sessions.get(loop)
+    if session is None or session.closed:
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=_CLIENT.max_connections, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            trust_env=False,
+        )
+        _CLIENT.sessions[loop] = session
+    return session
+
+
+async def close_http_client() -> None:
+    """Close the connections that belong to the running loop; the next request opens new ones."""
+    session = _CLIENT.sessions.pop(asyncio.get_running_loop(), None)
+    if session is not None:
+        await session.close()
+
+
+async def post(
+    url: str,
+    payload: Any,
+    max_retries: int = 60,
+    headers: Mapping[str, str] | None = None,
+    *,
+    timeout_s: float = POST_TIMEOUT_S,
+) -> Any:
+    """POST ``payload`` as JSON; the answer decoded from JSON, or as text when it is not JSON.
+
+    Args:
+        url: full URL.
+        payload: JSON-serialisable body.
+        max_retries: further attempts after the first one failed, one second apart.
+        headers: additional headers.
+        timeout_s: deadline of the whole call in seconds, retries included.
+
+    Raises:
+        EngineError: the deadline passed or the last attempt failed; ``HttpStatusError`` when a server refused.
+    """
+    if _CLIENT.transport is not None:
+        try:
+            return await asyncio.wait_for(_CLIENT.transport(url, payload, max_retries, headers), timeout_s)
+        except PostTransportUnavailable as error:
+            logger.warning("Posting from this process: %s", error)
+    return await _request("POST", url, payload, headers, max_retries, timeout_s)
+
+
+async def get(
+    url: str,
+    max_retries: int = 0,
+    headers: Mapping[str, str] | None = None,
+    *,
+    timeout_s: float = GET_TIMEOUT_S,
+) -> Any:
+    """GET ``url``; the answer decoded from JSON, or as text when it is not JSON.  Arguments as for ``post``."""
+    return await _request("GET", url, None, headers, max_retries, timeout_s)
+
+
+async def _request(
+    method: str, url: str, payload: Any, headers: Mapping[str, str] | None, max_retries: int, timeout_s: float
+) -> Any:
+    """One request with its retries, all before one deadline."""
+    began = time.monotonic()
+    attempt = 0
+    while True:
+        attempt += 1
+        remaining_s = timeout_s - (time.monotonic() - began)
+        try:
+            return await asyncio.wait_for(_attempt(method, url, payload, headers), max(remaining_s, 0.001))
+        except HttpStatusError as error:
+            if error.status not in RETRIED_STATUSES:
+                raise
+            cause: Exception = error
+        except RETRIED_ERRORS as error:
+            cause = error
+        passed_s = time.monotonic() - began
+        if attempt > max_retries or passed_s + RETRY_WAIT_S >= timeout_s:
+            raise EngineError(
+                f"{method} {url} failed {attempt} time(s) in {passed_s:.1f} s (deadline {timeout_s:.0f} s, "
+                f"{max_retries} retries); last: {_describe(cause)}. Is the server at that address alive? See its log."
+            ) from cause
+        if attempt in (1, 10) or attempt % 60 == 0:
+            logger.warning("%s %s failed (attempt %d), trying again: %s", method, url, attempt, _describe(cause))
+        await asyncio.sleep(RETRY_WAIT_S)
+
+
+async def _attempt(method: str, url: str, payload: Any, headers: Mapping[str, str] | None) -> Any:
+    async with _session().request(method, url, json=payload, headers=headers) as response:
+        body = await response.text()
+        if response.status >= 400:
+            raise HttpStatusError(method, url, response.status, body)
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError:
+        return body
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
