@@ -13,10 +13,8 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from slime.observability.metrics_file import run_folder
 from slime.observability.tracking import Tracker, make_trackers
 
 logger = logging.getLogger(__name__)
@@ -30,7 +28,7 @@ class _Process:
 
 
 def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
-    """Send INFO and above to stderr as ``[time prefix] file:line - message``.  Only the first call of a process acts."""
+    """Log INFO and above to stderr as ``[time prefix] file:line - message``.  Only a process's first call acts."""
     if _Process.is_logging_configured:
         return
     _Process.is_logging_configured = True
@@ -47,24 +45,18 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
 
 
 def _new_run_facts(args: Namespace) -> dict[str, Any]:
-    """What must be the same in every process of the run, made up by the primary where no flag says it."""
-    facts: dict[str, Any] = {}
-    if run_folder(args) is None:
-        facts["run_folder"] = str(Path("runs", time.strftime("%Y%m%d-%H%M%S")).absolute())
-    if getattr(args, "use_wandb", False) and getattr(args, "wandb_run_id", None) is None:
-        facts["wandb_run_id"] = uuid.uuid4().hex[:8]
-    if getattr(args, "use_tensorboard", False) and getattr(args, "tb_experiment_name", None) is None:
-        facts["tb_experiment_name"] = time.strftime("%Y%m%d-%H%M%S")
-    return facts
+    """The run's id, which every process must share: the folder of a run without ``--save`` is named after it too."""
+    if getattr(args, "wandb_run_id", None) is not None:
+        return {}
+    return {"wandb_run_id": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"}
 
 
 def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
     """Open the sinks of this process.
 
     Returns:
-        the facts that the other processes need and no flag gave (``run_folder``, ``wandb_run_id``,
-        ``tb_experiment_name``); the driver records them: ``record_runtime(args, **init_tracking(args))``.  Empty
-        unless primary.
+        what the other processes need and no flag gave (``wandb_run_id``, with or without wandb); the driver records
+        it: ``record_runtime(args, **init_tracking(args))``.  Empty unless primary.
     """
     facts = _new_run_facts(args) if primary else {}
     _close()

@@ -25,9 +25,11 @@ _TIME_KEY = "time"
 
 
 def run_folder(args: Namespace) -> Path | None:
-    """The folder of this run: ``--save``, else what ``init_tracking`` recorded as ``run_folder``; None before that."""
-    folder = getattr(args, "save", None) or getattr(args, "run_folder", None)
-    return Path(folder).absolute() if folder else None
+    """The folder of this run: ``--save``, else ``runs/`` and the run's id; None while there is no id yet."""
+    if getattr(args, "save", None):
+        return Path(args.save).absolute()
+    run_id = getattr(args, "wandb_run_id", None)
+    return Path("runs", run_id).absolute() if run_id else None
 
 
 def metrics_path(args: Namespace) -> Path | None:
@@ -38,8 +40,8 @@ def metrics_path(args: Namespace) -> Path | None:
 
 def _plain(value: Any) -> Any:
     """``value`` as JSON can hold it: tensors and numpy scalars become numbers, NaN and infinities become text."""
-    if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) or hasattr(value, "numel"):
-        value = value.item() if getattr(value, "numel", lambda: 1)() == 1 else value.tolist()
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

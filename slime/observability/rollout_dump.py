@@ -1,4 +1,4 @@
-"""Rollouts on disk, for debugging: ``--save-debug-rollout-data`` writes them, ``--load-debug-rollout-data`` replays them.
+"""Rollouts on disk, for debugging: ``--save-debug-rollout-data`` writes, ``--load-debug-rollout-data`` replays.
 
 A dump is one ``torch.save`` file ``{"rollout_id": int | str, "samples": [Sample.to_dict(), ...]}``.  The path is a
 template: ``{rollout_id}`` becomes the number (``eval_N`` for an evaluation); without it each rollout overwrites the

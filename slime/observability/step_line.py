@@ -28,14 +28,13 @@ _FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 _RATES = (("gen", "perf/rollout_tok_per_s"), ("train", "perf/train_tok_per_s"))
 _PHASES = (
-    ("rollout", ("perf/time_rollout_s", "perf/rollout_time")),
-    ("log-probs", ("perf/time_log_probs_s", "perf/log_probs_time")),
-    ("ref", ("perf/time_ref_log_probs_s", "perf/ref_log_probs_time")),
-    ("train", ("perf/time_actor_train_s", "perf/actor_train_time")),
-    ("push", ("perf/weight_push_s", "perf/time_update_weights_s", "perf/update_weights_time")),
-    ("save", ("perf/time_save_model_s", "perf/save_model_time")),
-    ("eval", ("perf/time_eval_s", "perf/eval_time")),
+    ("rollout", ("perf/time_wait_for_rollout_s", "perf/time_rollout_s", "perf/rollout_time")),
+    ("train", ("perf/time_train_s", "perf/train_time", "perf/actor_train_time")),
+    ("push", ("perf/time_push_s", "perf/weight_push_s", "perf/update_weights_time")),
+    ("save", ("perf/time_save_s", "perf/save_model_time")),
+    ("eval", ("perf/time_eval_s",)),
 )
+"""What the driver waited for, in its order; they add up to the step.  Finer spans are in ``metrics.jsonl``."""
 
 
 def _first(metrics: Mapping[str, Any], names: tuple[str, ...]) -> float | None:

@@ -14,9 +14,10 @@ from slime.utils import env
 
 
 def tensorboard_folder(args: Namespace) -> str:
-    """``TENSORBOARD_DIR``, else ``tensorboard_log/{--tb-project-name}/{--tb-experiment-name or the time}``."""
+    """``TENSORBOARD_DIR``, else ``tensorboard_log/{--tb-project-name}/{--tb-experiment-name or the run's id}``."""
     project = getattr(args, "tb_project_name", None) or "slime"
-    experiment = getattr(args, "tb_experiment_name", None) or time.strftime("%Y%m%d-%H%M%S")
+    run_id = getattr(args, "wandb_run_id", None) or time.strftime("%Y%m%d-%H%M%S")
+    experiment = getattr(args, "tb_experiment_name", None) or run_id
     return env.get_str("TENSORBOARD_DIR") or f"tensorboard_log/{project}/{experiment}"
 
 

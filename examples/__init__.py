@@ -1,0 +1,1 @@
+"""User-side code: plug-ins, tasks and drivers written against slime's public surface only."""

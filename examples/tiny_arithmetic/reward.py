@@ -1,0 +1,37 @@
+"""The reward plug-in of the tiny task: the stock ``math`` grader, and the response must end behind its box.
+
+    --custom-rm-path examples.tiny_arithmetic.reward.reward
+
+The stock grader takes the last box wherever it stands, so the end of the turn would get no learning signal, and a
+policy may drift into ``\\boxed{6}8}9}8}...`` up to the length limit without losing reward.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.rollout.rm_hub import grade_answer_verl
+from slime.utils.types import Sample
+
+END_OF_TURN = "<|im_end|>"
+
+
+def ends_behind_its_box(sample: Sample) -> bool:
+    """Whether the response stopped by itself, and right after a closing brace."""
+    is_finished = sample.status not in (Sample.Status.TRUNCATED, Sample.Status.ABORTED, Sample.Status.FAILED)
+    return is_finished and sample.response.removesuffix(END_OF_TURN).endswith("}")
+
+
+def grade(sample: Sample) -> float:
+    """1.0 for a response that ends behind a box holding the label, else 0.0."""
+    if not ends_behind_its_box(sample):
+        return 0.0
+    return float(bool(grade_answer_verl(sample.response.removesuffix(END_OF_TURN), sample.label)))
+
+
+async def reward(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> float | list[float]:
+    """The plug-in: one sample gives a number, a list of samples gives a list."""
+    if isinstance(sample, list):
+        return [grade(one) for one in sample]
+    return grade(sample)

@@ -1,0 +1,52 @@
+"""Named spans add up; misuse is caught."""
+
+import time
+
+import pytest
+
+from slime.observability.timer import Timer, inverse_timer, timer
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    Timer().reset()
+
+
+def test_spans_of_one_name_add_up_and_reset_forgets() -> None:
+    Timer().add("a", 1.0)
+    Timer().add("a", 0.5)
+    Timer().add("b", 2.0)
+    assert Timer().log_dict() == {"a": 1.5, "b": 2.0}
+    Timer().reset("a")
+    assert Timer().seconds("a") == 0.0
+    assert Timer().seconds("b") == 2.0
+
+
+def test_a_with_block_and_both_decorators_are_timed_even_when_they_raise() -> None:
+    @timer
+    def work() -> int:
+        return 7
+
+    @timer("named")
+    def named() -> None:
+        raise ValueError
+
+    with timer("block"):
+        assert work() == 7
+    with pytest.raises(ValueError):
+        named()
+    assert set(Timer().log_dict()) == {"block", "work", "named"}
+
+
+def test_an_inverse_span_is_not_counted() -> None:
+    Timer().start("train")
+    with inverse_timer("train"):
+        assert not Timer().is_running("train")
+        time.sleep(0.02)
+    Timer().end("train")
+    assert Timer().seconds("train") < 0.02
+
+
+def test_ending_what_does_not_run_is_caught() -> None:
+    with pytest.raises(AssertionError, match="not running"):
+        Timer().end("nothing")

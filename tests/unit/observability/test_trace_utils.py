@@ -1,0 +1,95 @@
+"""Traces nest, survive serialisation, and never break the work."""
+
+import asyncio
+
+import pytest
+
+from slime.observability.trace_utils import (
+    bind_trace,
+    build_sglang_meta_trace_attrs,
+    export_trace,
+    import_trace,
+    trace_event,
+    trace_function,
+    trace_span,
+)
+from slime.utils.types import Sample
+
+
+def names_and_parents(sample: Sample) -> list[tuple[str, str, bool]]:
+    events = sample.trace["events"]  # type: ignore[attr-defined]
+    return [(event["type"], event["name"], event["parent_span_id"] is not None) for event in events]
+
+
+def test_a_span_inside_a_span_is_its_child() -> None:
+    sample = Sample(index=3, group_index=1)
+    with trace_span(sample, "outer") as span:
+        with trace_span(sample, "inner", attrs={"k": 1}):
+            trace_event(sample, "moment")
+        span.update({"tokens": 5})
+    assert names_and_parents(sample) == [
+        ("span_start", "outer", False),
+        ("span_start", "inner", True),
+        ("event", "moment", True),
+        ("span_end", "inner", True),
+        ("span_end", "outer", False),
+    ]
+    trace = sample.trace  # type: ignore[attr-defined]
+    assert (trace["sample_id"], trace["group_id"]) == (3, 1)
+    assert trace["events"][-1]["attrs"] == {"tokens": 5}
+
+
+def test_a_trace_survives_to_dict_and_from_dict() -> None:
+    sample = Sample()
+    trace_event(sample, "here")
+    again = Sample.from_dict(sample.to_dict())
+    assert export_trace(again) == export_trace(sample)
+    other = Sample()
+    import_trace(other, export_trace(sample))
+    assert other.trace["trace_id"] == sample.trace["trace_id"]  # type: ignore[attr-defined]
+
+
+def test_an_error_of_the_work_is_noted_and_passes_through() -> None:
+    sample = Sample()
+    with pytest.raises(ValueError, match="no"):
+        with trace_span([sample], "work"):
+            raise ValueError("no")
+    assert sample.trace["events"][-1]["attrs"]["error"] == "ValueError: no"  # type: ignore[attr-defined]
+
+
+def test_tasks_that_interleave_keep_their_own_parents() -> None:
+    @trace_function("generate", target="sample")
+    async def generate(args: object, sample: Sample) -> None:
+        await asyncio.sleep(0)
+        trace_event(sample, "token")
+        await asyncio.sleep(0)
+
+    samples = [Sample(index=i) for i in range(3)]
+
+    async def everything() -> None:
+        await asyncio.gather(*(generate(None, sample) for sample in samples))
+
+    asyncio.run(everything())
+    for sample in samples:
+        start, token, _ = sample.trace["events"]  # type: ignore[attr-defined]
+        assert token["parent_span_id"] == start["span_id"]
+
+
+def test_what_is_no_sample_is_not_traced_and_harms_nothing() -> None:
+    with trace_span([1, "x"], "nothing") as span:
+        span.set("a", 1)
+    trace_event(None, "nothing")
+    sample = Sample()
+    bind_trace(sample).carrier["events"] = None  # broken on purpose
+    with trace_span(sample, "still runs"):
+        pass
+
+
+def test_attributes_of_an_engine_call_come_from_its_meta_info() -> None:
+    meta = {"prompt_tokens": 5, "id": "r1", "finish_reason": {"type": "stop"}, "pd_x": 1, "other": 2}
+    assert build_sglang_meta_trace_attrs(meta) == {
+        "prompt_tokens": 5,
+        "sglang_request_id": "r1",
+        "finish_reason": "stop",
+        "pd_x": 1,
+    }
