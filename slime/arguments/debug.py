@@ -52,7 +52,7 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
         "--custom-config-path",
         default=None,
         metavar="YAML",
-        help="Each top-level key becomes an attribute of args; overrides flags, and may carry a plug-in's own settings.",
+        help="Each top-level key becomes an attribute of args, over the flags; may carry a plug-in's settings.",
     )
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from slime.arguments.parser import Parser, add_slime_arguments
 from slime.utils.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 def load_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
@@ -37,16 +36,34 @@ def load_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
 def apply_overlay(args: Namespace) -> None:
     """Set each top-level key of the file as an attribute of ``args``, over what flags said.
 
-    Keys that no flag has are settings of plug-ins.  A text for a numeric flag becomes a number: YAML reads 1e-6 as text.
+    Keys that no flag has are settings of plug-ins.  A text for a numeric flag becomes a number, as YAML reads 1e-6 as
+    text.
     """
     if args.custom_config_path is None:
         return
     flag = "--custom-config-path"
+    choices = _choices_by_attribute()
     for key, value in load_yaml_mapping(args.custom_config_path, flag).items():
         name = str(key).replace("-", "_")
         if name == "custom_config_path":
             raise ConfigError(f"{flag}: {args.custom_config_path} sets {key} itself; overlays do not nest.")
-        setattr(args, name, as_type_of(getattr(args, name, None), value, source=f"{flag}: {key}"))
+        setattr(args, name, _checked(choices, args, name, value, source=f"{flag}: {key}"))
+
+
+def _choices_by_attribute() -> dict[str, Sequence[Any]]:
+    parser = Parser()
+    add_slime_arguments(parser)
+    return {action.dest: list(action.choices) for action in parser._actions if action.choices is not None}
+
+
+def _checked(choices: Mapping[str, Sequence[Any]], args: Namespace, name: str, value: Any, source: str) -> Any:
+    """``value`` in the type of the flag it overrides; refused when the flag has choices and it is none of them."""
+    value = as_type_of(getattr(args, name, None), value, source=source)
+    allowed = choices.get(name)
+    strangers = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
+    if allowed is not None and any(v not in allowed for v in strangers):
+        raise ConfigError(f"{source} is {value!r}; it must be one of {', '.join(map(str, allowed))}.")
+    return value
 
 
 def as_type_of(current: Any, value: Any, *, source: str) -> Any:

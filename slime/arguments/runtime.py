@@ -31,7 +31,7 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
     strangers = sorted(set(facts) - RUNTIME_FACTS)
     if strangers:
         raise ConfigError(
-            f"record_runtime does not know {', '.join(strangers)}; the facts it records are listed as RUNTIME_FACTS in "
+            f"record_runtime does not know {', '.join(strangers)}; the facts it records are RUNTIME_FACTS of "
             "slime/arguments/runtime.py."
         )
     for name, value in facts.items():

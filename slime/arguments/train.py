@@ -101,7 +101,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--ref-load",
         default=None,
         metavar="DIR",
-        help="Checkpoint of the reference model (Megatron or Hugging Face), and the actor's start when --load is empty.",
+        help="The reference model's checkpoint (Megatron or Hugging Face); the actor's start when --load is empty.",
     )
     group.add_argument(
         "--ref-ckpt-step", type=non_negative_int, default=None, help="Its iteration; default the latest."

@@ -1,9 +1,279 @@
-"""Checks of the complete args; nothing is changed here."""
+"""Checks of the complete args, before any GPU or engine is taken; nothing is changed here.
+
+Each function of ``CHECKS`` yields one message for each thing that cannot work: the flag with its value, why, and what
+to do.  All of them are shown together.  Files and plug-ins come after: validate_files.py, hook_checks.py.
+"""
 
 from __future__ import annotations
 
+import difflib
+import logging
+import re
+import string
 from argparse import Namespace
+from collections.abc import Iterator
+
+from slime.arguments.hook_checks import check_hooks_on_driver
+from slime.arguments.validate_files import check_files
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
+"""The built-in graders of slime.rollout.rm_hub; ``boxed_`` before a name grades the boxed answer."""
+DICT_REWARDS = ("dapo",)
+"""Built-in graders whose reward is a dict, so that a key must say which entry is trained on."""
 
 
 def validate(args: Namespace) -> None:
-    """Raise for the first thing that cannot work."""
+    """Check ``args``, the files it names and the plug-ins it names.
+
+    Raises:
+        ConfigError: every combination that cannot work, or the first file that is wrong.
+        DataError: a data file is malformed.
+        HookError: a plug-in cannot be imported or does not fit its call.
+    """
+    problems = [message for check in CHECKS for message in check(args)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    _advise(args)
+    check_files(args)
+    check_hooks_on_driver(args)
+
+
+def _modes(args: Namespace) -> Iterator[str]:
+    if args.debug_rollout_only and args.debug_train_only:
+        asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
+        yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
+    if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
+        yield "--load-debug-rollout-data-subsample needs --load-debug-rollout-data, which says what is subsampled."
+    precisions = [flag for flag in ("fp32", "bf16", "fp16") if getattr(args, flag)]
+    if len(precisions) > 1:
+        yield f"{' and '.join('--' + p for p in precisions)} contradict each other; give one of them."
+
+
+def _gpus(args: Namespace) -> Iterator[str]:
+    actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if actor_gpus == 0 and not args.debug_rollout_only:
+        yield (
+            f"--actor-num-nodes {args.actor_num_nodes} times --actor-num-gpus-per-node {args.actor_num_gpus_per_node} "
+            "leaves no GPU to train on; both must be at least 1, except with --debug-rollout-only."
+        )
+    if args.debug_train_only:
+        return
+    if args.rollout_num_gpus is None:
+        yield "--rollout-num-gpus is not given: say how many GPUs the engines get, or share them with --colocate."
+        return
+    per_engine = args.rollout_num_gpus_per_engine
+    if getattr(args, "sglang_config", None) is None and args.rollout_num_gpus % per_engine:
+        yield (
+            f"--rollout-num-gpus {args.rollout_num_gpus} is not a multiple of --rollout-num-gpus-per-engine "
+            f"{per_engine}: GPUs would be left over."
+        )
+    if per_engine > args.num_gpus_per_node and per_engine % args.num_gpus_per_node:
+        yield (
+            f"--rollout-num-gpus-per-engine {per_engine} is no whole number of nodes of --num-gpus-per-node "
+            f"{args.num_gpus_per_node} GPUs; an engine over several nodes takes all of their GPUs."
+        )
+
+
+def _length_of_the_run(args: Namespace) -> Iterator[str]:
+    if args.num_rollout is None and args.num_epoch is None:
+        yield "Neither --num-rollout nor --num-epoch is given: say how long to train."
+    if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
+        yield (
+            "--num-epoch counts passes over the data set, but --disable-rollout-global-dataset leaves none; "
+            "give --num-rollout."
+        )
+
+
+def _batches(args: Namespace) -> Iterator[str]:
+    if args.rollout_batch_size is None:
+        yield "--rollout-batch-size is not given: say how many prompts one rollout has."
+        return
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
+    steps, batch = args.num_steps_per_rollout, args.global_batch_size
+    if args.over_sampling_batch_size < args.rollout_batch_size:
+        yield (
+            f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
+            f"{args.rollout_batch_size}; it must be at least as large."
+        )
+    if args.debug_rollout_only:
+        return
+    if batch is None:
+        yield "Neither --global-batch-size nor --num-steps-per-rollout is given: say how many samples a step takes."
+        return
+    if steps is not None and batch != samples // steps:
+        yield (
+            f"--global-batch-size {batch} disagrees with --num-steps-per-rollout {steps}: {product} = {samples} "
+            f"samples in {steps} steps make {samples // steps} a step. Drop one of the two flags."
+        )
+    elif batch == 0:
+        yield f"--num-steps-per-rollout {steps} is more than the {samples} samples of a rollout ({product})."
+    elif batch > samples and args.load_debug_rollout_data is None:
+        yield f"--global-batch-size {batch} is more than the {samples} samples of a rollout ({product})."
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu: say how many tokens a micro-batch may have."
+    if args.balance_by_flops and not args.use_dynamic_batch_size:
+        yield "--balance-by-flops balances packed micro-batches, so it needs --use-dynamic-batch-size."
+
+
+def _sampling(args: Namespace) -> Iterator[str]:
+    if args.rollout_temperature <= 0:
+        yield (
+            f"--rollout-temperature is {args.rollout_temperature}; it must be above 0, because the trainer divides "
+            "its logits by it. For greedy evals use --eval-temperature 0."
+        )
+    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
+    if context is not None and prompt > context - 1:
+        yield (
+            f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}; "
+            f"it must be at most {context - 1}."
+        )
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        yield "--mask-offpolicy-in-partial-rollout masks what partial rollouts carry over; add --partial-rollout."
+
+
+def _rewards(args: Namespace) -> Iterator[str]:
+    if args.rm_type is None:
+        return
+    name = args.rm_type.removeprefix("boxed_")
+    if name not in RM_TYPES:
+        similar = difflib.get_close_matches(name, RM_TYPES, n=1)
+        hint = f"Did you mean {similar[0]}? " if similar else ""
+        yield (
+            f"--rm-type {args.rm_type} is no grader. {hint}There are {', '.join(RM_TYPES)}, each also with the prefix "
+            "boxed_; your own goes into --custom-rm-path."
+        )
+    if args.custom_rm_path is None and name in DICT_REWARDS and args.reward_key is None:
+        yield f"--rm-type {args.rm_type} gives a dict; say which entry is the reward: --reward-key score."
+    if args.custom_rm_path is None and name == "remote_rm" and args.rm_url is None:
+        yield "--rm-type remote_rm needs --rm-url, the address of the grader."
+
+
+def _loss(args: Namespace) -> Iterator[str]:
+    if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
+        yield (
+            f"--loss-type is {args.loss_type} and --custom-loss-function-path is {args.custom_loss_function_path}; "
+            "a loss of your own takes both --loss-type custom_loss and the path."
+        )
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        yield f"--eps-clip-c is {args.eps_clip_c}; it must be above 1, or it would clip on-policy tokens."
+    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+        yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        yield (
+            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL twice; "
+            "one of them must be 0."
+        )
+    if not args.use_kl_loss and args.kl_loss_coef != 0:
+        yield f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss; add it or drop this one."
+    if not args.use_kl_loss and args.use_unbiased_kl:
+        yield "--use-unbiased-kl weights the KL loss; add --use-kl-loss."
+    if args.enable_mtp_training and not args.mtp_num_layers:
+        yield "--enable-mtp-training needs --mtp-num-layers: say how many layers the model has."
+
+
+def _off_policy(args: Namespace) -> Iterator[str]:
+    if args.use_rollout_logprobs and args.use_tis:
+        yield (
+            "--use-rollout-logprobs takes the engine's log-probs as the old ones, so there is nothing left for "
+            "--use-tis to correct; choose one of them."
+        )
+    if args.get_mismatch_metrics and args.custom_tis_function_path is None:
+        yield "--get-mismatch-metrics logs what --custom-tis-function-path computes; give that path."
+    if args.custom_tis_function_path is not None and not (args.use_tis or args.get_mismatch_metrics):
+        yield "--custom-tis-function-path is called only with --use-tis or --get-mismatch-metrics; add one of them."
+    if args.tis_clip_low > args.tis_clip:
+        yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; the bounds are swapped."
+
+
+def _trained_parameters(args: Namespace) -> Iterator[str]:
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        yield "--only-train-params-name-list and --freeze-params-name-list contradict each other; give one of them."
+    for flag in ("only_train_params_name_list", "freeze_params_name_list"):
+        for pattern in getattr(args, flag) or []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"--{flag.replace('_', '-')}: {pattern!r} is no regular expression: {error}."
+
+
+def _saves(args: Namespace) -> Iterator[str]:
+    if args.save is None:
+        for flag in ("save_interval", "save_hf", "async_save", "no_save_optim"):
+            if getattr(args, flag):
+                yield f"--{flag.replace('_', '-')} needs --save, the folder of the checkpoints."
+    elif args.save_hf is not None and args.save_interval is None:
+        yield "--save-hf writes beside each save; give --save-interval too."
+
+
+def _evals(args: Namespace) -> Iterator[str]:
+    if args.eval_interval is not None and not args.eval_datasets:
+        yield "--eval-interval needs data: give --eval-prompt-data NAME PATH or --eval-config."
+    if args.eval_prompt_data is not None and args.eval_config is not None:
+        yield "--eval-prompt-data and --eval-config both name data sets; give one of them."
+    if args.ref_update_interval is not None and not (args.use_kl_loss or args.kl_coef != 0):
+        yield "--ref-update-interval refreshes a reference model that is not there; add --use-kl-loss or --kl-coef."
+
+
+def _dump_templates(args: Namespace) -> Iterator[str]:
+    for name, fields in _TEMPLATE_FIELDS.items():
+        template = getattr(args, name)
+        if template is None:
+            continue
+        try:
+            strangers = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None} - fields
+        except ValueError as error:
+            strangers = {str(error)}
+        if strangers:
+            allowed = " and ".join("{" + field + "}" for field in sorted(fields))
+            yield f"--{name.replace('_', '-')} is {template!r}; in braces it may only have {allowed}."
+    if args.save_debug_rollout_data and args.save_debug_rollout_data == args.save_debug_train_data:
+        yield (
+            f"--save-debug-rollout-data and --save-debug-train-data are both {args.save_debug_rollout_data}; they "
+            "would overwrite each other."
+        )
+
+
+_TEMPLATE_FIELDS = {
+    "save_debug_rollout_data": {"rollout_id"},
+    "load_debug_rollout_data": {"rollout_id"},
+    "load_forge_rollout_data": {"rollout_id"},
+    "save_debug_train_data": {"rollout_id", "rank"},
+    "save_hf": {"rollout_id"},
+    "ci_save_grad_norm": {"role", "rollout_id", "step_id"},
+    "ci_load_grad_norm": {"role", "rollout_id", "step_id"},
+}
+
+CHECKS = (
+    _modes,
+    _gpus,
+    _length_of_the_run,
+    _batches,
+    _sampling,
+    _rewards,
+    _loss,
+    _off_policy,
+    _trained_parameters,
+    _saves,
+    _evals,
+    _dump_templates,
+)
+
+
+def _advise(args: Namespace) -> None:
+    """Log what works, but may not be what was meant."""
+    if args.num_rollout is not None and args.num_epoch is not None:
+        logger.warning("--num-rollout %d wins over --num-epoch %d.", args.num_rollout, args.num_epoch)
+    if args.save is not None and args.save_interval is None and not args.debug_rollout_only:
+        logger.warning("--save is given without --save-interval: no checkpoint will be written.")
+    if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
+        logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
+    if args.advantage_estimator == "cispo" and args.eps_clip < 1:
+        logger.warning("CISPO bounds its weights from below at 1 - --eps-clip = %g; usual is 0.", 1 - args.eps_clip)
+    if args.global_batch_size and not args.debug_rollout_only:
+        rest = args.rollout_batch_size * args.n_samples_per_prompt % args.global_batch_size
+        if rest:
+            logger.warning("%d samples of each rollout do not fill a step and are not trained on.", rest)

@@ -1,0 +1,240 @@
+"""Does a plug-in import, and can it be called as its protocol says?
+
+Plug-ins of the rollout side are imported and checked on the driver, before anything starts.  Those of the trainer may
+need a GPU to import: on the driver their source is read instead (``check_source``); the trainer's processes check the
+real thing (``check_hooks(args, side="trainer")``).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from slime.arguments.hooks import HOOKS, Hook
+from slime.utils.errors import HookError
+
+DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
+OF_EVAL_DATASET = ("--custom-rm-path", "--custom-generate-function-path")
+"""Plug-ins that a row of --eval-config may name for its data set alone."""
+
+
+def check_hooks_on_driver(args: Namespace) -> None:
+    """Check every plug-in named in ``args`` as far as the driver can.
+
+    Raises:
+        HookError: names the flag, its value, the call and what is wrong.
+    """
+    for hook, path, where in named_hooks(args):
+        if hook.side == "rollout":
+            check_import(hook, path, where)
+        else:
+            check_source(hook, path, where)
+
+
+def check_hooks(args: Namespace, side: Literal["rollout", "trainer"]) -> None:
+    """Import and check every plug-in of one side; for the processes of that side.
+
+    Raises:
+        HookError: names the flag, its value, the call and what is wrong.
+    """
+    for hook, path, where in named_hooks(args):
+        if hook.side == side:
+            check_import(hook, path, where)
+
+
+def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
+    """Every (hook, import path, where it was named) of ``args``, those of eval data sets included."""
+    for hook in HOOKS:
+        value = getattr(args, hook.dest)
+        for path in [value] if isinstance(value, str) else value or []:
+            yield hook, path, hook.flag
+    for dataset in getattr(args, "eval_datasets", None) or []:
+        for hook in HOOKS:
+            path = getattr(dataset, hook.dest, None) if hook.flag in OF_EVAL_DATASET else None
+            if path is not None and path != getattr(args, hook.dest):
+                yield hook, path, f"{hook.dest} of eval data set {dataset.name}"
+
+
+def check_import(hook: Hook, path: str, where: str) -> None:
+    """Import ``path`` and check what it names against the protocol of ``hook``.
+
+    Raises:
+        HookError: see ``check_hooks_on_driver``.
+    """
+    module_name, attribute = split_path(path, where)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the body of a user's module may raise anything
+        raise HookError(
+            f"{where}: importing {module_name} for {path} raised {type(error).__name__}: {error}. "
+            "The path is package.module.attribute, importable from here and in Ray's workers (PYTHONPATH)."
+        ) from error
+    if not hasattr(module, attribute):
+        raise HookError(f"{where}: {module_name} ({module.__file__}) has no {attribute}. Correct the path {path}.")
+    target = getattr(module, attribute)
+    _check_kind(hook, path, where, target)
+    try:
+        signature = inspect.signature(target)
+    except ValueError:
+        return  # a builtin tells nobody its signature
+    check_signature(hook, path, where, signature)
+
+
+def check_source(hook: Hook, path: str, where: str) -> None:
+    """Check ``path`` by reading its module's source; what only running it would show is left alone.
+
+    Raises:
+        HookError: see ``check_hooks_on_driver``.
+    """
+    module_name, attribute = split_path(path, where)
+    source = _source_of(module_name, path, where)
+    if source is None:
+        return
+    tree = ast.parse(source)
+    bindings = list(_top_level(tree.body))
+    found = [node for name, node in bindings if name == attribute]
+    if not found:
+        if any(name in ("*", "__getattr__") for name, _ in bindings):
+            return
+        raise HookError(f"{where}: {module_name} has no {attribute}. Correct the path {path}.")
+    node = found[-1]
+    if isinstance(node, ast.AsyncFunctionDef) and not node.decorator_list and hook.kind == "sync":
+        raise HookError(_must_not_be_async(hook, path, where))
+    if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+        check_signature(hook, path, where, signature_of(node.args))
+
+
+def split_path(path: str, where: str) -> tuple[str, str]:
+    """The module and the attribute of an import path.
+
+    Raises:
+        HookError: it has no dot, or is written as a file or with a colon.
+    """
+    module_name, dot, attribute = path.rpartition(".")
+    if not dot or ":" in path or "/" in path or not all(part.isidentifier() for part in path.split(".")):
+        raise HookError(
+            f"{where} is {path!r}; a plug-in is named package.module.attribute, with dots only, "
+            "as in slime.rollout.sglang_rollout.generate_rollout."
+        )
+    return module_name, attribute
+
+
+def check_signature(hook: Hook, path: str, where: str, signature: inspect.Signature) -> None:
+    """Check that ``signature`` takes the call that ``hook.protocol`` describes.
+
+    Raises:
+        HookError: see ``check_hooks_on_driver``.
+    """
+    positional, keywords = call_of(hook, signature)
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        shown = ", ".join([*positional, *(f"{name}=..." for name in keywords)])
+        parameters = ", ".join(str(p).split(":")[0].split("=")[0].strip() for p in signature.parameters.values())
+        raise HookError(
+            f"{where}: {path}({parameters}) cannot be called as ({shown}): {error}. "
+            f"See {hook.protocol.__name__} in slime/arguments/hooks.py."
+        ) from error
+
+
+def call_of(hook: Hook, signature: inspect.Signature) -> tuple[list[str], list[str]]:
+    """What is passed to a plug-in with ``signature``: names by position, names by keyword."""
+    contract = list(inspect.signature(hook.protocol.__call__).parameters.values())[1:]  # type: ignore[operator]
+    positional = [p.name for p in contract if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    keywords = [
+        p.name
+        for p in contract
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+        and (p.default is inspect.Parameter.empty or p.name in signature.parameters)
+    ]
+    return positional, keywords
+
+
+def signature_of(arguments: ast.arguments) -> inspect.Signature:
+    """The signature of a function that was only parsed; defaults are None, annotations are dropped."""
+    kinds = inspect.Parameter
+    positional = [(a, kinds.POSITIONAL_ONLY) for a in arguments.posonlyargs]
+    positional += [(a, kinds.POSITIONAL_OR_KEYWORD) for a in arguments.args]
+    first_default = len(positional) - len(arguments.defaults)
+    parameters = [
+        kinds(a.arg, kind, default=None if index >= first_default else kinds.empty)
+        for index, (a, kind) in enumerate(positional)
+    ]
+    if arguments.vararg:
+        parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
+    for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        parameters.append(kinds(a.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None))
+    if arguments.kwarg:
+        parameters.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _check_kind(hook: Hook, path: str, where: str, target: Any) -> None:
+    """Refuse what is not callable, a class where a function belongs, and the wrong one of sync and async."""
+    if not callable(target):
+        raise HookError(f"{where}: {path} is a {type(target).__name__} and cannot be called.")
+    if hook.kind == "class":
+        missing = [name for name in DATA_SOURCE_METHODS if not hasattr(target, name)]
+        if missing:
+            raise HookError(f"{where}: {path} lacks {', '.join(missing)}. See {hook.protocol.__name__} in hooks.py.")
+        return
+    inner = inspect.unwrap(target)
+    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+    if hook.kind == "sync" and is_async:
+        raise HookError(_must_not_be_async(hook, path, where))
+    # A wrapper under another name may well return what the coroutine function inside it returns.
+    plain = inspect.isfunction(target) and inner is target and target.__name__ == path.rpartition(".")[2]
+    if hook.kind == "async" and plain and not is_async:
+        raise HookError(
+            f"{where}: {path} is a plain function, but its result is awaited. Write it as `async def`. "
+            f"See {hook.protocol.__name__} in slime/arguments/hooks.py."
+        )
+
+
+def _must_not_be_async(hook: Hook, path: str, where: str) -> str:
+    return (
+        f"{where}: {path} is an async function, but nobody awaits it. Write it as `def`. "
+        f"See {hook.protocol.__name__} in slime/arguments/hooks.py."
+    )
+
+
+def _source_of(module_name: str, path: str, where: str) -> str | None:
+    """The module's source; None when it has none to read (a compiled module)."""
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise HookError(f"{where}: {module_name} of {path} cannot be found: {error}.") from error
+    if spec is None:
+        raise HookError(
+            f"{where}: there is no module {module_name}, named by {path}. "
+            "The path is package.module.attribute, importable from here and in Ray's workers (PYTHONPATH)."
+        )
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """Every (name, statement that binds it) of a module, inside ``if``, ``try`` and ``with`` too."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield (alias.asname or alias.name).split(".")[0], node
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for name in ast.walk(target):
+                    if isinstance(name, ast.Name):
+                        yield name.id, node
+        else:
+            for field in ("body", "orelse", "finalbody"):
+                yield from _top_level(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _top_level(handler.body)
