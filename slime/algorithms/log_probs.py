@@ -30,13 +30,14 @@ def vocab_parallel_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probability of each target token and, on request, the entropy of each row:
 
-        log_prob = z[target] - logsumexp(z),    entropy = logsumexp(z) - sum(softmax(z) * z),    z = logits / temperature
+        log_prob = z[target] - logsumexp(z)
+        entropy = logsumexp(z) - sum(softmax(z) * z),    z = logits / temperature
 
     Computed in float32 (float64 when the logits are).  The gradient is that of the formula; it arrives in the dtype
     of the logits.
 
     Args:
-        logits_TV: this rank's columns of the logits; rank k of the group has the vocabulary ids ``[k * V, (k+1) * V)``.
+        logits_TV: this rank's columns of the logits; rank k of the group has the ids ``[k * V, (k+1) * V)``.
         target_T: int64 ids in the whole vocabulary.
         tp_group: the tensor-parallel group; None when this rank has the whole vocabulary.
         chunk_size: rows handled at a time; -1 is all at once.

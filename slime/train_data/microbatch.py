@@ -21,7 +21,7 @@ CPLayout = Literal["zigzag", "allgather"]
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """The tokens of a micro-batch on one rank.  Everything after the last sequence is padding, a sequence of its own."""
+    """The tokens of a micro-batch on one rank; padding after the last sequence is a sequence of its own."""
 
     tokens: Tensor
     """[1, T] int64."""

@@ -156,14 +156,11 @@ def _samples_by_step(rollout_indices: Sequence[Hashable], global_batch_size: int
             f"the rollout has {len(rollouts)} executions and --global-batch-size is {global_batch_size}; one step "
             "needs a full batch; lower --global-batch-size or raise --rollout-batch-size"
         )
-    return [
-        [
-            position
-            for rollout in rollouts[step * global_batch_size : (step + 1) * global_batch_size]
-            for position in rollout
-        ]
-        for step in range(num_steps)
-    ]
+    steps: list[list[int]] = []
+    for step in range(num_steps):
+        of_step = rollouts[step * global_batch_size : (step + 1) * global_batch_size]
+        steps.append([position for rollout in of_step for position in rollout])
+    return steps
 
 
 def _pack(config: ScheduleConfig, positions: list[int], total_lengths: Sequence[int]) -> list[list[int]]:

@@ -33,7 +33,7 @@ def sequence_log_ratio(
         old_log_prob_N: [R] each, under the policy at the start of the rollout's training.
         mask_N: [R] each, 1 where a token is trained.
 
-    Source: GSPO, arXiv:2507.18071, eq. 7.
+    Source: GSPO, arXiv:2507.18071, sec. 4.1.
     """
     difference_N = [new_R - old_R for new_R, old_R in zip(log_prob_N, old_log_prob_N, strict=True)]
     return masked_sequence_mean(difference_N, mask_N)

@@ -1,0 +1,20 @@
+"""REINFORCE++ with a baseline: the reward less the mean of its group, and a KL penalty on each token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slime.algorithms.advantages.inputs import AdvantageConfig, AdvantageInputs
+
+
+def reinforce_plus_plus_baseline_advantages(
+    inputs: AdvantageInputs, config: AdvantageConfig
+) -> tuple[list[Tensor], list[Tensor]]:
+    """``A[t] = reward - kl_coef * kl[t]``, returns likewise; the rewards come with the group mean taken off.
+
+    Source: REINFORCE++, arXiv:2501.03262.
+    """
+    returns_N = [
+        float(reward) - config.kl_coef * kl_R for reward, kl_R in zip(inputs.rewards_N, inputs.kl_N, strict=True)
+    ]
+    return list(returns_N), returns_N

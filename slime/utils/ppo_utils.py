@@ -1,0 +1,156 @@
+"""Old path of the loss and advantage maths, with the old signatures; the maths is in ``slime.algorithms``.
+
+For plug-ins written against slime; nothing inside the package imports it.  Sequences are whole responses: whoever
+runs with context parallelism gathers them first.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.algorithms.advantages import AdvantageConfig, AdvantageInputs, get_estimator
+from slime.algorithms.discounted import discounted_suffix_sums
+from slime.algorithms.gae import generalised_advantages
+from slime.algorithms.kl import approx_kl as compute_approx_kl
+from slime.algorithms.log_probs import vocab_parallel_log_probs
+from slime.algorithms.policy_losses.cispo import cispo_loss
+from slime.algorithms.policy_losses.gspo import sequence_log_ratio, spread_over_tokens
+from slime.algorithms.policy_losses.opsm import off_policy_sequence_mask
+from slime.algorithms.policy_losses.ppo_clip import ClipConfig, clipped_policy_loss
+
+__all__ = [
+    "calculate_log_probs_and_entropy",
+    "chunked_discounted_returns",
+    "chunked_gae",
+    "compute_approx_kl",
+    "compute_cispo_loss",
+    "compute_gspo_kl",
+    "compute_opsm_mask",
+    "compute_policy_loss",
+    "get_advantages_and_returns_batch",
+    "get_grpo_returns",
+    "get_reinforce_plus_plus_baseline_advantages",
+    "get_reinforce_plus_plus_returns",
+    "vanilla_gae",
+]
+
+
+def compute_policy_loss(
+    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """``clipped_policy_loss`` of ``ppo_kl = old - new``, the negative log ratio."""
+    return clipped_policy_loss(-ppo_kl, advantages, ClipConfig(low=eps_clip, high=eps_clip_high, dual=eps_clip_c))
+
+
+def compute_cispo_loss(
+    ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """``cispo_loss`` of ``ppo_kl = old - new``, the negative log ratio."""
+    return cispo_loss(-ppo_kl, log_probs, advantages, ClipConfig(low=eps_clip, high=eps_clip_high))
+
+
+def compute_gspo_kl(
+    full_log_probs: Sequence[Tensor],
+    full_old_log_probs: Sequence[Tensor],
+    local_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+) -> Tensor:
+    """Each sequence's mean of ``old - new`` on each of its local tokens, concatenated."""
+    kl = -sequence_log_ratio(full_log_probs, full_old_log_probs, loss_masks)
+    return spread_over_tokens(kl, [len(local) for local in local_log_probs])
+
+
+def compute_opsm_mask(
+    args: Namespace,
+    full_log_probs: Sequence[Tensor],
+    full_old_log_probs: Sequence[Tensor],
+    advantages: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """``off_policy_sequence_mask`` with the threshold ``args.opsm_delta``."""
+    return off_policy_sequence_mask(full_log_probs, full_old_log_probs, loss_masks, advantages, delta=args.opsm_delta)
+
+
+def get_grpo_returns(rewards: Tensor, kl: Sequence[Tensor]) -> list[Tensor]:
+    """The reward of each sample on each of its tokens."""
+    inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl)
+    return get_estimator("grpo").compute(inputs, AdvantageConfig())[1]
+
+
+def get_reinforce_plus_plus_returns(
+    rewards: Tensor,
+    kl: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    response_lengths: Sequence[int],
+    total_lengths: Sequence[int],
+    kl_coef: float,
+    gamma: float,
+) -> list[Tensor]:
+    """The discounted return of each token."""
+    inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl, mask_N=loss_masks)
+    return get_estimator("reinforce_plus_plus").compute(inputs, AdvantageConfig(kl_coef=kl_coef, gamma=gamma))[1]
+
+
+def get_reinforce_plus_plus_baseline_advantages(
+    rewards: Tensor, kl: Sequence[Tensor], loss_masks: Sequence[Tensor], kl_coef: float
+) -> list[Tensor]:
+    """``reward - kl_coef * kl`` on each token."""
+    inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl, mask_N=loss_masks)
+    return get_estimator("reinforce_plus_plus_baseline").compute(inputs, AdvantageConfig(kl_coef=kl_coef))[0]
+
+
+def get_advantages_and_returns_batch(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    values_list: Sequence[Tensor],
+    rewards_list: Sequence[Tensor],
+    gamma: float,
+    lambd: float,
+    chunked: bool = True,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Generalised advantages and returns of a ragged list; ``chunked`` is accepted and changes nothing."""
+    return generalised_advantages(rewards_list, values_list, gamma=gamma, lambd=lambd)
+
+
+def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantages and returns of a [B, T] batch."""
+    advantages, returns = generalised_advantages(rewards.unbind(0), values.unbind(0), gamma=gamma, lambd=lambd)
+    return torch.stack(advantages), torch.stack(returns)
+
+
+def chunked_gae(
+    rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
+) -> tuple[Tensor, Tensor]:
+    """As ``vanilla_gae``; the scan needs no chunks, so ``chunk_size`` changes nothing."""
+    return vanilla_gae(rewards, values, gamma, lambd)
+
+
+def chunked_discounted_returns(rewards: Tensor, gamma: float, chunk_size: int = 128) -> Tensor:
+    """Discounted sums along the last dimension; ``chunk_size`` changes nothing."""
+    return discounted_suffix_sums(rewards, gamma)
+
+
+def calculate_log_probs_and_entropy(
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    with_entropy: bool = False,
+    chunk_size: int = -1,
+    log_prob_keep_mask: Tensor | None = None,
+    with_entropy_grad: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each token and, on request, the entropy of each row of [T, V] logits."""
+    return vocab_parallel_log_probs(
+        logits,
+        tokens,
+        tp_group=tp_group,
+        chunk_size=chunk_size,
+        with_entropy=with_entropy,
+        entropy_grad=with_entropy_grad,
+        keep_mask_TV=log_prob_keep_mask,
+    )
