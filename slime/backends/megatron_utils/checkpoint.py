@@ -1,0 +1,283 @@
+"""Checkpoints of a training run: where they lie, how they are written, and which one counts.
+
+    {save}/iter_0000012/                     model, optimizer, scheduler, generators: one torch_dist checkpoint
+    {save}/rollout/...                       the position in the data (written by the data source)
+    {save}/latest_checkpointed_iteration.txt "12" or "release"; what it names is what a resumed run loads
+
+A save is three acts in this order: ``save_checkpoint``, the data source's own save, ``publish_checkpoint``.  The
+tracker file is replaced atomically and last, so a run that is killed at any moment resumes from the save before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, mpu
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.utils import unwrap_model
+
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
+from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
+from slime.backends.megatron_utils.rng_state import load_rng_state, rng_state
+from slime.backends.megatron_utils.torch_dist_strategy import InProcessSaveStrategy
+from slime.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+CHECKPOINT_VERSION = 3.0
+_ITERATION_FOLDER = re.compile(r"iter_(\d{7})")
+
+
+# Places
+
+
+def checkpoint_folder(root: str | Path, iteration: int | str) -> Path:
+    """``root/iter_0000012``, or ``root/release``."""
+    return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
+
+
+def read_tracker(root: str | Path) -> int | str | None:
+    """The iteration that counts, ``"release"``, or None when ``root`` has no tracker file.
+
+    Raises:
+        DataError: the tracker holds something else.
+    """
+    path = Path(root) / TRACKER_FILE
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    if text == RELEASE:
+        return RELEASE
+    if not text.isdigit():
+        raise DataError(f"{path} holds {text!r}; it must be an iteration number or the word {RELEASE}")
+    return int(text)
+
+
+def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "--load") -> tuple[Path, int | str]:
+    """The Megatron checkpoint that ``root`` means.
+
+    Args:
+        root: a folder with a tracker file, or a checkpoint folder (``iter_0000012``, ``release``) itself.
+        step: this iteration instead of the tracker's (``--ckpt-step``).
+        flag: the flag that named ``root``, for messages.
+
+    Returns:
+        Its folder and its iteration (or ``"release"``).
+
+    Raises:
+        DataError: there is no complete checkpoint there.
+    """
+    root = Path(root)
+    named = _ITERATION_FOLDER.fullmatch(root.name)
+    if named or root.name == RELEASE:
+        folder, iteration = root, int(named[1]) if named else RELEASE
+    else:
+        tracked = step if step is not None else read_tracker(root)
+        if tracked is None:
+            raise DataError(
+                f"{flag} {root}: no {TRACKER_FILE} in it and no Hugging Face config.json either. Convert a Hugging "
+                "Face model with tools/convert_hf_to_torch_dist.py, or name a folder written by --save."
+            )
+        folder, iteration = checkpoint_folder(root, tracked), tracked
+    if not (folder / "metadata.json").exists():
+        present = sorted(path.name for path in root.glob("iter_*")) if root.is_dir() else []
+        raise DataError(
+            f"{flag} {root}: {folder.name} is missing or incomplete (no metadata.json in {folder}); "
+            f"there are {', '.join(present) or 'no checkpoints'}. Pick a complete one with --ckpt-step."
+        )
+    return folder, iteration
+
+
+# Saving
+
+
+def save_checkpoint(
+    args: Namespace, iteration: int | str, model: list[torch.nn.Module], optimizer: Any, opt_param_scheduler: Any
+) -> Path:
+    """Write the checkpoint of ``iteration`` (or ``"release"``), whole but not yet counting.  Collective.
+
+    Returns its folder.
+
+    What a run that was killed in the middle of this save left in the folder is removed first.
+    """
+    folder = checkpoint_folder(args.save, iteration)
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    for chunk in model:
+        if hasattr(chunk, "start_param_sync"):
+            chunk.start_param_sync(force_sync=True)  # with overlapped gathers a rank may hold stale weights
+    state = _common_state(args, iteration)
+    model_state = _model_state(model)
+    state.update(model_state)
+    if optimizer is not None and not args.no_save_optim:
+        state["optimizer"] = optimizer_state(optimizer, model_state)
+        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    if not args.no_save_rng:
+        state["rng_state"] = rng_state()
+    dist_checkpointing.save(
+        state,
+        str(folder),
+        InProcessSaveStrategy(),
+        preprocess_common_before_consistancy_check=_without_rank,
+        content_metadata={"format": "slime"},
+    )
+    if dist.get_rank() == 0:
+        logger.info("wrote checkpoint %s in %.1f s", folder, time.monotonic() - start)
+    return folder
+
+
+def publish_checkpoint(save_dir: str | Path, iteration: int | str) -> None:
+    """Make ``iteration`` the checkpoint that counts: the tracker file is replaced atomically.  For one rank only."""
+    root = Path(save_dir)
+    temporary = root / f".{TRACKER_FILE}.{os.getpid()}"
+    with open(temporary, "w") as file:
+        file.write(str(iteration))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, root / TRACKER_FILE)
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _without_rank(common: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal on all ranks: the arguments hold each rank's own number."""
+    return {key: value for key, value in common.items() if key != "args"}
+
+
+def _common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
+    return {
+        "args": args,
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": 1 if iteration == RELEASE else iteration,
+        "num_floating_point_operations_so_far": getattr(args, "num_floating_point_operations_so_far", 0),
+    }
+
+
+def _model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
+    """Sharded state of every chunk: ``model``, or ``model0``, ``model1`` ... with virtual pipeline stages."""
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    chunks = unwrap_model(model)
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+
+
+# Loading
+
+
+def load_checkpoint(
+    args: Namespace,
+    model: list[torch.nn.Module],
+    optimizer: Any = None,
+    opt_param_scheduler: Any = None,
+    *,
+    load_arg: str = "load",
+) -> int:
+    """Load what ``args.<load_arg>`` names, a Megatron checkpoint or a Hugging Face folder.  Collective.
+
+    With ``args.finetune``, for a ``release`` checkpoint and for a Hugging Face folder, the weights are loaded and
+    nothing else.
+
+    Returns:
+        The iteration of the checkpoint; 0 where only weights are loaded.
+
+    Raises:
+        DataError: there is no checkpoint, it is incomplete, or it does not fit the model's flags.
+    """
+    flag = f"--{load_arg.replace('_', '-')}"
+    root = getattr(args, load_arg)
+    if not root or not Path(root).is_dir() or not any(Path(root).iterdir()):
+        raise DataError(f"{flag} is {root!r}: there is no such folder, or it is empty")
+    if read_tracker(root) is None and not _is_checkpoint_folder(Path(root)) and supports_hf_weight_loading(root):
+        load_hf_weights(args, unwrap_model(model), root)
+        _refresh_master_weights(optimizer)
+        return 0
+    folder, iteration = find_checkpoint(root, args.ckpt_step, flag=flag)
+    _load_model(folder, model, flag)
+    is_weights_only = iteration == RELEASE or args.finetune
+    if is_weights_only:
+        _refresh_master_weights(optimizer)
+        logger.info("loaded the weights of %s", folder)
+        return 0
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    if optimizer is not None:
+        if args.no_load_optim:
+            _refresh_master_weights(optimizer)
+        else:
+            _load_optimizer(folder, common, model, optimizer, opt_param_scheduler)
+    if not args.no_load_rng:
+        _load_generators(folder, common)
+    logger.info("resumed from %s", folder)
+    return int(iteration)
+
+
+def _is_checkpoint_folder(path: Path) -> bool:
+    return bool(_ITERATION_FOLDER.fullmatch(path.name)) or path.name == RELEASE
+
+
+def _load_model(folder: Path, model: list[torch.nn.Module], flag: str) -> None:
+    try:
+        state = dist_checkpointing.load(_model_state(model), str(folder))
+        chunks = unwrap_model(model)
+        for index, chunk in enumerate(chunks):
+            name = "model" if len(chunks) == 1 else f"model{index}"
+            chunk.load_state_dict(state[name])
+    except (CheckpointingException, KeyError, RuntimeError, ValueError) as error:
+        raise DataError(
+            f"{flag}: the checkpoint {folder} does not fit the model that the flags describe: {error}. Compare the "
+            "MODEL_ARGS of this run with those it was made with."
+        ) from error
+
+
+def _load_optimizer(
+    folder: Path, common: dict[str, Any], model: list[torch.nn.Module], optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    if "optimizer" not in common:
+        raise DataError(
+            f"--load: {folder} has no optimizer state (it was saved with --no-save-optim); pass --no-load-optim to "
+            "go on with a fresh optimizer"
+        )
+    load_optimizer_state(optimizer, _model_state(model), str(folder))
+    if opt_param_scheduler is not None:
+        # After the optimizer: both write the learning rate, and the scheduler has the last word.
+        opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])
+
+
+def _load_generators(folder: Path, common: dict[str, Any]) -> None:
+    saved_ranks = getattr(common.get("args"), "world_size", None)
+    if saved_ranks != dist.get_world_size():
+        logger.warning(
+            "%s was saved by %s ranks and this run has %d: the random generators start from --seed",
+            folder,
+            saved_ranks,
+            dist.get_world_size(),
+        )
+        return
+    state = dist_checkpointing.load({"rng_state": rng_state()}, str(folder), validate_access_integrity=False)
+    load_rng_state(state["rng_state"])
+
+
+def _refresh_master_weights(optimizer: Any) -> None:
+    """Copy freshly loaded weights into the optimizer's fp32 masters."""
+    if optimizer is not None:
+        optimizer.reload_model_params()

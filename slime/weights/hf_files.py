@@ -1,0 +1,129 @@
+"""A model folder in Hugging Face's layout, written shard by shard.
+
+Host memory holds one shard at a time.  The folder becomes readable only at the end, when the index is written:
+readers of a folder without ``model.safetensors.index.json`` find no model there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.named_tensors import tensor_bytes
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack")
+WEIGHT_INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json")
+DEFAULT_SHARD_BYTES = 5 * 1024**3
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file of a model folder holds weights, or their index."""
+    return name.endswith(WEIGHT_SUFFIXES) or name in WEIGHT_INDEX_FILES
+
+
+def copy_assets(source: str | Path, target: str | Path) -> list[str]:
+    """Copy config, tokenizer and every other regular file that holds no weights; gives their names."""
+    copied = []
+    for path in sorted(Path(source).iterdir()):
+        if path.is_file() and not is_weight_file(path.name):
+            shutil.copy2(path, Path(target) / path.name)
+            copied.append(path.name)
+    return copied
+
+
+class HfFolderWriter:
+    """Writes one model folder: :meth:`add` every tensor, then :meth:`close`.
+
+    Args:
+        target: the folder; it is made, and weight files of an older model in it are removed.
+        assets_from: model folder whose config and tokenizer are copied; must be another folder.
+        shard_bytes: a shard is closed before it grows beyond this.
+
+    Raises:
+        ConfigError: ``target`` is ``assets_from``, whose weights would be lost.
+    """
+
+    def __init__(
+        self, target: str | Path, *, assets_from: str | Path | None, shard_bytes: int = DEFAULT_SHARD_BYTES
+    ) -> None:
+        self.target = Path(target)
+        if assets_from is not None and self.target.resolve() == Path(assets_from).resolve():
+            raise ConfigError(f"the model cannot be written over its own source {assets_from}; choose another folder")
+        self.target.mkdir(parents=True, exist_ok=True)
+        for path in self.target.iterdir():
+            if path.is_file() and is_weight_file(path.name):
+                path.unlink()
+        if assets_from is not None:
+            copy_assets(assets_from, self.target)
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._weight_map: dict[str, int] = {}
+        self._num_shards = 0
+        self.total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor; it is copied to the host.
+
+        Raises:
+            DataError: the name was added before.
+        """
+        if name in self._weight_map or name in self._pending:
+            raise DataError(f"tensor {name} was given twice while writing {self.target}")
+        size = tensor_bytes(tensor)
+        if self._pending and self._pending_bytes + size > self._shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+
+    def add_all(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take many tensors."""
+        for name, tensor in named_tensors:
+            self.add(name, tensor)
+
+    def _flush(self) -> None:
+        self._num_shards += 1
+        save_file(self._pending, self.target / f"model-{self._num_shards:05d}.safetensors", metadata={"format": "pt"})
+        for name in self._pending:
+            self._weight_map[name] = self._num_shards
+        self.total_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def close(self) -> Path:
+        """Write the last shard and the index; gives the folder."""
+        if self._pending:
+            self._flush()
+        names = {
+            shard: f"model-{shard:05d}-of-{self._num_shards:05d}.safetensors" for shard in range(1, self._num_shards + 1)
+        }
+        for shard, name in names.items():
+            os.replace(self.target / f"model-{shard:05d}.safetensors", self.target / name)
+        index = {
+            "metadata": {"total_size": self.total_bytes},
+            "weight_map": {name: names[shard] for name, shard in sorted(self._weight_map.items())},
+        }
+        temporary = self.target / f".{INDEX_FILE}.tmp"
+        temporary.write_text(json.dumps(index, indent=2) + "\n")
+        os.replace(temporary, self.target / INDEX_FILE)
+        return self.target
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """``"bfloat16"`` or ``"torch.bfloat16"`` as a dtype.
+
+    Raises:
+        ConfigError: torch has no dtype of that name.
+    """
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"{name!r} is no dtype of torch; use bfloat16, float16 or float32")
+    return dtype
