@@ -1,0 +1,71 @@
+"""The trainer's flags: what is accepted, what follows from it, and what each flag is read by.
+
+``slime.arguments`` calls the first two functions while it parses; the ``*_config_from_args`` functions turn the result
+into megatron-core's config objects.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from slime.backends.megatron_utils.config_builders import (
+    ddp_config_from_args,
+    optimizer_config_from_args,
+    transformer_config_from_args,
+)
+from slime.backends.megatron_utils.config_flags import (
+    CONFIG_CLASSES,
+    NOT_FLAGS,
+    add_config_flags,
+    attribute_of,
+    config_fields,
+)
+from slime.backends.megatron_utils.hf_config_check import check_hf_config
+from slime.backends.megatron_utils.own_flags import OWN_FLAGS, add_own_flags
+from slime.backends.megatron_utils.resolve_arguments import check_arguments, derived_arguments
+
+__all__ = [
+    "add_megatron_arguments",
+    "ddp_config_from_args",
+    "list_accepted_flags",
+    "optimizer_config_from_args",
+    "transformer_config_from_args",
+    "validate_megatron_arguments",
+]
+
+
+def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of the trainer that ``parser`` does not have yet."""
+    add_own_flags(parser)
+    add_config_flags(parser)
+
+
+def validate_megatron_arguments(args: argparse.Namespace) -> None:
+    """Fill in what follows from the flags, then refuse what cannot work.
+
+    Raises:
+        ConfigError: a flag, a combination of flags, or a disagreement with the HF config.
+    """
+    vars(args).update(derived_arguments(args))
+    check_arguments(args)
+    if args.hf_checkpoint and not args.debug_rollout_only:
+        check_hf_config(args)
+
+
+def list_accepted_flags() -> dict[str, str]:
+    """Every option string of the trainer, with the config field it sets or the module that reads it."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    fields: dict[str, list[str]] = {}
+    for config_class in CONFIG_CLASSES:
+        for field, _ in config_fields(config_class):
+            if field.name not in NOT_FLAGS:
+                targets = fields.setdefault(attribute_of(field.name), [])
+                if f"TransformerConfig.{field.name}" not in targets:
+                    targets.append(f"{config_class.__name__}.{field.name}")
+    readers = {flag.attribute: [flag.reader] for flag in OWN_FLAGS}
+    accepted = {}
+    for option, action in parser._option_string_actions.items():
+        if not isinstance(action, argparse._HelpAction):
+            accepted[option] = ", ".join(readers.get(action.dest, []) + fields.get(action.dest, []))
+    return accepted

@@ -1,0 +1,230 @@
+"""Causal attention over packed sequences: the core-attention module of our layer specs.
+
+Shapes: t = tokens of this rank, h = heads of this rank, d = head dimension; "thd" is [t, h, d] with the sequences of a
+micro-batch one after the other, and "sbhd" the padded [s, b, h, d].
+
+On CUDA in bf16 or fp16 the sequences go through one varlen flash kernel; otherwise (CPU, fp32, or
+``--attention-backend unfused``) each goes through torch's scaled-dot-product attention.  Under context parallelism the
+keys and values of all ranks are gathered, and each rank attends from its two zigzag chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.utils.errors import ConfigError
+
+
+class PackedAttention(MegatronModule):
+    """softmax(q k^T * scale + causal mask) v, within each packed sequence.
+
+    Every query sees the keys of its own sequence up to its own position, whatever the packing and the layout.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Takes what megatron-core passes to any core attention; ``k_channels`` is set by multi-latent attention."""
+        super().__init__(config=config)
+        check_attention_config(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = pg_collection.cp
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.is_unfused = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Args:
+            query, key, value: [t, h, d] when packed, else [s, b, h, d]; keys may have fewer heads (GQA).
+            packed_seq_params: lengths over all context-parallel ranks (each a multiple of 2 * cp when cp > 1).
+
+        Returns:
+            [t, 1, h * d] when packed, else [s, b, h * d].
+        """
+        if packed_seq_params is not None:
+            cu = packed_seq_params.cu_seqlens_q_padded
+            cu = packed_seq_params.cu_seqlens_q if cu is None else cu
+            out = self._attend_packed(query, key, value, cu, int(packed_seq_params.max_seqlen_q))
+            return out.reshape(out.size(0), 1, -1)
+        length, batch = query.shape[:2]
+        full_length = length * self.cp_group.size()
+        cu = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * full_length
+        flat = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]
+        out = self._attend_packed(flat[0], flat[1], flat[2], cu, full_length)
+        return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, max_length: int) -> Tensor:
+        """[t, h, d_v] for [t, h, d] inputs; ``cu`` are the cumulative full lengths."""
+        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
+        if cp_size == 1:
+            return self._attend(query, key, value, cu, cu, max_length, max_length)
+        return zigzag_attention(self._attend, query, key, value, cu, self.cp_group, cp_rank, cp_size)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
+    ) -> Tensor:
+        """Causal attention of packed sequences whose last query stands at their last key."""
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
+            return varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, scale=self.scale)
+        lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
+        with sdpa_kernel(SDPBackend.MATH) if self.is_unfused else contextlib.nullcontext():
+            return per_sequence_attention(query, key, value, lengths_q, lengths_k, scale=self.scale)
+
+
+def check_attention_config(config: TransformerConfig) -> None:
+    """Raise ConfigError for options of megatron-core's attention that this one does not have."""
+    refused = {
+        "--attention-dropout": config.attention_dropout not in (0, 0.0),
+        "--window-size": config.window_size is not None,
+        "--softmax-type": config.softmax_type != "vanilla",
+        "--qk-clip": config.qk_clip,
+        "--log-max-attention-logit": config.log_max_attention_logit,
+    }
+    for flag, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"{flag} is set; packed attention has no such option; remove {flag}.")
+
+
+def per_sequence_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths_q: list[int], lengths_k: list[int], *, scale: float
+) -> Tensor:
+    """Attention one sequence at a time, on any device and in any dtype."""
+    pieces = []
+    for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
+        num_q, num_k = q.size(0), k.size(0)
+        mask = None
+        if num_q != num_k:
+            mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        pieces.append(out[0].transpose(0, 1))
+    return torch.cat(pieces)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, scale: float
+) -> Tensor:
+    """Attention of all sequences in one flash kernel; CUDA, bf16 or fp16.  No synchronisation with the host."""
+    attend, knows_gqa = _varlen_kernel()
+    width, value_width = query.size(-1), value.size(-1)
+    # The kernel wants one head dimension: multi-latent attention has values narrower (or wider) than keys.
+    padded = max(width, value_width)
+    if width < padded:
+        query, key = F.pad(query, (0, padded - width)), F.pad(key, (0, padded - width))
+    if value_width < padded:
+        value = F.pad(value, (0, padded - value_width))
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    if knows_gqa:
+        options["enable_gqa"] = query.size(1) != key.size(1)
+    out = attend(
+        query.contiguous(), key.contiguous(), value.contiguous(), cu_q.int(), cu_k.int(), max_q, max_k, **options
+    )
+    return out[..., :value_width]
+
+
+def zigzag_attention(
+    attend: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu: Tensor,
+    cp_group: torch.distributed.ProcessGroup,
+    cp_rank: int,
+    cp_size: int,
+) -> Tensor:
+    """Attention from this rank's chunks ``r`` and ``2 cp - 1 - r`` of every sequence to all earlier keys.
+
+    A sequence of length L is cut into 2 * cp chunks of c = L / (2 cp).  Both chunks of a rank end where their keys
+    end, so each half is an ordinary causal problem with (r + 1) c and (2 cp - r) c keys.
+    """
+    chunks = [length // (2 * cp_size) for length in cu.diff().tolist()]
+    num_local = query.size(0)
+    keys, values = (_gather_in_order(x, chunks, cp_group, cp_rank, cp_size, num_local) for x in (key, value))
+    halves = [q.split(c) for q, c in zip(query.split([2 * c for c in chunks]), chunks, strict=True) if c]
+    outputs = []
+    for half, num_visible in ((0, cp_rank + 1), (1, 2 * cp_size - cp_rank)):
+        lengths_k = [num_visible * c for c in chunks if c]
+        q = torch.cat([pair[half] for pair in halves])
+        k, v = (
+            torch.cat([x[:n] for x, n in zip(per_sequence, lengths_k, strict=True)]) for per_sequence in (keys, values)
+        )
+        lengths_q = [c for c in chunks if c]
+        cu_q, cu_k = _cumulative(lengths_q, query.device), _cumulative(lengths_k, query.device)
+        out = attend(q, k, v, cu_q, cu_k, max(lengths_q), max(lengths_k))
+        outputs.append(out.split(lengths_q))
+    return torch.cat([piece for pair in zip(*outputs, strict=True) for piece in pair])
+
+
+def _gather_in_order(
+    x: Tensor, chunks: list[int], group: Any, cp_rank: int, cp_size: int, num_local: int
+) -> list[Tensor]:
+    """The full sequences, in their natural order, from the zigzag slices of all ranks; gradients are summed back."""
+    ranks = gather_from_sequence_parallel_region(x.contiguous(), group=group).view(cp_size, num_local, *x.shape[1:])
+    sequences, offset = [], 0
+    for chunk in chunks:
+        if not chunk:
+            continue
+        first = ranks[:, offset : offset + chunk]
+        second = ranks[:, offset + chunk : offset + 2 * chunk].flip(0)
+        sequences.append(torch.cat([first, second]).flatten(0, 1))
+        offset += 2 * chunk
+    return sequences
+
+
+def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    """[0, l0, l0 + l1, ...] as int32 on ``device``."""
+    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+
+
+@functools.cache
+def _varlen_kernel() -> tuple[Any, bool]:
+    """torch's varlen attention, and whether it wants to be told of GQA (torch 2.13 does, 2.11 sees it itself)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

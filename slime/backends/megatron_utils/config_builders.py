@@ -1,0 +1,77 @@
+"""Complete flags to megatron-core's config objects."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from slime.backends.megatron_utils import cpu_platform
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from slime.backends.megatron_utils.config_flags import config_arguments
+from slime.utils.errors import ConfigError
+
+
+def transformer_config_from_args(args: Namespace) -> TransformerConfig:
+    """The model's shape, layout and numerics; an MLATransformerConfig with ``--multi-latent-attention``.
+
+    Raises:
+        ConfigError: megatron-core refuses the combination; the message carries its words.
+    """
+    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = config_arguments(config_class, vars(args))
+    values |= {
+        "params_dtype": args.params_dtype,
+        "pipeline_dtype": args.params_dtype,
+        "autocast_dtype": args.params_dtype,
+        "variable_seq_lengths": True,
+        "deallocate_pipeline_outputs": True,
+        "batch_p2p_comm": not args.overlap_p2p_comm,
+        "calculate_per_token_loss": args.calculate_per_token_loss,
+        # One generator and one device: parameters are made where they stay.
+        "use_cpu_initialization": args.use_cpu_initialization or cpu_platform.IS_INSTALLED,
+    }
+    if args.swiglu:
+        values["activation_func"] = F.silu
+    try:
+        return config_class(**values)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"megatron-core refuses the model or layout flags: {error}. The flag names are those of "
+            f"{config_class.__name__} (slime/backends/megatron_utils/config_flags.py)."
+        ) from error
+
+
+def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
+    """Optimizer kind, its numbers, sharding and offload."""
+    values = config_arguments(OptimizerConfig, vars(args))
+    values |= {"params_dtype": args.params_dtype, "lr": args.lr, "clip_grad": args.clip_grad}
+    return _build(OptimizerConfig, values)
+
+
+def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
+    """How gradients are held and reduced over the data-parallel ranks.
+
+    The bucket size is megatron-core's own unless given, and buckets only matter with ``--overlap-grad-reduce``.
+    """
+    values = config_arguments(DistributedDataParallelConfig, vars(args))
+    return _build(DistributedDataParallelConfig, values)
+
+
+def _build(config_class: type, values: dict[str, Any]) -> Any:
+    try:
+        return config_class(**values)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"megatron-core's {config_class.__name__} refuses the flags: {error}.") from error
+
+
+def params_dtype(*, bf16: bool, fp16: bool) -> torch.dtype:
+    """The dtype that a model's parameters have."""
+    return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32

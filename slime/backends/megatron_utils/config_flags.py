@@ -1,0 +1,370 @@
+"""Command-line flags generated from megatron-core's config dataclasses.
+
+A field of one of :data:`CONFIG_CLASSES` is a flag of the same name with dashes, typed by the field's annotation.
+:data:`FLAG_NAMES` holds the fields that Megatron's command line calls otherwise, :data:`EXTRA_SPELLINGS` and
+:data:`NEGATIVE_SPELLINGS` further spellings, :data:`DEFAULTS` the defaults that differ from the dataclass, and
+:data:`NOT_FLAGS` the fields that are no flags, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+CONFIG_CLASSES: tuple[type, ...] = (
+    TransformerConfig,
+    MLATransformerConfig,
+    OptimizerConfig,
+    DistributedDataParallelConfig,
+)
+"""A field that several classes have is one flag; its default and type are those of the first."""
+
+FLAG_NAMES: dict[str, str] = {
+    # field of a config -> attribute of args, as Megatron names it; the flag is the same with dashes
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "gated_linear_unit": "swiglu",
+    "bias_activation_fusion": "bias_swiglu_fusion",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+    "bucket_size": "ddp_bucket_size",
+    "average_in_collective": "ddp_average_in_collective",
+    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+    "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
+}
+
+EXTRA_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "fp8": ("--fp8-format",),
+    "microbatch_group_size_per_vp_stage": ("--microbatch-group-size-per-virtual-pipeline-stage",),
+}
+"""Attribute -> further option strings of the same flag."""
+
+NEGATIVE_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "add_bias_linear": ("--disable-bias-linear",),
+    "apply_rope_fusion": ("--no-rope-fusion",),
+    "overlap_p2p_comm": ("--no-overlap-p2p-communication",),
+    "perform_initialization": ("--no-initialization",),
+    "barrier_with_L1_time": ("--no-barrier-with-level-1-timing",),
+}
+"""Attribute of a switch -> further option strings that turn it off."""
+
+DEFAULTS: dict[str, Any] = {
+    # Megatron's command line, where it differs from the dataclass
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "rotary_scaling_factor": 1.0,
+    "rope_type": None,
+    "min_lr": 0.0,
+    "check_for_nan_in_loss_and_grad": True,
+    "bias_swiglu_fusion": True,
+    "bias_dropout_fusion": True,
+    # ours
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "moe_token_dispatcher_type": "alltoall",
+    "transformer_impl": "local",
+    "optimizer_offload_fraction": 1.0,
+}
+"""Attribute -> default.  Dropout is off because a policy's log-probs must not be random."""
+
+NOT_FLAGS: dict[str, str] = {
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), "follows --bf16, --fp16 or --fp32"),
+    **dict.fromkeys(
+        (
+            "timers",
+            "finalize_model_grads_func",
+            "grad_scale_func",
+            "no_sync_func",
+            "grad_sync_func",
+            "param_sync_func",
+        ),
+        "set by the training step",
+    ),
+    **dict.fromkeys(
+        ("activation_func", "init_method", "output_layer_init_method", "embedding_init_method"),
+        "a function; --swiglu and --init-method-std choose it",
+    ),
+    **dict.fromkeys(("_cpu_offloading_context", "quant_recipe"), "an object"),
+    **dict.fromkeys(
+        ("calculate_per_token_loss", "clip_grad", "lr", "mtp_num_layers", "mtp_loss_scaling_factor"),
+        "a flag of slime's own, see slime.arguments",
+    ),
+    "variable_seq_lengths": "always on: micro-batches are packed to different lengths",
+    "async_tensor_model_parallel_allreduce": "deprecated in megatron-core, without effect",
+    "moe_extended_tp": "deprecated in megatron-core, without effect",
+    "moe_layer_recompute": "deprecated in megatron-core: --recompute-modules moe",
+    "moe_token_dropping": "without effect in megatron-core",
+    "decoupled_weight_decay": "Adam is AdamW here",
+    **dict.fromkeys(
+        ("is_hybrid_model", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"), "Mamba layers"
+    ),
+    "use_mamba_mem_eff_path": "Mamba layers",
+    **dict.fromkeys(
+        (
+            "enable_cuda_graph",
+            "external_cuda_graph",
+            "cuda_graph_impl",
+            "cuda_graph_scope",
+            "cuda_graph_warmup_steps",
+            "cuda_graph_use_single_mempool",
+            "cuda_graph_retain_backward_graph",
+        ),
+        "CUDA graphs need fixed shapes; micro-batches are packed to different lengths",
+    ),
+    **dict.fromkeys(("heterogeneous_block_specs", "hetereogenous_dist_checkpoint"), "set by --spec where it applies"),
+    **dict.fromkeys(
+        (
+            "flash_decode",
+            "inference_rng_tracker",
+            "inference_sampling_seed",
+            "use_inference_optimized_layers",
+            "inference_fuse_tp_communication",
+            "mlp_chunks_for_prefill",
+            "symmetric_ar_type",
+            "cache_mla_latents",
+        ),
+        "inference; SGLang generates here",
+    ),
+    **dict.fromkeys(
+        (
+            "use_megatron_fsdp",
+            "use_custom_fsdp",
+            "data_parallel_sharding_strategy",
+            "outer_dp_sharding_strategy",
+            "fsdp_double_buffer",
+            "fsdp_manual_registration",
+            "preserve_fp32_weights",
+            "suggested_communication_unit_size",
+            "keep_fp8_transpose_cache",
+        ),
+        "Megatron-FSDP; the distributed optimizer shards here",
+    ),
+}
+"""Field -> why it is no flag."""
+
+
+def config_fields(config_class: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    """The init fields of a config dataclass with their resolved annotations."""
+    annotations = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if field.init:
+            yield field, annotations[field.name]
+
+
+def attribute_of(field_name: str) -> str:
+    """The attribute of ``args`` that holds a config field."""
+    return FLAG_NAMES.get(field_name, field_name)
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of the config classes; option strings already on ``parser`` are left alone."""
+    for config_class in CONFIG_CLASSES:
+        group = parser.add_argument_group(f"megatron-core {config_class.__name__}")
+        for field, annotation in config_fields(config_class):
+            if field.name in NOT_FLAGS:
+                continue
+            add_config_flag(parser, group, field, annotation, f"{config_class.__name__}.{field.name}")
+
+
+def add_config_flag(
+    parser: argparse.ArgumentParser,
+    group: Any,
+    field: dataclasses.Field[Any],
+    annotation: Any,
+    target: str,
+) -> None:
+    """Add the flag (and its other spellings) of one field."""
+    attribute = attribute_of(field.name)
+    options = ["--" + attribute.replace("_", "-"), *EXTRA_SPELLINGS.get(attribute, ())]
+    default = DEFAULTS.get(attribute, default_of(field))
+    if is_switch(annotation):
+        negatives = ["--no-" + option.removeprefix("--") for option in options]
+        negatives += NEGATIVE_SPELLINGS.get(attribute, ())
+        add_unless_present(
+            parser, group, options, dest=attribute, action="store_true", default=default, help=f"Sets {target}."
+        )
+        add_unless_present(
+            parser,
+            group,
+            negatives,
+            dest=attribute,
+            action="store_false",
+            default=default,
+            help=f"Sets {target} to False.",
+        )
+        return
+    add_unless_present(
+        parser, group, options, dest=attribute, default=default, help=f"Sets {target}.", **value_kind(annotation)
+    )
+
+
+def add_unless_present(parser: argparse.ArgumentParser, group: Any, options: list[str], **settings: Any) -> None:
+    """``add_argument`` with those of ``options`` that the parser does not have yet."""
+    missing = [option for option in options if option not in parser._option_string_actions]
+    if missing:
+        group.add_argument(*missing, **settings)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a dataclass field."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def is_switch(annotation: Any) -> bool:
+    """Whether a field is true or false (or None, for undecided)."""
+    return set(_alternatives(annotation)) == {bool}
+
+
+def value_kind(annotation: Any) -> dict[str, Any]:
+    """The ``type``, ``choices``, ``nargs`` and ``action`` of a flag whose value has this annotation."""
+    kinds = _alternatives(annotation)
+    lists = [kind for kind in kinds if typing.get_origin(kind) is list]
+    plain = [kind for kind in kinds if kind in (int, float, str)]
+    if lists and plain == [int]:
+        return {"type": layer_pattern}
+    if lists:
+        element = typing.get_args(lists[0])[0]
+        return {"type": element, "nargs": "+", "action": OneOrMany if plain else "store"}
+    if len(kinds) > 1 and str in plain:
+        return {"type": str}
+    kind = kinds[0]
+    if typing.get_origin(kind) is tuple:
+        return {"type": int_pair}
+    if typing.get_origin(kind) is typing.Literal:
+        return {"choices": list(typing.get_args(kind))}
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return {"type": functools.partial(enum_member, kind), "metavar": "|".join(kind.__members__)}
+    if kind is torch.dtype:
+        return {"type": torch_dtype}
+    if kind in (int, float, str):
+        return {"type": kind}
+    raise TypeError(f"no flag can be made for a field of type {annotation!r}; add it to NOT_FLAGS with the reason")
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The members of a Union without None; the annotation itself otherwise."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+    return [annotation]
+
+
+class OneOrMany(argparse.Action):
+    """One value is stored bare, several as a list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Store ``values``."""
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def enum_member(kind: type[enum.Enum], text: str) -> enum.Enum:
+    """The member of ``kind`` with that name."""
+    if text not in kind.__members__:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(kind.__members__)}")
+    return kind[text]
+
+
+def int_pair(text: str) -> tuple[int, int]:
+    """Two integers, ``128,0`` or ``(128, 0)``."""
+    parts = text.strip("()").split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two integers such as 128,0")
+    return int(parts[0]), int(parts[1])
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def torch_dtype(text: str) -> torch.dtype:
+    """fp32, bf16 or fp16."""
+    if text not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[text]
+
+
+MAX_PATTERN_LENGTH = 10_000
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """One number for all layers, or a list with one per layer, written as Python: ``[0]*3+[1]*75``.
+
+    Only integers, lists, ``+`` and ``*`` are understood; nothing is executed.
+    """
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a layer pattern ({error}); write a number or lists such as [0]*3+[1]*75"
+        ) from None
+    return value
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """The value of a list expression of integers."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, (ast.List, ast.Tuple)):
+        items = [_evaluate(item) for item in node.elts]
+        if not all(isinstance(item, int) for item in items):
+            raise ValueError("a list holds integers only")
+        return typing.cast(list[int], items)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        return _add(left, right) if isinstance(node.op, ast.Add) else _repeat(left, right)
+    raise ValueError("only integers, lists, + and * are understood")
+
+
+def _add(left: int | list[int], right: int | list[int]) -> int | list[int]:
+    if isinstance(left, int) and isinstance(right, int):
+        return left + right
+    if isinstance(left, list) and isinstance(right, list):
+        return left + right
+    raise ValueError("a list and a number cannot be added")
+
+
+def _repeat(left: int | list[int], right: int | list[int]) -> int | list[int]:
+    if isinstance(left, int) and isinstance(right, int):
+        return left * right
+    if isinstance(left, list) and isinstance(right, list):
+        raise ValueError("two lists cannot be multiplied")
+    items, times = (left, right) if isinstance(left, list) else (right, left)
+    assert isinstance(items, list) and isinstance(times, int)
+    if times < 0 or len(items) * times > MAX_PATTERN_LENGTH:
+        raise ValueError(f"a pattern has at most {MAX_PATTERN_LENGTH} entries")
+    return items * times
+
+
+def config_arguments(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments for ``config_class`` that ``values`` (attributes of args) hold."""
+    arguments = {}
+    for field, _ in config_fields(config_class):
+        attribute = attribute_of(field.name)
+        if attribute in values:
+            arguments[field.name] = values[attribute]
+    return arguments

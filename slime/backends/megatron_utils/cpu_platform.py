@@ -1,0 +1,270 @@
+"""Let megatron-core run on CPU tensors.  Importing this module is the whole interface.
+
+megatron-core 0.16.1 asks ``torch.cuda`` for devices, streams and random states in the middle of plain tensor code.  On
+a machine without CUDA the replacements below (:data:`REPLACEMENTS` is the full list, with reasons) answer instead.
+They reach only modules of ``megatron.core``, whose global name ``torch`` is exchanged for a facade when they are
+imported; the two methods of ``torch.Tensor`` are the exception.  On a machine with CUDA nothing at all happens here.
+
+Every module of ours that imports ``megatron.core`` imports this one first; a test holds that order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from slime.utils.errors import ConfigError
+
+SUPPORTED_VERSION = "0.16.1"
+"""The only megatron-core that the replacements were tested with."""
+
+CPU = torch.device("cpu")
+
+REPLACEMENTS: tuple[tuple[str, str, str], ...] = (
+    # name seen by megatron.core, what it becomes, why
+    ("torch.cuda.current_device", "torch.device('cpu')", "is passed on as device= to tensor factories"),
+    ("torch.cuda.device_count", "1", "is used to number local ranks"),
+    ("torch.cuda.get_device_capability", "(0, 0)", "is compared to choose a CUDA kernel"),
+    ("torch.cuda.set_device", "nothing", "there is one device"),
+    ("torch.cuda.synchronize, empty_cache", "nothing", "CPU operations are done when they return"),
+    ("torch.cuda.Stream, Event, stream, current_stream, ...", "_NoStream", "there is one stream"),
+    ("torch.cuda.manual_seed, get_rng_state, set_rng_state", "the CPU generator", "is the generator in use"),
+    ("torch.zeros, empty, ... with device='cuda'", "device='cpu'", "device literals, e.g. optimizer/clip_grads.py"),
+    ("torch.zeros, empty, ... with pin_memory=True", "pin_memory dropped", "pinning needs a CUDA context"),
+    ("torch.Tensor.cuda", "identity", "models/common/embeddings/rope_utils.py, dist_checkpointing"),
+    (
+        "torch.Tensor.type",
+        "a str equal to its torch.cuda name too",
+        "optimizers compare it with 'torch.cuda.FloatTensor'",
+    ),
+    ("megatron.core.jit.jit_fuser", "identity", "torch.compile needs a C++ compiler on CPU and gains nothing here"),
+    ("tensor_parallel.random._get_cuda_rng_state", "torch.get_rng_state", "dropout and recompute of parallel regions"),
+    ("tensor_parallel.random._set_cuda_rng_state", "torch.set_rng_state", "the same"),
+    (
+        "transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
+        "also turns CPU tensors into numpy arrays",
+        "all_to_all needs its split sizes as plain integers",
+    ),
+)
+
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+)
+_FACTORIES += ("rand", "randn", "randint", "rand_like", "randn_like")
+
+
+class _NoStream:
+    """A stream or an event on a device that has neither: every method returns at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., _NoStream]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoStream)
+
+    __hash__ = object.__hash__
+
+
+class _TypeName(str):
+    """``'torch.FloatTensor'``, equal to ``'torch.cuda.FloatTensor'`` as well."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or str.__eq__(self.replace("torch.", "torch.cuda.", 1), other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class _Facade(types.ModuleType):
+    """A module whose own attributes come first and whose others are those of ``original``."""
+
+    def __init__(self, original: types.ModuleType, **own: Any) -> None:
+        super().__init__(original.__name__)
+        self.__dict__.update(own, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``factory`` with device='cuda' read as the CPU and pin_memory ignored."""
+
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _torch_facade() -> _Facade:
+    """``torch`` as modules of megatron.core see it."""
+    stream = _NoStream()
+    cuda = _Facade(
+        torch.cuda,
+        current_device=lambda: CPU,
+        device_count=lambda: 1,
+        get_device_capability=lambda *args: (0, 0),
+        set_device=lambda device: None,
+        synchronize=lambda *args: None,
+        empty_cache=lambda: None,
+        Stream=_NoStream,
+        Event=_NoStream,
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        set_stream=lambda *args: None,
+        stream=lambda *args: contextlib.nullcontext(),
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
+    )
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _Facade(torch, cuda=cuda, **factories)
+
+
+def _patch_jit(module: types.ModuleType) -> None:
+    module.jit_fuser = module.noop_decorator  # type: ignore[attr-defined]
+
+
+def _patch_random(module: types.ModuleType) -> None:
+    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    module._get_cuda_rng_state = get_state  # type: ignore[attr-defined]
+    module._set_cuda_rng_state = set_state  # type: ignore[attr-defined]
+
+
+def _patch_moe_utils(module: types.ModuleType) -> None:
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    module.maybe_move_tensor_to_cpu = to_host  # type: ignore[attr-defined]
+
+
+_MODULE_PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": _patch_jit,
+    "megatron.core.tensor_parallel.random": _patch_random,
+    "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,
+}
+
+
+def _patch_tensor_methods() -> None:
+    """The two replacements that are not confined to megatron.core."""
+    original_type = torch.Tensor.type
+
+    @functools.wraps(original_type)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original_type(self, *args, **kwargs)
+        return _TypeName(result) if isinstance(result, str) else result
+
+    torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Hands each module of megatron.core the facade as soon as its body has run."""
+
+    def __init__(self, facade: _Facade) -> None:
+        self.facade = facade
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return spec
+        run_body = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            run_body(module)
+            self.adapt(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def adapt(self, module: types.ModuleType) -> None:
+        """Exchange the module's ``torch`` and replace the functions listed for it."""
+        if module.__dict__.get("torch") is torch:
+            module.torch = self.facade  # type: ignore[attr-defined]
+        if module.__name__ in _MODULE_PATCHES:
+            _MODULE_PATCHES[module.__name__](module)
+
+
+def _check_version() -> None:
+    """Raise ConfigError unless the installed megatron-core is the tested one."""
+    try:
+        found = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"megatron-core is not installed; training needs {SUPPORTED_VERSION}; pip install megatron-core=={SUPPORTED_VERSION}."
+        ) from None
+    if found != SUPPORTED_VERSION:
+        raise ConfigError(
+            f"megatron-core is {found}; without CUDA it runs through replacements tested with {SUPPORTED_VERSION} only "
+            f"(slime/backends/megatron_utils/cpu_platform.py); pip install megatron-core=={SUPPORTED_VERSION}."
+        )
+
+
+def install() -> bool:
+    """Put the replacements in place; True when they are (there is no CUDA), False when nothing was touched.
+
+    Raises:
+        ConfigError: megatron-core is missing or of another version, or was imported before this module.
+    """
+    if torch.cuda.is_available():
+        return False
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return True
+    _check_version()
+    if "megatron.core" in sys.modules:
+        raise ConfigError(
+            "megatron.core was imported before slime.backends.megatron_utils.cpu_platform, too late to run it without "
+            "CUDA; in the module that imports megatron.core, import cpu_platform above it."
+        )
+    _patch_tensor_methods()
+    sys.meta_path.insert(0, _Finder(_torch_facade()))
+    return True
+
+
+IS_INSTALLED = install()
+"""True on a machine without CUDA, after the replacements are in place."""

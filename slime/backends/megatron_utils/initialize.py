@@ -1,0 +1,117 @@
+"""Megatron's parallel groups and random states for one rank, from the flags.
+
+The default process group exists already: ``slime.backends.train_worker`` (or the tool's own main) made it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from argparse import Namespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils import cpu_platform
+
+# isort: split
+from megatron.core import config as megatron_config
+from megatron.core import mpu, tensor_parallel
+
+from slime.utils.errors import ConfigError
+from slime.utils.misc import load_function
+
+logger = logging.getLogger(__name__)
+
+
+def init(args: Namespace) -> None:
+    """Build the parallel groups, seed every generator, and call the user's init hook.
+
+    Args:
+        args: complete Megatron flags (after ``validate_megatron_arguments``).
+
+    Raises:
+        ConfigError: there is no default process group, or its size does not fit the parallel sizes.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("torch.distributed is not initialised; call init_process_group before initialize.init.")
+    initialize_parallel_state(args)
+    set_random_seed(args.seed, data_parallel_random_init=args.data_parallel_random_init)
+    if args.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    if args.enable_experimental:
+        megatron_config.set_experimental_flag(True)
+    if args.custom_megatron_init_path:
+        load_function(args.custom_megatron_init_path)(args)
+
+
+def initialize_parallel_state(args: Namespace) -> None:
+    """Make Megatron's groups over the default group, in the order tensor, context, expert, data, pipeline.
+
+    Groups that exist already are kept when their sizes are those asked for.
+
+    Raises:
+        ConfigError: the sizes do not divide the world, or differ from the groups that exist.
+    """
+    sizes = {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "context": args.context_parallel_size,
+    }
+    needed = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+    world_size = dist.get_world_size()
+    if world_size % needed:
+        raise ConfigError(
+            f"The training group has {world_size} ranks; tensor {sizes['tensor']} x pipeline {sizes['pipeline']} x "
+            f"context {sizes['context']} = {needed} must divide that; change --actor-num-nodes, "
+            "--actor-num-gpus-per-node or the parallel sizes."
+        )
+    if mpu.is_initialized():
+        existing = {
+            "tensor": mpu.get_tensor_model_parallel_world_size(),
+            "pipeline": mpu.get_pipeline_model_parallel_world_size(),
+            "context": mpu.get_context_parallel_world_size(),
+        }
+        if existing != sizes:
+            raise ConfigError(f"Parallel groups exist with sizes {existing}; the flags ask for {sizes}.")
+        return
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=args.enable_gloo_process_groups,
+    )
+    logger.info(
+        "Parallel groups: tensor %d, context %d, pipeline %d, data %d, expert %d.",
+        sizes["tensor"],
+        sizes["context"],
+        sizes["pipeline"],
+        mpu.get_data_parallel_world_size(),
+        mpu.get_expert_model_parallel_world_size(),
+    )
+
+
+def set_random_seed(seed: int, *, data_parallel_random_init: bool = False) -> None:
+    """Seed Python, numpy, torch and Megatron's tensor-parallel generators.
+
+    Pipeline stages differ by 100 (their layers must not start equal); data-parallel ranks share a seed unless
+    ``data_parallel_random_init`` is set.
+    """
+    if seed < 0:
+        raise ConfigError(f"--seed is {seed}; it must be 0 or more.")
+    seed = seed + 100 * mpu.get_pipeline_model_parallel_rank()
+    if data_parallel_random_init:
+        seed = seed + 10 * mpu.get_data_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if torch.cuda.is_available() or cpu_platform.IS_INSTALLED:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)

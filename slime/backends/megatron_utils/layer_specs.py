@@ -1,0 +1,144 @@
+"""The layers of a GPT model, built from megatron-core's modules with our norm and our packed attention.
+
+megatron-core's ready-made specs need TransformerEngine for packed sequences and for norms under sequence parallelism.
+The names on disk are TransformerEngine's all the same (a fused ``linear_qkv.layer_norm_weight``), so that checkpoints
+are exchanged with a Megatron that has it.
+"""
+
+from __future__ import annotations
+
+from slime.backends.megatron_utils import cpu_platform, wheel_fixes  # noqa: F401
+
+# isort: split
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.norm import Norm
+from slime.utils.errors import ConfigError
+
+
+class LayerProvider(LocalSpecProvider):
+    """Which classes the specs use: plain parallel linear layers, :class:`Norm`, :class:`PackedAttention`."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """One norm for every place."""
+        return Norm
+
+    def core_attention(self) -> type:
+        """Attention over packed sequences."""
+        return PackedAttention
+
+
+def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
+    """For each layer of the whole model, whether it has experts.
+
+    Raises:
+        ConfigError: the pattern of ``--moe-layer-freq`` is not as long as the model.
+    """
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [index % frequency == 0 for index in range(config.num_layers)]
+    if len(frequency) != config.num_layers:
+        raise ConfigError(
+            f"--moe-layer-freq has {len(frequency)} entries; --num-layers is {config.num_layers}; give one per layer."
+        )
+    return [bool(entry) for entry in frequency]
+
+
+def get_layer_spec(config: TransformerConfig, *, is_moe: bool = False) -> ModuleSpec:
+    """One transformer layer: norm, self-attention, norm, MLP or experts."""
+    provider = LayerProvider()
+    mlp = get_mlp_module_spec_for_backend(
+        provider,
+        num_experts=config.num_moe_experts if is_moe else None,
+        # Without TransformerEngine the grouped experts of megatron-core need another package: one expert at a time.
+        moe_grouped_gemm=False,
+    )
+    attention = _latent_attention_spec(config) if config.multi_latent_attention else _attention_spec(config)
+    keys_map = {}
+    if not config.multi_latent_attention:
+        keys_map["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not is_moe:
+        keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys_map,
+        ),
+    )
+
+
+def get_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, and the final norm."""
+    pattern = moe_layer_pattern(config)
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    specs = [get_layer_spec(config, is_moe=is_moe) for is_moe in pattern[offset : offset + num_layers]]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def _attention_spec(config: TransformerConfig) -> ModuleSpec:
+    """Multi-head or grouped-query attention."""
+    provider = LayerProvider()
+    qk_norm = Norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_linear(),
+            core_attention=PackedAttention,
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _latent_attention_spec(config: TransformerConfig) -> ModuleSpec:
+    """Multi-latent attention.
+
+    The down projections are replicated.  As column-parallel layers their gradients are wrong: the gather behind them
+    only splits the incoming gradient, so what the other ranks' heads contribute is lost.
+    """
+    from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
+
+    provider = LayerProvider()
+    column = provider.column_parallel_linear()
+    latent_norm = Norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=column,
+            core_attention=PackedAttention,
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=latent_norm,
+            kv_layernorm=latent_norm,
+        ),
+    )

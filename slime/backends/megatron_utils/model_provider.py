@@ -1,0 +1,181 @@
+"""Flags to model: which layers, which head, which parameters stay frozen."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.config_builders import transformer_config_from_args
+from slime.backends.megatron_utils.layer_specs import get_block_spec
+from slime.utils.errors import ConfigError
+from slime.utils.misc import load_function
+
+logger = logging.getLogger(__name__)
+
+ModelProvider = Callable[..., torch.nn.Module]
+
+
+class ValueHead(torch.nn.Linear):
+    """The critic's output layer: one value per token instead of vocabulary logits, replicated over tensor ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """A [1, hidden_size] projection; under sequence parallelism its gradient is summed over the tensor group."""
+        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(config.hidden_size, 1, bias=False, device=device, dtype=config.params_dtype)
+        self.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.weight.data.normal_(mean=0.0, std=config.init_method_std)
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> Any:
+        """[t, 1, hidden] to fp32 [t, 1, 1], with the None that megatron-core's linear layers return as bias."""
+        values = super().forward(hidden).float()
+        if self.sequence_parallel:
+            # Every tensor rank computes the same loss from the gathered values: its gradient is split, not summed.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
+    """A function that builds this rank's part of the model.
+
+    Args:
+        args: complete Megatron flags.
+        role: "critic" puts a value head where the vocabulary projection is; any other is a language model.
+
+    Returns:
+        ``provider(pre_process=True, post_process=True, vp_stage=None) -> GPTModel``, whose forward without labels
+        gives the logits [1, T, vocab / tensor ranks] in the model's dtype.
+
+    Raises:
+        ConfigError: ``--spec`` or ``--custom-model-provider-path`` cannot be imported.
+    """
+    if args.custom_model_provider_path:
+        build: ModelProvider = _custom_provider(args, role)
+    else:
+        build = _gpt_provider(args, role)
+
+    def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> torch.nn.Module:
+        model = build(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        freeze_parameters(model, only_train=args.only_train_params_name_list, freeze=args.freeze_params_name_list)
+        return model
+
+    return provider
+
+
+def freeze_parameters(
+    model: torch.nn.Module, *, only_train: Iterable[str] | None = None, freeze: Iterable[str] | None = None
+) -> int:
+    """Take parameters out of training by regular expressions over their names; gives the number left trainable.
+
+    Args:
+        model: its parameters are changed in place.
+        only_train: where given, parameters that match none of these are frozen.
+        freeze: parameters that match any of these are frozen.
+    """
+    only_train, freeze = list(only_train or ()), list(freeze or ())
+    num_trainable = 0
+    for name, parameter in model.named_parameters():
+        if only_train and not any(re.search(pattern, name) for pattern in only_train):
+            parameter.requires_grad_(False)
+        if any(re.search(pattern, name) for pattern in freeze):
+            parameter.requires_grad_(False)
+        num_trainable += parameter.requires_grad
+    return num_trainable
+
+
+def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
+    """The standard model: megatron-core's GPTModel with the layers of ``--spec``, or ours."""
+    config = transformer_config_from_args(args)
+    spec_source = load_spec(args.spec) if args.spec else None
+
+    def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+        spec = get_block_spec(config, vp_stage=vp_stage)
+        if spec_source is not None:
+            spec = resolve_spec(spec_source, args, config, vp_stage)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            # A critic has no vocabulary projection that could share the embedding.
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights and role != "critic",
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            vp_stage=vp_stage,
+        )
+        if role == "critic" and post_process:
+            model.output_layer = ValueHead(config)
+        return model
+
+    return build
+
+
+def _custom_provider(args: Namespace, role: str) -> ModelProvider:
+    """The user's provider; ``vp_stage`` and ``role`` are passed when its signature has them."""
+    function = load_function(args.custom_model_provider_path)
+    known = inspect.signature(function).parameters
+
+    def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> torch.nn.Module:
+        options = {"vp_stage": vp_stage, "role": role, "args": args}
+        given = {name: value for name, value in options.items() if name in known}
+        model = function(pre_process=pre_process, post_process=post_process, **given)
+        if role == "critic" and post_process and not isinstance(model.output_layer, ValueHead):
+            model.output_layer = ValueHead(model.config)
+        return model
+
+    return build
+
+
+def load_spec(path: list[str]) -> Any:
+    """What ``--spec MODULE FUNC`` names: a function or a ready spec.
+
+    Raises:
+        ConfigError: the module or the name does not exist.
+    """
+    if len(path) != 2:
+        raise ConfigError(f"--spec is {' '.join(path)!r}; give two words, a module and a name in it.")
+    try:
+        found = import_module(tuple(path))
+    except ImportError as error:
+        raise ConfigError(f"--spec {path[0]} {path[1]} cannot be imported: {error}.") from error
+    if found is None:
+        raise ConfigError(f"--spec {path[0]} {path[1]}: the module has no name {path[1]!r}.")
+    return found
+
+
+def resolve_spec(
+    source: Any, args: Namespace, config: TransformerConfig, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layer spec for one pipeline stage; a function is called as (args, config, vp_stage)."""
+    if isinstance(source, (ModuleSpec, TransformerBlockSubmodules)):
+        return source
+    try:
+        parameters = inspect.signature(source).parameters
+    except TypeError:
+        raise ConfigError(f"--spec {' '.join(args.spec)} is {type(source).__name__}; a function is needed.") from None
+    if len(parameters) >= 3:
+        return source(args, config, vp_stage)
+    return source(args, config) if len(parameters) == 2 else source(config)

@@ -1,0 +1,61 @@
+"""RMSNorm and LayerNorm that work with and without CUDA, under sequence parallelism and with a zero-centred weight.
+
+megatron-core's own torch norm refuses the last two, and its fused ones need TransformerEngine or Apex.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.utils.errors import ConfigError
+
+
+class Norm(torch.nn.Module):
+    """Normalise the last dimension, computed in fp32, returned in the input's dtype.
+
+    With ``--apply-layernorm-1p`` the stored weight is the distance from one.  Under sequence parallelism each rank sees
+    a slice of the tokens, so the parameters are marked for the gradient sum over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        """Args:
+        config: decides the kind of norm, the weight's centre, dtype and device.
+        hidden_size: size of the last dimension.
+        eps: added to the variance (or mean square).
+        """
+        super().__init__()
+        if config.normalization not in ("RMSNorm", "LayerNorm"):
+            raise ConfigError(f"--normalization is {config.normalization!r}; RMSNorm and LayerNorm are known.")
+        self.shape = (hidden_size,)
+        self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
+        factory = {"dtype": config.params_dtype, "device": device}
+        initial = torch.zeros if self.is_zero_centered else torch.ones
+        self.weight = torch.nn.Parameter(initial(hidden_size, **factory))
+        self.bias: torch.nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **factory))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x / rms(x) * weight`` or ``(x - mean) / std * weight + bias``, of the shape and dtype of ``x``."""
+        if not self.is_zero_centered:
+            if self.bias is None:
+                return F.rms_norm(x, self.shape, self.weight, self.eps)
+            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        # 1 + weight would round in bf16: the sum and the product are taken in fp32.
+        weight = self.weight.float() + 1.0
+        if self.bias is None:
+            return F.rms_norm(x.float(), self.shape, weight, self.eps).to(x.dtype)
+        return F.layer_norm(x.float(), self.shape, weight, self.bias.float(), self.eps).to(x.dtype)

@@ -1,0 +1,301 @@
+"""What follows from the trainer's flags, and what they may not say together.
+
+:func:`derived_arguments` is pure: it returns the attributes to set, and ``arguments.py`` sets them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.config_builders import (
+    ddp_config_from_args,
+    optimizer_config_from_args,
+    params_dtype,
+    transformer_config_from_args,
+)
+from slime.backends.megatron_utils.hf_config_check import read_hf_config
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def derived_arguments(args: Namespace) -> dict[str, Any]:
+    """The attributes of ``args`` that follow from the flags.
+
+    Raises:
+        ConfigError: a flag that others are derived from is missing or impossible.
+    """
+    for flag, value in (
+        ("--num-layers", args.num_layers),
+        ("--hidden-size", args.hidden_size),
+        ("--num-attention-heads", args.num_attention_heads),
+    ):
+        if not value or value < 1:
+            raise ConfigError(f"{flag} is {value}; the model needs it; source a file of scripts/models or give it.")
+    derived: dict[str, Any] = {}
+    for derive in (_precision, _world, _layout, _shape, _vocabulary, _schedule, _checkpoint, _kernels):
+        derived |= derive(args)
+    return derived
+
+
+def _precision(args: Namespace) -> dict[str, Any]:
+    """One of bf16, fp16, fp32; by default bf16 with CUDA and fp32 without."""
+    asked = [name for name in ("bf16", "fp16", "fp32") if vars(args).get(name)]
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join('--' + name for name in asked)} are given; a run has one precision.")
+    precision = asked[0] if asked else "bf16" if torch.cuda.is_available() else "fp32"
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise ConfigError("--fp16 needs CUDA; use --fp32 or --bf16 on CPU.")
+    bf16, fp16 = precision == "bf16", precision == "fp16"
+    return {
+        "bf16": bf16,
+        "fp16": fp16,
+        "fp32": not (bf16 or fp16),
+        "params_dtype": params_dtype(bf16=bf16, fp16=fp16),
+        # Gradients of bf16 parameters are summed in fp32, as Megatron does.
+        "accumulate_allreduce_grads_in_fp32": args.accumulate_allreduce_grads_in_fp32 or bf16,
+    }
+
+
+def _world(args: Namespace) -> dict[str, Any]:
+    """Ranks of the trainer and how many of them are data-parallel."""
+    world_size = vars(args).get("world_size") or 1
+    if "actor_num_nodes" in vars(args):
+        world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
+    model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world_size % model_size:
+        raise ConfigError(
+            f"The trainer has {world_size} GPUs; --tensor-model-parallel-size {args.tensor_model_parallel_size} x "
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} x --context-parallel-size "
+            f"{args.context_parallel_size} = {model_size} must divide that; change --actor-num-nodes, "
+            "--actor-num-gpus-per-node or one of the sizes."
+        )
+    return {
+        "rank": vars(args).get("rank") or 0,
+        "world_size": world_size,
+        "data_parallel_size": world_size // model_size,
+        "use_distributed_optimizer": True,
+        "variable_seq_lengths": True,
+    }
+
+
+def _layout(args: Namespace) -> dict[str, Any]:
+    """Virtual pipeline stages, sequence parallelism, recompute."""
+    pipeline = args.pipeline_model_parallel_size
+    virtual = args.virtual_pipeline_model_parallel_size or args.num_virtual_stages_per_pipeline_rank
+    if args.num_layers_per_virtual_pipeline_stage:
+        per_rank, rest = divmod(args.num_layers, pipeline)
+        if rest or per_rank % args.num_layers_per_virtual_pipeline_stage:
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage is {args.num_layers_per_virtual_pipeline_stage}; it must "
+                f"divide the layers of a pipeline rank, {args.num_layers} / {pipeline}."
+            )
+        virtual = per_rank // args.num_layers_per_virtual_pipeline_stage
+    virtual = virtual if virtual and virtual > 1 else None
+    if virtual and pipeline == 1:
+        raise ConfigError("Virtual pipeline stages need --pipeline-model-parallel-size of at least 2; it is 1.")
+    sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
+    return {
+        "virtual_pipeline_model_parallel_size": virtual,
+        "microbatch_group_size_per_vp_stage": args.microbatch_group_size_per_vp_stage or pipeline,
+        "overlap_p2p_comm": args.overlap_p2p_comm and virtual is not None,
+        "sequence_parallel": sequence_parallel,
+        "recompute_granularity": args.recompute_granularity or ("selective" if args.recompute_activations else None),
+        "moe_token_dispatcher_type": "alltoall"
+        if args.moe_token_dispatcher_type == "allgather"
+        else args.moe_token_dispatcher_type,
+    }
+
+
+def _shape(args: Namespace) -> dict[str, Any]:
+    """Sizes that follow from others, as Megatron derives them."""
+    ffn = args.ffn_hidden_size
+    if ffn is None:
+        ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
+    if args.num_query_groups is not None and not args.group_query_attention and not args.multi_latent_attention:
+        raise ConfigError(
+            f"--num-query-groups is {args.num_query_groups} without --group-query-attention; give both or neither."
+        )
+    kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    seq_length = args.seq_length or 4096
+    position_type = args.position_embedding_type
+    if args.use_rotary_position_embeddings:
+        position_type = "rope"
+    elif position_type == "learned_absolute" and not args.add_position_embedding:
+        position_type = "none"
+    return {
+        "ffn_hidden_size": ffn,
+        "kv_channels": kv_channels,
+        "num_query_groups": args.num_query_groups or args.num_attention_heads,
+        "seq_length": seq_length,
+        "max_position_embeddings": args.max_position_embeddings or seq_length,
+        "position_embedding_type": position_type,
+        "rope_type": args.rope_type or ("yarn" if args.multi_latent_attention else "rope"),
+    }
+
+
+def _vocabulary(args: Namespace) -> dict[str, Any]:
+    """Vocabulary, its padding for tensor parallelism, and the tokenizer's name."""
+    vocab_size = args.vocab_size
+    if vocab_size is None and args.hf_checkpoint:
+        vocab_size = read_hf_config(args.hf_checkpoint).get("vocab_size")
+    if not vocab_size:
+        raise ConfigError("--vocab-size is not given, and no --hf-checkpoint whose config.json tells it; give one.")
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    padded = args.padded_vocab_size or -(-vocab_size // multiple) * multiple
+    if padded < vocab_size or padded % args.tensor_model_parallel_size:
+        raise ConfigError(
+            f"--padded-vocab-size is {padded}; it must be at least --vocab-size {vocab_size} and a multiple of "
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}."
+        )
+    return {
+        "vocab_size": vocab_size,
+        "padded_vocab_size": padded,
+        "tokenizer_model": args.tokenizer_model or args.hf_checkpoint,
+        "tokenizer_type": args.tokenizer_type or "HuggingFaceTokenizer",
+    }
+
+
+def _schedule(args: Namespace) -> dict[str, Any]:
+    """Weight decay at both ends."""
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are given; the warm-up has one length.")
+    start, end = args.start_weight_decay, args.end_weight_decay
+    return {
+        "start_weight_decay": args.weight_decay if start is None else start,
+        "end_weight_decay": args.weight_decay if end is None else end,
+    }
+
+
+def _checkpoint(args: Namespace) -> dict[str, Any]:
+    """How Megatron checkpoints are written; recorded in them."""
+    return {
+        "use_persistent_ckpt_worker": True,
+        "ckpt_assume_constant_structure": True,
+        "ckpt_fully_parallel_load": True,
+        "ckpt_fully_parallel_save": True,
+        "dist_ckpt_save_pre_mcore_014": True,
+    }
+
+
+_NEED_TRANSFORMER_ENGINE = {
+    "moe_grouped_gemm": "experts are computed one after the other",
+    "moe_permute_fusion": "tokens are permuted by plain torch",
+    "moe_router_fusion": "the router is plain torch",
+    "apply_rope_fusion": "rotary embeddings are plain torch",
+    "use_precision_aware_optimizer": "optimizer states are fp32",
+    "tp_comm_overlap": "tensor-parallel communication is not overlapped",
+    "gradient_accumulation_fusion": "gradients are accumulated by plain torch",
+    "persist_layer_norm": "the norm is slime's own",
+    "memory_efficient_layer_norm": "the norm is slime's own",
+    "masked_softmax_fusion": "attention is slime's own",
+    "use_te_rng_tracker": "random states are Megatron's own",
+    "use_te_activation_func": "activations are plain torch",
+}
+"""Switch -> what happens instead, with slime's own layers, which use no TransformerEngine."""
+
+_REFUSED_WITHOUT_TRANSFORMER_ENGINE = ("fp8", "fp4", "fp8_param", "fp4_param", "use_kitchen", "use_kitchen_attention")
+
+
+def _kernels(args: Namespace) -> dict[str, Any]:
+    """Switch off what slime's layers do otherwise, and say so once."""
+    values = vars(args)
+    derived: dict[str, Any] = {}
+    for name, instead in _NEED_TRANSFORMER_ENGINE.items():
+        if values[name]:
+            derived[name] = False
+            logger.info("--%s needs TransformerEngine's layers; instead, %s.", name.replace("_", "-"), instead)
+    if args.transformer_impl != "local":
+        derived["transformer_impl"] = "local"
+        logger.info("--transformer-impl %s: the model is built from slime's own layers.", args.transformer_impl)
+    has_deepep = importlib.util.find_spec("deep_ep") is not None
+    if (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex") and not has_deepep:
+        derived |= {"moe_enable_deepep": False, "moe_token_dispatcher_type": "alltoall"}
+        logger.info("DeepEP is not installed; experts are reached by --moe-token-dispatcher-type alltoall.")
+    if args.optimizer_cpu_offload and not torch.cuda.is_available():
+        derived |= {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
+        logger.info("--optimizer-cpu-offload: there is no CUDA; the optimizer is on the CPU anyway.")
+    return derived
+
+
+def check_arguments(args: Namespace) -> None:
+    """Refuse combinations that cannot work; ``args`` are complete.
+
+    Raises:
+        ConfigError: with the flags, their values and what is allowed.
+    """
+    _check_kernels(args)
+    _check_layout(args)
+    transformer_config_from_args(args)
+    optimizer_config_from_args(args)
+    ddp_config_from_args(args)
+
+
+def _check_kernels(args: Namespace) -> None:
+    for name in _REFUSED_WITHOUT_TRANSFORMER_ENGINE:
+        if vars(args)[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} needs TransformerEngine's layers, which slime has not; drop it."
+            )
+    if args.attention_dropout:
+        raise ConfigError(f"--attention-dropout is {args.attention_dropout}; packed attention has none; use 0.0.")
+    if args.mtp_num_layers:
+        raise ConfigError(
+            f"--mtp-num-layers is {args.mtp_num_layers}; the model here has no MTP layers; drop the flag."
+        )
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        raise ConfigError(
+            "--only-train-params-name-list and --freeze-params-name-list are given; they exclude each other."
+        )
+
+
+def _check_layout(args: Namespace) -> None:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    divided = {"--num-attention-heads": args.num_attention_heads, "--ffn-hidden-size": args.ffn_hidden_size}
+    for flag, value in divided.items():
+        if value % tensor:
+            raise ConfigError(f"{flag} is {value}; --tensor-model-parallel-size {tensor} must divide it.")
+    groups = args.num_query_groups
+    if args.num_attention_heads % groups:
+        raise ConfigError(
+            f"--num-query-groups is {groups}; it must divide --num-attention-heads {args.num_attention_heads}."
+        )
+    if groups % tensor and tensor % groups:
+        raise ConfigError(
+            f"--num-query-groups is {groups}; --tensor-model-parallel-size {tensor} must divide it or be a multiple."
+        )
+    if args.multi_latent_attention and tensor > 1 and not args.sequence_parallel:
+        raise ConfigError(
+            "--multi-latent-attention with --tensor-model-parallel-size above 1 needs --sequence-parallel: without "
+            "it the gradients of the replicated down projections are wrong."
+        )
+    if args.num_experts and tensor > 1 and not args.sequence_parallel:
+        raise ConfigError(
+            "--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel; megatron-core trains "
+            "experts under tensor parallelism only with it."
+        )
+    if args.num_experts and args.num_experts % args.expert_model_parallel_size:
+        raise ConfigError(
+            f"--num-experts is {args.num_experts}; --expert-model-parallel-size {args.expert_model_parallel_size} "
+            "must divide it."
+        )
+    if not args.num_experts and args.expert_model_parallel_size > 1:
+        raise ConfigError("--expert-model-parallel-size is above 1, but the model has no --num-experts.")
+    uneven = [args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers]
+    if pipeline == 1 and any(count is not None for count in uneven):
+        raise ConfigError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
+            "--pipeline-model-parallel-size of at least 2; it is 1."
+        )
+    if all(count is None for count in uneven) and args.pipeline_model_parallel_layout is None:
+        stages = pipeline * (args.virtual_pipeline_model_parallel_size or 1)
+        if args.num_layers % stages:
+            raise ConfigError(
+                f"--num-layers is {args.num_layers}; the {stages} pipeline stages must divide it, or give "
+                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers."
+            )
