@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import time
-import weakref
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ GET_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 30.0
 RETRY_WAIT_S = 1.0
 KEEPALIVE_S = 4.0
-"""Shorter than the 5 s after which SGLang's server drops an idle connection, so that we rarely write into a closed one."""
+"""Below the 5 s after which SGLang's server drops an idle connection, so that we rarely write into a closed one."""
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, asyncio.TimeoutError)
 
@@ -71,9 +70,7 @@ class _Client:
     max_connections: int = 0
     """0 is no limit."""
     transport: PostTransport | None = None
-    sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = field(default_factory=dict)
     """A connection belongs to the event loop that made it."""
 
 
@@ -104,6 +101,8 @@ def _session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     session = _CLIENT.sessions.get(loop)
     if session is None or session.closed:
+        for dead_loop in [other for other in _CLIENT.sessions if other.is_closed()]:
+            del _CLIENT.sessions[dead_loop]
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=_CLIENT.max_connections, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),

@@ -1,0 +1,290 @@
+"""Where groups of prompts come from, where returned groups go, and how both survive a restart.
+
+A *group* is ``--n-samples-per-prompt`` copies of one data row.  Which group comes next depends only on the seed and
+on how many were taken before: the position is a handful of counters, saved beside every checkpoint.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import logging
+import os
+import pickle
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.rollout.buffer import check_groups, check_taken, groups_from_state, groups_to_state, pop_first
+from slime.rollout.prompt_dataset import Dataset
+from slime.utils.errors import ConfigError, DataError
+from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.types import Sample
+
+__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first", "state_path"]
+
+logger = logging.getLogger(__name__)
+
+
+def state_path(folder: str, rollout_id: int) -> Path:
+    """The file that holds the state after rollout ``rollout_id``."""
+    return Path(folder) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
+
+
+class DataSource(abc.ABC):
+    """What ``--data-source-path`` must provide."""
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """The next ``num_samples`` groups."""
+
+    @abc.abstractmethod
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Take groups back; they come again before new ones."""
+
+    @abc.abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """Store the state after rollout ``rollout_id``."""
+
+    @abc.abstractmethod
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restore the state after rollout ``rollout_id``."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Prompts in an epoch."""
+
+
+class RolloutDataSource(DataSource):
+    """Groups from ``--prompt-data``, epoch after epoch.
+
+    Invariant: ``sample_offset`` rows of epoch ``epoch_id`` were taken, and every row of the epochs before it.
+    Without a prompt file (``--disable-rollout-global-dataset``) groups hold empty samples.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.epoch_id = 0
+        self.sample_group_index = 0
+        self.sample_index = 0
+        self.sample_offset = 0
+        self.metadata: dict[str, Any] = {}
+        self.dataset: Dataset | None = None
+        if args.rollout_global_dataset and args.prompt_data is not None:
+            self.dataset = self._open_dataset()
+            if args.rollout_shuffle:
+                self.dataset.shuffle(self.epoch_id)
+
+    def _open_dataset(self) -> Dataset:
+        args = self.args
+        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+        processor = load_processor(args.hf_checkpoint, trust_remote_code=True)
+        if args.dump_details is not None:
+            tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
+            if processor is not None:
+                processor.save_pretrained(Path(args.dump_details) / "processor")
+        return Dataset(
+            args.prompt_data,
+            tokenizer,
+            processor,
+            args.rollout_max_prompt_len,
+            prompt_key=args.input_key,
+            multimodal_keys=args.multimodal_keys,
+            label_key=args.label_key,
+            tool_key=args.tool_key,
+            metadata_key=args.metadata_key,
+            seed=args.rollout_seed,
+            apply_chat_template=args.apply_chat_template,
+            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        )
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """The next ``num_samples`` groups; at the end of an epoch the next one begins."""
+        return [self._new_group(row) for row in self._next_rows(num_samples)]
+
+    def _next_rows(self, num_rows: int) -> list[Sample]:
+        if self.dataset is None:
+            return [Sample() for _ in range(num_rows)]
+        rows: list[Sample] = []
+        while len(rows) < num_rows:
+            if self.sample_offset >= len(self.dataset):
+                self.epoch_id += 1
+                self.sample_offset = 0
+                if self.args.rollout_shuffle:
+                    self.dataset.shuffle(self.epoch_id)
+            stop = min(len(self.dataset), self.sample_offset + num_rows - len(rows))
+            rows.extend(self.dataset.samples[self.sample_offset : stop])
+            self.sample_offset = stop
+        return rows
+
+    def _new_group(self, row: Sample) -> list[Sample]:
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy.deepcopy(row)
+            sample.group_index = self.sample_group_index
+            sample.index = self.sample_index
+            self.sample_index += 1
+            group.append(sample)
+        self.sample_group_index += 1
+        return group
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Refused: this source has no buffer."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot take groups back; "
+            "set --data-source-path slime.rollout.data_source.RolloutDataSourceWithBuffer."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The present state; later calls of this object do not change it."""
+        return {
+            "sample_offset": self.sample_offset,
+            "epoch_id": self.epoch_id,
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "metadata": copy.deepcopy(self.metadata),
+            "num_prompts": len(self),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.sample_offset = state["sample_offset"]
+        self.epoch_id = state["epoch_id"]
+        self.sample_group_index = state["sample_group_index"]
+        self.sample_index = state["sample_index"]
+        self.metadata = copy.deepcopy(state.get("metadata") or {})
+        num_prompts = state.get("num_prompts", len(self))
+        if num_prompts != len(self):
+            logger.warning(
+                "The data had %d prompts when its position was saved and has %d now (--prompt-data %s): "
+                "some prompts of epoch %d will be repeated or left out.",
+                num_prompts,
+                len(self),
+                self.args.prompt_data,
+                self.epoch_id,
+            )
+        if self.dataset is not None and self.args.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
+
+    def save(self, rollout_id: int, state: Mapping[str, Any] | None = None) -> None:
+        """Store the state after rollout ``rollout_id`` under ``--save``, whole or not at all.
+
+        Args:
+            rollout_id: the last rollout that the state counts as consumed.
+            state: an earlier ``state_dict()`` to store in place of the present one, for callers that have taken
+                later groups already.
+        """
+        if self.args.save is None:
+            raise ConfigError("The data source cannot be saved: --save is not set.")
+        _save_atomically(dict(self.state_dict() if state is None else state), state_path(self.args.save, rollout_id))
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Go on from the state stored after rollout ``rollout_id`` under ``--load``.
+
+        Args:
+            rollout_id: by default the one before ``args.start_rollout_id``.  Below 0 nothing was consumed yet, and
+                there is nothing to load.
+
+        Raises:
+            DataError: a rollout was done before, but its state is missing or cannot be read.
+        """
+        if rollout_id is None:
+            rollout_id = (self.args.start_rollout_id or 0) - 1
+        if rollout_id < 0:
+            return
+        if self.args.load is None:
+            logger.warning("Rollout %d begins at the start of the data: --load is not set.", rollout_id + 1)
+            return
+        path = state_path(self.args.load, rollout_id)
+        if path.is_file():
+            self.load_state_dict(_load_state(path))
+            logger.info("Data position after rollout %d restored from %s", rollout_id, path)
+        elif self.dataset is not None:
+            raise DataError(
+                f"Training goes on at rollout {rollout_id + 1}, but the data position {path} is missing; it is saved "
+                "together with every checkpoint. Restore the file, load an earlier checkpoint with --ckpt-step, or "
+                "begin anew with --start-rollout-id 0."
+            )
+
+    def __len__(self) -> int:
+        """Prompts in an epoch; 0 without a prompt file."""
+        return 0 if self.dataset is None else len(self.dataset)
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The default source: returned groups first, then new ones.
+
+    Invariant: a group is in the buffer or was handed out, never both.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__(args)
+        self.buffer: list[list[Sample]] = []
+        self.buffer_filter = pop_first if args.buffer_filter_path is None else load_function(args.buffer_filter_path)
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """The next ``num_samples`` groups, those that the buffer filter picks before new ones."""
+        groups = self._take_from_buffer(num_samples)
+        return groups + super().get_samples(num_samples - len(groups))
+
+    def _take_from_buffer(self, num_samples: int) -> list[list[Sample]]:
+        if not self.buffer or num_samples <= 0:
+            return []
+        taken = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        return check_taken(taken, self.buffer, num_samples, self.args.buffer_filter_path or "pop_first")
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Put groups at the end of the buffer: aborted ones and finished ones that were not needed."""
+        check_groups(samples, self.args.n_samples_per_prompt)
+        self.buffer.extend(samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The present state, the buffer included; later changes of the samples do not change it."""
+        return super().state_dict() | {"buffer": groups_to_state(self.buffer)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``; one without a buffer empties the buffer."""
+        super().load_state_dict(state)
+        self.buffer = groups_from_state(state.get("buffer") or [])
+
+    def get_buffer_length(self) -> int:
+        """Groups in the buffer."""
+        return len(self.buffer)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Notes that plug-ins keep with the data position."""
+        return self.metadata
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add to the notes; they are saved and restored with the position."""
+        self.metadata.update(metadata)
+
+
+def _save_atomically(state: dict[str, Any], path: Path) -> None:
+    """Write beside ``path`` and rename, so that a crash leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _load_state(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise DataError(
+            f"The data position {path} cannot be read ({type(error).__name__}: {error}); "
+            "load an earlier checkpoint with --ckpt-step."
+        ) from error

@@ -1,0 +1,60 @@
+"""``--rollout-sample-hook-path``: user code that sees each sample after generation and before its reward."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slime.utils.errors import HookError
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+_CURRENT: dict[str, int | None] = {"rollout_id": None}
+"""The rollout in progress; hooks run deep inside generation, which does not carry its number."""
+
+
+def set_current_rollout_id(rollout_id: int | None) -> None:
+    """Name the rollout that hooks are told of from now on."""
+    _CURRENT["rollout_id"] = rollout_id
+
+
+async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation: bool = False, **kwargs: Any) -> Any:
+    """Run every hook, in the order of the flags, on each sample of ``value``.
+
+    Args:
+        args: the run's arguments; ``rollout_sample_hook_path`` lists the hooks.
+        value: a sample, or a list of samples as a fan-out generate function returns.
+        evaluation: whether the samples are of an evaluation.
+        kwargs: further facts for hooks that ask for them by name; ``rollout_id`` is among them in any case.
+
+    Returns:
+        ``value`` with samples replaced by those that hooks returned.
+
+    Raises:
+        HookError: a hook returned neither a sample nor None.
+    """
+    paths = getattr(args, "rollout_sample_hook_path", None) or []
+    if not paths:
+        return value
+    if isinstance(value, list):
+        return [await apply_rollout_sample_hooks(args, item, evaluation=evaluation, **kwargs) for item in value]
+    facts = {"rollout_id": _CURRENT["rollout_id"], "evaluation": evaluation, **kwargs}
+    for path in [paths] if isinstance(paths, str) else paths:
+        hook = load_function(path)
+        returned = hook(args, value, **_accepted(hook, facts))
+        if inspect.isawaitable(returned):
+            returned = await returned
+        if returned is not None and not isinstance(returned, Sample):
+            raise HookError(f"{path} returned {type(returned).__name__}; a sample hook must return a Sample or None.")
+        value = value if returned is None else returned
+    return value
+
+
+def _accepted(hook: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``facts`` that the hook has a parameter for."""
+    parameters = inspect.signature(hook).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(facts)
+    return {name: value for name, value in facts.items() if name in parameters}

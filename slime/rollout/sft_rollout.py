@@ -1,0 +1,70 @@
+"""Supervised fine-tuning as a rollout: the responses are in the data, and no engine is asked.
+
+Each row's prompt is a whole conversation; the loss mask marks what the assistant says in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from typing import Any
+
+from slime.utils.errors import ConfigError, DataError
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
+
+
+@functools.cache
+def _mask_generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMaskGenerator:
+    tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=True)
+    return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type)
+
+
+def generate_rollout(
+    args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
+) -> list[list[Sample]]:
+    """``--rollout-batch-size`` groups of one finished sample each.
+
+    Raises:
+        ConfigError: asked to evaluate, or for several samples of a prompt.
+        DataError: a prompt is not a conversation, or nothing in it is trained.
+    """
+    if evaluation:
+        raise ConfigError("sft_rollout cannot evaluate: there is nothing to generate. Set --eval-function-path.")
+    if args.n_samples_per_prompt != 1:
+        raise ConfigError(
+            f"--n-samples-per-prompt is {args.n_samples_per_prompt}; sft_rollout needs 1: a row has one response."
+        )
+    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type)
+    groups = data_buffer.get_samples(args.rollout_batch_size)
+    for group in groups:
+        for sample in group:
+            fill_from_conversation(sample, generator)
+    return groups
+
+
+def fill_from_conversation(sample: Sample, generator: MultiTurnLossMaskGenerator) -> None:
+    """Set tokens, mask and length of a sample whose prompt is a conversation.
+
+    The response begins at the first trained token; what lies between the assistant's turns belongs to it, masked.
+    """
+    if not isinstance(sample.prompt, list):
+        raise DataError(
+            f"Sample {sample.index} has a prompt of text; sft_rollout needs messages. "
+            "Point --input-key to a list of messages and leave --apply-chat-template off."
+        )
+    if sample.multimodal_inputs:
+        raise DataError(f"Sample {sample.index} has images or videos; sft_rollout reads text only.")
+    token_ids, loss_mask = generator.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools"))
+    [response_length] = generator.get_response_lengths([loss_mask])
+    if response_length == 0:
+        raise DataError(
+            f"Sample {sample.index} has no token to train: no message of the assistant, or all of them have "
+            f"step_loss_mask 0. Its roles are {[message.get('role') for message in sample.prompt]}."
+        )
+    sample.tokens = token_ids
+    sample.response_length = response_length
+    sample.loss_mask = loss_mask[-response_length:]
+    sample.reward = 0
+    sample.status = Sample.Status.COMPLETED

@@ -1,0 +1,271 @@
+"""Which tokens of a conversation are trained: those the assistant would have generated.
+
+``MultiTurnLossMaskGenerator(tokenizer, type).get_loss_mask(messages)`` gives token ids and a mask of equal length.
+The types differ in how a conversation becomes text:
+
+* ``qwen``: every message is rendered by itself and the pieces are joined.
+* ``qwen3``: the same, but among dummy user messages, so that the template treats each assistant message as the newest
+  and keeps its thinking (an empty ``<think>`` block included).
+* ``qwen3_5``: the conversation is rendered once, as the template has it; assistant turns are found in the text.
+* ``distill_qwen``: the first message is the prompt, the last one the response.
+
+In the first three, the end-of-turn token and the newline after it are trained, the turn's header is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime.utils.errors import ConfigError, DataError
+
+Message = dict[str, Any]
+TokensAndMask = tuple[list[int], list[int]]
+
+TURN_BEGIN = "<|im_start|>assistant\n"
+TURN_END = "<|im_end|>"
+THINK_BEGIN = "<think>\n"
+DISTILL_ASSISTANT_TOKEN = "<\uff5cAssistant\uff5c>"
+_DUMMY: Message = {"role": "user", "content": "FOR TESTING ONLY"}
+
+
+def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
+    """Of each mask, the number of tokens from the first 1 to the end; 0 when there is no 1."""
+    return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
+
+
+class MultiTurnLossMaskGenerator:
+    """Token ids and loss masks of conversations, by one tokenizer and one type.
+
+    Invariant: ids and mask have equal length; a mask has 1 only inside turns of the assistant whose
+    ``step_loss_mask`` is absent or 1.
+    """
+
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_type = tokenizer_type
+        generators: dict[str, Callable[..., TokensAndMask]] = {
+            "qwen": self.gen_multi_turn_loss_mask_qwen,
+            "qwen3": self.gen_multi_turn_loss_mask_qwen3,
+            "qwen3_5": self.gen_multi_turn_loss_mask_qwen3_5,
+            "distill_qwen": self.gen_multi_turn_loss_mask_distill_qwen,
+        }
+        if tokenizer_type not in generators:
+            raise ConfigError(f"--loss-mask-type is {tokenizer_type!r}; it must be one of {', '.join(generators)}.")
+        if tokenizer_type == "qwen" and DISTILL_ASSISTANT_TOKEN in _added_tokens(tokenizer):
+            tokenizer_type = "distill_qwen"
+        self._generate = generators[tokenizer_type]
+
+    def get_loss_mask(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
+        """``(token_ids, loss_mask)`` of a conversation.
+
+        Args:
+            messages: chat messages; ``step_loss_mask`` other than 1 leaves that message untrained.
+            tools: tool descriptions, rendered at the head of the conversation.
+
+        Raises:
+            DataError: the template does not render the conversation in a way the type can take apart.
+        """
+        if not messages:
+            raise DataError("A conversation without messages has no loss mask.")
+        return self._generate(messages, tools)
+
+    def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
+        """The module's function of that name."""
+        return get_response_lengths(loss_masks)
+
+    def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_mask: Sequence[int]) -> list[str]:
+        """The trained stretches of a conversation, decoded."""
+        return [self.tokenizer.decode(list(token_ids[begin:end])) for begin, end in _runs(loss_mask)]
+
+    def get_loss_mask_with_multimodal_alignment(
+        self, messages: list[Message], input_ids: Sequence[int], tools: list[Any] | None = None
+    ) -> TokensAndMask:
+        """``(input_ids, loss_mask)`` where ``input_ids`` came from a processor that expanded images into tokens.
+
+        The assistant's turns hold no images: each is found in ``input_ids`` with its header, in order.
+        """
+        texts = [_text_only(message) for message in messages]
+        text_ids, text_mask = self.get_loss_mask(texts, tools)
+        steps = [message for message in messages if message["role"] == "assistant"]
+        header_length = len(self._encode(self._generation_prompt()))
+        ids = list(input_ids)
+        mask = [0] * len(ids)
+        cursor = 0
+        for (begin, end), message in zip(_runs(text_mask), steps, strict=True):
+            needle = text_ids[max(0, begin - header_length) : end]
+            found = _find(ids, needle, cursor)
+            if found < 0:
+                raise DataError(f"The assistant's turn {self.tokenizer.decode(needle)!r} is not in the input ids.")
+            cursor = found + len(needle)
+            mask[cursor - (end - begin) : cursor] = [_step_mask(message)] * (end - begin)
+        return ids, mask
+
+    def gen_multi_turn_loss_mask_qwen(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
+        """Each message rendered by itself, without the system block that the template puts before it."""
+        implied = self._implied_system_text()
+
+        def text_of(unit: list[Message], is_first: bool) -> str:
+            text = self._render(unit, tools if is_first else None)
+            if is_first or unit[0]["role"] == "system":
+                return text
+            return _without_prefix(text, implied, unit)
+
+        return self._join_units(messages, text_of)
+
+    def gen_multi_turn_loss_mask_qwen3(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
+        """Each message rendered as the newest one: the first before a dummy user message, the others after one."""
+        dummy_text = self._render([_DUMMY])
+        dummy_tail = _without_prefix(self._render([_DUMMY, _DUMMY]), dummy_text, [_DUMMY])
+
+        def text_of(unit: list[Message], is_first: bool) -> str:
+            if not is_first:
+                return _without_prefix(self._render([_DUMMY, *unit]), dummy_text, unit)
+            text = self._render([*unit, _DUMMY], tools)
+            if not text.endswith(dummy_tail):
+                raise DataError(f"The chat template renders {unit[0]['role']!r} messages that depend on later ones.")
+            return text.removesuffix(dummy_tail)
+
+        return self._join_units(messages, text_of)
+
+    def gen_multi_turn_loss_mask_qwen3_5(
+        self, messages: list[Message], tools: list[Any] | None = None
+    ) -> TokensAndMask:
+        """The conversation rendered once; turns of the assistant are found in the text, token by offsets."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ConfigError("--loss-mask-type qwen3_5 needs a fast tokenizer (tokenizer.json), which gives offsets.")
+        text = self._render(messages, tools)
+        steps = [_step_mask(message) for message in messages if message["role"] == "assistant"]
+        spans = _assistant_spans(text)
+        if len(spans) != len(steps):
+            raise DataError(
+                f"The rendered conversation has {len(spans)} turns of the assistant for {len(steps)} such messages; "
+                f"{TURN_BEGIN!r} must begin exactly those."
+            )
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = [0] * len(encoded["input_ids"])
+        trained = [span for span, step in zip(spans, steps, strict=True) if step]
+        for index, (begin, end) in enumerate(encoded["offset_mapping"]):
+            mask[index] = int(end > begin and any(first <= begin and end <= last for first, last in trained))
+        return list(encoded["input_ids"]), mask
+
+    def gen_multi_turn_loss_mask_distill_qwen(
+        self, messages: list[Message], tools: list[Any] | None = None
+    ) -> TokensAndMask:
+        """The first message with the generation prompt, untrained, then the content of the last one."""
+        prompt_ids = self._encode(self._render(messages[:1], tools, add_generation_prompt=True))
+        response_ids = self._encode(messages[-1]["content"])
+        return prompt_ids + response_ids, [0] * len(prompt_ids) + [_step_mask(messages[-1])] * len(response_ids)
+
+    def _join_units(self, messages: list[Message], text_of: Callable[[list[Message], bool], str]) -> TokensAndMask:
+        """Ids and masks of the pieces, one after the other; ChatML's turn marks keep token boundaries at the seams."""
+        prompt_ids = self._encode(self._generation_prompt())
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+        for number, unit in enumerate(_units(messages)):
+            unit_ids = self._encode(text_of(unit, number == 0))
+            token_ids += unit_ids
+            if unit[0]["role"] == "assistant":
+                header = _common_prefix(prompt_ids, unit_ids) if number else _header_end(unit_ids, prompt_ids)
+                loss_mask += [0] * header + [_step_mask(unit[0])] * (len(unit_ids) - header)
+            else:
+                loss_mask += [0] * len(unit_ids)
+        return token_ids, loss_mask
+
+    def _implied_system_text(self) -> str:
+        """What the template puts before a conversation that has no system message."""
+        one, two = self._render([_DUMMY]), self._render([_DUMMY, _DUMMY])
+        return one[: 2 * len(one) - len(two)]
+
+    def _generation_prompt(self) -> str:
+        """The header that the template writes for the assistant to go on."""
+        return _without_prefix(self._render([_DUMMY], add_generation_prompt=True), self._render([_DUMMY]), [_DUMMY])
+
+    def _render(
+        self, messages: list[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _units(messages: list[Message]) -> list[list[Message]]:
+    """Messages one by one, neighbouring tool messages together: templates put those into one turn."""
+    units: list[list[Message]] = []
+    for message in messages:
+        if units and message["role"] == "tool" and units[-1][0]["role"] == "tool":
+            units[-1].append(message)
+        else:
+            units.append([message])
+    return units
+
+
+def _step_mask(message: Message) -> int:
+    return int(message.get("step_loss_mask", 1) == 1)
+
+
+def _added_tokens(tokenizer: Any) -> Any:
+    return tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
+
+
+def _without_prefix(text: str, prefix: str, unit: list[Message]) -> str:
+    if not text.startswith(prefix):
+        raise DataError(
+            f"The chat template renders a {unit[0]['role']!r} message differently after other messages; "
+            "--loss-mask-type qwen3_5 renders the conversation as a whole."
+        )
+    return text[len(prefix) :]
+
+
+def _common_prefix(first: list[int], second: list[int]) -> int:
+    """Number of leading ids that two lists share."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def _header_end(ids: list[int], header: list[int]) -> int:
+    """Where the assistant's header ends in the first turn of a conversation, which a system block may precede."""
+    found = _find(ids, header, 0)
+    return found + len(header) if found >= 0 else _common_prefix(header, ids)
+
+
+def _find(ids: list[int], needle: list[int], start: int) -> int:
+    """First position from ``start`` on where ``needle`` lies in ``ids``; -1 when there is none."""
+    last = len(ids) - len(needle)
+    return next((i for i in range(start, last + 1) if ids[i : i + len(needle)] == needle), -1)
+
+
+def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """``[begin, end)`` of each stretch of ones."""
+    edges = [i for i in range(len(mask) + 1) if (mask[i] if i < len(mask) else 0) != (mask[i - 1] if i else 0)]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _assistant_spans(text: str) -> list[tuple[int, int]]:
+    """``[begin, end)`` characters of what the assistant generates in each of its turns."""
+    spans = []
+    header = text.find(TURN_BEGIN)
+    while header >= 0:
+        begin = header + len(TURN_BEGIN)
+        if text.startswith(THINK_BEGIN, begin):
+            begin += len(THINK_BEGIN)
+        end = text.find(TURN_END, begin)
+        if end < 0:
+            raise DataError(f"A turn of the assistant has no {TURN_END!r}: {text[header : header + 80]!r}.")
+        end += len(TURN_END)
+        end += text.startswith("\n", end)
+        spans.append((begin, end))
+        header = text.find(TURN_BEGIN, end)
+    return spans
+
+
+def _text_only(message: Message) -> Message:
+    """The message with its text parts joined and everything else left out; every turn counts as trained."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part if isinstance(part, str) else part.get("text", "") for part in content)
+    return {**{key: value for key, value in message.items() if key != "step_loss_mask"}, "content": content}
