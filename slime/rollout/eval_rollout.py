@@ -1,0 +1,205 @@
+"""Evaluation: every prompt of every ``--eval-prompt-data`` set, answered and graded.
+
+Nothing is filtered, aborted or given back; each sample goes through ``generate_and_rm`` with ``evaluation=True``
+and its own copy of the data set's sampling parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import uuid
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from slime.rollout.abort import timeout_error
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.eval_config import EvalDatasetConfig
+from slime.rollout.generate_group import restart_if_broken, restart_point
+from slime.rollout.groups import Entry, is_finished, leaf_samples
+from slime.rollout.prompt_dataset import Dataset
+from slime.rollout.replaceable import entry_points
+from slime.rollout.waiting import DEFAULT_ROLLOUT_TIMEOUT_S, DeadlineExceeded, LongWait, cancel_all
+from slime.utils.errors import ConfigError, EngineError
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+MAX_SAMPLE_ATTEMPTS = 3
+"""How often a sample that came back aborted, though nobody aborted it, is generated."""
+
+_datasets: dict[Any, Dataset] = {}
+"""Loaded evaluation sets: they are the same in every evaluation."""
+
+
+async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
+    """All of ``args.eval_datasets`` at once.
+
+    Returns:
+        ``data[name] = {"rewards": [...], "truncated": [...], "samples": [...]}``, in the order of the prompts.
+
+    Raises:
+        ConfigError: ``--group-rm`` is set, which has no meaning for single answers.
+        EngineError: no engine answered, or ``--rollout-timeout-s`` passed.
+    """
+    if args.group_rm:
+        raise ConfigError(
+            "--group-rm is set, and evaluation grades each answer by itself. Turn evaluation off "
+            "(--eval-interval), or give the evaluation a function of its own with --eval-function-path."
+        )
+    tasks = [
+        asyncio.create_task(eval_rollout_single_dataset(args, rollout_id, config)) for config in args.eval_datasets
+    ]
+    try:
+        results = await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
+    return RolloutFnEvalOutput(data={name: result for part in results for name, result in part.items()})
+
+
+async def eval_rollout_single_dataset(
+    args: Namespace, rollout_id: int, dataset_cfg: EvalDatasetConfig
+) -> dict[str, dict[str, list[Any]]]:
+    """One data set: ``{name: {"rewards", "truncated", "samples"}}``.
+
+    Rewards are numbers: of a reward that is a dict, the entry ``--eval-reward-key`` (else ``--reward-key``).
+    """
+    samples = _samples_of(args, dataset_cfg)
+    params = eval_sampling_params(args, dataset_cfg)
+    num_copies = dataset_cfg.n_samples_per_eval_prompt
+    tasks = [
+        asyncio.create_task(_evaluate(args, sample, _params_of_copy(args, params, position % num_copies)))
+        for position, sample in enumerate(samples)
+    ]
+    await _wait_for_all(args, rollout_id, dataset_cfg.name, tasks)
+    leaves = [leaf for task in tasks for leaf in leaf_samples(task.result())]
+    key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
+    return {
+        dataset_cfg.name: {
+            "rewards": [_reward_number(leaf, key, dataset_cfg.name) for leaf in leaves],
+            "truncated": [leaf.status == Sample.Status.TRUNCATED for leaf in leaves],
+            "samples": leaves,
+        }
+    }
+
+
+def eval_sampling_params(args: Namespace, dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
+    """The ``sampling_params`` of one data set; stop and detokenizer options fall back to the ``--rollout-*`` flags."""
+
+    def first_set(value: Any, fallback: Any) -> Any:
+        return fallback if value is None else value
+
+    params: dict[str, Any] = {
+        "temperature": dataset_cfg.temperature,
+        "top_p": dataset_cfg.top_p,
+        "top_k": dataset_cfg.top_k,
+        "max_new_tokens": dataset_cfg.max_response_len,
+        "stop": first_set(dataset_cfg.stop, args.rollout_stop),
+        "stop_token_ids": first_set(dataset_cfg.stop_token_ids, args.rollout_stop_token_ids),
+        "skip_special_tokens": first_set(dataset_cfg.skip_special_tokens, args.rollout_skip_special_tokens),
+        "no_stop_trim": first_set(dataset_cfg.no_stop_trim, True),
+        "spaces_between_special_tokens": False,
+    }
+    for name in ("repetition_penalty", "min_new_tokens"):
+        if getattr(dataset_cfg, name) is not None:
+            params[name] = getattr(dataset_cfg, name)
+    return params
+
+
+def _params_of_copy(args: Namespace, params: Mapping[str, Any], copy_index: int) -> dict[str, Any]:
+    """Parameters of the ``copy_index``-th answer to a prompt: its own copy, and its own seed when deterministic."""
+    own = copy.deepcopy(dict(params))
+    if getattr(args, "sglang_enable_deterministic_inference", False):
+        own["sampling_seed"] = args.rollout_seed + copy_index
+    return own
+
+
+def _samples_of(args: Namespace, dataset_cfg: EvalDatasetConfig) -> list[Sample]:
+    """A fresh sample for every answer wanted, prompt by prompt."""
+    dataset = _load_dataset(args, dataset_cfg)
+    samples = []
+    for prompt in dataset.samples:
+        for _ in range(dataset_cfg.n_samples_per_eval_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.index = len(samples)
+            sample.session_id = str(uuid.uuid4())
+            sample.metadata = dataset_cfg.inject_metadata(sample.metadata)
+            sample.custom_rm_path = dataset_cfg.custom_rm_path
+            sample.generate_function_path = dataset_cfg.custom_generate_function_path
+            samples.append(sample)
+    return samples
+
+
+def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig) -> Dataset:
+    """The data set of a config, read once."""
+    key = (
+        dataset_cfg.cache_key,
+        args.hf_checkpoint,
+        dataset_cfg.apply_chat_template,
+        repr(dataset_cfg.multimodal_keys),
+        repr(dataset_cfg.apply_chat_template_kwargs),
+        args.eval_max_prompt_len,
+    )
+    if key not in _datasets:
+        state = entry_points().GenerateState(args)
+        _datasets[key] = Dataset(
+            dataset_cfg.path,
+            state.tokenizer,
+            state.processor,
+            args.eval_max_prompt_len,
+            prompt_key=dataset_cfg.input_key,
+            label_key=dataset_cfg.label_key,
+            tool_key=dataset_cfg.tool_key,
+            metadata_key=dataset_cfg.metadata_key,
+            multimodal_keys=dataset_cfg.multimodal_keys,
+            apply_chat_template=dataset_cfg.apply_chat_template,
+            apply_chat_template_kwargs=dataset_cfg.apply_chat_template_kwargs,
+        )
+    return _datasets[key]
+
+
+async def _evaluate(args: Namespace, sample: Sample, params: dict[str, Any]) -> Entry:
+    """One graded answer; an answer that an engine broke off is continued, a few times."""
+    start: Entry = sample
+    for _ in range(MAX_SAMPLE_ATTEMPTS):
+        before = restart_point(args, start)
+        entry = await entry_points().generate_and_rm(args, start, dict(params), evaluation=True)
+        if is_finished(entry):
+            return entry
+        start = restart_if_broken(entry, before)
+    raise EngineError(
+        f"Evaluation sample {sample.index} was broken off {MAX_SAMPLE_ATTEMPTS} times. Engines abort requests that do "
+        "not fit their context; look at their logs and at --eval-max-prompt-len."
+    )
+
+
+async def _wait_for_all(args: Namespace, rollout_id: int, name: str, tasks: list[asyncio.Task[Entry]]) -> None:
+    timeout_s = getattr(args, "rollout_timeout_s", DEFAULT_ROLLOUT_TIMEOUT_S)
+    wait = LongWait(f"eval {name} at rollout {rollout_id}", len(tasks), timeout_s=timeout_s)
+    pending = set(tasks)
+    try:
+        while pending:
+            done = await wait.first_completed(pending, lambda: (sum(task.done() for task in tasks), "answers"))
+            for task in done:
+                task.result()
+            pending -= done
+    except DeadlineExceeded:
+        num_done = sum(task.done() for task in tasks)
+        raise await timeout_error(args, f"The evaluation of {name}", wait, num_done, len(tasks)) from None
+    finally:
+        wait.close()
+        await cancel_all(pending)
+
+
+def _reward_number(sample: Sample, key: str | None, name: str) -> Any:
+    """The number to average."""
+    if key is None or not isinstance(sample.reward, dict):
+        return sample.reward
+    if key not in sample.reward:
+        raise ConfigError(
+            f"The reward of evaluation set {name} has no entry {key!r}; it has {', '.join(map(str, sample.reward))}. "
+            "Set --eval-reward-key (or --reward-key) to one of these."
+        )
+    return sample.reward[key]

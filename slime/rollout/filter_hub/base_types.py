@@ -1,0 +1,72 @@
+"""What a dynamic sampling filter answers, and what the rollout loop makes of the answer.
+
+The filters themselves are in ``dynamic_sampling_filters``; the loop that asks them in
+``slime.rollout.sglang_rollout``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.utils.errors import HookError
+
+
+@dataclass
+class DynamicFilterOutput:
+    """One filter's verdict on one finished group."""
+
+    keep: bool
+    reason: str | None = None
+    """Why the group goes; it names the metric ``rollout/dynamic_filter/drop_{reason}``."""
+    keep_when_insufficient: bool = False
+    """A rejected group is kept all the same when dropping it would call for another wave of prompts."""
+
+
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """The verdict of ``fn``, whichever of the two answers it gives: a DynamicFilterOutput, or a plain truth value.
+
+    Without a filter every group is kept.  Truth values may be Python's, numpy's or a tensor of one element.
+    """
+    if fn is None:
+        return DynamicFilterOutput(keep=True)
+    output = fn(*args, **kwargs)
+    if isinstance(output, DynamicFilterOutput):
+        return output
+    if output is None or isinstance(output, str | list | tuple | dict):
+        raise HookError(
+            f"The dynamic sampling filter {getattr(fn, '__name__', fn)} returned {type(output).__name__}; it must "
+            "return a DynamicFilterOutput or a bool. Change the function that --dynamic-sampling-filter-path names."
+        )
+    return DynamicFilterOutput(keep=bool(output))
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """True when the group goes.
+
+    Args:
+        remaining_batch_size: groups kept so far plus groups still being generated, this one included.
+        target_data_size: groups that the rollout needs.
+    """
+    if output.keep:
+        return False
+    return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
+
+
+class MetricGatherer:
+    """Counts the dropped groups by reason."""
+
+    def __init__(self) -> None:
+        self._drops: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Count one dropped group; a filter that gave no reason counts as ``unspecified``."""
+        self._drops[reason or "unspecified"] += 1
+
+    def collect(self) -> dict[str, int]:
+        """``rollout/dynamic_filter/drop_{reason}`` for every reason seen."""
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self._drops.items())}

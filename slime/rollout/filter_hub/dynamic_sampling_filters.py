@@ -1,0 +1,37 @@
+"""Stock values of ``--dynamic-sampling-filter-path``: drop the groups whose rewards are all alike.
+
+Such a group has no advantage under a group-relative estimator, so its tokens would cost training time and teach
+nothing.
+Source: DAPO, arXiv:2503.14476, sec. 3.2.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.groups import Group, leaf_samples
+
+MIN_REWARD_STD = 1e-6
+
+
+def check_reward_nonzero_std(args: Namespace, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
+    """Keep the group when the unbiased standard deviation of its rewards is above 1e-6.
+
+    A fanned-out group (lists of samples) is judged by all of its samples.  A group of one sample has no deviation
+    and is dropped.
+    """
+    rewards = [float(sample.get_reward_value(args)) for sample in leaf_samples(samples)]
+    std = torch.tensor(rewards, dtype=torch.float64).std() if len(rewards) > 1 else torch.zeros(())
+    keep = bool(std > MIN_REWARD_STD)
+    return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Namespace, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
+    """As ``check_reward_nonzero_std``, but a dull group still serves when dropping it would leave too few."""
+    output = check_reward_nonzero_std(args, samples, **kwargs)
+    output.keep_when_insufficient = True
+    return output

@@ -1,0 +1,143 @@
+"""One sample, one request: build the payload, post it, append what comes back.
+
+A sample that already holds tokens (a partial rollout) is continued: its tokens are the input, and its response so far
+counts against ``max_new_tokens``.  Rewards, hooks and concurrency are the business of ``generate_group``.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from typing import Any
+
+from slime.rollout.direct_workers import post_to_worker, router_would_drop
+from slime.rollout.replaceable import entry_points
+from slime.utils.errors import DataError, EngineError
+from slime.utils.http_utils import post
+from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
+    """The URL of ``endpoint`` at the router of one served model; the default router when the name has none."""
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    ip, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
+    return f"http://{ip}:{port}{endpoint}"
+
+
+def _prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any) -> list[int]:
+    """The token ids to send: what the sample holds already, else its prompt, tokenised.
+
+    Multimodal prompts go through the processor, whose other outputs (pixels, grids) stay on the sample for the
+    trainer.
+    """
+    is_prepared = not sample.multimodal_inputs or sample.multimodal_train_inputs is not None
+    if sample.tokens and is_prepared:
+        return list(sample.tokens)
+    if not isinstance(sample.prompt, str):
+        raise DataError(
+            f"The prompt of sample {sample.index} is {type(sample.prompt).__name__}, not text; the engine needs text. "
+            "Pass --apply-chat-template, or render the messages in --custom-generate-function-path."
+        )
+    if processor is not None and sample.multimodal_inputs:
+        outputs = processor(text=sample.prompt, **build_processor_kwargs(sample.multimodal_inputs))
+        prompt_ids = _first_row(outputs["input_ids"])
+        train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
+        sample.multimodal_train_inputs = train_inputs or None
+    else:
+        prompt_ids = tokenizer.encode(sample.prompt, add_special_tokens=False)
+    response_ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+    return list(prompt_ids) + list(response_ids)
+
+
+def _first_row(input_ids: Any) -> list[int]:
+    """The only row of a processor's batch, as a list."""
+    rows = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
+    return list(rows[0]) if rows and isinstance(rows[0], list) else rows
+
+
+def _payload(args: Namespace, sample: Sample, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
+    if getattr(args, "use_rollout_routing_replay", False):
+        payload["return_routed_experts"] = True
+    images = (sample.multimodal_inputs or {}).get("images")
+    if images:
+        payload["text"] = f"{sample.prompt}{sample.response}"
+        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
+    else:
+        payload["input_ids"] = input_ids
+    return payload
+
+
+async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fill ``sample`` with one answer of the engine: tokens, log-probs, text, status.
+
+    Returns the same object.  Its status ends as COMPLETED (stop), TRUNCATED (length) or ABORTED (stopped by us).
+
+    Raises:
+        EngineError: no engine answered, after the retries of the HTTP client, or the answer is not usable.
+    """
+    if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
+        raise DataError(
+            f"Sample {sample.index} is {sample.status.value}; only pending and aborted samples can be generated. "
+            "Look at the data source or the custom generate function that handed it over."
+        )
+    state = entry_points().GenerateState(args)
+    input_ids = _prepare_prompt_ids(sample, state.tokenizer, state.processor)
+    if not sample.tokens:
+        sample.tokens = list(input_ids)
+
+    params = dict(sampling_params)
+    if params.get("max_new_tokens") is not None:
+        params["max_new_tokens"] -= sample.response_length
+        if params["max_new_tokens"] <= 0:
+            sample.status = Sample.Status.TRUNCATED
+            return sample
+
+    payload = _payload(args, sample, input_ids, params)
+    try:
+        output = await _send(args, sample, payload)
+    except EngineError:
+        if not state.aborted:
+            raise
+        # The rollout is over and this answer is not needed; what the sample held before stays valid.
+        logger.warning("Sample %s lost its engine during the abort; it keeps its earlier tokens.", sample.index)
+        sample.status = Sample.Status.ABORTED
+        return sample
+    _append_output(args, sample, output)
+    return sample
+
+
+async def _send(args: Namespace, sample: Sample, payload: dict[str, Any]) -> Any:
+    """Post through the router, or straight to a worker when the router would lose a field that matters."""
+    if router_would_drop(payload):
+        return await post_to_worker(args, payload, routing_key=sample.session_id)
+    is_sticky = getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id
+    headers = {"X-SMG-Routing-Key": sample.session_id} if is_sticky else None
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    return await post(url, payload, headers=headers)
+
+
+def _append_output(args: Namespace, sample: Sample, output: Any) -> None:
+    """Append one engine answer to the sample."""
+    if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
+        raise EngineError(
+            f"The engine answered sample {sample.index} with {str(output)[:300]!r}; /generate must give an object "
+            "with 'text' and 'meta_info'. Look at the log of the engine or the router."
+        )
+    meta_info = output["meta_info"]
+    if "finish_reason" not in meta_info or not isinstance(meta_info["finish_reason"], dict):
+        raise EngineError(
+            f"The engine's answer for sample {sample.index} has no finish_reason: {str(meta_info)[:300]}. "
+            "Look at the log of the engine."
+        )
+    items = meta_info.get("output_token_logprobs") or []
+    sample.append_response_tokens(
+        args,
+        tokens=[item[1] for item in items],
+        log_probs=[item[0] for item in items],
+        meta_info=meta_info,
+        text=output.get("text") or "",
+    )

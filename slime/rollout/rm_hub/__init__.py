@@ -1,0 +1,91 @@
+"""Rewards: which grader a sample gets, and the graders themselves, one a file.
+
+The first of these decides: ``sample.custom_rm_path``, ``--custom-rm-path``, ``sample.metadata["rm_type"]``,
+``--rm-type``.  A type with the prefix ``boxed_`` grades the last boxed answer instead of the whole response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
+from slime.rollout.rm_hub.math_utils import extract_answer as extract_boxed_answer
+from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.rollout.rm_hub.remote import remote_rm
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+__all__ = [
+    "RM_TYPES",
+    "async_rm",
+    "batched_async_rm",
+    "compute_gpqa_reward",
+    "compute_ifbench_reward",
+    "compute_score_dapo",
+    "extract_boxed_answer",
+    "f1_score",
+    "get_deepscaler_rule_based_reward",
+    "grade_answer_verl",
+    "remote_rm",
+]
+
+BOXED_PREFIX = "boxed_"
+
+_GRADERS: dict[str, Callable[[Sample], Any]] = {
+    "deepscaler": lambda sample: get_deepscaler_rule_based_reward(sample.response, sample.label),
+    "dapo": lambda sample: compute_score_dapo(sample.response, sample.label),
+    "math": lambda sample: 1 if grade_answer_verl(sample.response, sample.label) else 0,
+    "f1": lambda sample: f1_score(sample.response, str(sample.label))[0],
+    "gpqa": lambda sample: compute_gpqa_reward(sample.response, sample.label, sample.metadata),
+    "ifbench": lambda sample: compute_ifbench_reward(sample.response, sample.label, sample.metadata),
+    "random": lambda sample: random.randint(0, 1),
+}
+RM_TYPES = ("remote_rm", *_GRADERS)
+"""What ``--rm-type`` may be, each also with the prefix ``boxed_``."""
+
+_MAY_BLOCK = frozenset({"deepscaler", "math", "ifbench"})
+
+
+async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
+    """The reward of one sample: a number, or a dict for ``--reward-key`` to choose from.
+
+    Raises:
+        NotImplementedError: no grader has the name given, or none was given.
+    """
+    path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+    if path:
+        return await load_function(path)(args, sample, **kwargs)
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    rm_type = (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
+    if rm_type.startswith(BOXED_PREFIX):
+        rm_type = rm_type.removeprefix(BOXED_PREFIX)
+        sample = copy.copy(sample)
+        sample.response = extract_boxed_answer(sample.response) or ""
+    if rm_type == "remote_rm":
+        return await remote_rm(args, sample)
+    if rm_type not in _GRADERS:
+        raise NotImplementedError(
+            f"The reward type {rm_type!r} does not exist; it may be {', '.join(RM_TYPES)}, each also with the prefix "
+            f"{BOXED_PREFIX}. Set --rm-type, --custom-rm-path or the sample's metadata['rm_type']."
+        )
+    if rm_type in _MAY_BLOCK:
+        # Off the event loop: sympy may take seconds, and other samples' requests must go on.
+        return await asyncio.to_thread(_GRADERS[rm_type], sample)
+    return _GRADERS[rm_type](sample)
+
+
+async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:
+    """The rewards of several samples, in order: one call of ``--custom-rm-path`` with the list, else one by one."""
+    path = getattr(args, "custom_rm_path", None)
+    if path:
+        return await load_function(path)(args, samples, **kwargs)
+    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))

@@ -1,0 +1,34 @@
+r"""``--rm-type deepscaler``: the boxed answer after the thinking part, graded as in ``math_utils``.
+
+A response counts only if it ends its thinking (``</think>``) or starts its answer (``###Response``); models that do
+neither get 0 and want ``--rm-type math``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.rollout.rm_hub.math_utils import extract_answer, is_same_answer, truth_of_label
+
+THINKING_END = "</think>"
+ANSWER_START = "###Response"
+
+
+def answer_part(response: str) -> str | None:
+    """What follows the last ``</think>``, else the first ``###Response``; None without either."""
+    if THINKING_END in response:
+        return response.rsplit(THINKING_END, 1)[1]
+    if ANSWER_START in response:
+        return response.split(ANSWER_START)[1]
+    return None
+
+
+def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
+    """1 when the last box of the answer part holds the label, else 0.  A list of labels is met by any of them."""
+    part = answer_part(response)
+    given = None if part is None else extract_answer(part)
+    if given is None:
+        return 0
+    labels = label if isinstance(label, list | tuple) else [label]
+    truths = [truth for truth in map(truth_of_label, labels) if truth is not None]
+    return int(any(is_same_answer(given, truth) for truth in truths))

@@ -1,0 +1,135 @@
+"""Sympy behind a time limit: a small pool of child processes that say whether an expression is zero.
+
+Simplifying what a policy wrote can take for ever, or all memory, inside C code that no thread can interrupt.  So it is
+done in child processes (``symbolic_worker.py``) that end themselves when their time is up; the next question starts a
+new one.  Children are started when the first question comes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import queue
+import select
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from slime.utils.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT_S = 5.0
+"""For one expression, in a running child."""
+START_LIMIT_S = 120.0
+"""For a child to import sympy, on a busy machine."""
+NUM_WORKERS = 2
+
+_WORKER_FILE = Path(__file__).with_name("symbolic_worker.py")
+
+
+class SymbolicWorker:
+    """One child process.  Invariant: at most one question is open, and a child that missed one is never reused."""
+
+    def __init__(self, *, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._time_limit_s = time_limit_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def is_zero(self, expression: str) -> bool:
+        """True when sympy simplifies the expression to 0; False when not, not readable, or not within the limit."""
+        process = self._running()
+        try:
+            return self._ask(process, {"expression": expression}, self._time_limit_s) == {"is_zero": True}
+        except (TimeoutError, OSError, ValueError) as error:
+            logger.info("Sympy gave up on an expression of %d characters: %s", len(expression), error)
+            self.close()
+            return False
+
+    def close(self) -> None:
+        """End the child."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None and not pipe.closed:
+                    try:
+                        pipe.close()
+                    except BrokenPipeError as error:
+                        logger.debug("A question was left unread: %s", error)
+            self._process = None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = subprocess.Popen(
+                [sys.executable, str(_WORKER_FILE), str(self._time_limit_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                self._ask(self._process, {"expression": "1-1"}, START_LIMIT_S)
+            except (TimeoutError, OSError, ValueError) as error:
+                self.close()
+                raise EngineError(
+                    f"The process that runs sympy for the math graders did not start: {error}. Try "
+                    f"'{sys.executable} -c \"import sympy\"'."
+                ) from error
+        return self._process
+
+    @staticmethod
+    def _ask(process: subprocess.Popen[bytes], question: dict[str, str], limit_s: float) -> object:
+        """Send one line, read one line.
+
+        Raises:
+            TimeoutError: no answer in time.
+            OSError, ValueError: the child is gone or broke the protocol.
+        """
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(question).encode() + b"\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], limit_s + 1.0)
+        if not ready:
+            raise TimeoutError(f"no answer within {limit_s:.0f} s")
+        line = process.stdout.readline()
+        if not line:
+            raise OSError("the child ended (time or memory limit)")
+        return json.loads(line)
+
+
+class _Pool:
+    """``NUM_WORKERS`` children, handed out one question at a time.  Safe to call from many threads."""
+
+    def __init__(self) -> None:
+        self._workers = [SymbolicWorker() for _ in range(NUM_WORKERS)]
+        self._idle: queue.LifoQueue[SymbolicWorker] = queue.LifoQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._lock = threading.Lock()
+
+    def is_zero(self, expression: str) -> bool:
+        # Every holder gives its worker back within its limits, so this wait ends.
+        worker = self._idle.get(timeout=3600)
+        try:
+            return worker.is_zero(expression)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        with self._lock:
+            for worker in self._workers:
+                worker.close()
+
+
+_POOL = _Pool()
+atexit.register(_POOL.close)
+
+
+def is_zero(expression: str) -> bool:
+    """True when sympy simplifies the expression to 0 within ``TIME_LIMIT_S`` seconds.
+
+    Expressions are in the notation of a text book: ``2x`` is a product, ``x^2`` a power.
+    """
+    return _POOL.is_zero(expression)

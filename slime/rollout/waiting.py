@@ -1,0 +1,115 @@
+"""A long wait for tasks, with a deadline and a line that says how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TextIO, TypeVar
+
+T = TypeVar("T")
+
+DEFAULT_ROLLOUT_TIMEOUT_S = 86400.0
+LINE_INTERVAL_S = 15.0
+REDRAW_INTERVAL_S = 0.5
+_BAR_CELLS = 24
+
+
+class DeadlineExceeded(Exception):
+    """The wait's time is up.  Whoever waits turns it into an EngineError that says what was waited for."""
+
+
+class LongWait:
+    """Deadline and progress line of one wait.
+
+    On a terminal the line is redrawn in place; elsewhere a new line is written every ``LINE_INTERVAL_S`` seconds, so
+    that a short wait writes nothing.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        *,
+        timeout_s: float = DEFAULT_ROLLOUT_TIMEOUT_S,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.title = title
+        self.total = total
+        self.timeout_s = timeout_s
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._is_terminal = self._stream.isatty()
+        self._interval_s = REDRAW_INTERVAL_S if self._is_terminal else LINE_INTERVAL_S
+        self._start_s = clock()
+        self._shown_s = self._start_s
+        self._drew = False
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the wait began."""
+        return self._clock() - self._start_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the deadline; never negative."""
+        return max(0.0, self.timeout_s - self.elapsed_s)
+
+    def show(self, done: int, detail: str = "") -> None:
+        """Draw the line, when it is time to."""
+        if self._clock() - self._shown_s < self._interval_s:
+            return
+        self._shown_s = self._clock()
+        rate = done / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        left = f", about {(self.total - done) / rate:.0f} s left" if rate > 0 and done < self.total else ""
+        filled = _BAR_CELLS * min(done, self.total) // max(self.total, 1)
+        bar = "#" * filled + "." * (_BAR_CELLS - filled)
+        line = f"{self.title} [{bar}] {done}/{self.total}, {self.elapsed_s:.0f} s{left}{detail and ', ' + detail}"
+        self._stream.write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
+        self._stream.flush()
+        self._drew = True
+
+    def close(self) -> None:
+        """End the line on a terminal."""
+        if self._drew and self._is_terminal:
+            self._stream.write("\n")
+            self._stream.flush()
+
+    async def first_completed(
+        self,
+        tasks: Iterable[asyncio.Task[T]],
+        progress: Callable[[], tuple[int, str]],
+        *,
+        wake_s: float = float("inf"),
+    ) -> set[asyncio.Task[T]]:
+        """The tasks that are done, as soon as one is; empty when none was within ``wake_s`` seconds.
+
+        Args:
+            progress: gives the count and the detail of the progress line.
+
+        Raises:
+            DeadlineExceeded: none was done before the deadline.
+        """
+        pending: set[asyncio.Task[Any]] = set(tasks)
+        give_up_s = self._clock() + wake_s
+        while True:
+            if self.remaining_s <= 0:
+                raise DeadlineExceeded
+            left_s = give_up_s - self._clock()
+            if left_s <= 0:
+                return set()
+            timeout_s = min(self._interval_s, self.remaining_s, left_s)
+            done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            self.show(*progress())
+            if done:
+                return done
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until each has ended, so that none of them outlives its rollout."""
+    waiting = list(tasks)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
