@@ -1,0 +1,76 @@
+"""The product's source files, their imports, and the few paths that rules leave out; for the contract tests."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+PRODUCT = ("slime", "slime_plugins", "tools")
+ENTRY_POINTS = ("train.py", "train_async.py")
+
+FACADES = (
+    "slime.utils.arguments",
+    "slime.utils.data",
+    "slime.utils.ppo_utils",
+    "slime.utils.dp_schedule",
+    "slime.utils.eval_config",
+    "slime.utils.memory_utils",
+    "slime.utils.routing_replay",
+    "slime.utils.reloadable_process_group",
+    "slime.utils.trace_utils",
+    "slime.utils.timer",
+    "slime.utils.wandb_utils",
+    "slime.utils.tensorboard_utils",
+    "slime.utils.metric_utils",
+    "slime.utils.logging_utils",
+    "slime.utils.profile_utils",
+    "slime.utils.external_utils.command_utils",
+    "slime.observability.rollout_data_utils",
+    "slime.observability.train_data_utils",
+    "slime.observability.train_metric_utils",
+    "slime.ray.rollout_validation",
+    "slime.backends.megatron_utils.megatron_to_hf.processors",
+    "slime.backends.megatron_utils.kernels.fp8_kernel",
+)
+"""Old import paths that only pass on names from where the code lives now; they may import upwards."""
+
+
+def python_files(repo: Path = REPO) -> Iterator[Path]:
+    """Every source file of the product: packages, tools and the two entry points."""
+    for name in PRODUCT:
+        yield from sorted((repo / name).rglob("*.py"))
+    for name in ENTRY_POINTS:
+        if (repo / name).is_file():
+            yield repo / name
+
+
+def module_name(path: Path, repo: Path = REPO) -> str:
+    """The dotted name of a source file."""
+    return ".".join(path.relative_to(repo).with_suffix("").parts).removesuffix(".__init__")
+
+
+def is_facade(module: str) -> bool:
+    """True for a facade and for the modules below one."""
+    return any(module == facade or module.startswith(facade + ".") for facade in FACADES)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The parsed source of ``path``."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports_of(path: Path, repo: Path = REPO) -> Iterator[tuple[int, str]]:
+    """Every (line, absolute dotted name) that ``path`` imports, lazy and TYPE_CHECKING imports included."""
+    module = module_name(path, repo)
+    # ``from . import x`` in a package's __init__ is relative to the package itself.
+    parents = [*module.split("."), "__init__"] if path.name == "__init__.py" else module.split(".")
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*(parents[: -node.level] if node.level else []), *([node.module] if node.module else [])]
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)

@@ -1,0 +1,77 @@
+"""Every flag that slime accepts has an effect or says that it has none; the founding documents' commands parse."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+
+import pytest
+
+from slime.arguments import parse_flags
+from slime.arguments.historical import HISTORICAL
+from slime.arguments.hooks import HOOKS
+from slime.arguments.not_yet import NOT_YET
+from slime.arguments.parser import Parser, add_slime_arguments
+from tests.contracts.seed_commands import SEED_COMMANDS
+from tests.contracts.source_tree import REPO, module_name, python_files, tree_of
+
+READS_IN_THE_FLAGS_PACKAGE = ("slime.arguments.resolve", "slime.arguments.overlay", "slime.arguments.roles")
+"""Modules of slime.arguments that act on a flag; checking one is not acting on it."""
+
+READ_BY_A_COMPUTED_NAME = {
+    "train_backend": "one choice so far; chosen by the parser",
+}
+"""Flags whose reader does not spell the attribute, and who it is."""
+
+
+def slime_flags() -> dict[str, str]:
+    """Attribute -> flag, of every flag that slime itself owns."""
+    parser = Parser()
+    add_slime_arguments(parser)
+    return {action.dest: action.option_strings[0] for action in parser._actions if action.dest != "help"}
+
+
+def names_read() -> set[str]:
+    """Every attribute read anywhere, and every string that may be one (getattr, tables of names)."""
+    found = set()
+    paths = [*python_files(), *sorted((REPO / "examples").rglob("*.py"))]
+    for path in paths:
+        module = module_name(path)
+        if module.startswith("slime.arguments") and module not in READS_IN_THE_FLAGS_PACKAGE:
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_every_flag_has_a_reader_or_is_refused_or_says_that_it_does_nothing():
+    read = names_read()
+    excused = {*NOT_YET, *HISTORICAL, *READ_BY_A_COMPUTED_NAME}
+    unread = {flag for name, flag in slime_flags().items() if name not in read and name not in excused}
+    assert unread == set()
+
+
+def test_no_table_names_a_flag_that_does_not_exist():
+    assert {*NOT_YET, *HISTORICAL, *READ_BY_A_COMPUTED_NAME} - set(slime_flags()) == set()
+
+
+def test_every_path_flag_is_a_row_of_the_hook_table():
+    not_hooks = {"custom_config_path", "megatron_config_path"}
+    assert {name for name in slime_flags() if name.endswith("_path")} - not_hooks == {hook.dest for hook in HOOKS}
+
+
+def test_every_flag_has_a_help_text():
+    parser = Parser()
+    add_slime_arguments(parser)
+    assert [action.option_strings[0] for action in parser._actions if not action.help] == []
+    assert "--rollout-batch-size" in parser.format_help()
+
+
+@pytest.mark.parametrize("name", SEED_COMMANDS)
+def test_founding_commands_parse(name):
+    words = shlex.split(SEED_COMMANDS[name])
+    args = parse_flags(words)
+    assert all(hasattr(args, word[2:].replace("-", "_")) for word in words if word.startswith("--"))

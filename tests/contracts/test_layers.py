@@ -1,0 +1,158 @@
+"""Imports point down, siblings do not know each other, and each foreign library has its fence.
+
+Lazy imports and imports for type checkers count like any other: what matters is who knows whom.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.contracts.source_tree import REPO, imports_of, is_facade, module_name, python_files, tree_of
+
+LAYERS = (  # lowest first; a package may import only from lower rows
+    ("slime.utils",),
+    ("slime.algorithms", "slime.observability"),
+    ("slime.train_data", "slime.weights", "slime.agent"),
+    ("slime.rollout", "slime.backends.train_worker"),
+    ("slime.backends.sglang_utils", "slime.backends.megatron_utils"),
+    ("slime.arguments",),
+    ("slime.ray",),
+    ("slime_plugins", "tools", "train", "train_async"),
+)
+RANK = {package: rank for rank, row in enumerate(LAYERS) for package in row}
+
+FENCES = {  # library -> who may import it
+    "ray": ("slime.ray", "train", "train_async"),
+    "megatron": ("slime.backends.megatron_utils", "slime_plugins", "tools"),
+    "sglang": (
+        "slime.backends.sglang_utils",
+        "slime.agent.parsing",
+        "slime.backends.megatron_utils.sglang",
+        "slime.backends.megatron_utils.alignment",
+    ),
+    "sglang_router": ("slime.backends.sglang_utils",),
+    "wandb": ("slime.observability",),
+    "tensorboard": ("slime.observability",),
+    "torch.utils.tensorboard": ("slime.observability",),
+}
+
+NO_ARGS = ("slime.algorithms", "slime.train_data", "slime.weights")
+"""Packages whose functions take numbers and configs, never the Namespace of flags."""
+
+WRITES_ARGS = ("slime.arguments", "slime.backends.megatron_utils.arguments", "slime.backends.sglang_utils.arguments")
+"""Who may set attributes of args: the flags' package, and the flag files of the backends on its behalf."""
+
+
+def inside(module: str, packages: tuple[str, ...]) -> bool:
+    """True when ``module`` is one of ``packages`` or lies in one."""
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def package_of(module: str) -> str | None:
+    """The longest layered package that contains ``module``; None when it is not ours."""
+    return max((p for p in RANK if inside(module, (p,))), key=len, default=None)
+
+
+def upward_imports(repo: Path) -> list[str]:
+    """Every import that points up or sideways."""
+    problems = []
+    for path in python_files(repo):
+        module = module_name(path, repo)
+        importer = package_of(module)
+        if importer is None or is_facade(module):
+            continue
+        for line, target in imports_of(path, repo):
+            imported = package_of(target)
+            if module == "slime.arguments.parser" and target.endswith(
+                ("add_megatron_arguments", "add_sglang_arguments")
+            ):
+                continue
+            if imported not in (None, importer) and RANK[imported] >= RANK[importer]:
+                problems.append(f"{path.relative_to(repo)}:{line} ({importer}) imports {target} ({imported})")
+    return problems
+
+
+def fence_breaches(repo: Path) -> list[str]:
+    """Every import of a fenced library from outside its fence."""
+    problems = []
+    for path in python_files(repo):
+        module = module_name(path, repo)
+        for line, target in imports_of(path, repo):
+            for library, allowed in FENCES.items():
+                if inside(target, (library,)) and not inside(module, allowed):
+                    problems.append(f"{path.relative_to(repo)}:{line} imports {target}; only {', '.join(allowed)} may")
+    return problems
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_the_check_finds_an_upward_and_a_lazy_sideways_import_and_nothing_else(tmp_path):
+    write(tmp_path / "slime/utils/misc.py", "from slime.rollout import state\n")
+    write(tmp_path / "slime/backends/megatron_utils/actor.py", "def f():\n    from ..sglang_utils import engine\n")
+    write(tmp_path / "slime/ray/rollout.py", "import slime.rollout.state\nfrom slime.utils import misc\n")
+    assert upward_imports(tmp_path) == [
+        "slime/backends/megatron_utils/actor.py:2 (slime.backends.megatron_utils) imports "
+        "slime.backends.sglang_utils.engine (slime.backends.sglang_utils)",
+        "slime/utils/misc.py:1 (slime.utils) imports slime.rollout.state (slime.rollout)",
+    ]
+
+
+def test_the_check_finds_a_library_outside_its_fence(tmp_path):
+    write(tmp_path / "slime/rollout/generate.py", "def f():\n    import ray.util\n")
+    write(tmp_path / "slime/ray/rollout.py", "import ray\n")
+    assert fence_breaches(tmp_path) == [
+        "slime/rollout/generate.py:2 imports ray.util; only slime.ray, train, train_async may"
+    ]
+
+
+def test_imports_point_down():
+    assert upward_imports(REPO) == []
+
+
+def test_foreign_libraries_stay_behind_their_fences():
+    assert fence_breaches(REPO) == []
+
+
+def test_nothing_inside_imports_a_facade():
+    problems = [
+        f"{path.relative_to(REPO)}:{line} imports {target}"
+        for path in python_files()
+        if not is_facade(module_name(path))
+        for line, target in imports_of(path)
+        if is_facade(target) or is_facade(target.rpartition(".")[0])
+    ]
+    assert problems == []
+
+
+def test_maths_and_data_shapes_take_no_args():
+    problems = [
+        f"{path.relative_to(REPO)}:{node.lineno} {node.name}"
+        for path in python_files()
+        if inside(module_name(path), NO_ARGS)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and any(a.arg == "args" for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+    ]
+    assert problems == []
+
+
+def test_args_is_written_only_where_flags_are_resolved():
+    problems = []
+    for path in python_files():
+        # Tools have flags of their own; plug-ins may set what they like.
+        if inside(module_name(path), (*WRITES_ARGS, "tools", "slime_plugins")):
+            continue
+        for node in ast.walk(tree_of(path)):
+            targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+            targets = [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else targets
+            for target in targets:
+                if isinstance(target, ast.Attribute) and ast.unparse(target.value) in ("args", "self.args"):
+                    problems.append(f"{path.relative_to(REPO)}:{node.lineno} {ast.unparse(target)}")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+                if node.args and ast.unparse(node.args[0]) in ("args", "self.args"):
+                    problems.append(f"{path.relative_to(REPO)}:{node.lineno} {ast.unparse(node)}")
+    assert problems == []

@@ -1,0 +1,63 @@
+"""Layers 0 to 3 and the flags import without Ray, Megatron, SGLang, trackers or a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.contracts.source_tree import REPO
+
+PROGRAM = """
+import importlib, importlib.abc, pkgutil, sys
+
+BLOCKED = ("ray", "megatron", "sglang", "sglang_router", "wandb", "tensorboard", "transformer_engine", "sgl_kernel")
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ImportError(f"{name} is blocked in this test")
+
+sys.meta_path.insert(0, Blocker())
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
+    if module.name not in sys.argv[2:]:
+        importlib.import_module(module.name)
+loaded = sorted({name.split(".")[0] for name in sys.modules} & set(BLOCKED))
+assert not loaded, loaded
+"""
+
+PACKAGES = (
+    "slime.utils",
+    "slime.algorithms",
+    "slime.observability",
+    "slime.train_data",
+    "slime.weights",
+    "slime.backends.train_worker",
+    "slime.rollout",
+    "slime.arguments",
+)
+NEEDS_MORE = (
+    # imported only when --use-wandb or --use-tensorboard asks for them
+    "slime.observability.wandb_utils",
+    "slime.observability.tensorboard_utils",
+    "slime.utils.wandb_utils",
+    "slime.utils.tensorboard_utils",
+    # old paths of modules that live in a backend
+    "slime.utils.memory_utils",
+    "slime.utils.routing_replay",
+    "slime.utils.reloadable_process_group",
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_alone(package):
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, package, *NEEDS_MORE],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
