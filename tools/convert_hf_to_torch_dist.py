@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from slime.arguments import clean_exit, record_runtime
+from slime.arguments import clean_exit
 from slime.arguments.parser import build_parser, refuse_unknown
 from slime.observability.logging_utils import configure_logger
 from slime.utils import env
@@ -88,6 +88,11 @@ def rendezvous() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
+def with_values(args: Namespace, **values: object) -> Namespace:
+    """A copy of ``args`` with some values replaced."""
+    return Namespace(**(vars(args) | values))
+
+
 def convert(args: Namespace) -> Path:
     """Load, lay out, save; gives the checkpoint's folder."""
     from slime.backends.megatron_utils import initialize
@@ -100,11 +105,13 @@ def convert(args: Namespace) -> Path:
     if world_size > 1 and args.pipeline_model_parallel_size == 1 and args.tensor_model_parallel_size == 1:
         if args.expert_model_parallel_size == 1:
             stages, last = pipeline_split(args.num_layers, world_size)
-            record_runtime(args, pipeline_model_parallel_size=stages, decoder_last_pipeline_num_layers=last)
-    record_runtime(
+            args = with_values(args, pipeline_model_parallel_size=stages, decoder_last_pipeline_num_layers=last)
+    args = with_values(
         args,
         rank=rank,
         world_size=world_size,
+        actor_num_nodes=1,
+        actor_num_gpus_per_node=world_size,
         micro_batch_size=1,
         global_batch_size=world_size,
         no_save_optim=True,

@@ -16,6 +16,8 @@ RUNTIME_FACTS = frozenset(
         "sglang_model_routers",
         "sglang_router_ip",
         "sglang_router_port",
+        "run_folder",
+        "tb_experiment_name",
         "wandb_run_id",
     }
 )

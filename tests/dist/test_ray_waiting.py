@@ -1,0 +1,89 @@
+"""Waits over a real (private) Ray: deadlines, first failures, deaths of actors that nobody asked anything."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import ray
+
+from slime.ray import placement_group, waiting
+from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
+from slime.utils.errors import ConfigError, EngineError
+
+
+# Ray's workers cannot import a test module by its name: its classes travel as code.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_watched():
+    waiting.forget_all()
+    yield
+    waiting.forget_all()
+
+
+class _Worker(Watched):
+    def pid(self):
+        return os.getpid()
+
+    def echo(self, value, after_s=0.0):
+        time.sleep(after_s)
+        return value
+
+    def fail(self):
+        raise ValueError("the layer count is 3")
+
+
+Worker = ray.remote(num_cpus=0, concurrency_groups={WATCH_GROUP: 1})(_Worker)
+
+
+def test_results_come_in_the_order_of_the_references():
+    worker = Worker.remote()
+    refs = [worker.echo.remote(1, 0.2), worker.echo.remote(2)]
+    assert wait_for(refs, what="two echoes", timeout_s=60) == [1, 2]
+    assert wait_for(refs[1], what="one echo", timeout_s=60) == 2
+
+
+def test_a_passed_deadline_names_the_work():
+    worker = Worker.remote()
+    with pytest.raises(EngineError, match="waited 1 s for a slow echo: 1 of 1 calls"):
+        wait_for(worker.echo.remote(1, 30), what="a slow echo", timeout_s=1)
+
+
+def test_the_first_failure_ends_the_wait_with_its_own_error():
+    slow, broken = Worker.remote(), Worker.remote()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the layer count is 3"):
+        wait_for([slow.echo.remote(1, 60), broken.fail.remote()], what="both", timeout_s=120)
+    assert time.monotonic() - start < 50
+
+
+def test_the_death_of_a_watched_actor_ends_a_wait_for_another_one():
+    victim, other = Worker.remote(), Worker.remote()
+    pid = wait_for(victim.pid.remote(), what="the pid", timeout_s=60)
+    watch(victim, "actor rank 3")
+    waiting_for = other.echo.remote(1, 60)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="actor rank 3 died"):
+        wait_for(waiting_for, what="the other", timeout_s=100)
+
+
+def test_too_few_gpus_is_an_error_that_says_what_to_change():
+    with pytest.raises(ConfigError, match=r"needs 5 GPUs and 6 CPUs; the Ray cluster has 2 GPUs.*--rollout-num-gpus"):
+        placement_group._reserve(5, timeout_s=1)
+
+
+def test_reserved_gpus_come_sorted_with_their_physical_indices():
+    gpus = placement_group._reserve(2, timeout_s=60)
+    assert gpus.gpu_ids == [0, 1]
+    assert sorted(gpus.bundle_indices) == [0, 1]
+    ray.util.remove_placement_group(gpus.placement_group)

@@ -1,0 +1,55 @@
+"""Writing a Hugging Face folder: shards, index, assets, refusals."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.hf_files import HfFolderWriter
+
+
+@pytest.fixture
+def origin(tmp_path):
+    folder = tmp_path / "origin"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_tensors_are_split_into_numbered_shards_that_the_index_names(tmp_path, origin):
+    writer = HfFolderWriter(tmp_path / "out", assets_from=origin, shard_bytes=40)
+    for name in "abc":
+        writer.add(name, torch.full((6,), float(ord(name))))  # 24 bytes each: one and a bit fit a shard
+    folder = writer.close()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 72
+    assert index["weight_map"] == {name: f"model-0000{i}-of-00003.safetensors" for i, name in enumerate("abc", 1)}
+    for name, file in index["weight_map"].items():
+        assert load_file(folder / file)[name].tolist() == [float(ord(name))] * 6
+    assert (folder / "config.json").exists()
+    assert not (folder / "model.safetensors").exists()  # the origin's weights are not assets
+
+
+def test_weights_of_an_older_model_in_the_folder_are_removed(tmp_path, origin):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model-00001-of-00009.safetensors").write_bytes(b"old")
+    writer = HfFolderWriter(out, assets_from=origin)
+    writer.add("a", torch.zeros(1))
+    writer.close()
+    assert sorted(path.name for path in out.glob("*.safetensors")) == ["model-00001-of-00001.safetensors"]
+
+
+def test_the_same_name_twice_is_refused(tmp_path):
+    writer = HfFolderWriter(tmp_path / "out", assets_from=None)
+    writer.add("a", torch.zeros(1))
+    with pytest.raises(DataError, match="tensor a was given twice"):
+        writer.add("a", torch.zeros(1))
+
+
+def test_writing_over_the_source_is_refused(origin):
+    with pytest.raises(ConfigError, match="over its own source"):
+        HfFolderWriter(origin, assets_from=origin)
