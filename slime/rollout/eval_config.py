@@ -1,0 +1,216 @@
+"""What is evaluated: one ``EvalDatasetConfig`` for each data set, from ``--eval-config`` or ``--eval-prompt-data``.
+
+The YAML file, at its root or under ``eval:``::
+
+    defaults: {n_samples_per_eval_prompt: 4}
+    datasets:
+      - {name: aime, path: /data/aime.jsonl, rm_type: math}
+
+``datasets`` may also map names to entries.  A value is taken from the entry, else from ``defaults``, else from the
+flags: ``--eval-x`` before ``--rollout-x`` or ``--x``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import ConfigError
+
+FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
+    "custom_rm_path": ("eval_custom_rm_path", "custom_rm_path"),
+    "input_key": ("eval_input_key", "input_key"),
+    "label_key": ("eval_label_key", "label_key"),
+    "tool_key": ("eval_tool_key", "tool_key"),
+    "metadata_key": ("metadata_key",),
+    "multimodal_keys": ("multimodal_keys",),
+    "apply_chat_template": ("apply_chat_template",),
+    "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
+    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt", "n_samples_per_prompt"),
+    "temperature": ("eval_temperature", "rollout_temperature"),
+    "top_p": ("eval_top_p", "rollout_top_p"),
+    "top_k": ("eval_top_k", "rollout_top_k"),
+    "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
+    "min_new_tokens": ("eval_min_new_tokens",),
+    "stop": ("rollout_stop",),
+    "stop_token_ids": ("rollout_stop_token_ids",),
+    "skip_special_tokens": ("rollout_skip_special_tokens",),
+}
+"""Field -> attributes of ``args``, of which the first that is set gives the value no YAML gave."""
+
+
+@dataclass(kw_only=True)
+class EvalDatasetConfig:
+    """One evaluation data set: where it is, how it is read, sampled and graded."""
+
+    name: str
+    """Metrics are logged as ``eval/<name>``."""
+    path: str
+    """.jsonl or .parquet, maybe with ``@[a:b]``."""
+    rm_type: str | None = None
+    """Grader; wins over ``--rm-type``."""
+    custom_rm_path: str | None = None
+    input_key: str | None = None
+    label_key: str | None = None
+    tool_key: str | None = None
+    metadata_key: str = "metadata"
+    multimodal_keys: dict[str, str] | None = None
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    n_samples_per_eval_prompt: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_response_len: int | None = None
+    """Tokens."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_new_tokens: int | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    custom_generate_function_path: str | None = None
+    # What follows is for custom evaluation functions; the default one does not read it.
+    app_service: Any = None
+    eval_task_timeout: float | None = None
+    min_eval_samples: int | None = None
+    eval_early_stop_remaining: int | None = None
+    eval_early_stop_idle_timeout: float | None = None
+    message_processor: Any = None
+    reward_model: Any = None
+    remote_environment: Any = None
+    metadata_overrides: dict[str, Any] | None = None
+    """Set in the metadata of every sample, over what the row has."""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "path"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ConfigError(
+                    f"An evaluation data set has {name} {getattr(self, name)!r}; each one in --eval-config or "
+                    f"--eval-prompt-data needs a {name}."
+                )
+        if self.metadata_overrides is not None and not isinstance(self.metadata_overrides, Mapping):
+            raise ConfigError(
+                f"--eval-config: metadata_overrides of {self.name!r} is {self.metadata_overrides!r}; it must be a map."
+            )
+        for name in ("min_eval_samples", "n_samples_per_eval_prompt"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} of the evaluation data set {self.name!r} is {value}; it must be above 0.")
+
+    @property
+    def cache_key(self) -> tuple[Any, ...]:
+        """Equal keys read equal rows from equal columns."""
+        return self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key
+
+    def inject_metadata(self, metadata: Any) -> dict[str, Any]:
+        """The metadata of a sample with this data set's overrides and grader in it, as a new dict."""
+        merged = dict(metadata) if isinstance(metadata, Mapping) else {}
+        merged.update(self.metadata_overrides or {})
+        if self.rm_type is not None:
+            merged["rm_type"] = self.rm_type
+        return merged
+
+
+_FIELDS = {spec.name for spec in fields(EvalDatasetConfig)}
+
+
+def eval_datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
+    """The data sets of ``--eval-config``, else of ``--eval-prompt-data``, else none.
+
+    Raises:
+        ConfigError: the file or the list of names and paths is malformed.
+    """
+    if args.eval_config is not None:
+        datasets, defaults = _read_yaml(args.eval_config)
+        return build_eval_dataset_configs(args, ensure_dataset_list(datasets), defaults)
+    if args.eval_prompt_data is not None:
+        return build_eval_dataset_configs(args, _name_path_pairs(args.eval_prompt_data), {})
+    return []
+
+
+def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
+    """Data set entries as a list, from a list or from a mapping of name to entry."""
+    if config is None:
+        return []
+    if isinstance(config, Mapping):
+        config = [{"name": name, **_as_mapping(entry, name)} for name, entry in config.items()]
+    if not isinstance(config, (list, tuple)):
+        raise ConfigError(f"--eval-config: datasets is {config!r}; it must be a list or a map of names to entries.")
+    return [dict(_as_mapping(entry, position)) for position, entry in enumerate(config)]
+
+
+def build_eval_dataset_configs(
+    args: Namespace, raw: list[dict[str, Any]], defaults: Mapping[str, Any] | None
+) -> list[EvalDatasetConfig]:
+    """One config for each entry of ``raw``, completed from ``defaults`` and then from the flags.
+
+    Raises:
+        ConfigError: an unknown key, a missing name or path, or a name used twice.
+    """
+    defaults = dict(defaults or {})
+    _refuse_unknown(defaults, _FIELDS - {"name", "path"}, "defaults")
+    configs = []
+    for position, entry in enumerate(raw):
+        _refuse_unknown(entry, _FIELDS, f"data set {entry.get('name', position)!r}")
+        values = {name: _from_flags(args, name) for name in FALLBACK_FLAGS} | defaults | entry
+        kept = {name: value for name, value in values.items() if value is not None}
+        configs.append(EvalDatasetConfig(**{"name": "", "path": ""} | kept))
+    names = [config.name for config in configs]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"Evaluation data sets are named {', '.join(names)}; each name may be used once.")
+    return configs
+
+
+def _from_flags(args: Namespace, name: str) -> Any:
+    values = (getattr(args, flag, None) for flag in FALLBACK_FLAGS[name])
+    return next((value for value in values if value is not None), None)
+
+
+def _name_path_pairs(values: list[str]) -> list[dict[str, Any]]:
+    """``name path name path ...``; a single value is a path, and its data set is called aime as it always was."""
+    if len(values) == 1:
+        return [{"name": "aime", "path": values[0]}]
+    if len(values) % 2:
+        raise ConfigError(
+            f"--eval-prompt-data has {len(values)} values ({' '.join(values)}); "
+            "write NAME PATH for each data set, or a single PATH."
+        )
+    return [{"name": name, "path": path} for name, path in zip(values[::2], values[1::2], strict=True)]
+
+
+def _read_yaml(path: str) -> tuple[Any, Any]:
+    """``(datasets, defaults)`` of an evaluation file."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not Path(path).is_file():
+        raise ConfigError(f"--eval-config is {path!r}, but there is no such file.")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"--eval-config {path} cannot be read: {error}.") from error
+    if isinstance(content, Mapping) and isinstance(content.get("eval"), Mapping):
+        content = content["eval"]
+    if not isinstance(content, Mapping) or not content.get("datasets"):
+        raise ConfigError(f"--eval-config {path} has no datasets; list them under datasets: or eval.datasets:.")
+    _refuse_unknown(content, {"datasets", "defaults"}, path)
+    return content["datasets"], _as_mapping(content.get("defaults") or {}, "defaults")
+
+
+def _as_mapping(value: Any, name: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"--eval-config: {name} is {value!r}; it must be a map of fields to values.")
+    return value
+
+
+def _refuse_unknown(values: Mapping[str, Any], allowed: set[str], where: str) -> None:
+    unknown = sorted(str(name) for name in set(values) - allowed)
+    if unknown:
+        raise ConfigError(
+            f"--eval-config: {where} has unknown keys {', '.join(unknown)}; allowed are {', '.join(sorted(allowed))}."
+        )
