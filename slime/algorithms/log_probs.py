@@ -53,7 +53,7 @@ def vocab_parallel_log_probs(
     num_rows, _ = logits_TV.shape
     assert target_T.shape == (num_rows,), (target_T.shape, logits_TV.shape)
     assert keep_mask_TV is None or keep_mask_TV.shape == logits_TV.shape, (keep_mask_TV.shape, logits_TV.shape)
-    log_prob_T, entropy_T = _LogProbs.apply(
+    log_prob_T, entropy_T = _LogProbs.apply(  # type: ignore[no-untyped-call]
         logits_TV, target_T, tp_group, chunk_size, with_entropy, entropy_grad, keep_mask_TV, temperature
     )
     return log_prob_T, entropy_T if with_entropy else None

@@ -1,0 +1,152 @@
+"""Estimators, the scan beneath them, whitening and distillation."""
+
+import math
+
+import pytest
+import torch
+
+from slime.algorithms.advantages import ESTIMATORS, AdvantageConfig, AdvantageInputs, get_estimator
+from slime.algorithms.advantages.distillation import add_distillation
+from slime.algorithms.advantages.whitening import whiten
+from slime.algorithms.discounted import discounted_suffix_sums, ragged_discounted_sums
+from slime.algorithms.gae import generalised_advantages
+from slime.utils.errors import ConfigError, DataError
+
+
+def compute(name, config=None, **inputs):
+    return get_estimator(name).compute(AdvantageInputs(**inputs), config or AdvantageConfig())
+
+
+def floats(tensors):
+    return [pytest.approx(tensor.tolist(), abs=1e-6) for tensor in tensors]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 127, 128, 129, 1000])
+@pytest.mark.parametrize("factor", [0.0, 0.9, 0.999, 1.0])
+def test_scan_equals_the_sequential_sum(length, factor):
+    values = torch.randn(2, length, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+    expected = torch.zeros_like(values)
+    total = torch.zeros(2, dtype=torch.float64)
+    for step in reversed(range(length)):
+        total = values[:, step] + factor * total
+        expected[:, step] = total
+    torch.testing.assert_close(discounted_suffix_sums(values, factor), expected)
+
+
+def test_ragged_sums_do_not_see_their_neighbours():
+    assert ragged_discounted_sums([], 0.5) == []
+    sums = ragged_discounted_sums([torch.tensor([4.0]), torch.tensor([1.0, 2.0, 4.0])], 0.5)
+    assert [tensor.tolist() for tensor in sums] == [[4.0], [3.0, 4.0, 4.0]]
+
+
+def test_gae_matches_golden_values():
+    advantages, returns = generalised_advantages(
+        [torch.tensor([0.0, 0.0, 1.0])], [torch.tensor([0.1, 0.2, 0.3])], gamma=1.0, lambd=1.0
+    )
+    assert floats(advantages) == [[0.9, 0.8, 0.7]]
+    assert floats(returns) == [[1.0, 1.0, 1.0]]
+
+
+def test_gae_with_lambda_zero_is_the_one_step_difference():
+    advantages, _ = generalised_advantages(
+        [torch.tensor([0.5, 1.0])], [torch.tensor([2.0, 3.0])], gamma=0.5, lambd=0.0
+    )
+    assert floats(advantages) == [[0.5 + 0.5 * 3.0 - 2.0, 1.0 - 3.0]]
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_group_relative_puts_the_reward_on_every_token(name):
+    kl = [torch.tensor([5.0, 5.0]), torch.zeros(0), torch.zeros(1)]
+    advantages, returns = compute(name, AdvantageConfig(kl_coef=9.0), rewards_N=[1.5, 2.0, -1.0], kl_N=kl)
+    assert floats(advantages) == [[1.5, 1.5], [], [-1.0]]
+    assert floats(returns) == [[1.5, 1.5], [], [-1.0]]
+
+
+def test_reinforce_plus_plus_discounts_from_the_last_trained_token():
+    advantages, _ = compute(
+        "reinforce_plus_plus",
+        AdvantageConfig(kl_coef=0.1, gamma=0.5),
+        rewards_N=[8.0, 3.0],
+        kl_N=[torch.tensor([1.0, 2.0, 7.0, 4.0]), torch.tensor([1.0, 1.0])],
+        mask_N=[torch.tensor([1, 0, 1, 0]), torch.tensor([0, 0])],
+    )
+    # token rewards: -0.1, 0, -0.7 + 8, 0; a sample without a trained token has no return at all
+    assert floats(advantages) == [[-0.1 + 0.25 * 7.3, 0.5 * 7.3, 7.3, 0.0], [0.0, 0.0]]
+
+
+def test_baseline_takes_the_penalty_off_every_token():
+    advantages, _ = compute(
+        "reinforce_plus_plus_baseline",
+        AdvantageConfig(kl_coef=0.1),
+        rewards_N=torch.tensor([2.0]),
+        kl_N=[torch.tensor([1.0, -1.0])],
+    )
+    assert floats(advantages) == [[1.9, 2.1]]
+
+
+def test_ppo_rewards_the_last_token_of_the_response():
+    advantages, returns = compute(
+        "ppo",
+        AdvantageConfig(kl_coef=0.1),
+        rewards_N=[1.0, 1.0],
+        kl_N=[torch.tensor([1.0, 2.0]), torch.zeros(0)],
+        values_N=[torch.tensor([0.5, 0.25]), torch.zeros(0)],
+    )
+    assert floats(returns) == [[0.7, 0.8], []]
+    assert floats(advantages) == [[0.2, 0.55], []]
+
+
+def test_inputs_are_left_alone():
+    kl = [torch.tensor([1.0, 2.0])]
+    for name in ESTIMATORS:
+        compute(name, AdvantageConfig(kl_coef=1.0), rewards_N=[1.0], kl_N=kl, values_N=[torch.ones(2)])
+        assert kl[0].tolist() == [1.0, 2.0]
+
+
+def test_unknown_estimator_and_impossible_discount_are_refused():
+    with pytest.raises(ConfigError, match="--advantage-estimator is 'rloo'; it must be one of grpo"):
+        get_estimator("rloo")
+    with pytest.raises(ConfigError, match="--gamma is 1.5"):
+        AdvantageConfig(gamma=1.5)
+
+
+def test_distillation_pulls_towards_the_teacher():
+    advantages, reverse_kl = add_distillation(
+        [torch.tensor([1.0, 1.0])], [torch.tensor([-1.0, -2.0])], [torch.tensor([-2.0, -1.0])], coef=0.5
+    )
+    assert floats(advantages) == [[0.5, 1.5]]
+    assert floats(reverse_kl) == [[1.0, -1.0]]
+
+
+def test_whitening_counts_trained_tokens_only_and_moves_all():
+    values = [torch.tensor([1.0, 4.0]), torch.tensor([3.0])]
+    masks = [torch.tensor([1, 0]), torch.tensor([1])]
+    # mean 2, unbiased variance 2
+    whitened = whiten(values, masks)
+    assert floats(whitened) == [[-1 / math.sqrt(2), 2 / math.sqrt(2)], [1 / math.sqrt(2)]]
+
+
+def test_whitening_survives_a_variance_small_against_the_mean():
+    values = [torch.tensor([1000.0, 1000.5, 1001.0])]
+    torch.testing.assert_close(whiten(values, [torch.ones(3)])[0], torch.tensor([-1.0, 0.0, 1.0]))
+
+
+def test_one_trained_token_is_whitened_to_zero_and_none_is_refused():
+    assert whiten([torch.tensor([5.0])], [torch.ones(1)])[0].tolist() == [0.0]
+    with pytest.raises(DataError, match="--normalize-advantages"):
+        whiten([torch.tensor([5.0])], [torch.zeros(1)])
+
+
+def test_old_path_has_the_old_signatures():
+    from slime.utils import ppo_utils
+
+    loss, clipped = ppo_utils.compute_policy_loss(-torch.tensor([1.5]).log(), torch.ones(1), 0.2, 0.28)
+    assert loss.item() == pytest.approx(-1.28)
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.1, 0.2, 0.3]])
+    for gae in (ppo_utils.vanilla_gae, ppo_utils.chunked_gae):
+        advantages, returns = gae(rewards, values, 1.0, 1.0)
+        assert floats(advantages) == [[0.9, 0.8, 0.7]]
+    assert [x.tolist() for x in ppo_utils.get_grpo_returns(torch.tensor([2.0]), [torch.zeros(2)])] == [[2.0, 2.0]]
+    log_prob, entropy = ppo_utils.calculate_log_probs_and_entropy(torch.zeros(1, 2), torch.tensor([0]), None)
+    assert log_prob.item() == pytest.approx(-math.log(2))
+    assert entropy is None

@@ -1,0 +1,163 @@
+"""Log-probabilities and entropy against torch's own softmax; gradients, masks, chunks, memory."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slime.algorithms.log_probs import vocab_parallel_log_probs
+
+
+def plain(logits, targets, temperature=1.0, keep=None):
+    scaled = logits / temperature
+    entropy = torch.distributions.Categorical(logits=scaled).entropy()
+    if keep is not None:
+        keep = keep.scatter(1, targets[:, None], True)
+        scaled = scaled.masked_fill(~keep, float("-inf"))
+    return scaled.log_softmax(-1).gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def random_rows(rows=9, columns=13, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, columns, (rows,), generator=generator)
+    keep = torch.rand(rows, columns, generator=generator) > 0.5
+    return logits.to(dtype), targets, keep
+
+
+def test_two_equal_logits_by_hand():
+    log_prob, entropy = vocab_parallel_log_probs(torch.zeros(1, 2), torch.tensor([1]), with_entropy=True)
+    assert log_prob.item() == pytest.approx(-math.log(2))
+    assert entropy.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 1, 4, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_values_equal_those_of_a_plain_softmax(chunk_size, temperature, masked):
+    logits, targets, keep = random_rows()
+    keep = keep if masked else None
+    log_prob, entropy = vocab_parallel_log_probs(
+        logits, targets, chunk_size=chunk_size, with_entropy=True, keep_mask_TV=keep, temperature=temperature
+    )
+    expected = plain(logits, targets, temperature, keep)
+    torch.testing.assert_close(log_prob, expected[0])
+    torch.testing.assert_close(entropy, expected[1])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("chunk_size", [-1, 4])
+def test_gradient_is_that_of_the_formula(masked, with_entropy, chunk_size):
+    logits, targets, keep = random_rows(5, 7)
+    logits.requires_grad_()
+
+    def function(values):
+        log_prob, entropy = vocab_parallel_log_probs(
+            values,
+            targets,
+            chunk_size=chunk_size,
+            with_entropy=with_entropy,
+            keep_mask_TV=keep if masked else None,
+            temperature=0.7,
+        )
+        return (log_prob, entropy) if with_entropy else log_prob
+
+    assert torch.autograd.gradcheck(function, (logits,))
+
+
+def test_entropy_as_a_metric_sends_no_gradient():
+    logits, targets, _ = random_rows()
+    logits.requires_grad_()
+    log_prob, entropy = vocab_parallel_log_probs(logits, targets, with_entropy=True, entropy_grad=False)
+    assert not entropy.requires_grad
+    log_prob.sum().backward()
+    reference = logits.detach().clone().requires_grad_()
+    plain(reference, targets)[0].sum().backward()
+    torch.testing.assert_close(logits.grad, reference.grad)
+
+
+def test_bfloat16_logits_are_computed_in_float32_and_get_bfloat16_gradients():
+    logits, targets, _ = random_rows(dtype=torch.bfloat16)
+    logits.requires_grad_()
+    log_prob, _ = vocab_parallel_log_probs(logits, targets, chunk_size=2)
+    assert log_prob.dtype == torch.float32
+    torch.testing.assert_close(log_prob.detach(), plain(logits.detach().float(), targets)[0])
+    log_prob.sum().backward()
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_the_logits_themselves_are_left_alone():
+    logits, targets, keep = random_rows(dtype=torch.float32)
+    before = logits.clone()
+    logits.requires_grad_()
+    log_prob, entropy = vocab_parallel_log_probs(
+        logits, targets, with_entropy=True, keep_mask_TV=keep, temperature=0.5
+    )
+    (log_prob.sum() + entropy.sum()).backward()
+    assert torch.equal(logits.detach(), before)
+
+
+def test_huge_logits_neither_overflow_nor_lose_the_entropy():
+    logits = torch.tensor([[1e4, 0.0, -1e4], [80.0, 80.0, -80.0]], requires_grad=True)
+    log_prob, entropy = vocab_parallel_log_probs(logits, torch.tensor([0, 1]), with_entropy=True)
+    torch.testing.assert_close(log_prob.detach(), torch.tensor([0.0, -math.log(2)]))
+    torch.testing.assert_close(entropy.detach(), torch.tensor([0.0, math.log(2)]))
+    (log_prob.sum() + entropy.sum()).backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_target_is_kept_even_when_the_mask_drops_everything():
+    log_prob, _ = vocab_parallel_log_probs(
+        torch.randn(2, 5), torch.tensor([1, 3]), keep_mask_TV=torch.zeros(2, 5, dtype=torch.bool)
+    )
+    torch.testing.assert_close(log_prob, torch.zeros(2))
+
+
+def test_no_rows_give_empty_results_and_keep_the_graph():
+    logits = torch.randn(0, 5, requires_grad=True)
+    log_prob, entropy = vocab_parallel_log_probs(logits, torch.zeros(0, dtype=torch.int64), with_entropy=True)
+    assert log_prob.shape == entropy.shape == (0,)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert logits.grad.shape == (0, 5)
+
+
+class LargeFloat32(TorchDispatchMode):
+    """Follows the float32 storages of at least ``floor`` elements, and the most elements that lived at once."""
+
+    def __init__(self, floor, known):
+        super().__init__()
+        self.floor, self.alive, self.peak = floor, {}, 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        import weakref
+
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self.known or storage.nbytes() // 4 < self.floor or key in self.alive:
+                continue
+            self.alive[key] = storage.nbytes() // 4
+            weakref.finalize(storage, self.alive.pop, key, None)
+            self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_never_more_than_one_float32_chunk_lives(with_entropy):
+    rows, columns, chunk = 64, 512, 8
+    logits = torch.randn(rows, columns, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, columns, (rows,))
+    with LargeFloat32(columns, []) as meter:
+        log_prob, entropy = vocab_parallel_log_probs(logits, targets, chunk_size=chunk, with_entropy=with_entropy)
+        loss = log_prob.sum() + (entropy.sum() if with_entropy else 0.0)
+    forward_peak = meter.peak
+    with LargeFloat32(columns, []) as meter:
+        loss.backward()
+    assert 0 < forward_peak <= chunk * columns
+    assert 0 < meter.peak <= chunk * columns

@@ -1,0 +1,114 @@
+"""First fit, largest differencing, splitting: values by hand, then equality with the plain algorithm."""
+
+import itertools
+import random
+
+import pytest
+
+from slime.train_data.bins import first_fit, karmarkar_karp, split_bin, split_until
+from slime.utils.errors import DataError
+
+
+def plain_first_fit(lengths, capacity):
+    bins, totals = [], []
+    for index, length in enumerate(lengths):
+        for position, total in enumerate(totals):
+            if total + length <= capacity:
+                bins[position].append(index)
+                totals[position] += length
+                break
+        else:
+            bins.append([index])
+            totals.append(length)
+    return bins
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "bins"),
+    [
+        ([100, 200, 300], 300, [[0, 1], [2]]),
+        ([900, 100, 500, 450, 50, 1200, 300], 1000, [[0, 1], [2, 3, 4], [5], [6]]),
+        ([], 10, []),
+        ([11, 12], 10, [[0], [1]]),
+        ([11, 0, 10], 10, [[0], [1, 2]]),
+    ],
+)
+def test_first_fit_matches_hand_computed_bins(lengths, capacity, bins):
+    assert first_fit(lengths, capacity) == bins
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_first_fit_equals_the_plain_scan_on_random_lengths(seed):
+    rng = random.Random(seed)
+    capacity = rng.choice([1, 7, 100, 4096])
+    lengths = [rng.randint(0, int(capacity * rng.choice([0.2, 1.0, 1.3]))) for _ in range(rng.randint(1, 400))]
+    assert first_fit(lengths, capacity) == plain_first_fit(lengths, capacity)
+
+
+def test_first_fit_of_many_lengths_looks_at_few_bins():
+    class Counted(int):
+        comparisons = 0
+
+        def __gt__(self, other):
+            Counted.comparisons += 1
+            return int(self) > other
+
+        def __lt__(self, other):
+            Counted.comparisons += 1
+            return int(self) < other
+
+    rng = random.Random(0)
+    lengths = [Counted(min(32768, int(rng.lognormvariate(7.5, 1.0)) + 10)) for _ in range(4096)]
+    bins = first_fit(lengths, 32768)
+    # the plain scan makes about bins / 2 comparisons a length; the tree one per level
+    assert len(bins) > 300
+    assert Counted.comparisons < 4096 * 14
+
+
+@pytest.mark.parametrize(
+    ("weights", "k", "equal_size", "parts"),
+    [
+        (list(range(10, 90, 10)), 2, True, [[1, 2, 4, 7], [0, 3, 5, 6]]),
+        (list(range(10, 90, 10)), 3, False, [[1, 4, 5], [0, 3, 6], [2, 7]]),
+        ([5, 5, 6, 7, 8], 2, False, [[0, 1, 3], [2, 4]]),
+    ],
+)
+def test_differencing_matches_golden_parts(weights, k, equal_size, parts):
+    assert karmarkar_karp(weights, k, equal_size=equal_size) == parts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_differencing_partitions_and_beats_dealing_in_turn(seed):
+    rng = random.Random(seed)
+    k = rng.randint(1, 6)
+    weights = [rng.randint(1, 1000) for _ in range(k * rng.randint(1, 30))]
+    for equal_size in (False, True):
+        parts = karmarkar_karp(weights, k, equal_size=equal_size)
+        assert sorted(itertools.chain(*parts)) == list(range(len(weights)))
+        if equal_size:
+            assert {len(part) for part in parts} == {len(weights) // k}
+        spread = [sum(weights[index] for index in part) for part in parts]
+        in_turn = [sum(weights[rank::k]) for rank in range(k)]
+        assert max(spread) - min(spread) <= max(max(in_turn) - min(in_turn), max(weights))
+
+
+@pytest.mark.parametrize(("count", "k", "equal_size"), [(2, 3, False), (5, 2, True)])
+def test_parts_that_cannot_be_filled_are_refused(count, k, equal_size):
+    with pytest.raises(DataError, match=f"{count} items cannot fill {k}"):
+        karmarkar_karp([1] * count, k, equal_size=equal_size)
+
+
+def test_split_gives_the_longest_first_to_the_lighter_half():
+    assert split_bin([0, 1, 2, 3], [4, 9, 1, 5]) == ([1, 2], [3, 0])
+
+
+def test_heaviest_bins_are_split_until_there_are_enough():
+    lengths = [10, 20, 30, 40]
+    # [2, 3] is heaviest: 40 stays in place, 30 goes to the end
+    assert split_until([[0, 1], [2, 3]], lengths, 3) == [[0, 1], [3], [2]]
+    assert split_until([[0, 1], [2, 3]], lengths, 4) == [[1], [3], [2], [0]]
+
+
+def test_more_bins_than_samples_are_refused():
+    with pytest.raises(DataError, match="cannot be spread over 3 micro-batches"):
+        split_until([[0, 1]], [1, 1], 3)

@@ -1,0 +1,44 @@
+"""Forward FLOPs against products counted by hand."""
+
+from argparse import Namespace
+
+from slime.train_data.flops import FlopsModel
+
+DENSE = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "kv_channels": 4,
+    "ffn_hidden_size": 16,
+    "vocab_size": 10,
+}
+
+
+def test_dense_model_counts_each_matrix_once():
+    length = 3
+    qkv = 2 * 3 * 8 * (2 * 4) + 4 * 3 * 8 * (1 * 4)
+    attention = 2 * (2 * 3 * 3 * 4)
+    output = 2 * 3 * 8 * 8
+    mlp = 6 * 3 * 8 * 16
+    head = 2 * 3 * 8 * 10
+    assert FlopsModel(**DENSE).forward_flops(length) == 2 * (qkv + attention + output + mlp) + head
+
+
+def test_expert_layers_follow_the_pattern_and_count_visited_experts_only():
+    moe = {"num_experts": 64, "moe_router_topk": 2, "moe_ffn_hidden_size": 4, "moe_shared_expert_intermediate_size": 5}
+    dense = FlopsModel.from_args(Namespace(**DENSE)).forward_flops(7)
+    for pattern, num_moe in (([0, 1], 1), (2, 1), (1, 2), ([0, 0], 0)):
+        model = FlopsModel.from_args(Namespace(**DENSE, **moe, moe_layer_freq=pattern))
+        assert model.num_moe_layers == num_moe
+        assert model.forward_flops(7) == dense + num_moe * 6 * 7 * 8 * ((2 * 4 + 5) - 16)
+
+
+def test_latent_attention_counts_its_low_rank_projections():
+    dims = {"q_lora_rank": 3, "kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 6}
+    model = FlopsModel.from_args(Namespace(**{**DENSE, "num_layers": 1}, **dims, multi_latent_attention=True))
+    query = 2 * 7 * 3 * (8 + 2 * (4 + 2))
+    key_value = 2 * 7 * (5 * (8 + 2 * (4 + 6)) + 8 * 2)
+    attention = 2 * 7 * 7 * (4 + 2) + 2 * 7 * 7 * 6
+    output = 2 * 7 * 2 * 6 * 8
+    assert model.forward_flops(7) == query + key_value + attention + output + 6 * 7 * 8 * 16 + 2 * 7 * 8 * 10
