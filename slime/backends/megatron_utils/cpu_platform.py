@@ -236,11 +236,11 @@ def _check_version() -> None:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            f"megatron-core is not installed; training needs {SUPPORTED_VERSION}; pip install megatron-core=={SUPPORTED_VERSION}."
+            f"megatron-core is not installed; training needs it; pip install megatron-core=={SUPPORTED_VERSION}."
         ) from None
     if found != SUPPORTED_VERSION:
         raise ConfigError(
-            f"megatron-core is {found}; without CUDA it runs through replacements tested with {SUPPORTED_VERSION} only "
+            f"megatron-core is {found}; without CUDA it runs through replacements tested with {SUPPORTED_VERSION} "
             f"(slime/backends/megatron_utils/cpu_platform.py); pip install megatron-core=={SUPPORTED_VERSION}."
         )
 

@@ -22,8 +22,8 @@ from slime.utils.errors import ConfigError
 class Norm(torch.nn.Module):
     """Normalise the last dimension, computed in fp32, returned in the input's dtype.
 
-    With ``--apply-layernorm-1p`` the stored weight is the distance from one.  Under sequence parallelism each rank sees
-    a slice of the tokens, so the parameters are marked for the gradient sum over the tensor-parallel group.
+    With ``--apply-layernorm-1p`` the stored weight is the distance from one.  Under sequence parallelism each rank
+    sees a slice of the tokens, so the parameters are marked for the gradient sum over the tensor-parallel group.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

@@ -117,7 +117,6 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         default="constant",
         choices=["constant", "linear", "cosine"],
     ),
-    _value("--train-iters", _SCHEDULER, "Optimizer steps of the run; default: from the rollouts.", type=int),
     OwnFlag(
         ("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
         _SCHEDULER,

@@ -64,9 +64,10 @@ def _precision(args: Namespace) -> dict[str, Any]:
 
 def _world(args: Namespace) -> dict[str, Any]:
     """Ranks of the trainer and how many of them are data-parallel."""
-    world_size = vars(args).get("world_size") or 1
-    if "actor_num_nodes" in vars(args):
-        world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
+    # A tool knows its world; a job's is made of the flags.
+    world_size = vars(args).get("world_size") or vars(args).get("actor_num_nodes", 1) * vars(args).get(
+        "actor_num_gpus_per_node", 1
+    )
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world_size % model_size:
         raise ConfigError(

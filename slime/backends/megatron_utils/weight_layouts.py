@@ -1,0 +1,132 @@
+"""How Megatron stores what Hugging Face keeps in separate tensors; each function has its inverse beside it.
+
+Shapes: G = query groups (key heads), q = query heads of a group, d = head dimension, h = hidden size.
+All functions work on whole tensors, not on tensor-parallel slices, and only move numbers: the round trip is exact.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that the layouts depend on."""
+
+    num_layers: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    padded_vocab_size: int
+    has_tied_embeddings: bool
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> ModelShape:
+        """From complete Megatron flags, of this run or those stored in a checkpoint."""
+        num_groups = args.num_query_groups if args.group_query_attention else None
+        return cls(
+            num_layers=args.num_layers,
+            num_heads=args.num_attention_heads,
+            num_query_groups=num_groups or args.num_attention_heads,
+            head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
+            hidden_size=args.hidden_size,
+            vocab_size=args.vocab_size,
+            padded_vocab_size=args.padded_vocab_size,
+            has_tied_embeddings=not args.untie_embeddings_and_output_weights,
+        )
+
+
+def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelShape) -> Tensor:
+    """[heads * d, ...], [G * d, ...], [G * d, ...] to [G * (q + 2) * d, ...]: each group's q, then its k and v.
+
+    Works for weights [rows, h] and for biases [rows].
+
+    Raises:
+        DataError: the rows are not those of the model's heads.
+    """
+    _check_rows("query", query, shape.num_heads * shape.head_dim)
+    for name, tensor in (("key", key), ("value", value)):
+        _check_rows(name, tensor, shape.num_query_groups * shape.head_dim)
+    rest = query.shape[1:]
+    parts = [x.reshape(shape.num_query_groups, -1, *rest) for x in (query, key, value)]
+    return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+
+def split_qkv(merged: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of :func:`merge_qkv`."""
+    rest = merged.shape[1:]
+    query_rows = shape.num_heads // shape.num_query_groups * shape.head_dim
+    grouped = merged.reshape(shape.num_query_groups, -1, *rest)
+    query, key, value = grouped.split([query_rows, shape.head_dim, shape.head_dim], dim=1)
+    return query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest)
+
+
+def merge_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """Both halves of a gated MLP's first matrix, gate on top."""
+    if gate.shape != up.shape:
+        raise DataError(f"gate_proj is {tuple(gate.shape)} and up_proj {tuple(up.shape)}; they must have one shape.")
+    return torch.cat([gate, up])
+
+
+def split_gate_up(merged: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of :func:`merge_gate_up`."""
+    gate, up = merged.chunk(2)
+    return gate, up
+
+
+def pad_vocabulary(tensor: Tensor, shape: ModelShape) -> Tensor:
+    """[vocab, h] to [padded vocab, h], with zeros below.
+
+    Raises:
+        DataError: the checkpoint has another vocabulary than the flags.
+    """
+    if tensor.size(0) != shape.vocab_size:
+        raise DataError(
+            f"The checkpoint's vocabulary has {tensor.size(0)} rows; --vocab-size is {shape.vocab_size}; "
+            "set it to the checkpoint's."
+        )
+    padding = tensor.new_zeros(shape.padded_vocab_size - tensor.size(0), *tensor.shape[1:])
+    return torch.cat([tensor, padding])
+
+
+def unpad_vocabulary(tensor: Tensor, shape: ModelShape) -> Tensor:
+    """The inverse of :func:`pad_vocabulary`."""
+    return tensor[: shape.vocab_size]
+
+
+def tensor_parallel_slice(full: Tensor, *, dim: int, rank: int, size: int, is_gate_up: bool = False) -> Tensor:
+    """The part of a whole tensor that tensor-parallel rank ``rank`` of ``size`` holds.
+
+    Args:
+        full: the whole tensor.
+        dim: the dimension that is cut into ``size`` equal parts.
+        rank: which part.
+        size: number of parts.
+        is_gate_up: gate and up are cut apart, so that each rank has matching columns of both.
+
+    Raises:
+        DataError: ``dim`` cannot be cut into ``size`` parts.
+    """
+    if size == 1:
+        return full
+    halves = full.chunk(2, dim=dim) if is_gate_up else (full,)
+    if halves[0].size(dim) % size:
+        raise DataError(f"dimension {dim} of a tensor of shape {tuple(full.shape)} cannot be cut into {size} parts.")
+    parts = [half.chunk(size, dim=dim)[rank] for half in halves]
+    return torch.cat(parts, dim=dim) if is_gate_up else parts[0]
+
+
+def _check_rows(name: str, tensor: Tensor, expected: int) -> None:
+    if tensor.size(0) != expected:
+        raise DataError(
+            f"The checkpoint's {name} projection has {tensor.size(0)} rows; --num-attention-heads, "
+            f"--num-query-groups and --kv-channels make {expected}; correct them."
+        )

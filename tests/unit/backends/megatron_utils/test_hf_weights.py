@@ -1,0 +1,200 @@
+"""Weights go from Hugging Face to Megatron and back without the loss of a bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.backends.megatron_utils.hf_to_megatron import (
+    LOADERS,
+    iter_global_parameters,
+    load_hf_weights,
+    supports_hf_weight_loading,
+)
+from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, MissingTensorError, dequantize_blocks
+from slime.backends.megatron_utils.megatron_to_hf import CONVERTERS, convert_to_hf
+from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.backends.megatron_utils.weight_layouts import ModelShape
+from slime.utils.errors import ConfigError, DataError
+from tests.unit.backends.megatron_utils.megatron_case import (
+    FAMILIES,
+    hf_flags,
+    parse,
+    start_single_process,
+    write_hf_model,
+)
+
+
+def load(folder: Path, *flags: str) -> tuple[object, torch.nn.Module]:
+    args = parse(*hf_flags(folder), *flags)
+    start_single_process(args)
+    model = get_model_provider(args)()
+    load_hf_weights(args, [model], folder)
+    return args, model
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("precision", ["--fp32", "--bf16"])
+def test_every_tensor_comes_back_bit_for_bit(tmp_path: Path, family: str, precision: str) -> None:
+    hf_model = write_hf_model(tmp_path, family)
+    dtype = torch.float32 if precision == "--fp32" else torch.bfloat16
+    if dtype == torch.bfloat16:
+        hf_model.to(dtype).save_pretrained(tmp_path)
+    source = load_file(tmp_path / "model.safetensors")
+    args, model = load(tmp_path, precision)
+    result: dict[str, torch.Tensor] = {}
+    for name, parameter in iter_global_parameters([model]):
+        for hf_name, tensor in convert_to_hf(args, FAMILIES[family]["model_type"], "module.module." + name, parameter):
+            assert hf_name not in result
+            result[hf_name] = tensor
+    assert result.keys() == source.keys()
+    for name, tensor in source.items():
+        assert result[name].dtype == tensor.dtype, name
+        assert torch.equal(result[name], tensor), name
+
+
+def test_padding_rows_of_the_vocabulary_are_zero_and_never_exported(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    args, model = load(tmp_path)
+    embedding = model.embedding.word_embeddings.weight
+    assert embedding.shape[0] == args.padded_vocab_size == 136
+    assert not embedding[131:].any()
+    [(_, exported)] = convert_to_hf(args, "qwen3", "embedding.word_embeddings.weight", embedding)
+    assert exported.shape[0] == 131
+
+
+def test_both_spellings_of_a_norm_are_exported() -> None:
+    shape_args = argparse_like()
+    weight = torch.ones(4)
+    names = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    for name in names:
+        converted = convert_to_hf(shape_args, "Qwen3Config", f"module.module.decoder.layers.12.{name}", weight)
+        assert [hf_name for hf_name, _ in converted] == ["model.layers.12.input_layernorm.weight"]
+
+
+def argparse_like() -> object:
+    """The flags that layouts read, of a model with four heads of two in two groups."""
+    from argparse import Namespace
+
+    return Namespace(
+        num_layers=2,
+        num_attention_heads=4,
+        num_query_groups=2,
+        group_query_attention=True,
+        kv_channels=2,
+        hidden_size=4,
+        vocab_size=5,
+        padded_vocab_size=8,
+        untie_embeddings_and_output_weights=True,
+    )
+
+
+def test_a_fused_qkv_is_split_by_groups() -> None:
+    # Two groups of two query heads: rows q0 q1 k0 v0 | q2 q3 k1 v1, each head of width 2.
+    rows = torch.arange(16.0)[:, None].expand(16, 4)
+    converted = dict(convert_to_hf(argparse_like(), "qwen3", "decoder.layers.0.self_attention.linear_qkv.weight", rows))
+    prefix = "model.layers.0.self_attn."
+    assert converted[prefix + "q_proj.weight"][:, 0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert converted[prefix + "k_proj.weight"][:, 0].tolist() == [4, 5, 12, 13]
+    assert converted[prefix + "v_proj.weight"][:, 0].tolist() == [6, 7, 14, 15]
+
+
+def test_every_family_has_both_directions() -> None:
+    assert LOADERS.keys() == CONVERTERS.keys()
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="llama, qwen2, qwen3"):
+        convert_to_hf(argparse_like(), "FancyConfig", "output_layer.weight", torch.ones(8, 4))
+    with pytest.raises(ConfigError, match="llama, qwen2, qwen3"):
+        convert_to_hf(argparse_like(), "Qwen3MoeConfig", "output_layer.weight", torch.ones(8, 4))
+
+
+def test_an_unknown_model_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    args, model = load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "fancy"}))
+    with pytest.raises(ConfigError, match="'fancy'.*llama, qwen2, qwen3"):
+        load_hf_weights(args, [model], tmp_path)
+
+
+def test_a_quantized_target_is_refused() -> None:
+    with pytest.raises(ConfigError, match="quantized .fp8."):
+        convert_to_hf(argparse_like(), "qwen3", "output_layer.weight", torch.ones(8, 4), {"quant_method": "fp8"})
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(KeyError, match="model.layers.1.mlp.up_proj.weight") as caught:
+        load(tmp_path)
+    assert isinstance(caught.value, MissingTensorError)
+
+
+def test_a_tensor_without_a_place_in_the_model_is_an_error(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen2")
+    flags = [flag for flag in hf_flags(tmp_path) if flag != "--add-qkv-bias"]
+    args = parse(*flags)
+    start_single_process(args)
+    with pytest.raises(DataError, match="_proj.bias.*--add-qkv-bias"):
+        load_hf_weights(args, [get_model_provider(args)()], tmp_path)
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    args = parse(*hf_flags(tmp_path), "--vocab-size", "133")
+    start_single_process(args)
+    with pytest.raises(DataError, match="131 rows; --vocab-size is 133"):
+        load_hf_weights(args, [get_model_provider(args)()], tmp_path)
+
+
+def test_the_value_head_of_a_critic_keeps_its_values(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    args = parse(*hf_flags(tmp_path))
+    start_single_process(args)
+    critic = get_model_provider(args, role="critic")()
+    before = critic.output_layer.weight.clone()
+    load_hf_weights(args, [critic], tmp_path)
+    assert torch.equal(critic.output_layer.weight, before)
+
+
+def test_only_a_folder_with_config_and_safetensors_counts_as_hugging_face(tmp_path: Path) -> None:
+    assert not supports_hf_weight_loading(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert not supports_hf_weight_loading(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert supports_hf_weight_loading(tmp_path)
+
+
+def test_one_byte_tensors_with_scales_are_dequantized(tmp_path: Path) -> None:
+    weight = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e4m3fn)
+    save_file({"w": weight, "w_scale_inv": torch.tensor([[0.5]])}, tmp_path / "model.safetensors")
+    with HfTensors(tmp_path) as tensors:
+        assert tensors.names() == ["w"]
+        assert tensors.get("w").tolist() == [[0.5, 1.0], [2.0, 4.0]]
+
+
+def test_each_block_has_its_own_scale() -> None:
+    scale = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
+    result = dequantize_blocks(torch.ones(3, 3), scale, block=2)
+    assert result.tolist() == [[1, 1, 10], [1, 1, 10], [100, 100, 1000]]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"no safetensors at all")
+    with pytest.raises(DataError, match="model.safetensors cannot be read"):
+        HfTensors(tmp_path)
+
+
+def test_a_shape_knows_multi_head_attention() -> None:
+    args = argparse_like()
+    args.group_query_attention = False  # type: ignore[attr-defined]
+    assert ModelShape.from_args(args).num_query_groups == 4  # type: ignore[arg-type]
