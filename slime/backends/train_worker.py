@@ -121,8 +121,15 @@ class TrainWorker(ABC):
         """Learn which engines get weights; ``num_new_engines`` of them have not been seen before."""
 
     @abstractmethod
-    def update_weights(self) -> None:
-        """Push the actor's weights to every connected engine and check that all of them hold the new version."""
+    def update_weights(self) -> dict[str, float] | None:
+        """Push the actor's weights to every connected engine and check that all of them hold the new version.
+
+        Returns:
+            metrics of the push on the main rank, except before the first rollout.
+
+        Raises:
+            WeightSyncError: an engine refused, or holds another version after the push.
+        """
 
     @abstractmethod
     def sleep(self) -> None:

@@ -1,0 +1,387 @@
+"""The Megatron trainer of one rank: what happens to a rollout's data, in which order, under which weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.backends.megatron_utils import checkpoint, initialize, memory, train_metrics
+from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
+from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
+from slime.backends.megatron_utils.forward import Reader, forward_only
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
+from slime.backends.megatron_utils.model import initialize_model_and_optimizer
+from slime.backends.megatron_utils.model_switch import ModelSwitch
+from slime.backends.megatron_utils.train_step import StepResult, train_rollout
+from slime.backends.megatron_utils.update_weight import sender_class
+from slime.backends.megatron_utils.update_weight.gather import HostWeights
+from slime.backends.megatron_utils.update_weight.sender import WeightSender
+from slime.backends.train_worker import TrainWorker
+from slime.observability.logging_utils import configure_logger, log
+from slime.observability.metric_utils import compute_rollout_step
+from slime.observability.timer import Timer, timer
+from slime.utils.errors import ConfigError, WeightSyncError
+from slime.utils.misc import load_function
+from slime.utils.types import RolloutBatch
+from slime.weights.receiver import WeightReceiver
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronTrainRayActor(TrainWorker):
+    """One rank of the actor or the critic.
+
+    Invariant: between two verbs the model holds the role's own weights; with ``--offload-train`` it is asleep, and
+    the host copy under ``"actor"`` is up to date.
+    """
+
+    # Life
+
+    def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+        """Join the group, build the model, load all policies, and fall asleep if the accelerator is shared."""
+        self.args, self.role = args, role
+        if args.debug_rollout_only:
+            return args.start_rollout_id or 0
+        configure_logger(prefix=f"{role} {self.rank}")
+        self.join_process_group(args)
+        initialize.init(args)
+        memory.choose_memory_saver_hook()
+        self._hf_config = _read_hf_config(args)
+        with timer("init"):
+            self.model, self.optimizer, self.scheduler, iteration = initialize_model_and_optimizer(args, role)
+            self.weights = ModelSwitch(self.model, role)
+            self._load_other_policies(with_ref, with_opd_teacher)
+        self._sender: WeightSender | None = None
+        self._last_rollout_id: int | None = None
+        self._is_asleep = False
+        memory.report(f"of {role} rank {self.rank} after loading")
+        self._rest()
+        Timer().reset()
+        Timer().start("train_wait")
+        return args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
+
+    def _load_other_policies(self, with_ref: bool, with_opd_teacher: bool) -> None:
+        args = self.args
+        if self.role != "actor":
+            return
+        others = {"ref": ("ref_load", args.ref_ckpt_step)} if with_ref else {}
+        if with_opd_teacher:
+            others["teacher"] = ("opd_teacher_load", args.opd_teacher_ckpt_step)
+        if others or args.keep_old_actor or args.offload_train:
+            self.weights.backup("actor")
+        for tag, (load_arg, step) in others.items():
+            # Weights only: the optimizer and the generators belong to the actor.
+            frozen = Namespace(
+                **{**vars(args), "ckpt_step": step, "finetune": True, "no_load_optim": True, "no_load_rng": True}
+            )
+            checkpoint.load_checkpoint(frozen, self.model, None, None, load_arg=load_arg)
+            self.weights.rename(tag)
+            self.weights.backup(tag)
+        self.weights.switch_to("actor")
+        if args.keep_old_actor:
+            self.weights.copy("actor", "old_actor")
+            if args.update_weights_interval == 1:
+                self.weights.copy("actor", "rollout_actor")
+
+    def get_parallel_config(self) -> dict[str, int]:
+        """Sizes that the rollout manager needs to cut the data."""
+        config = self.model[0].config
+        return {
+            "dp_size": mpu.get_data_parallel_world_size(with_context_parallel=False),
+            "cp_size": mpu.get_context_parallel_world_size(),
+            "vpp_size": mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
+            "microbatch_group_size_per_vp_stage": config.microbatch_group_size_per_vp_stage or 1,
+            "dp_rank": mpu.get_data_parallel_rank(with_context_parallel=False),
+        }
+
+    # Memory
+
+    def sleep(self) -> None:
+        """Give the memory back; on a CPU nothing happens."""
+        with timer("sleep"):
+            memory.pause_memory()
+        self._is_asleep = True
+
+    def wake_up(self) -> None:
+        """Take the memory back, with the role's own weights in it."""
+        with timer("wake_up"):
+            memory.resume_memory()
+        self._is_asleep = False
+        self.weights.switch_to(self.role)
+
+    def _rest(self) -> None:
+        if self.args.offload_train and not self._is_asleep:
+            self.sleep()
+
+    def _rise(self) -> None:
+        if self._is_asleep:
+            self.wake_up()
+
+    def clear_memory(self) -> None:
+        """Return cached memory."""
+        memory.clear_memory()
+
+    # Training
+
+    def train(
+        self, rollout_id: int, rank_data: dict[str, Any], external_data: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        """All optimizer steps of one rollout; see the base class."""
+        clock = Timer()
+        if clock.is_running("train_wait"):
+            clock.end("train_wait")
+        with timer("train"):
+            self._rise()
+            with timer("data_preprocess"):
+                data = prepare_rollout_data(rank_data)
+                iterators = get_data_iterator(data, len(self.model))
+            result = self._train_critic if self.role == "critic" else self._train_actor
+            outcome = result(rollout_id, data, iterators, external_data or {})
+        metrics = self._log_performance(rollout_id, data, iterators[0])
+        self._last_rollout_id = rollout_id
+        self._rest()
+        clock.start("train_wait")
+        return outcome if self.role == "critic" else ({**outcome, **metrics} if metrics else None)
+
+    def _train_actor(
+        self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
+    ) -> dict[str, float]:
+        args = self.args
+        if args.compute_advantages_and_returns:
+            for tag, prefix in (("ref", "ref_"), ("teacher", "teacher_")):
+                if tag in self.weights.tags:
+                    self.weights.switch_to(tag)
+                    self._forward(get_log_probs_and_entropy, data, iterators, prefix)
+            self.weights.switch_to("old_actor" if args.keep_old_actor else "actor")
+            if needs_old_log_probs(args, data):
+                self._forward(get_log_probs_and_entropy, data, iterators, "")
+            if "values" in external_data and mpu.is_pipeline_last_stage(ignore_virtual=True):
+                data["values"] = [values.to(current_device()) for values in external_data["values"]]
+            self.weights.switch_to("actor")
+            with timer("advantages"):
+                compute_advantages_and_returns(args, data)
+        metrics = self._postprocess_and_log(rollout_id, data)
+        with timer("actor_train"):
+            metrics |= self._take_steps(rollout_id, data, iterators, args.loss_type)
+        self._keep_policies(rollout_id)
+        return metrics
+
+    def _train_critic(
+        self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        self._forward(get_values, data, iterators, "")
+        compute_advantages_and_returns(self.args, data)
+        self._postprocess_and_log(rollout_id, data)
+        with timer("actor_train"):
+            self._take_steps(rollout_id, data, iterators, "value_loss")
+        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        return {"values": [values.cpu() for values in data["values"]]}
+
+    def _forward(self, read: Reader, data: RolloutBatch, iterators: list[DataIterator], prefix: str) -> None:
+        """Run a pass under the present weights and store what it reads in ``data``."""
+        name = "values" if read is get_values else f"{prefix}log_probs"
+        with timer(name):
+            data.update(forward_only(read, self.args, self.model, iterators, data["num_microbatches"], prefix))
+
+    def _postprocess_and_log(self, rollout_id: int, data: RolloutBatch) -> dict[str, float]:
+        args = self.args
+        if args.rollout_data_postprocess_path is not None:
+            load_function(args.rollout_data_postprocess_path)(args, rollout_id, data)
+        metrics = train_metrics.rollout_metrics(args, data)
+        if train_metrics.is_main_rank() and self.role == "actor":
+            log(args, metrics | {"rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step")
+        return metrics
+
+    def _take_steps(
+        self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], loss_type: str
+    ) -> dict[str, float]:
+        """The optimizer steps; returns the metrics of the last one."""
+        args = self.args
+        if self.optimizer is None or self.scheduler is None:
+            raise ConfigError("--num-rollout is 0, so there is no optimizer, yet a rollout is to be trained on")
+        num_steps = len(data["num_microbatches"])
+        last: dict[str, float] = {}
+
+        def on_step(step_id: int, result: StepResult) -> None:
+            if not result.is_applied:
+                logger.warning(
+                    "Rollout %d, step %d was skipped: its gradient is not finite.", rollout_id, step_id
+                )
+            if not train_metrics.is_main_rank():
+                return
+            metrics = train_metrics.step_metrics(
+                self.role,
+                result.metrics,
+                grad_norm=result.grad_norm,
+                learning_rates=[group["lr"] for group in self.optimizer.param_groups],
+                step_global_batch_size=data["global_batch_sizes"][step_id],
+                train_step=rollout_id * num_steps + step_id,
+            )
+            log(args, metrics, step_key="train/step")
+            last.update(metrics)
+
+        train_rollout(
+            args,
+            rollout_id,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            iterators,
+            data["num_microbatches"],
+            data["global_batch_sizes"],
+            loss_type=loss_type,
+            on_step=on_step,
+        )
+        return last
+
+    def _keep_policies(self, rollout_id: int) -> None:
+        """Bring the host copies up to date with the weights just trained."""
+        args = self.args
+        if args.overlap_param_gather:
+            for chunk in self.model:  # a rank holds only its own shard's update until the next forward pass
+                chunk.start_param_sync(force_sync=True)
+        if "actor" in self.weights.tags:
+            self.weights.backup("actor")
+        interval = args.ref_update_interval
+        if interval is not None and "ref" in self.weights.tags and (rollout_id + 1) % interval == 0:
+            with timer("ref_model_update"):
+                self.weights.copy("actor", "ref")
+            logger.info("The reference model is now the actor of rollout %d.", rollout_id)
+
+    def _log_performance(self, rollout_id: int, data: RolloutBatch, iterator: DataIterator) -> dict[str, float]:
+        seconds = Timer().log_dict()
+        Timer().reset()
+        metrics = train_metrics.perf_metrics(self.args, data, iterator, seconds, world_size=self.world_size)
+        if not train_metrics.is_main_rank():
+            return {}
+        return self._log_perf(rollout_id, metrics)
+
+    def _log_perf(self, rollout_id: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        if self.role != "actor":
+            metrics = {name.replace("perf/", f"perf/{self.role}-"): value for name, value in metrics.items()}
+        step = compute_rollout_step(self.args, rollout_id)
+        log(self.args, {**metrics, "rollout/step": step}, step_key="rollout/step")
+        return dict(metrics)
+
+    # Checkpoints
+
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Model, optimizer, scheduler and generators; then the Hugging Face export of ``--save-hf``."""
+        args = self.args
+        with timer("save_model"):
+            self._rise()
+            checkpoint.save_checkpoint(args, rollout_id, self.model, self.optimizer, self.scheduler)
+            if args.save_hf and self.role == "actor":
+                self._save_hf(rollout_id)
+            self._rest()
+        self._log_span(rollout_id, "save_model")
+
+    def _save_hf(self, rollout_id: int) -> None:
+        from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
+
+        save_hf_model_to_path(
+            self.args,
+            self.args.save_hf.format(rollout_id=rollout_id),
+            self.model,
+            model_name=_model_name(self.args, self._hf_config),
+            quantization_config=self._hf_config.get("quantization_config"),
+        )
+
+    def publish_checkpoint(self, rollout_id: int) -> None:
+        """Make the checkpoint count; rank 0 writes, all ranks wait for it."""
+        if dist.get_rank() == 0:
+            checkpoint.publish_checkpoint(self.args.save, rollout_id)
+        dist.barrier()
+
+    def _log_span(self, rollout_id: int, name: str, **more: float) -> dict[str, float]:
+        """Log the seconds of a timer now, and forget them."""
+        elapsed_s = Timer().seconds(name)
+        Timer().reset(name)
+        metrics = {f"perf/{name}_time": elapsed_s, f"perf/time_{name}_s": elapsed_s, **more}
+        return self._log_perf(rollout_id, metrics) if train_metrics.is_main_rank() else {}
+
+    # Weights to the engines
+
+    def connect_rollout_engines(self, receivers: Sequence[WeightReceiver], num_new_engines: int) -> None:
+        """Connect the sender that the flags ask for to these engines."""
+        if self._sender is None:
+            self._sender = sender_class(self.args)(
+                self.args,
+                self.model,
+                self._weights_to_send,
+                model_name=_model_name(self.args, self._hf_config),
+                hf_config=self._hf_config,
+            )
+        if num_new_engines > 0:
+            self._sender.connect_rollout_engines(receivers)
+
+    def _weights_to_send(self) -> HostWeights | None:
+        return self.weights.get("actor") if self._is_asleep and memory.is_memory_saver_active() else None
+
+    def update_weights(self) -> dict[str, float] | None:
+        """Push the actor's weights; returns the push's metrics on the main rank."""
+        args = self.args
+        if self._sender is None:
+            raise WeightSyncError("no engine is connected to this trainer; call connect_rollout_engines first")
+        with timer("update_weights"):
+            report = self._sender.update_weights()
+        if args.keep_old_actor:
+            if args.update_weights_interval == 1:
+                self.weights.copy("rollout_actor", "old_actor")
+                self.weights.copy("actor", "rollout_actor")
+            else:
+                self.weights.copy("actor", "old_actor")
+        if self._last_rollout_id is None:
+            Timer().reset("update_weights")
+            return None  # the push before the first rollout belongs to no step
+        more = {"perf/weight_push_s": report.elapsed_s, "perf/weight_push_bytes": float(report.num_bytes)}
+        return self._log_span(self._last_rollout_id, "update_weights", **more) or None
+
+
+def needs_old_log_probs(args: Namespace, data: RolloutBatch) -> bool:
+    """Whether the log-probs of the policy before training take a forward pass of their own.
+
+    They do not when the engine's are used instead, nor when the first forward pass of training gives them: a single
+    optimizer step per rollout, and nothing before that step that would read them.
+    """
+    if args.use_rollout_logprobs:
+        return args.get_mismatch_metrics
+    is_reusable = (
+        len(data["num_microbatches"]) == 1
+        and args.loss_type == "policy_loss"
+        and args.kl_coef == 0
+        and not args.get_mismatch_metrics
+        and args.advantage_estimator not in ("ppo", "gspo")
+        and not args.keep_old_actor
+        and not args.use_opd
+        and (not args.use_routing_replay or args.use_rollout_routing_replay)
+    )
+    return not is_reusable
+
+
+def _read_hf_config(args: Namespace) -> dict[str, Any]:
+    path = Path(args.hf_checkpoint or "") / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"--hf-checkpoint is {args.hf_checkpoint!r}: its config.json cannot be read ({error}); it must be a local "
+            "Hugging Face folder"
+        ) from error
+
+
+def _model_name(args: Namespace, hf_config: Mapping[str, Any]) -> str:
+    """What chooses the name converter: ``--model-name``, or the model type of the HF config."""
+    return args.model_name or hf_config["model_type"]

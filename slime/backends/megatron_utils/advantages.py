@@ -1,0 +1,116 @@
+"""Columns of a rank's rollout to advantages and returns, by the estimator of ``--advantage-estimator``.
+
+The formulas are in ``slime.algorithms.advantages``; here: which columns feed them, and context parallelism.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.algorithms.advantages import AdvantageConfig, AdvantageInputs, get_estimator
+from slime.algorithms.advantages.distillation import add_distillation
+from slime.algorithms.advantages.whitening import whiten
+from slime.algorithms.kl import approx_kl
+from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, local_masks, slice_log_prob_with_cp
+from slime.utils.errors import DataError
+from slime.utils.misc import load_function
+from slime.utils.types import RolloutBatch
+
+_LENGTH_COLUMNS = ("log_probs", "rollout_log_probs", "ref_log_probs", "values")
+
+
+@torch.no_grad()
+def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) -> None:
+    """Set ``kl``, ``advantages`` and ``returns`` (lists, local to the context-parallel rank) in ``rollout_data``.
+
+    Does nothing where the log-probs are not: on all pipeline stages but the last.
+
+    Raises:
+        DataError: the penalty or the estimator needs a column that is missing.
+    """
+    if not mpu.is_pipeline_last_stage():
+        return
+    rollout_data["kl"] = _token_kl(args, rollout_data)
+    if args.custom_advantage_function_path is not None:
+        load_function(args.custom_advantage_function_path)(args, rollout_data)
+    else:
+        advantages, returns = _estimate(args, rollout_data)
+        rollout_data["advantages"], rollout_data["returns"] = advantages, returns
+    if args.use_opd:
+        _distil(args, rollout_data)
+    if args.normalize_advantages:
+        masks = local_masks(
+            rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"]
+        )
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        rollout_data["advantages"] = whiten(rollout_data["advantages"], masks, group=group)
+
+
+def _token_kl(args: Namespace, rollout_data: RolloutBatch) -> list[Tensor]:
+    """KL from the reference of each local response token; zeros without ``--kl-coef``."""
+    if args.kl_coef != 0:
+        ours = rollout_data.get("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
+        reference = rollout_data.get("ref_log_probs")
+        if ours is None or reference is None:
+            raise DataError(
+                f"--kl-coef is {args.kl_coef}, but there are no {'reference ' if reference is None else ''}log-probs; "
+                "check --ref-load and --disable-compute-advantages-and-returns"
+            )
+        return [approx_kl(log_prob, ref, args.kl_loss_type) for log_prob, ref in zip(ours, reference, strict=True)]
+    for column in _LENGTH_COLUMNS:
+        if rollout_data.get(column) is not None:
+            return [torch.zeros_like(values, dtype=torch.float32) for values in rollout_data[column]]
+    masks = local_masks(rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"])
+    return [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
+
+
+def _estimate(args: Namespace, rollout_data: RolloutBatch) -> tuple[list[Tensor], list[Tensor]]:
+    estimator = get_estimator(args.advantage_estimator)
+    lengths = list(zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True))
+    values = rollout_data.get("values")
+    if estimator.needs_values and values is None:
+        raise DataError(f"--advantage-estimator {args.advantage_estimator} needs the critic's values; there are none")
+    is_gathered = estimator.needs_whole_responses and mpu.get_context_parallel_world_size() > 1
+
+    def whole(column: list[Tensor]) -> list[Tensor]:
+        if not is_gathered:
+            return column
+        return [all_gather_with_cp(tensor, *length) for tensor, length in zip(column, lengths, strict=True)]
+
+    masks = rollout_data["loss_masks"]
+    if not is_gathered:
+        masks = local_masks(masks, *zip(*lengths, strict=True))
+    advantages, returns = estimator.compute(
+        AdvantageInputs(
+            rewards_N=rollout_data["rewards"],
+            kl_N=whole(rollout_data["kl"]),
+            mask_N=masks,
+            values_N=None if values is None else whole(values),
+        ),
+        AdvantageConfig(kl_coef=args.kl_coef, gamma=args.gamma, lambd=args.lambd),
+    )
+    if is_gathered:
+        advantages = [slice_log_prob_with_cp(a, *length) for a, length in zip(advantages, lengths, strict=True)]
+        returns = [slice_log_prob_with_cp(r, *length) for r, length in zip(returns, lengths, strict=True)]
+    return advantages, returns
+
+
+def _distil(args: Namespace, rollout_data: RolloutBatch) -> None:
+    student = rollout_data.get("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
+    teacher = rollout_data.get("teacher_log_probs")
+    if student is None or teacher is None:
+        raise DataError(
+            f"--use-opd needs the log-probs of {'the student' if student is None else 'the teacher'}; check "
+            "--opd-type, --opd-teacher-load and the reward function that asks the teacher"
+        )
+    rollout_data["advantages"], rollout_data["opd_reverse_kl"] = add_distillation(
+        rollout_data["advantages"], student, teacher, coef=args.opd_kl_coef
+    )

@@ -1,0 +1,128 @@
+"""Context-parallel slices of tokens and per-token lists, for this rank of Megatron's groups.
+
+The arithmetic is in ``slime.train_data.context_parallel`` with rank and size passed in; here they come from ``mpu``.
+Per-sample tensors (log-probs, advantages, ...) are local to the context-parallel rank; loss masks are full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.algorithms.reduction import sum_of_sample_means
+from slime.train_data import context_parallel
+
+
+def get_logits_and_tokens_offset_with_cp(
+    total_length: int, response_length: int
+) -> tuple[int, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """Where this rank's two chunks of a sequence lie, and which of their rows give the response's log-probs.
+
+    Returns:
+        chunk size; the chunks, the logit rows and the tokens they predict, each as (start, end) in the sequence.
+    """
+    return context_parallel.logits_and_tokens_offsets(
+        total_length,
+        response_length,
+        cp_rank=mpu.get_context_parallel_rank(),
+        cp_size=mpu.get_context_parallel_world_size(),
+    )
+
+
+def slice_with_cp(tokens: Tensor, pad_value: float | int) -> Tensor:
+    """This rank's two chunks of a sequence, padded to equal chunks on all ranks."""
+    return context_parallel.slice_zigzag(
+        tokens,
+        cp_rank=mpu.get_context_parallel_rank(),
+        cp_size=mpu.get_context_parallel_world_size(),
+        pad_value=pad_value,
+    )
+
+
+def slice_log_prob_with_cp(
+    log_prob: list[float] | Tensor, total_length: int, response_length: int
+) -> list[float] | Tensor:
+    """This rank's part of a list or tensor with one entry per response token."""
+    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    if isinstance(log_prob, Tensor):
+        return context_parallel.slice_response(
+            log_prob, total_length, response_length, cp_rank=cp_rank, cp_size=cp_size
+        )
+    spans = context_parallel.response_spans(total_length, response_length, cp_rank=cp_rank, cp_size=cp_size)
+    return [value for start, end in spans for value in log_prob[start:end]]
+
+
+def local_masks(
+    loss_masks: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> list[Tensor]:
+    """This rank's part of each loss mask."""
+    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    return [
+        context_parallel.slice_response(mask, total, response, cp_rank=cp_rank, cp_size=cp_size)
+        for mask, total, response in zip(loss_masks, total_lengths, response_lengths, strict=True)
+    ]
+
+
+class _SumOverContextRanks(torch.autograd.Function):
+    """All-reduce whose gradient is all-reduced too: every rank's loss may depend on every rank's input."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=mpu.get_context_parallel_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        total = gradient.clone()
+        dist.all_reduce(total, group=mpu.get_context_parallel_group())
+        return total
+
+
+def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
+    """The whole response from the parts of all context-parallel ranks; differentiable.
+
+    Args:
+        tensor: [local response tokens], as ``slice_log_prob_with_cp`` gives it.
+
+    Returns:
+        [response_length], equal on all ranks.
+    """
+    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    if cp_size == 1:
+        return tensor
+    placed = context_parallel.place_response(tensor, total_length, response_length, cp_rank=cp_rank, cp_size=cp_size)
+    return _SumOverContextRanks.apply(placed)
+
+
+def get_sum_of_sample_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    sample_denoms: Sequence[float] | Tensor | None = None,
+    calculate_per_token_loss: bool = False,
+) -> Callable[[Tensor], Tensor]:
+    """A reducer of flat per-token values (this rank's response tokens, samples concatenated) to a scalar.
+
+        sum over samples i of (x_i * mask_i).sum() / max(denominator_i, 1),      or plainly of (x * mask).sum()
+
+    Args:
+        total_lengths: tokens of each sample.
+        response_lengths: response tokens of each sample.
+        loss_masks: [response_length] each, not sliced.
+        sample_denoms: the denominators (``rollout_mask_sums``); the masks' own sums when None.
+        calculate_per_token_loss: the plain sum.
+    """
+    if sample_denoms is None:
+        sample_denoms = torch.stack([mask.sum() for mask in loss_masks])
+    return sum_of_sample_means(
+        local_masks(loss_masks, total_lengths, response_lengths), sample_denoms, per_token=calculate_per_token_loss
+    )

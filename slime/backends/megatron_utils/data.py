@@ -1,0 +1,176 @@
+"""One rank's train data to packed micro-batches on its device.
+
+``slime.train_data`` decides who trains on what and how sequences are packed; here the parallel sizes come from
+``mpu`` and the tensors go to the accelerator.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+from slime.train_data.columns import COLUMNS
+from slime.train_data.microbatch import align_loss_masks, pack_thd, take_micro_batch
+from slime.utils.errors import DataError
+from slime.utils.types import RolloutBatch
+
+_PER_TOKEN_COLUMNS = tuple(
+    column.name
+    for column in COLUMNS.values()
+    if column.span == "response" and column.dtype is not None and column.dtype.is_floating_point
+)
+"""Columns with one float per response token; they arrive whole and are cut for context parallelism here."""
+
+
+def current_device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def prepare_rollout_data(rank_data: dict[str, Any]) -> RolloutBatch:
+    """The rank's columns as the trainer's hooks see them: tensors on the device, per-token floats local to the rank.
+
+    Raises:
+        DataError: a column does not have one entry per sample, or an entry the wrong length.
+    """
+    data: RolloutBatch = dict(rank_data)
+    device = current_device()
+    data["tokens"] = [torch.as_tensor(tokens, dtype=torch.long, device=device) for tokens in data["tokens"]]
+    data["total_lengths"] = [int(tokens.numel()) for tokens in data["tokens"]]
+    data["response_lengths"] = [int(length) for length in data["response_lengths"]]
+    data["loss_masks"] = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in data["loss_masks"]]
+    for index, (mask, length) in enumerate(zip(data["loss_masks"], data["response_lengths"], strict=True)):
+        if mask.numel() != length or not 0 < length < data["total_lengths"][index]:
+            raise DataError(
+                f"sample {index} of this rank has {data['total_lengths'][index]} tokens, a response of {length} and a "
+                f"loss mask of {mask.numel()}; a response needs at least one token, a prompt before it, and a mask of "
+                "its own length. Look at the rollout function that made it"
+            )
+    sums = data.get("rollout_mask_sums")
+    if sums is None:
+        sums = [float(mask.sum()) for mask in data["loss_masks"]]
+    data["rollout_mask_sums"] = torch.as_tensor(sums, dtype=torch.float32, device=device)
+    for column in _PER_TOKEN_COLUMNS:
+        if data.get(column) is None:
+            data.pop(column, None)
+            continue
+        data[column] = [
+            slice_log_prob_with_cp(torch.as_tensor(values, dtype=torch.float32), total, response).to(device)
+            for values, total, response in zip(
+                data[column], data["total_lengths"], data["response_lengths"], strict=True
+            )
+        ]
+    if data.get("raw_reward") is not None and data.get("partition") is not None:
+        data["local_raw_reward"] = [data["raw_reward"][index] for index in data["partition"]]
+    return data
+
+
+@dataclass(slots=True)
+class PackedTokenCount:
+    """How many of the tokens that went through the model were real ones."""
+
+    real: int = 0
+    packed: int = 0
+
+
+class DataIterator:
+    """Walks a rank's samples micro-batch by micro-batch, over all steps of the rollout.
+
+    Invariant: every sample belongs to exactly one micro-batch.
+    """
+
+    def __init__(self, rollout_data: RolloutBatch, micro_batch_indices: Sequence[Sequence[int]]) -> None:
+        self.rollout_data = rollout_data
+        self.micro_batch_indices = [list(indices) for indices in micro_batch_indices]
+        self.offset = 0
+        self.token_count = PackedTokenCount()
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The named columns of the next micro-batch; None for a column that the data do not have."""
+        indices = self.micro_batch_indices[self.offset]
+        self.offset += 1
+        return take_micro_batch(self.rollout_data, indices, keys)
+
+    def reset(self) -> DataIterator:
+        """Begin again at the first micro-batch."""
+        self.offset = 0
+        self.token_count = PackedTokenCount()
+        return self
+
+
+def get_data_iterator(rollout_data: RolloutBatch, num_chunks: int) -> list[DataIterator]:
+    """One iterator for each of this rank's model chunks: every virtual stage walks all micro-batches."""
+    return [DataIterator(rollout_data, rollout_data["micro_batch_indices"]) for _ in range(num_chunks)]
+
+
+def get_batch(
+    data_iterator: DataIterator, keys: Sequence[str], pad_multiplier: int = 128, allgather_cp: bool = False
+) -> dict[str, Any]:
+    """The next micro-batch, packed.
+
+    Args:
+        data_iterator: gives the samples.
+        keys: columns to fetch; ``tokens`` is replaced by the packed tokens.
+        pad_multiplier: the packed length is a multiple of this times the tensor-parallel size.
+        allgather_cp: contiguous context-parallel slices.
+
+    Returns:
+        the columns, and ``tokens`` [1, T], ``unconcat_tokens``, ``packed_seq_params``, ``full_loss_masks`` [1, T].
+    """
+    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    if allgather_cp and cp_size > 1:
+        raise NotImplementedError("--allgather-cp with --context-parallel-size above 1 is not available yet")
+    needed = {"tokens", "total_lengths", "response_lengths", "loss_masks"}
+    batch = data_iterator.get_next([*keys, *sorted(needed - set(keys))])
+    batch["unconcat_tokens"] = batch["tokens"]
+    pad_multiple = mpu.get_tensor_model_parallel_world_size() * pad_multiplier
+    packed = pack_thd(batch["tokens"], cp_rank=cp_rank, cp_size=cp_size, pad_multiple=pad_multiple, pad_id=0)
+    cu_seqlens = packed.cu_seqlens
+    batch["tokens"] = packed.tokens
+    batch["packed_seq_params"] = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+    )
+    batch["full_loss_masks"] = align_loss_masks(
+        batch["loss_masks"],
+        batch["total_lengths"],
+        batch["response_lengths"],
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        pad_multiple=pad_multiple,
+    )
+    data_iterator.token_count.real += packed.num_real_tokens
+    data_iterator.token_count.packed += packed.tokens.numel() * cp_size
+    return batch
+
+
+def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of the model's forward for a batch of :func:`get_batch`."""
+    multimodal: dict[str, Tensor] = {}
+    for sample in batch.get("multimodal_train_inputs") or ():
+        for name, value in (sample or {}).items():
+            multimodal[name] = torch.cat([multimodal[name], value]) if name in multimodal else value
+    return {
+        "input_ids": batch["tokens"],
+        "position_ids": None,
+        "attention_mask": None,
+        "labels": None,
+        "packed_seq_params": batch["packed_seq_params"],
+        "loss_mask": batch["full_loss_masks"],
+        **{name: value.to(batch["tokens"].device) for name, value in multimodal.items()},
+    }

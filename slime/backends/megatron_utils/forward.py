@@ -1,0 +1,115 @@
+"""Forward-only passes over a rank's rollout: log-probs, entropies and values, in the order of the samples."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from slime.backends.megatron_utils.data import DataIterator, forward_arguments, get_batch
+from slime.utils.misc import load_function
+
+_KEYS = ("tokens", "multimodal_train_inputs", "total_lengths", "response_lengths", "loss_masks")
+_TOP_P_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+
+Reader = Callable[..., tuple[Tensor, dict[str, list[Tensor]]]]
+"""``get_log_probs_and_entropy`` or ``get_values``: logits to per-sample tensors."""
+
+
+def run_model(args: Namespace, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The model's logits for a packed batch, in the model's own precision: the softmax is computed in fp32 anyway."""
+    arguments = forward_arguments(args, batch)
+    inner = model
+    while inner is not None and not isinstance(inner, Float16Module):
+        inner = getattr(inner, "module", None)
+    if inner is not None:
+        arguments["fp32_output"] = False
+    return model(**arguments)
+
+
+@torch.no_grad()
+def forward_only(
+    read: Reader,
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: Sequence[int],
+    store_prefix: str = "",
+) -> dict[str, list[Tensor]]:
+    """Run the model over all micro-batches of all steps and read something off its logits.
+
+    Args:
+        read: what to read.
+        args: the run's arguments.
+        model: this rank's chunks; in evaluation mode for the pass.
+        data_iterator: one for each chunk; begun anew.
+        num_microbatches: of each step.
+        store_prefix: put before the names of what was read (``"ref_"``).
+
+    Returns:
+        ``{prefix + name: [tensor of each sample]}`` on the last pipeline stage, nothing on the others.
+    """
+    if args.custom_megatron_before_log_prob_hook_path is not None:
+        load_function(args.custom_megatron_before_log_prob_hook_path)(args, list(model), store_prefix)
+    was_training = [chunk.training for chunk in model]
+    for iterator in data_iterator:
+        iterator.reset()
+    for chunk in model:
+        chunk.eval()
+    keys = [*_KEYS, *(_TOP_P_KEYS if args.rollout_top_p != 1.0 else ())]
+
+    def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        batch = get_batch(iterator, keys, args.data_pad_size_multiplier, args.allgather_cp)
+        logits = run_model(args, chunk, batch)
+        return logits, partial(
+            read,
+            args=args,
+            unconcat_tokens=batch["unconcat_tokens"],
+            total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"],
+            with_entropy=args.use_rollout_entropy,
+            top_p_token_ids=batch.get("rollout_top_p_token_ids"),
+            top_p_token_offsets=batch.get("rollout_top_p_token_offsets"),
+        )
+
+    schedule = get_forward_backward_func()
+    outputs: list[dict[str, list[Tensor]]] = []
+    for count in num_microbatches:
+        outputs += schedule(
+            forward_step_func=step,
+            data_iterator=list(data_iterator),
+            model=list(model),
+            num_microbatches=count,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=True,
+        )
+    for chunk, training in zip(model, was_training, strict=True):
+        chunk.train(training)
+    if not mpu.is_pipeline_last_stage():
+        return {}
+    return _in_sample_order(outputs, data_iterator[0], store_prefix)
+
+
+def _in_sample_order(
+    outputs: list[dict[str, list[Tensor]]], iterator: DataIterator, prefix: str
+) -> dict[str, list[Tensor]]:
+    order = [index for indices in iterator.micro_batch_indices for index in indices]
+    result: dict[str, list[Tensor]] = {}
+    for name in outputs[0]:
+        flat = [tensor for output in outputs for tensor in output[name]]
+        assert len(flat) == len(order), (name, len(flat), len(order))
+        by_position = dict(zip(order, flat, strict=True))
+        result[prefix + name] = [by_position[position] for position in range(len(order))]
+    return result

@@ -1,0 +1,95 @@
+"""The accelerator's memory: report it, free what caches hold, let it go while the trainer sleeps.
+
+Sleeping needs torch_memory_saver, loaded into the process by ``LD_PRELOAD`` (``--offload-train`` on CUDA).  Without
+CUDA every function here returns at once: there is nothing to let go.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slime.utils import env
+
+logger = logging.getLogger(__name__)
+
+
+def is_memory_saver_active() -> bool:
+    """Whether this process was started with the memory saver around all its allocations."""
+    return torch.cuda.is_available() and env.get_bool("TMS_INIT_ENABLE")
+
+
+def _saver() -> Any:
+    from torch_memory_saver import torch_memory_saver
+
+    return torch_memory_saver
+
+
+def choose_memory_saver_hook() -> None:
+    """Make the memory saver talk to its preloaded hook; call after megatron.core was imported and before first use.
+
+    megatron.core 0.16.1 sets the mode to "torch" when it is imported; then ``disable`` would not reach the preloaded
+    hook, and memory shared with an engine could not be mapped ("invalid argument").
+    """
+    if is_memory_saver_active():
+        _saver().hook_mode = "preload"
+
+
+@contextmanager
+def memory_saver_disabled() -> Iterator[None]:
+    """Allocations inside are ordinary ones: they can be shared, and survive while the trainer sleeps."""
+    if not is_memory_saver_active():
+        yield
+        return
+    with _saver().disable():
+        yield
+        torch.cuda.synchronize()
+
+
+def pause_memory() -> None:
+    """Move what the saver holds to the host and give its memory back."""
+    if is_memory_saver_active():
+        torch.cuda.synchronize()
+        clear_memory()
+        _saver().pause()
+
+
+def resume_memory() -> None:
+    """Take the memory again, with what was in it."""
+    if is_memory_saver_active():
+        _saver().resume()
+
+
+def clear_memory() -> None:
+    """Collect garbage and return the allocator's cached blocks."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def collect_shared_memory() -> None:
+    """Free blocks that another process has mapped and dropped."""
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+def report(moment: str) -> dict[str, float]:
+    """Log and return the accelerator's memory in GiB; empty without one."""
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    numbers = {
+        "total": total / 2**30,
+        "used": (total - free) / 2**30,
+        "allocated": torch.cuda.memory_allocated() / 2**30,
+        "reserved": torch.cuda.memory_reserved() / 2**30,
+    }
+    logger.info("Memory %s: %s GiB", moment, ", ".join(f"{name} {value:.2f}" for name, value in numbers.items()))
+    return numbers

@@ -1,0 +1,154 @@
+"""Build the model, its optimizer and its schedule, and load a checkpoint into them.
+
+Deliberately elsewhere: which layers the model has (``model_provider``), what a checkpoint looks like
+(``checkpoint``), what one step does (``train_step``).
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+
+import torch
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+
+from slime.backends.megatron_utils.checkpoint import load_checkpoint
+from slime.backends.megatron_utils.config_builders import ddp_config_from_args, optimizer_config_from_args
+from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ModelChunks = list[torch.nn.Module]
+"""The model's parts on this rank: one, or one per virtual pipeline stage."""
+
+
+def build_model(args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = True) -> ModelChunks:
+    """This rank's part of the model on its device, in its precision.
+
+    Args:
+        args: complete Megatron flags.
+        role: ``"critic"`` gets a value head.
+        wrap_with_ddp: gradient buffers and their reduction; without it the model can only run forward.
+    """
+    provider = get_model_provider(args, role)
+    virtual_size = mpu.get_virtual_pipeline_model_parallel_world_size()
+    chunks: ModelChunks = []
+    for vp_stage in range(virtual_size or 1):
+        stage = vp_stage if virtual_size else None
+        chunks.append(
+            provider(
+                pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                vp_stage=stage,
+            )
+        )
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if torch.cuda.is_available():
+            chunk.cuda(torch.cuda.current_device())
+    num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
+        logger.info(
+            "Built the %s: %s parameters on tensor rank %d, pipeline rank %d.",
+            role, f"{num_parameters:,}", mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank(),
+        )  # fmt: skip
+    config = chunks[0].config
+    if config.fp16 or config.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    if wrap_with_ddp:
+        ddp_config = ddp_config_from_args(args)
+        chunks = [
+            # Only the first chunk's gradients are reduced late enough for buckets to pay off.
+            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+    return chunks
+
+
+def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
+    """The distributed optimizer over the model's gradient buffers."""
+    return get_megatron_optimizer(
+        optimizer_config_from_args(args), model, use_gloo_process_groups=args.enable_gloo_process_groups
+    )
+
+
+def total_train_iters(args: Namespace) -> int:
+    """Optimizer steps of the whole run: ``--train-iters``, or all samples of all rollouts over the global batch."""
+    if args.train_iters:
+        return args.train_iters
+    num_samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
+    return num_samples // args.global_batch_size
+
+
+def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning rate and weight decay as functions of the samples trained on.
+
+    Flags count optimizer steps; the schedule counts samples, so every length is multiplied by the global batch size.
+
+    Raises:
+        ConfigError: the warm-up is as long as the whole decay.
+    """
+    unit = args.global_batch_size
+    train_iters = max(total_train_iters(args), 1)
+    decay_steps = (args.lr_decay_iters or train_iters) * unit
+    if args.lr_warmup_fraction is not None:
+        warmup_steps = args.lr_warmup_fraction * decay_steps
+    else:
+        warmup_steps = args.lr_warmup_iters * unit
+    if warmup_steps >= decay_steps:
+        raise ConfigError(
+            f"the learning rate warms up for {warmup_steps / unit:g} of {decay_steps / unit:g} optimizer steps; lower "
+            "--lr-warmup-iters or --lr-warmup-fraction, or raise --lr-decay-iters"
+        )
+    wsd_iters = args.lr_wsd_decay_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=train_iters * unit,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=wsd_iters * unit if wsd_iters is not None else None,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+def setup_model_and_optimizer(
+    args: Namespace, role: str = "actor"
+) -> tuple[ModelChunks, MegatronOptimizer | None, OptimizerParamScheduler | None]:
+    """Model, optimizer and schedule, freshly initialised; with ``--num-rollout 0`` there is no optimizer."""
+    model = build_model(args, role)
+    if args.num_rollout == 0:
+        return model, None, None
+    optimizer = build_optimizer(args, model)
+    return model, optimizer, build_scheduler(args, optimizer)
+
+
+def initialize_model_and_optimizer(
+    args: Namespace, role: str = "actor"
+) -> tuple[ModelChunks, MegatronOptimizer | None, OptimizerParamScheduler | None, int]:
+    """Model, optimizer and schedule with the checkpoint of ``--load`` in them.
+
+    Returns:
+        model chunks, optimizer, schedule, and the iteration (rollout) of the checkpoint.
+    """
+    model, optimizer, scheduler = setup_model_and_optimizer(args, role)
+    iteration = load_checkpoint(args, model, optimizer, scheduler)
+    return model, optimizer, scheduler, iteration

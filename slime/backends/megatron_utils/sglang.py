@@ -1,0 +1,89 @@
+"""What a weight sender takes from SGLang: the wire form of tensors, and the process group of an update.
+
+SGLang is imported where it is first used: its import takes seconds and a trainer that pushes nothing (SFT) needs none.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.utils.errors import ConfigError
+from slime.weights.named_tensors import NamedTensors
+
+FLATTENED_BUCKET = "flattened_bucket"
+"""``load_format`` of a bucket whose tensors lie in one flat buffer."""
+
+COMPARE_LOADER = "slime.backends.sglang_utils.weight_check.compare_weights"
+"""``load_format`` that makes the engine compare what it is sent with what it holds, instead of loading it."""
+
+
+def _sglang() -> tuple[Any, Any, Any]:
+    try:
+        from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"the trainer cannot import SGLang, whose wire format it needs to push weights: {error}; on a machine "
+            "without CUDA, start the job from a recipe that puts slime/backends/sglang_utils/cpu_shim on PYTHONPATH"
+        ) from error
+    return MultiprocessingSerializer, init_custom_process_group, FlattenedTensorBucket
+
+
+def prepare() -> None:
+    """Import SGLang and make this process able to share tensors with an engine; call once before a push."""
+    _sglang()
+    if torch.cuda.is_available():
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+    else:
+        # The default strategy hands file descriptors over a socket, which only works between relatives.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+def serialize_bucket(bucket: NamedTensors) -> tuple[str, torch.Tensor]:
+    """The bucket in one fresh flat buffer: a handle to its shared or CUDA memory, as text, and the buffer itself.
+
+    The caller keeps the buffer until the engine has answered.
+    """
+    serializer, _, flattened_bucket = _sglang()
+    flat = flattened_bucket(named_tensors=bucket)
+    buffer = flat.get_flattened_tensor()
+    payload = {"flattened_tensor": buffer, "metadata": flat.get_metadata()}
+    return serializer.serialize(payload, output_str=True), buffer
+
+
+def serialize_by_value(bucket: NamedTensors) -> str:
+    """The bucket's tensors themselves, as text: slow, but it reaches an engine on any host (checks only)."""
+    buffer = io.BytesIO()
+    pickle.Pickler(buffer, protocol=4).dump([(name, tensor.cpu()) for name, tensor in bucket])
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def flatten(bucket: NamedTensors) -> torch.Tensor:
+    """The flat buffer that a ``flattened_bucket`` broadcast carries."""
+    _, _, flattened_bucket = _sglang()
+    return flattened_bucket(named_tensors=bucket).get_flattened_tensor()
+
+
+def join_update_group(
+    *, backend: str, master_address: str, master_port: int, world_size: int, group_name: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Enter, as rank 0, the process group over which an update is broadcast; blocks until all engines are in."""
+    _, init_custom_process_group, _ = _sglang()
+    host = f"[{master_address}]" if ":" in master_address and not master_address.startswith("[") else master_address
+    return init_custom_process_group(
+        backend=backend,
+        init_method=f"tcp://{host}:{master_port}",
+        world_size=world_size,
+        rank=0,
+        group_name=group_name,
+        timeout=timedelta(seconds=timeout_s),
+    )

@@ -1,0 +1,201 @@
+"""Metrics that need the parallel groups: means over a step and over a rollout, and throughput."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.backends.megatron_utils.data import DataIterator, current_device
+from slime.observability.metric_utils import compute_pass_rate, dict_add_prefix
+from slime.train_data.flops import FlopsModel
+from slime.utils.types import RolloutBatch
+
+_TOKEN_COLUMNS = (
+    "log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "advantages",
+    "returns",
+    "values",
+    "kl",
+    "entropy",
+    "opd_reverse_kl",
+)
+"""One value per response token: logged as the mean over rollouts of each rollout's masked mean."""
+
+_SAMPLE_COLUMNS = ("rewards", "response_lengths", "total_lengths", "truncated")
+"""One number per sample: logged as plain means."""
+
+FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
+"""Timers around one forward pass over the whole rollout."""
+
+
+def is_main_rank() -> bool:
+    """Whether this rank logs for the training group: data and tensor rank 0 of the last pipeline stage."""
+    return (
+        mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+        and mpu.get_tensor_model_parallel_rank() == 0
+        and mpu.is_pipeline_last_stage(ignore_virtual=True)
+    )
+
+
+def reduce_step_metrics(
+    reports: Sequence[Mapping[str, Any]],
+    *,
+    step_global_batch_size: int,
+    per_token: bool,
+    cp_size: int,
+    group: dist.ProcessGroup | None,
+) -> dict[str, float]:
+    """Means over an optimizer step of what the micro-batches reported.
+
+    Args:
+        reports: of this rank; ``names`` and ``values`` [trained tokens, metric, ...].
+        step_global_batch_size: rollouts of the step on all ranks, the denominator by default.
+        per_token: divide by the trained tokens of the step instead.
+        cp_size: each context-parallel rank counts all tokens of its samples, and reports its share of the sums.
+        group: data- and context-parallel ranks.
+    """
+    names = reports[0]["names"]
+    assert all(report["names"] == names for report in reports), [report["names"] for report in reports]
+    sums = torch.stack([report["values"] for report in reports]).double().sum(dim=0)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    num_tokens, *values = sums.tolist()
+    denominator = num_tokens / cp_size if per_token else step_global_batch_size
+    return {name: value / denominator for name, value in zip(names, values, strict=True)}
+
+
+def rollout_metrics(args: Namespace, rollout_data: RolloutBatch) -> dict[str, float]:
+    """``rollout/...``: means over the whole rollout of every column.  Collective over data and context parallelism.
+
+    Per-token columns are averaged as the loss is, so that ``rollout/log_probs`` and a training metric of the same
+    tokens agree.  Only on the last pipeline stage, where the columns are.
+    """
+    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+        return {}
+    reduce = get_sum_of_sample_mean(
+        rollout_data["total_lengths"],
+        rollout_data["response_lengths"],
+        rollout_data["loss_masks"],
+        rollout_data["rollout_mask_sums"],
+        args.calculate_per_token_loss,
+    )
+    cp_size = mpu.get_context_parallel_world_size()
+    num_rollouts = sum(rollout_data["global_batch_sizes"])
+    if args.calculate_per_token_loss:
+        local_tokens = float(sum(mask.sum().item() for mask in rollout_data["loss_masks"]))
+    sums: dict[str, list[float]] = {}
+    for name in _TOKEN_COLUMNS:
+        if rollout_data.get(name) is not None:
+            total = float(reduce(torch.cat([values.float() for values in rollout_data[name]])))
+            # Every rank adds 1 / dp of the number of rollouts, or its own tokens.
+            share = local_tokens / cp_size if args.calculate_per_token_loss else num_rollouts / _num_ranks()
+            sums[name] = [total, share]
+    for name in _SAMPLE_COLUMNS:
+        if rollout_data.get(name) is not None:
+            column = [float(value) for value in rollout_data[name]]
+            sums[name] = [sum(column), float(len(column))]
+    means = _reduce_means(sums)
+    if rollout_data.get("raw_reward") is not None:
+        raw = [float(reward) for reward in rollout_data["raw_reward"]]
+        means["raw_reward"] = sum(raw) / len(raw)
+    metrics = dict_add_prefix(means, "rollout/")
+    if args.log_passrate and rollout_data.get("raw_reward") is not None:
+        raw = rollout_data["raw_reward"]
+        if len(raw) % args.n_samples_per_prompt == 0:
+            metrics |= dict_add_prefix(compute_pass_rate(raw, args.n_samples_per_prompt), "passrate/")
+    return metrics
+
+
+def _num_ranks() -> int:
+    return mpu.get_data_parallel_world_size(with_context_parallel=True)
+
+
+def _reduce_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Sum over data- and context-parallel ranks, then divide; the names are the same on all of them."""
+    if not sums:
+        return {}
+    table = torch.tensor(list(sums.values()), dtype=torch.float64, device=current_device())
+    dist.all_reduce(table, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return {name: total / max(count, 1e-12) for name, (total, count) in zip(sums, table.tolist(), strict=True)}
+
+
+def perf_metrics(
+    args: Namespace,
+    rollout_data: RolloutBatch,
+    data_iterator: DataIterator,
+    seconds: Mapping[str, float],
+    *,
+    world_size: int,
+) -> dict[str, float]:
+    """``perf/...``: seconds of each phase, tokens and floating-point operations a second, packing.  Collective.
+
+    Args:
+        args: dimensions of the model.
+        rollout_data: of this rank.
+        data_iterator: after training: counts real and packed tokens.
+        seconds: of each timer that ran.
+        world_size: ranks that share the work.
+    """
+    flops = FlopsModel.from_args(args)
+    local = torch.tensor(
+        [
+            sum(rollout_data["total_lengths"]),
+            data_iterator.token_count.real,
+            data_iterator.token_count.packed,
+            float(sum(flops.forward_flops(length) for length in rollout_data["total_lengths"])),
+        ],
+        dtype=torch.float64,
+        device=current_device(),
+    )
+    dist.all_reduce(local, group=mpu.get_data_parallel_group())
+    num_tokens, real, packed, forward_flops = local.tolist()
+    metrics: dict[str, float] = {}
+    for name, elapsed_s in seconds.items():
+        metrics[f"perf/{name}_time"] = elapsed_s
+        metrics[f"perf/time_{name}_s"] = elapsed_s
+        if elapsed_s > 0 and name in (*FORWARD_PASSES, "actor_train"):
+            passes = 3 if name == "actor_train" else 1
+            metrics[f"perf/{name}_tflops"] = passes * forward_flops / elapsed_s / world_size / 1e12
+    if packed:
+        metrics["perf/packing_efficiency"] = real / packed
+    if seconds.get("actor_train"):
+        metrics["perf/actor_train_tok_per_s"] = num_tokens / seconds["actor_train"]
+        metrics["perf/train_tok_per_s"] = metrics["perf/actor_train_tok_per_s"]
+    if "train_wait" in seconds and "train" in seconds:
+        total = seconds["train_wait"] + seconds["train"]
+        metrics["perf/step_time"] = total
+        metrics["perf/wait_time_ratio"] = seconds["train_wait"] / total if total > 0 else 0.0
+    return metrics
+
+
+def step_metrics(
+    role: str,
+    result_metrics: Mapping[str, float],
+    *,
+    grad_norm: float,
+    learning_rates: Sequence[float],
+    step_global_batch_size: int,
+    train_step: int,
+) -> dict[str, float]:
+    """``train/...`` of one optimizer step; a critic's names begin with ``critic-``."""
+    tag = "" if role == "actor" else f"{role}-"
+    metrics = {f"train/{tag}{name}": value for name, value in result_metrics.items()}
+    metrics[f"train/{tag}grad_norm"] = grad_norm
+    for index, rate in enumerate(learning_rates):
+        metrics[f"train/{tag}lr-pg_{index}"] = rate
+    metrics[f"train/{tag}global_batch_size"] = step_global_batch_size
+    metrics["train/step"] = train_step
+    return metrics

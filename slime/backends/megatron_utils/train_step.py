@@ -1,0 +1,264 @@
+"""One optimizer step over packed micro-batches, and the steps of one rollout."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from slime.backends.megatron_utils.data import DataIterator, get_batch
+from slime.backends.megatron_utils.forward import run_model
+from slime.backends.megatron_utils.loss import loss_function
+from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
+from slime.utils.errors import SlimeError
+from slime.utils.misc import load_function
+
+_KEYS = (
+    "tokens",
+    "multimodal_train_inputs",
+    "total_lengths",
+    "response_lengths",
+    "loss_masks",
+    "log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "returns",
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "rollout_mask_sums",
+    "partition",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+)
+"""The columns that a loss function sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step reports."""
+
+    metrics: dict[str, float]
+    """Means over the step, on the last pipeline stage; empty elsewhere."""
+    grad_norm: float
+    """Global norm before clipping."""
+    is_applied: bool
+    """False when a gradient that is not finite made the optimizer skip the step."""
+
+
+def _not_finite(moment: str, what: str, value: float) -> SlimeError:
+    return SlimeError(
+        f"{moment}: the {what} is {value}. Look at the data of that rollout (--save-debug-rollout-data keeps it), the "
+        "learning rate and --clip-grad; --no-check-for-nan-in-loss-and-grad skips such steps instead"
+    )
+
+
+def train_one_step(
+    args: Namespace,
+    rollout_id: int,
+    step_id: int,
+    data_iterator: Sequence[DataIterator],
+    model: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    num_microbatches: int,
+    step_global_batch_size: int,
+    *,
+    loss_type: str,
+) -> StepResult:
+    """Gradients of all micro-batches, one optimizer step, one step of the schedule.
+
+    Args:
+        args: the run's arguments.
+        rollout_id: for hooks and messages.
+        step_id: step within the rollout.
+        data_iterator: one for each chunk, standing at the step's first micro-batch.
+        model: this rank's chunks.
+        optimizer: over the chunks' gradient buffers.
+        opt_param_scheduler: advanced by ``step_global_batch_size`` samples.
+        num_microbatches: of this step on this rank.
+        step_global_batch_size: rollouts of this step on all ranks.
+        loss_type: key of ``loss.LOSSES``.
+
+    Raises:
+        SlimeError: the loss or the gradient is not finite (unless --no-check-for-nan-in-loss-and-grad); the weights
+            are as before the step.
+    """
+    moment = f"rollout {rollout_id}, optimizer step {step_id}"
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    if args.custom_megatron_before_train_step_hook_path is not None:
+        hook = load_function(args.custom_megatron_before_train_step_hook_path)
+        hook(args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
+
+    reports = _forward_backward(
+        args, moment, data_iterator, model, num_microbatches, step_global_batch_size, loss_type=loss_type
+    )
+    is_applied, grad_norm = _apply_gradients(args, moment, optimizer)
+    opt_param_scheduler.step(increment=step_global_batch_size)
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    metrics: dict[str, float] = {}
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        metrics = reduce_step_metrics(
+            reports,
+            step_global_batch_size=step_global_batch_size,
+            per_token=args.calculate_per_token_loss,
+            cp_size=mpu.get_context_parallel_world_size(),
+            group=mpu.get_data_parallel_group(with_context_parallel=True),
+        )
+    return StepResult(metrics, grad_norm, is_applied)
+
+
+def _forward_backward(
+    args: Namespace,
+    moment: str,
+    data_iterator: Sequence[DataIterator],
+    model: Sequence[torch.nn.Module],
+    num_microbatches: int,
+    step_global_batch_size: int,
+    *,
+    loss_type: str,
+) -> list[dict[str, Any]]:
+    """Fill the gradient buffers; returns the micro-batches' reports (on the last pipeline stage)."""
+
+    def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = get_batch(iterator, _KEYS, args.data_pad_size_multiplier, args.allgather_cp)
+        logits = run_model(args, chunk, batch)
+        return logits, partial(checked_loss, batch)
+
+    def checked_loss(batch: dict[str, Any], logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        loss, normaliser, report = loss_function(
+            args, batch, num_microbatches, step_global_batch_size, loss_type, logits
+        )
+        if args.check_for_nan_in_loss_and_grad and not torch.isfinite(loss):
+            raise _not_finite(moment, "loss", float(loss))
+        return loss, normaliser, report
+
+    try:
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=list(data_iterator),
+            model=list(model),
+            num_microbatches=num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
+    except RuntimeError as error:
+        if "in local grad norm" not in str(error):  # megatron-core's own check, which knows no step
+            raise
+        raise _not_finite(moment, "gradient", math.nan) from error
+
+
+def _apply_gradients(args: Namespace, moment: str, optimizer: MegatronOptimizer) -> tuple[bool, float]:
+    """Clip and step, unless the gradient is not finite; returns whether the step was taken, and the norm."""
+    found_inf = bool(optimizer.prepare_grads())
+    grad_norm = float(optimizer.get_grad_norm())
+    if found_inf or not math.isfinite(grad_norm):
+        # fp16 finds its loss scale by overflowing: there a skipped step is no fault.
+        if args.check_for_nan_in_loss_and_grad and not args.fp16:
+            raise _not_finite(moment, "norm of the gradient", grad_norm)
+        return False, grad_norm
+    if args.clip_grad > 0.0:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if not getattr(part, "is_stub_optimizer", False) and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(
+                    parameters,
+                    max_norm=args.clip_grad,
+                    total_norm=grad_norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+    return bool(optimizer.step_with_ready_grads()), grad_norm
+
+
+def wire_schedules(args: Namespace, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Tell the model's config how its gradients and parameters are communicated."""
+    config = get_model_config(model[0])
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = None
+    config.finalize_model_grads_func = finalize_model_grads
+    if not isinstance(model[0], DistributedDataParallel):
+        return
+
+    def per_chunk(name: str) -> Any:
+        functions = [getattr(chunk, name) for chunk in model]
+        return functions if len(functions) > 1 else functions[0]
+
+    if args.overlap_grad_reduce:
+        config.no_sync_func = per_chunk("no_sync")
+        if args.align_grad_reduce:
+            config.grad_sync_func = per_chunk("start_grad_sync")
+    if args.overlap_param_gather and args.align_param_gather:
+        config.param_sync_func = per_chunk("start_param_sync")
+
+
+def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
+    """Zero the moments and the step count of every parameter."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                if isinstance(state.get(name), Tensor):
+                    state[name].zero_()
+                elif name in state:
+                    state[name] = 0
+
+
+def train_rollout(
+    args: Namespace,
+    rollout_id: int,
+    model: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: Sequence[int],
+    global_batch_sizes: Sequence[int],
+    *,
+    loss_type: str,
+    on_step: Callable[[int, StepResult], None],
+) -> None:
+    """All optimizer steps of one rollout.
+
+    Args:
+        on_step: called after each step with its index and result.
+    """
+    for iterator in data_iterator:
+        iterator.reset()
+    for chunk in model:
+        chunk.train()
+    wire_schedules(args, model, optimizer)
+    if args.reset_optimizer_states:
+        reset_optimizer_states(optimizer)
+    for step_id, (count, batch_size) in enumerate(zip(num_microbatches, global_batch_sizes, strict=True)):
+        result = train_one_step(
+            args,
+            rollout_id,
+            step_id,
+            data_iterator,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            count,
+            batch_size,
+            loss_type=loss_type,
+        )
+        on_step(step_id, result)

@@ -1,0 +1,235 @@
+"""Shards of a Megatron model, made whole again under their HF names, one bucket at a time.
+
+Every rank of the model must walk the iterators here to the end, in step: they gather over tensor, expert and (when
+asked) pipeline parallelism.  Deliberately elsewhere: name conversion (``megatron_to_hf``), what happens to a bucket
+(the senders beside this file, and the HF checkpoint writer).
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+
+from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+from slime.utils.errors import WeightSyncError
+from slime.weights.buckets import iter_buckets
+from slime.weights.named_tensors import NamedTensors
+
+GLOBAL_PREFIX = "module.module."
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_LOCAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+_GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
+
+HostWeights = Mapping[str, Tensor]
+"""Host copies by :attr:`Shard.key`, used instead of the live parameters while these are asleep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part of one parameter (or of a buffer that an engine needs)."""
+
+    key: str
+    """``{chunk}.{name in the chunk}``: unique on this rank."""
+    name: str
+    """Name in the whole model, layers and experts counted over all ranks, without a prefix."""
+    tensor: Tensor
+    expert_index: int | None = None
+    """Position among the experts of this rank; None for a parameter that is not an expert's."""
+
+    @property
+    def is_expert(self) -> bool:
+        return self.expert_index is not None
+
+
+def iter_shards(model: Sequence[torch.nn.Module]) -> Iterator[Shard]:
+    """This rank's parameters, and its expert-bias buffers, under global names."""
+    for chunk_index, chunk in enumerate(model):
+        inner = unwrap_model(chunk)
+        # What this stage calls layer i is layer ``layer_number - 1`` of the model.
+        decoder = getattr(inner, "decoder", None)
+        layers = [layer.layer_number - 1 for layer in decoder.layers] if decoder is not None else []
+        shares_embedding = getattr(inner, "share_embeddings_and_output_weights", False)
+        named = [*inner.named_parameters(), *((n, b) for n, b in inner.named_buffers() if "expert_bias" in n)]
+        for local_name, tensor in named:
+            if shares_embedding and local_name == "output_layer.weight":
+                continue  # a copy of the embedding on the last stage
+            match = _LAYER.match(local_name)
+            name = f"decoder.layers.{layers[int(match[1])]}.{match[2]}" if match else local_name
+            name, expert_index = _expert_of(name)
+            yield Shard(f"{chunk_index}.{local_name}", name, tensor, expert_index)
+
+
+def _expert_of(name: str) -> tuple[str, int | None]:
+    """The name with ``{}`` in place of the expert's number, and that number (None when it is no expert's)."""
+    if match := _LOCAL_EXPERT.match(name):
+        return f"{match[1]}.{match[3]}.{match[4]}{{}}", int(match[2])
+    if match := _GROUPED_EXPERT.match(name):
+        return f"{match[1]}.{match[2]}.{match[3]}{{}}", int(match[4])
+    return name, None
+
+
+def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Tensor:
+    """``value``, this rank's part, joined with those of the other tensor-parallel ranks.
+
+    Args:
+        shard: says how the parameter is split.
+        value: its elements, already in the dtype to be sent.
+        is_gated: the MLP's first matrix holds gate and up, each split on its own.
+    """
+    group = mpu.get_expert_tensor_parallel_group() if shard.is_expert else mpu.get_tensor_model_parallel_group()
+    parameter = shard.tensor
+    if group.size() == 1 or "expert_bias" in shard.name or not getattr(parameter, "tensor_model_parallel", False):
+        return value
+    if getattr(parameter, "parallel_mode", None) == "duplicated":
+        return value
+    dim = parameter.partition_dim
+    if shard.is_expert and ".linear_fc2.weight" in shard.name:
+        dim = 1  # grouped experts report dim 0, but their input dimension is what is split
+    parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    if is_gated and ".linear_fc1." in shard.name:
+        gates, ups = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
+        parts = [*gates, *ups]
+    return torch.cat(parts, dim=dim)
+
+
+def iter_full_tensors(
+    model: Sequence[torch.nn.Module],
+    *,
+    dtype: torch.dtype | None,
+    host_weights: HostWeights | None = None,
+    across_stages: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    """Global name and full tensor of every parameter.
+
+    Args:
+        model: this rank's chunks.
+        dtype: floating-point parameters are cast to it; None leaves them. Expert biases stay as they are.
+        host_weights: where the values are while the parameters are asleep.
+        across_stages: give all ranks the parameters of all pipeline stages; otherwise each its own stage's.
+    """
+    config = unwrap_model(model[0]).config
+    is_gated = config.gated_linear_unit
+
+    def whole(shard: Shard) -> Tensor:
+        value = shard.tensor.detach()
+        if host_weights is not None:
+            value = host_weights[shard.key].to(value.device, non_blocking=True)
+        if dtype is not None and value.is_floating_point() and "expert_bias" not in shard.name:
+            value = value.to(dtype)
+        return gather_tensor_parallel(shard, value, is_gated=is_gated)
+
+    shards = list(iter_shards(model))
+    if across_stages and mpu.get_pipeline_model_parallel_world_size() > 1:
+        stream = _across_stages(shards, whole)
+    else:
+        stream = ((shard, whole(shard)) for shard in shards)
+    seen: set[str] = set()
+    for shard, full in stream:
+        for name, tensor in _across_experts(shard, full, config.num_moe_experts):
+            if name not in seen:  # stages may share a parameter: the first one's counts
+                seen.add(name)
+                yield name, tensor
+
+
+def _across_stages(shards: list[Shard], whole: Callable[[Shard], Tensor]) -> Iterator[tuple[Shard, Tensor]]:
+    group = mpu.get_pipeline_model_parallel_group()
+    stage = mpu.get_pipeline_model_parallel_rank()
+    ranks = dist.get_process_group_ranks(group)
+    stages: list[Any] = [None] * group.size()
+    dist.all_gather_object(stages, [(shard.name, shard.expert_index) for shard in shards], group=group)
+    for owner, names in enumerate(stages):
+        for position, (name, expert_index) in enumerate(names):
+            full = whole(shards[position]).contiguous() if owner == stage else None
+            header = [(full.shape, full.dtype) if full is not None else None]
+            dist.broadcast_object_list(header, src=ranks[owner], group=group)
+            if full is None:
+                shape, kind = header[0]
+                full = torch.empty(shape, dtype=kind, device=_device())
+            dist.broadcast(full, src=ranks[owner], group=group)
+            yield Shard(f"{owner}/{name}", name, full, expert_index), full
+
+
+def _across_experts(shard: Shard, full: Tensor, num_experts: int | None) -> Iterator[tuple[str, Tensor]]:
+    if shard.expert_index is None or num_experts is None:
+        yield shard.name, full
+        return
+    group = mpu.get_expert_model_parallel_group()
+    num_local = num_experts // group.size()
+    parts = [full]
+    if group.size() > 1:
+        parts = [torch.empty_like(full, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, full.contiguous(), group=group)
+    for owner, part in enumerate(parts):
+        yield shard.name.format(owner * num_local + shard.expert_index), part
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def iter_hf_tensors(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    *,
+    model_name: str,
+    dtype: torch.dtype | None,
+    quantization_config: Mapping[str, Any] | None = None,
+    host_weights: HostWeights | None = None,
+    across_stages: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    """HF name and full tensor of every parameter; arguments as in :func:`iter_full_tensors`.
+
+    Raises:
+        WeightSyncError: two parameters were given the same HF name.
+    """
+    seen: dict[str, str] = {}
+    for name, full in iter_full_tensors(
+        model, dtype=dtype, host_weights=host_weights, across_stages=across_stages
+    ):
+        converted = convert_to_hf(args, model_name, GLOBAL_PREFIX + name, full, quantization_config)
+        for hf_name, tensor in converted:
+            if hf_name in seen:
+                raise WeightSyncError(
+                    f"{name} and {seen[hf_name]} both convert to {hf_name}; the converter of model {model_name!r} in "
+                    "slime.backends.megatron_utils.megatron_to_hf is wrong"
+                )
+            seen[hf_name] = name
+            yield hf_name, tensor
+
+
+def iter_hf_buckets(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    *,
+    bucket_bytes: int,
+    model_name: str,
+    dtype: torch.dtype | None,
+    quantization_config: Mapping[str, Any] | None = None,
+    host_weights: HostWeights | None = None,
+    across_stages: bool = True,
+) -> Iterator[NamedTensors]:
+    """:func:`iter_hf_tensors` in buckets of at most ``bucket_bytes``, the same on every rank of the pipeline stage."""
+    tensors = iter_hf_tensors(
+        args,
+        model,
+        model_name=model_name,
+        dtype=dtype,
+        quantization_config=quantization_config,
+        host_weights=host_weights,
+        across_stages=across_stages,
+    )
+    return iter_buckets(tensors, bucket_bytes)
