@@ -185,8 +185,8 @@ class TisFunction(Protocol):
 
     def __call__(
         self,
-        args: Namespace,
         *,
+        args: Namespace,
         pg_loss: Tensor,
         train_log_probs: list[Tensor],
         rollout_log_probs: list[Tensor],

@@ -90,11 +90,19 @@ def _check_prompts(args: Namespace) -> None:
                 "--disable-rollout-global-dataset with a rollout function that has its own."
             )
         return
-    check_prompt_file(args.prompt_data, input_key=args.input_key)
+    check_prompt_file(args.prompt_data, args.input_key, label_key=args.label_key, multimodal_keys=args.multimodal_keys)
 
 
 def _check_eval_data(args: Namespace) -> None:
     from slime.rollout.prompt_dataset import check_prompt_file
 
     for dataset in args.eval_datasets or []:
-        check_prompt_file(dataset.path, input_key=dataset.input_key or args.input_key)
+        check_prompt_file(
+            dataset.path,
+            dataset.input_key,
+            label_key=dataset.label_key,
+            multimodal_keys=dataset.multimodal_keys,
+            flag="--eval-config" if args.eval_config else "--eval-prompt-data",
+            input_flag="--eval-input-key",
+            label_flag="--eval-label-key",
+        )

@@ -72,6 +72,13 @@ def test_every_flag_has_a_help_text():
 
 @pytest.mark.parametrize("name", SEED_COMMANDS)
 def test_founding_commands_parse(name):
-    words = shlex.split(SEED_COMMANDS[name])
-    args = parse_flags(words)
-    assert all(hasattr(args, word[2:].replace("-", "_")) for word in words if word.startswith("--"))
+    parse_flags(shlex.split(SEED_COMMANDS[name]))  # an unknown flag or a wrong value would raise
+
+
+def test_founding_commands_mean_what_they_say():
+    args = parse_flags(shlex.split(SEED_COMMANDS["GLM4 9B"]))
+    assert (args.tensor_model_parallel_size, args.context_parallel_size, args.sequence_parallel) == (2, 2, True)
+    assert (args.rotary_base, args.lr, args.adam_beta2) == (10000, 1e-6, 0.98)
+    assert args.eval_prompt_data == ["/root/aime-2024/aime-2024.jsonl"]
+    assert (args.eps_clip, args.eps_clip_high, args.rollout_temperature) == (0.2, 0.28, 0.8)
+    assert args.sglang_server_concurrency == 512

@@ -1,0 +1,57 @@
+"""--custom-config-path: over the flags, before anything is derived."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.arguments import slime_validate_args
+from slime.utils.errors import ConfigError
+
+
+@pytest.fixture
+def overlay(tmp_path):
+    def write(text: str) -> list[str]:
+        (tmp_path / "overlay.yaml").write_text(text)
+        return ["--custom-config-path", str(tmp_path / "overlay.yaml")]
+
+    return write
+
+
+def test_derived_values_see_the_overlay(make_args, overlay):
+    args = make_args(*overlay("num_steps_per_rollout: 4\neps-clip: 0.1\n"))
+    slime_validate_args(args)
+    assert (args.global_batch_size, args.eps_clip_high) == (2, 0.1)
+
+
+def test_other_keys_are_settings_of_plug_ins(make_args, overlay):
+    args = make_args(*overlay("tis_mode: truncate\nmax_turns: 3\nnested: {a: [1]}\n"))
+    slime_validate_args(args)
+    assert (args.tis_mode, args.max_turns, args.nested) == ("truncate", 3, {"a": [1]})
+
+
+def test_a_number_that_yaml_reads_as_text_becomes_a_number(make_args, overlay):
+    args = make_args(*overlay("lr: 1e-5\n"))
+    slime_validate_args(args)
+    assert args.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lr: fast\n", "--custom-config-path: lr is 'fast'; a number is needed"),
+        ("advantage_estimator: grop\n", "advantage_estimator is 'grop'; it must be one of grpo, gspo"),
+        ("- a\n", "holds a list; a mapping of keys to values is needed"),
+        ("a: [\n", "is not YAML"),
+        ("custom_config_path: x\n", "overlays do not nest"),
+        ("update_weight_mode: delta\n", "weights do not travel over disk yet"),
+    ],
+)
+def test_a_wrong_overlay_is_refused(make_args, overlay, text, says):
+    with pytest.raises(ConfigError) as caught:
+        slime_validate_args(make_args(*overlay(text)))
+    assert says in str(caught.value)
+
+
+def test_a_missing_overlay_is_named(make_args):
+    with pytest.raises(ConfigError, match="--custom-config-path: nowhere.yaml is not a file"):
+        slime_validate_args(make_args("--custom-config-path", "nowhere.yaml"))

@@ -1,0 +1,110 @@
+"""Unknown flags, stray values, and the engines' flags where no engine runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.arguments.parser import (
+    Parser,
+    add_slime_arguments,
+    engine_flags_are_idle,
+    refuse_unknown,
+    reset_arg,
+    split_engine_flags,
+)
+from slime.utils.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def parser() -> Parser:
+    parser = Parser()
+    add_slime_arguments(parser)
+    return parser
+
+
+def complaint(parser: Parser, *words: str) -> str:
+    _, leftover = parser.parse_known_args(list(words))
+    with pytest.raises(ConfigError) as caught:
+        refuse_unknown(parser, words, leftover)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--rollout-batchsize", "--rollout-batch-size"),
+        ("--rollout_batch_size", "--rollout-batch-size"),
+        ("--n-sample-per-prompt", "--n-samples-per-prompt"),
+        ("--colocated", "--colocate"),
+    ],
+)
+def test_an_unknown_flag_is_named_with_the_nearest_known_one(parser, word, meant):
+    assert complaint(parser, word, "4").startswith(f"{word} is not a flag. Did you mean {meant}")
+
+
+def test_every_unknown_flag_is_named_once(parser):
+    text = complaint(parser, "--lrr", "1", "--lr", "1e-5", "--xyzzy=3", "--lrr", "2")
+    assert text.splitlines() == [
+        "--lrr is not a flag. Did you mean --lr?",
+        "--xyzzy is not a flag, and none is like it. See docs/flags.md, or train.py --help.",
+    ]
+
+
+def test_a_stray_value_is_named_with_the_flag_before_it(parser):
+    assert complaint(parser, "--lr", "1e-5", "2e-5").startswith(
+        "'2e-5' belongs to no flag: --lr takes no more values."
+    )
+
+
+def test_a_value_of_an_unknown_flag_is_no_stray_value(parser):
+    assert len(complaint(parser, "--lr", "3", "--lrr", "3").splitlines()) == 1
+
+
+def test_abbreviations_are_unknown_flags(parser):
+    assert "--rollout-batch is not a flag" in complaint(parser, "--rollout-batch", "4")
+
+
+def test_negative_numbers_are_values(parser):
+    assert parser.parse_args(["--rollout-top-k", "-1"]).rollout_top_k == -1
+
+
+def test_a_wrong_value_is_a_config_error_that_names_the_flag(parser):
+    with pytest.raises(ConfigError, match="--rollout-batch-size.*0 is not a positive whole number"):
+        parser.parse_args(["--rollout-batch-size", "0"])
+    with pytest.raises(ConfigError, match="--rollout-top-p.*1.5 is outside"):
+        parser.parse_args(["--rollout-top-p", "1.5"])
+    with pytest.raises(ConfigError, match="--train-env-vars.*is not JSON"):
+        parser.parse_args(["--train-env-vars", "{a: 1}"])
+
+
+def test_the_last_value_of_a_repeated_flag_wins(parser):
+    assert parser.parse_args(["--lr", "1", "--lr", "2"]).lr == 2
+
+
+def test_engine_flags_are_cut_out_with_their_values():
+    words = ["--lr", "1", "--sglang-cuda-graph-bs", "1", "2", "--colocate", "--router-policy=random", "--seed", "-3"]
+    assert split_engine_flags(words) == (
+        ["--lr", "1", "--colocate", "--seed", "-3"],
+        ["--sglang-cuda-graph-bs", "--router-policy"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (["--debug-train-only"], True),
+        (["--load-debug-rollout-data=x_{rollout_id}.pt"], True),
+        (["--debug-rollout-only"], False),
+        ([], False),
+    ],
+)
+def test_engine_flags_are_idle_exactly_when_no_engine_runs(words, idle):
+    assert engine_flags_are_idle(words) is idle
+
+
+def test_reset_arg_changes_an_existing_default_and_adds_a_missing_flag():
+    parser = Parser()
+    parser.add_argument("--steps", type=int, default=1)
+    reset_arg(parser, "--steps", type=int, default=7)
+    reset_arg(parser, "--colour", default="red")
+    assert vars(parser.parse_args([])) == {"steps": 7, "colour": "red"}

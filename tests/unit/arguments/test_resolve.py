@@ -1,0 +1,142 @@
+"""What follows from the flags, by hand."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from slime.arguments.checkpoint_paths import TRACKER
+from slime.arguments.resolve import resolve
+
+
+@pytest.fixture
+def resolved(make_args):
+    def run(*words, **kwargs):
+        args = make_args(*words, **kwargs)
+        resolve(args)
+        return args
+
+    return run
+
+
+def test_steps_per_rollout_give_the_global_batch_size(resolved):
+    args = resolved("--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--num-steps-per-rollout", "2")
+    assert args.global_batch_size == 128
+    assert args.over_sampling_batch_size == 32
+
+
+def test_eps_clip_high_is_eps_clip_unless_given(resolved):
+    assert resolved("--eps-clip", "0.3").eps_clip_high == 0.3
+    assert resolved("--eps-clip", "0.3", "--eps-clip-high", "0.4").eps_clip_high == 0.4
+
+
+def test_one_sample_a_prompt_turns_std_normalisation_off(resolved):
+    assert resolved("--n-samples-per-prompt", "1").grpo_std_normalization is False
+    assert resolved("--n-samples-per-prompt", "2").grpo_std_normalization is True
+
+
+def test_colocation_shares_the_gpus_and_offloads_both_sides(resolved):
+    args = resolved("--colocate", "--actor-num-gpus-per-node", "4", without=("--rollout-num-gpus",))
+    assert (args.rollout_num_gpus, args.offload_train, args.offload_rollout) == (4, True, True)
+    assert args.disable_grad_buffers_cpu_backup and args.disable_param_buffers_cpu_backup
+
+
+def test_colocation_without_offload_when_asked(resolved):
+    args = resolved("--colocate", "--no-offload-train", "--no-offload-rollout")
+    assert (args.offload_train, args.offload_rollout) == (False, False)
+
+
+def test_separate_gpus_offload_nothing(resolved):
+    args = resolved()
+    assert (args.offload_train, args.offload_rollout) == (False, False)
+
+
+def test_offload_stands_for_both_and_is_gone(resolved):
+    args = resolved("--offload")
+    assert (args.offload_train, args.offload_rollout) == (True, True)
+    assert not hasattr(args, "offload")
+
+
+def test_rollout_only_gives_the_trainers_gpus_to_the_engines(resolved):
+    args = resolved(
+        *("--debug-rollout-only", "--colocate", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "8"),
+        without=("--rollout-num-gpus",),
+    )
+    assert (args.rollout_num_gpus, args.actor_num_nodes, args.actor_num_gpus_per_node) == (16, 2, 8)
+    assert (args.colocate, args.offload_train, args.offload_rollout) == (False, False, False)
+
+
+def test_rollout_only_without_gpus_has_no_trainer(resolved):
+    args = resolved("--debug-rollout-only", "--rollout-num-gpus", "0")
+    assert (args.actor_num_nodes, args.actor_num_gpus_per_node) == (0, 0)
+
+
+def test_replayed_data_needs_no_engine(resolved):
+    args = resolved("--load-debug-rollout-data", "x_{rollout_id}.pt", "--colocate")
+    assert args.debug_train_only
+    assert (args.offload_train, args.offload_rollout) == (False, False)
+
+
+def test_dump_details_names_both_dumps(resolved):
+    args = resolved("--dump-details", "d")
+    assert args.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
+    assert args.save_debug_train_data == "d/train_data/{rollout_id}.pt"
+
+
+def test_a_context_limit_bounds_the_prompt(resolved):
+    args = resolved("--rollout-max-context-len", "100")
+    assert (args.rollout_max_prompt_len, args.eval_max_context_len) == (99, 100)
+    assert resolved("--rollout-max-context-len", "100", "--rollout-max-prompt-len", "5").rollout_max_prompt_len == 5
+
+
+@pytest.mark.parametrize(("cuda", "precision", "backend"), [(False, "fp32", "gloo"), (True, "bf16", "nccl")])
+def test_platform_chooses_precision_and_backend(resolved, monkeypatch, cuda, precision, backend):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    args = resolved()
+    assert {name for name in ("fp32", "bf16", "fp16") if getattr(args, name)} == {precision}
+    assert args.distributed_backend == backend
+
+
+def test_precision_and_backend_that_were_asked_for_stay(resolved, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    args = resolved("--fp32", "--distributed-backend", "gloo")
+    assert (args.fp32, args.bf16, args.distributed_backend) == (True, False, "gloo")
+
+
+def test_an_empty_load_folder_starts_from_the_reference(resolved, tmp_path, model_folder):
+    (tmp_path / "saves").mkdir()
+    args = resolved("--load", str(tmp_path / "saves"), "--ref-ckpt-step", "7")
+    assert (args.load, args.ckpt_step, args.start_rollout_id) == (str(model_folder), 7, 0)
+    assert args.no_load_optim and args.no_load_rng and args.finetune
+
+
+def test_a_finished_save_is_resumed(resolved, tmp_path):
+    (tmp_path / TRACKER).write_text("3")
+    args = resolved("--load", str(tmp_path))
+    assert (args.load, args.start_rollout_id) == (str(tmp_path), None)
+    assert not (args.no_load_optim or args.no_load_rng or args.finetune)
+
+
+def test_a_hugging_face_folder_is_loaded_as_it_is(resolved, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    args = resolved("--load", str(tmp_path))
+    assert (args.load, args.start_rollout_id, args.finetune) == (str(tmp_path), 0, True)
+
+
+def test_eval_takes_the_rollouts_function_and_reward_key(resolved):
+    args = resolved("--reward-key", "score", "--rollout-function-path", "a.b")
+    assert (args.eval_function_path, args.eval_reward_key) == ("a.b", "score")
+
+
+def test_a_single_eval_value_is_the_file_of_aime(resolved, prompt_file):
+    datasets = resolved("--eval-prompt-data", str(prompt_file)).eval_datasets
+    assert [(d.name, d.path) for d in datasets] == [("aime", str(prompt_file))]
+
+
+def test_the_result_is_a_plain_namespace_that_can_be_copied(resolved):
+    args = resolved()
+    other = copy.deepcopy(args)
+    other.anything = 1
+    assert not hasattr(args, "anything")
+    assert args.rollout_sample_hook_path == []
