@@ -208,7 +208,7 @@ def _as_mapping(value: Any, name: Any) -> Mapping[str, Any]:
     return value
 
 
-def _refuse_unknown(values: Mapping[str, Any], allowed: set[str], where: str) -> None:
+def _refuse_unknown(values: Mapping[Any, Any], allowed: set[str], where: str) -> None:
     unknown = sorted(str(name) for name in set(values) - allowed)
     if unknown:
         raise ConfigError(

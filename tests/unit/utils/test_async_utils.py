@@ -1,0 +1,57 @@
+"""The background loop."""
+
+import asyncio
+import threading
+
+import pytest
+
+from slime.utils.async_utils import get_async_loop, run
+from slime.utils.errors import EngineError
+
+
+def test_coroutines_run_on_one_loop_in_another_thread():
+    async def where():
+        return asyncio.get_running_loop(), threading.current_thread()
+
+    loop, thread = run(where())
+    assert run(where())[0] is loop is get_async_loop().loop
+    assert thread is not threading.current_thread()
+
+
+def test_an_error_of_the_coroutine_reaches_the_caller():
+    async def fails():
+        raise KeyError("x")
+
+    async def times_out():
+        raise TimeoutError("mine")
+
+    with pytest.raises(KeyError):
+        run(fails())
+    with pytest.raises(TimeoutError, match="mine"):
+        run(times_out())
+
+
+def test_a_coroutine_past_its_deadline_is_cancelled():
+    cancelled = threading.Event()
+
+    async def sleeps():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(EngineError, match="sleeps did not end within 0 s"):
+        run(sleeps(), timeout_s=0.05)
+    assert cancelled.wait(5)
+
+
+def test_waiting_on_the_loop_for_itself_is_refused():
+    async def inner():
+        return 1
+
+    async def outer():
+        return run(inner())
+
+    with pytest.raises(EngineError, match="await the coroutine instead"):
+        run(outer())

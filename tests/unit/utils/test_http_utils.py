@@ -1,0 +1,144 @@
+"""The HTTP client against a server of a few lines on this machine."""
+
+import asyncio
+from argparse import Namespace
+
+import pytest
+from aiohttp import web
+
+from slime.utils import http_utils
+from slime.utils.errors import EngineError
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(http_utils, "RETRY_WAIT_S", 0.01)
+    yield
+    http_utils.set_post_transport(None)
+
+
+class Server:
+    """Answers from a list, one answer a request, and remembers the requests."""
+
+    def __init__(self, answers):
+        self.answers = list(answers)
+        self.seen = []
+
+    async def handle(self, request):
+        body = await request.json() if request.method == "POST" else None
+        self.seen.append((request.method, body, request.headers.get("X-SMG-Routing-Key")))
+        status, content = self.answers.pop(0)
+        if status == "hang":
+            await asyncio.sleep(5)
+        if isinstance(content, str):
+            return web.Response(status=status, text=content)
+        return web.json_response(content, status=status)
+
+
+def talk(answers, conversation):
+    """Run ``conversation(url)`` against a server with these answers; its result and the server."""
+
+    async def main():
+        server = Server(answers)
+        app = web.Application()
+        app.router.add_route("*", "/x", server.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            return await conversation(f"http://127.0.0.1:{port}/x"), server
+        finally:
+            await http_utils.close_http_client()
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+def test_an_answer_is_decoded_from_json_or_left_as_text():
+    async def conversation(url):
+        headers = {"X-SMG-Routing-Key": "k"}
+        return [await http_utils.post(url, {"a": 1}, headers=headers), await http_utils.get(url)]
+
+    results, server = talk([(200, {"b": 2}), (200, "plain")], conversation)
+    assert results == [{"b": 2}, "plain"]
+    assert server.seen == [("POST", {"a": 1}, "k"), ("GET", None, None)]
+
+
+def test_a_busy_server_is_asked_again():
+    result, server = talk([(503, "busy"), (500, "oops"), (200, {})], lambda url: http_utils.post(url, {}))
+    assert result == {}
+    assert len(server.seen) == 3
+
+
+def test_a_refusal_is_not_repeated_and_shows_what_the_server_said():
+    async def conversation(url):
+        with pytest.raises(http_utils.HttpStatusError, match="status 400: prompt too long") as caught:
+            await http_utils.post(url, {})
+        return caught.value.status
+
+    status, server = talk([(400, "prompt too long")], conversation)
+    assert status == 400
+    assert len(server.seen) == 1
+
+
+def test_retries_end_with_one_error_that_names_url_attempts_and_cause():
+    async def conversation(url):
+        with pytest.raises(EngineError, match=r"failed 3 time\(s\).*2 retries.*status 503: busy"):
+            await http_utils.post(url, {}, max_retries=2)
+
+    _, server = talk([(503, "busy")] * 3, conversation)
+    assert len(server.seen) == 3
+
+
+def test_a_closed_port_is_an_engine_error():
+    async def conversation():
+        try:
+            with pytest.raises(EngineError, match="ClientConnectorError.*Is the server at that address alive"):
+                await http_utils.get("http://127.0.0.1:9/x")
+        finally:
+            await http_utils.close_http_client()
+
+    asyncio.run(conversation())
+
+
+def test_the_deadline_ends_a_request_that_is_never_answered():
+    async def conversation(url):
+        with pytest.raises(EngineError, match="deadline 0 s.*TimeoutError"):
+            await http_utils.post(url, {}, timeout_s=0.2)
+
+    talk([("hang", {})], conversation)
+
+
+def test_an_installed_transport_is_used_and_replaced_when_it_cannot_serve():
+    calls = []
+
+    async def transport(url, payload, max_retries, headers):
+        calls.append(payload)
+        if payload == {"n": 2}:
+            raise http_utils.PostTransportUnavailable("worker lost")
+        return "from afar"
+
+    async def conversation(url):
+        http_utils.set_post_transport(transport)
+        return [await http_utils.post(url, {"n": 1}), await http_utils.post(url, {"n": 2})]
+
+    results, server = talk([(200, "from here")], conversation)
+    assert results == ["from afar", "from here"]
+    assert calls == [{"n": 1}, {"n": 2}]
+    assert len(server.seen) == 1
+
+
+def test_the_client_may_be_used_from_one_loop_after_another():
+    for _ in range(2):
+        assert talk([(200, {"ok": 1})], lambda url: http_utils.get(url))[0] == {"ok": 1}
+
+
+def test_the_number_of_engines_follows_from_the_gpus_unless_it_is_known():
+    gpus = Namespace(rollout_num_gpus=8, rollout_num_gpus_per_engine=2, rollout_num_engines=None)
+    assert http_utils.get_rollout_num_engines(gpus) == 4
+    gpus.rollout_num_gpus = 1
+    assert http_utils.get_rollout_num_engines(gpus) == 1
+    gpus.rollout_num_engines = 3
+    assert http_utils.get_rollout_num_engines(gpus) == 3

@@ -1,0 +1,226 @@
+"""Sample: how a response grows, what it refuses, how it travels."""
+
+import base64
+import pickle
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+
+from slime.utils.types import MultimodalTypes, Sample
+
+
+def int32_text(values):
+    return base64.b64encode(np.array(values, dtype="<i4").tobytes()).decode()
+
+
+def started():
+    """Prompt [5, 6], response [7, 8]."""
+    sample = Sample(tokens=[5, 6])
+    sample.append_response_tokens(tokens=[7, 8], log_probs=[-0.1, -0.2], text="ab")
+    return sample
+
+
+def test_drawn_tokens_extend_every_per_token_field():
+    sample = started()
+    assert sample.tokens == [5, 6, 7, 8]
+    assert sample.response == "ab"
+    assert sample.response_length == 2
+    assert sample.loss_mask == [1, 1]
+    assert sample.rollout_log_probs == [-0.1, -0.2]
+    assert sample.status is Sample.Status.PENDING
+
+
+def test_tool_tokens_get_mask_zero_and_log_prob_zero():
+    sample = started()
+    sample.append_response_tokens(tokens=[9], trainable=False, text="c")
+    sample.append_response_tokens(tokens=[10], log_probs=[-0.3])
+    assert sample.tokens == [5, 6, 7, 8, 9, 10]
+    assert sample.loss_mask == [1, 1, 0, 1]
+    assert sample.rollout_log_probs == [-0.1, -0.2, 0.0, -0.3]
+    assert sample.effective_response_length == 3
+
+
+def test_a_missing_mask_counts_as_ones_for_the_tokens_before():
+    sample = Sample(tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -2.0])
+    sample.append_response_tokens(tokens=[4], log_probs=[-3.0])
+    assert sample.loss_mask == [1, 1, 1]
+
+
+def test_missing_log_probs_count_as_zeros_before_tool_tokens():
+    sample = Sample(tokens=[1, 2, 3], response_length=2)
+    sample.append_response_tokens(tokens=[4], trainable=False)
+    assert sample.rollout_log_probs == [0.0, 0.0, 0.0]
+    assert sample.loss_mask == [1, 1, 0]
+
+
+def test_text_alone_changes_no_token_field():
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(text="x")
+    assert (sample.response, sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ("x", [1], None, None)
+
+
+@pytest.mark.parametrize(
+    ("sample", "call", "message"),
+    [
+        (Sample(), {"tokens": [1]}, "without log_probs"),
+        (Sample(), {"tokens": [1, 2], "log_probs": [-1.0]}, "1 log_probs were given for 2 tokens"),
+        (Sample(), {"log_probs": [-1.0]}, "1 log_probs were given for 0 tokens"),
+        (Sample(), {"tokens": [1], "log_probs": [-1.0], "trainable": False}, "trainable=False"),
+        (
+            Sample(tokens=[1, 2], response_length=1),
+            {"tokens": [3], "log_probs": [-1.0]},
+            "1 tokens without rollout_log_probs",
+        ),
+        (
+            Sample(tokens=[1, 2], response_length=1, loss_mask=[1, 1], rollout_log_probs=[0.0]),
+            {"tokens": [3], "log_probs": [-1.0]},
+            "loss_mask would have 3 entries for a response of 2 tokens",
+        ),
+        (
+            Sample(),
+            {"tokens": [1], "log_probs": [-1.0], "meta_info": {"finish_reason": {"type": "error"}}},
+            "stop, length or abort",
+        ),
+        (
+            Sample(),
+            {"tokens": [1], "log_probs": [-1.0], "meta_info": {"routed_experts": int32_text([])}},
+            "pass args",
+        ),
+        (
+            Sample(),
+            {"tokens": [1], "log_probs": [-1.0], "meta_info": {"top_p_token_ids": [1]}},
+            "ids without offsets",
+        ),
+        (
+            Sample(),
+            {"tokens": [1], "log_probs": [-1.0], "meta_info": {"top_p_token_ids": [1], "top_p_token_offsets": [0]}},
+            "2 are needed",
+        ),
+        (
+            Sample(),
+            {"tokens": [1], "log_probs": [-1.0], "meta_info": {"top_p_token_ids": [1], "top_p_token_offsets": [0, 2]}},
+            "must rise from 0 to the 1 ids",
+        ),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused_and_leave_the_sample_as_it_was(sample, call, message):
+    before = pickle.dumps(sample.to_dict())
+    with pytest.raises(ValueError, match=message):
+        sample.append_response_tokens(**call)
+    assert pickle.dumps(sample.to_dict()) == before
+
+
+def test_top_p_spans_of_two_calls_are_joined_with_an_empty_span_for_tool_tokens():
+    sample = Sample(tokens=[0])
+    first = {"top_p_token_ids": int32_text([7, 9, 8]), "top_p_token_offsets": int32_text([0, 2, 3])}
+    sample.append_response_tokens(tokens=[7, 8], log_probs=[-0.1, -0.2], meta_info=first)
+    sample.append_response_tokens(tokens=[50], trainable=False)
+    second = {"top_p_kept_token_ids": [4, 5], "top_p_kept_token_offsets": [0, 2]}
+    sample.append_response_tokens(tokens=[4], log_probs=[-0.3], meta_info=second)
+    assert sample.rollout_top_p_token_ids.tolist() == [7, 9, 8, 4, 5]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3, 3, 5]
+    assert sample.rollout_top_p_token_ids.dtype == torch.int32
+
+
+def test_spans_may_begin_after_tool_tokens_but_not_after_drawn_ones():
+    meta = {"top_p_token_ids": [4], "top_p_token_offsets": [0, 1]}
+    masked = Sample(tokens=[0])
+    masked.append_response_tokens(tokens=[50, 51], trainable=False)
+    masked.append_response_tokens(tokens=[4], log_probs=[-0.3], meta_info=meta)
+    assert masked.rollout_top_p_token_offsets.tolist() == [0, 0, 0, 1]
+    with pytest.raises(ValueError, match="earlier trained tokens have none"):
+        started().append_response_tokens(tokens=[4], log_probs=[-0.3], meta_info=meta)
+
+
+def test_routed_experts_of_a_cached_prefix_are_taken_from_the_call_before():
+    args = Namespace(num_layers=2, moe_router_topk=1)
+    sample = Sample(tokens=[5, 6])
+    meta = {"routed_experts": int32_text([1, 2, 3, 4])}  # 3 tokens: 2 positions x 2 layers x 1 expert
+    sample.append_response_tokens(args, tokens=[7], log_probs=[-0.1], meta_info=meta)
+    assert sample.rollout_routed_experts.tolist() == [[[1], [2]], [[3], [4]]]
+    meta = {"routed_experts": int32_text([30, 40, 5, 6]), "routed_experts_start_len": 1}
+    sample.append_response_tokens(args, tokens=[8], log_probs=[-0.1], meta_info=meta)
+    assert sample.rollout_routed_experts.tolist() == [[[1], [2]], [[30], [40]], [[5], [6]]]
+    with pytest.raises(ValueError, match="has 3 values"):
+        bad = {"routed_experts": [1, 2, 3]}
+        sample.append_response_tokens(args, tokens=[9], log_probs=[-0.1], meta_info=bad)
+    with pytest.raises(ValueError, match="knows the routing of 0 positions"):
+        late = {"routed_experts": [1, 2], "routed_experts_start_len": 1}
+        Sample(tokens=[1, 2]).append_response_tokens(args, tokens=[3], log_probs=[-0.1], meta_info=late)
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [("stop", Sample.Status.COMPLETED), ("length", Sample.Status.TRUNCATED), ("abort", Sample.Status.ABORTED)],
+)
+def test_the_finish_reason_sets_status_version_and_cache_counts(reason, status):
+    sample = Sample(tokens=[5])
+    meta = {"finish_reason": {"type": reason}, "weight_version": "3", "cached_tokens": 2, "prompt_tokens": 8}
+    sample.append_response_tokens(tokens=[7], log_probs=[-0.1], meta_info=meta)
+    sample.append_response_tokens(tokens=[], log_probs=[], meta_info=meta)
+    assert sample.status is status
+    assert sample.weight_versions == ["3", "3"]
+    assert sample.prefix_cache_info.prefix_cache_hit_rate == 0.25
+    assert sample.spec_info == Sample.SpecInfo()
+
+
+def test_a_chunk_of_a_stream_leaves_the_end_to_the_last_one():
+    sample = Sample()
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "3"}
+    sample.append_response_tokens(tokens=[7], log_probs=[-0.1], meta_info=meta, update_terminal_info=False)
+    sample.append_response_tokens(tokens=[8], log_probs=[-0.1], meta_info={"finish_reason": None})
+    assert sample.status is Sample.Status.PENDING
+    assert sample.weight_versions == []
+
+
+def test_speculation_is_counted_when_the_engine_speculates():
+    sample = Sample()
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "spec_accept_token_num": 3,
+        "spec_draft_token_num": 4,
+        "spec_verify_ct": 2,
+        "completion_tokens": 5,
+    }
+    args = Namespace(sglang_speculative_algorithm="EAGLE")
+    sample.append_response_tokens(args, tokens=[7], log_probs=[-0.1], meta_info=meta)
+    assert sample.spec_info.spec_accept_rate == 0.75
+    assert sample.spec_info.spec_accept_length == 2.5
+    assert Sample.SpecInfo().spec_accept_rate == Sample.SpecInfo().spec_accept_length == 0.0
+
+
+def test_a_sample_and_its_extra_attributes_survive_a_dict():
+    sample = started()
+    sample.trace = {"version": 1}
+    sample.prefix_cache_info.cached_tokens = 4
+    data = sample.to_dict()
+    assert data["status"] == "pending"
+    assert data["prefix_cache_info"] == {"cached_tokens": 4, "total_prompt_tokens": 0}
+    back = Sample.from_dict(data)
+    assert back == sample
+    assert back.trace == {"version": 1}
+    assert data["status"] == "pending"
+
+
+@pytest.mark.parametrize("data", [{}, {"status": "asleep"}])
+def test_a_dict_without_a_known_status_is_refused(data):
+    with pytest.raises(ValueError, match="pending, completed, truncated, aborted, failed"):
+        Sample.from_dict(data)
+
+
+def test_the_reward_value_follows_the_reward_key():
+    assert Sample(reward=0.5).get_reward_value(Namespace(reward_key=None)) == 0.5
+    assert Sample(reward={"score": 1.0}).get_reward_value(Namespace(reward_key="score")) == 1.0
+
+
+def test_the_positional_order_of_fields_is_the_public_one():
+    sample = Sample(1, 2, 3, "p", [4])
+    assert (sample.group_index, sample.index, sample.rollout_id, sample.prompt, sample.tokens) == (1, 2, 3, "p", [4])
+
+
+def test_multimodal_kinds_are_found_by_singular_and_plural():
+    assert MultimodalTypes.get("images") is MultimodalTypes.IMAGE
+    assert [kind.placeholder for kind in MultimodalTypes.all()] == ["<image>", "<video>", "<audio>"]
+    assert MultimodalTypes.get("smell") is None
