@@ -1,0 +1,57 @@
+"""The whole way: one command with Megatron's and SGLang's flags to a complete Namespace."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.arguments import clean_exit, parse_args
+from slime.utils.errors import ConfigError
+
+MODEL = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --kv-channels 16 --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 10000
+--use-rotary-position-embeddings --disable-bias-linear --qk-layernorm --vocab-size 128
+--untie-embeddings-and-output-weights""".split()
+
+
+def test_a_complete_command_is_parsed_resolved_and_checked(command):
+    args = parse_args(argv=[*command, *MODEL, "--sglang-mem-fraction-static", "0.3", "--router-policy", "random"])
+    assert (args.num_layers, args.world_size, args.global_batch_size) == (2, 1, 8)
+    assert (args.sglang_mem_fraction_static, args.sglang_tp_size, args.router_policy) == (0.3, 1, "random")
+
+
+def test_a_disagreement_with_the_models_config_is_refused(command):
+    with pytest.raises(ConfigError, match="num_hidden_layers|num-layers"):
+        parse_args(argv=[*command, *MODEL, "--num-layers", "3"])
+
+
+def test_without_engines_their_flags_are_named_in_one_line_and_left_alone(command, caplog):
+    caplog.set_level("INFO")
+    words = ["--debug-train-only", "--sglang-nonsense", "1", "2", "--router-policy", "random", "--sglang-nonsense", "3"]
+    args = parse_args(argv=[*command, *MODEL, *words])
+    assert not hasattr(args, "sglang_nonsense")
+    lines = [r.message for r in caplog.records if "not looked at" in r.message]
+    assert lines == ["No engine runs, so these flags were not looked at: --sglang-nonsense --router-policy"]
+
+
+def test_without_a_trainer_the_models_shape_is_not_needed(command):
+    args = parse_args(argv=[*command, "--debug-rollout-only"])
+    assert (args.actor_num_nodes, args.actor_num_gpus_per_node) == (1, 1)
+
+
+def test_a_drivers_own_flags_are_added(command):
+    args = parse_args(lambda parser: parser.add_argument("--colour"), argv=[*command, *MODEL, "--colour", "red"])
+    assert args.colour == "red"
+
+
+def test_the_nearest_flag_is_found_among_megatrons_and_sglangs(command):
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv=[*command, "--tensor-model-parallel", "2", "--sglang-mem-fraction", "0.5"])
+    assert "Did you mean --tensor-model-parallel-size" in str(caught.value)
+    assert "Did you mean --sglang-mem-fraction-static" in str(caught.value)
+
+
+def test_an_entry_point_shows_the_message_and_ends_with_code_2(capsys):
+    with pytest.raises(SystemExit) as caught, clean_exit():
+        parse_args(argv=["--lrr", "3"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: --lrr is not a flag. Did you mean --lr?\n"
