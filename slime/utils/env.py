@@ -50,3 +50,14 @@ def host_ip_override() -> str | None:
 def prefer_ipv6() -> bool:
     """``SLIME_PREFER_IPV6``: probe the host address over IPv6 first."""
     return get_bool("SLIME_PREFER_IPV6")
+
+
+def log_dir() -> str | None:
+    """``SLIME_LOG_DIR``: folder for the logs of engines and routers; by default a folder in the system's temp."""
+    return get_str("SLIME_LOG_DIR")
+
+
+def cuda_visible_devices() -> list[str] | None:
+    """``CUDA_VISIBLE_DEVICES`` as a list; None when it is unset and all devices are visible."""
+    text = get_str("CUDA_VISIBLE_DEVICES")
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,197 @@
+"""The engines' flags: every flag of the installed SGLang and of its router, and the few that slime adds.
+
+``--sglang-X`` sets field X of SGLang's ServerArgs, ``--router-X`` field X of the router's RouterArgs.  Fields that
+slime decides itself have no flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from slime.backends.sglang_utils import cpu_shim
+from slime.utils.errors import ConfigError
+from slime.utils.net import format_host
+
+SLIME_DECIDES = frozenset(
+    {
+        "model_path",
+        "config",
+        "trust_remote_code",
+        "random_seed",
+        "enable_memory_saver",
+        "tp_size",
+        "port",
+        "nnodes",
+        "node_rank",
+        "dist_init_addr",
+        "gpu_id_step",
+        "base_gpu_id",
+        "nccl_port",
+        "skip_server_warmup",
+        "enable_return_routed_experts",
+    }
+)
+"""ServerArgs fields without a flag: they follow from the checkpoint, the cluster or another flag."""
+
+LONG_NAMES = {
+    "sglang_dp_size": "sglang_data_parallel_size",
+    "sglang_pp_size": "sglang_pipeline_parallel_size",
+    "sglang_ep_size": "sglang_expert_parallel_size",
+    "sglang_moe_dp_size": "sglang_moe_data_parallel_size",
+}
+"""Both attributes exist on args and are equal."""
+
+ROUTER_DEFAULTS = {"router_log_level": "warn", "router_balance_abs_threshold": 10, "router_balance_rel_threshold": 1.2}
+"""Rollouts want load spread evenly sooner than the router's own defaults do, and a quiet log."""
+
+
+class _Prefixed:
+    """A view of a parser that puts a prefix before every flag and attribute added through it."""
+
+    def __init__(self, target: argparse._ActionsContainer, prefix: str, skip: frozenset[str]) -> None:
+        self._target, self._prefix, self._skip = target, prefix, skip
+
+    def add_argument(self, *names: str, **kwargs: Any) -> None:
+        """``--x-y`` becomes ``--{prefix}-x-y``, its attribute ``{prefix}_x_y``."""
+        dest = kwargs.pop("dest", None) or names[0].lstrip("-").replace("-", "_")
+        if dest in self._skip:
+            return
+        kwargs["help"] = _escape_percent(kwargs.get("help"))
+        flags = [f"--{self._prefix}-{name.lstrip('-')}" for name in names]
+        self._target.add_argument(*flags, dest=f"{self._prefix}_{dest}", **kwargs)
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> _Prefixed:
+        """Groups are flattened into the one that this view writes to."""
+        return self
+
+
+def _escape_percent(text: str | None) -> str | None:
+    """argparse formats help texts with ``%``; SGLang's are plain sentences."""
+    if text is None or text == argparse.SUPPRESS:
+        return text
+    return text.replace("%%", "%").replace("%(default)s", "\0").replace("%", "%%").replace("\0", "%(default)s")
+
+
+def add_sglang_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the engines' and the router's flags to ``parser``.
+
+    Raises:
+        ConfigError: SGLang or its router is not installed, or does not fit this machine.
+    """
+    cpu_shim.install()
+    try:
+        from sglang.srt.server_args import ServerArgs
+        from sglang_router.router_args import RouterArgs
+    except ImportError as error:
+        raise ConfigError(
+            f"the flags of the engines come from the installed SGLang, which does not import: {error}; install the "
+            "cpu or the gpu extra, or pass --debug-train-only if this run needs no engine"
+        ) from error
+    engine = parser.add_argument_group("sglang engine", "Fields of the installed SGLang's ServerArgs.")
+    ServerArgs.add_cli_args(_Prefixed(engine, "sglang", SLIME_DECIDES))
+    router = parser.add_argument_group("sglang router", "Fields of the installed router's RouterArgs.")
+    RouterArgs.add_cli_args(_Prefixed(router, "router", frozenset()), use_router_prefix=False, exclude_host_port=True)
+    _allow_consistent_hashing(router)
+    parser.set_defaults(**ROUTER_DEFAULTS)
+    _add_own_flags(parser.add_argument_group("rollout engines", "How many engines, where, and behind which router."))
+    _add_old_spellings(parser.add_argument_group("sglang, older spellings"))
+
+
+def _allow_consistent_hashing(router: argparse._ArgumentGroup) -> None:
+    """The router knows the policy, though its own command line does not list it."""
+    for action in router._group_actions:
+        if action.dest == "router_policy" and action.choices is not None:
+            action.choices = [*dict.fromkeys([*action.choices, "consistent_hashing"])]
+
+
+def _add_own_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--sglang-router-ip", default=None, help="Address of a router that already runs.")
+    group.add_argument("--sglang-router-port", type=int, default=None, help="Port of the router, running or not.")
+    group.add_argument(
+        "--sglang-router-request-timeout-secs", type=int, default=14400, help="Longest one generation may take."
+    )
+    group.add_argument(
+        "--sglang-server-concurrency", type=int, default=512, help="Samples in flight for each engine at most."
+    )
+    group.add_argument(
+        "--prefill-num-servers",
+        type=int,
+        default=None,
+        help="Split prefill from decode: so many engines prefill, the others decode.",
+    )
+    group.add_argument("--sglang-config", default=None, help="YAML file that lays out models and groups of engines.")
+
+
+def _add_old_spellings(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--sglang-enable-ep-moe",
+        action="store_true",
+        help="Expert parallelism over the whole engine: --sglang-ep-size = GPUs of an engine.",
+    )
+    group.add_argument(
+        "--sglang-enable-deepep-moe",
+        action="store_true",
+        help="--sglang-moe-a2a-backend deepep, with expert parallelism over the whole engine.",
+    )
+
+
+def validate_sglang_arguments(args: argparse.Namespace) -> None:
+    """Fill in what follows from the engines' flags, then refuse what cannot work.
+
+    Raises:
+        ConfigError: a flag or a combination of flags.
+    """
+    check_sglang_arguments(args)
+    vars(args).update(derived_sglang_arguments(args))
+
+
+def derived_sglang_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The attributes of ``args`` that follow from the engines' flags."""
+    per_engine = args.rollout_num_gpus_per_engine
+    derived: dict[str, Any] = {"sglang_tp_size": per_engine // args.sglang_pp_size}
+    if args.sglang_enable_ep_moe or args.sglang_enable_deepep_moe:
+        derived["sglang_ep_size"] = args.sglang_ep_size if args.sglang_ep_size > 1 else derived["sglang_tp_size"]
+    if args.sglang_enable_deepep_moe:
+        derived["sglang_moe_a2a_backend"] = "deepep"
+    for short, long in LONG_NAMES.items():
+        derived[long] = derived.get(short, vars(args).get(short))
+    if args.sglang_router_ip:
+        derived["sglang_router_ip"] = format_host(args.sglang_router_ip)
+    return derived
+
+
+def check_sglang_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for the first rule that the engines' flags break; change nothing."""
+    per_engine, pp_size, dp_size = args.rollout_num_gpus_per_engine, args.sglang_pp_size, args.sglang_dp_size
+    for flag, value in (
+        ("--rollout-num-gpus-per-engine", per_engine),
+        ("--sglang-pp-size", pp_size),
+        ("--sglang-dp-size", dp_size),
+        ("--sglang-server-concurrency", args.sglang_server_concurrency),
+    ):
+        if value is None or value < 1:
+            raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
+    if per_engine % pp_size:
+        raise ConfigError(
+            f"--rollout-num-gpus-per-engine is {per_engine} and --sglang-pp-size {pp_size}: the GPUs of an engine "
+            "must divide into its pipeline stages. Change one of the two."
+        )
+    if dp_size > 1 and not args.sglang_enable_dp_attention:
+        raise ConfigError(
+            f"--sglang-dp-size is {dp_size}: data parallelism inside an engine is that of attention only. Add "
+            "--sglang-enable-dp-attention, or run more engines (--rollout-num-gpus-per-engine smaller)."
+        )
+    if args.sglang_router_ip and not args.sglang_router_port:
+        raise ConfigError(
+            f"--sglang-router-ip is {args.sglang_router_ip} without --sglang-router-port: give both, or neither."
+        )
+    external = vars(args).get("rollout_external_engine_addrs")
+    layouts = {
+        "--sglang-config": args.sglang_config,
+        "--prefill-num-servers": args.prefill_num_servers,
+        "--rollout-external-engine-addrs": external,
+    }
+    given = [flag for flag, value in layouts.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are given; each lays out the engines alone. Keep one.")

@@ -1,0 +1,154 @@
+"""What SGLang needs on a machine without CUDA: names it imports from packages that only exist for GPUs.
+
+SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``torchvision`` (image models) and ``triton`` at the
+top of its modules.  A text model on a CPU calls none of their functions: SGLang takes its native torch path.  So the
+shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  No file of SGLang is
+changed, a package that is installed and works is left alone, and nothing happens on a machine with CUDA.
+
+Three ways in, for three kinds of process:
+
+* :func:`install` for this process, before the first ``import sglang``;
+* :func:`child_environment` for a process whose first lines are not ours (it puts this folder on ``PYTHONPATH``, where
+  ``sitecustomize.py`` waits for the first ``import sglang``);
+* the engine's own processes call :func:`install` in ``server_main``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from slime.backends.sglang_utils.cpu_shim._name_stubs import StubFinder
+from slime.utils import env
+from slime.utils.errors import ConfigError
+
+TESTED_SGLANG = "0.5.15.post1"
+"""The only version whose imports the shim is known to satisfy."""
+
+ENGINE_ENVIRONMENT = {
+    # Makes SGLang take the native torch path of every layer.
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # A small model is slower with more threads: 60 tokens/s with two against 3,000 with one, on two cores.
+    "OMP_NUM_THREADS": "1",
+}
+
+_finder: StubFinder | None = None
+
+
+def is_needed() -> bool:
+    """Whether this machine has no CUDA (or ROCm) device that torch can use."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def install() -> bool:
+    """Make ``import sglang`` work in this process; True when the shim is active.
+
+    Calling it again does nothing.  Call it before ``sglang`` is imported; ``transformers`` may be imported already.
+
+    Raises:
+        ConfigError: the installed SGLang is not the version that the shim was tested with.
+    """
+    global _finder  # one import hook per process, whoever asks first
+    if _finder is not None:
+        return True
+    if not is_needed():
+        return False
+    _check_version()
+    stubbed = {"sgl_kernel"} if not _is_installed("sgl_kernel") else set()
+    if not _torchvision_works():
+        stubbed.add("torchvision")
+    _finder = StubFinder(frozenset(stubbed))
+    sys.meta_path.insert(0, _finder)
+    env.export({name: value for name, value in ENGINE_ENVIRONMENT.items() if name == "SGLANG_USE_CPU_ENGINE"})
+    if "torchvision" in stubbed:
+        _tell_transformers()
+    if not _is_installed("triton"):
+        _install_triton_stub()
+    return True
+
+
+def child_environment() -> dict[str, str]:
+    """Variables for a child process that imports SGLang and does not call :func:`install` itself; {} with CUDA."""
+    if not is_needed():
+        return {}
+    here = str(Path(__file__).parent)
+    root = str(Path(__file__).parents[4])
+    inherited = [p for p in (env.get_str("PYTHONPATH") or "").split(os.pathsep) if p and p not in (here, root)]
+    return {**ENGINE_ENVIRONMENT, "PYTHONPATH": os.pathsep.join([here, root, *inherited])}
+
+
+def _check_version() -> None:
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"SGLang is not installed; slime on a CPU runs with sglang=={TESTED_SGLANG}: install the cpu extra"
+        ) from error
+    if version != TESTED_SGLANG:
+        raise ConfigError(
+            f"sglang {version} is installed, but the shim that lets SGLang run without CUDA is only known to fit "
+            f"{TESTED_SGLANG}; install sglang=={TESTED_SGLANG} (the cpu extra), or use a machine with CUDA"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None
+
+
+def _torchvision_works() -> bool:
+    """Whether torchvision is installed and fits this torch; a CUDA build beside a CPU torch fails to import."""
+    if not _is_installed("torchvision"):
+        return False
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError, OSError):
+        for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        return False
+    return True
+
+
+def _tell_transformers() -> None:
+    """Let a transformers that has already looked for torchvision look again.
+
+    SGLang registers image processors with ``AutoImageProcessor`` at import; transformers replaces that class by a
+    placeholder when it finds no torchvision.
+    """
+    loaded = sys.modules.get("transformers.utils.import_utils")
+    if loaded is None:
+        return
+    loaded.is_torchvision_available.cache_clear()
+    transformers = sys.modules["transformers"]
+    if getattr(type(transformers.AutoImageProcessor), "is_dummy", False):
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        setattr(transformers, "AutoImageProcessor", AutoImageProcessor)  # noqa: B010 (a module, not our class)
+
+
+def _install_triton_stub() -> None:
+    """SGLang carries a stand-in for triton, used on macOS; load that file without importing sglang.
+
+    torch asks for triton as well and must hear the truth: it looks once and remembers, so it looks first.
+    """
+    from torch._inductor.runtime import triton_compat  # noqa: F401
+    from torch.utils._triton import has_triton_package
+
+    has_triton_package()
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"the package sglang=={TESTED_SGLANG} cannot be found; install the cpu extra")
+    path = Path(next(iter(spec.submodule_search_locations))) / "_triton_stub.py"
+    stub_spec = importlib.util.spec_from_file_location("_sglang_triton_stub", path)
+    if stub_spec is None or stub_spec.loader is None:
+        raise ConfigError(f"{path} is missing; install sglang=={TESTED_SGLANG} anew, or install triton")
+    stub: ModuleType = importlib.util.module_from_spec(stub_spec)
+    stub_spec.loader.exec_module(stub)
+    stub.install()

@@ -1,0 +1,151 @@
+"""The router in front of a model's engines: started here, or adopted when the user runs one."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from slime.backends.sglang_utils.child_process import ChildProcess
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.utils.errors import EngineError
+from slime.utils.net import format_host, format_host_port
+
+MODULE = "slime.backends.sglang_utils.router_main"
+START_TIMEOUT_S = 60.0
+REGISTER_TIMEOUT_S = 60.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class RouterHandle:
+    """A router's address, and its process when it is ours."""
+
+    host: str
+    """As written in a URL: IPv6 in brackets."""
+    port: int
+    process: ChildProcess | None = None
+
+    @property
+    def url(self) -> str:
+        """``http://host:port``."""
+        return f"http://{self.host}:{self.port}"
+
+    def is_alive(self) -> bool:
+        """Whether it still runs; one that the user runs is asked over HTTP."""
+        if self.process is not None:
+            return self.process.is_alive()
+        return ServerControl(self.url).answers("/health")
+
+    def stop(self) -> None:
+        """End the router; one that the user runs goes on."""
+        if self.process is not None:
+            self.process.stop()
+
+
+def adopt_router(host: str, port: int) -> RouterHandle:
+    """The router that the user runs at this address.
+
+    Raises:
+        EngineError: nothing answers there.
+    """
+    router = RouterHandle(format_host(host), port)
+    if not router.is_alive():
+        raise EngineError(
+            f"no router answers at {router.url}; start it, or drop --sglang-router-ip so that slime starts one"
+        )
+    return router
+
+
+def start_router(
+    args: Namespace,
+    *,
+    host: str,
+    port: int,
+    prometheus_port: int,
+    pd_disaggregation: bool = False,
+    timeout_s: float = START_TIMEOUT_S,
+) -> RouterHandle:
+    """Start sglang_router and wait until it answers; it dies with this process.
+
+    Raises:
+        EngineError: it ended or did not answer within ``timeout_s`` seconds; with the end of its log.
+    """
+    settings = build_router_args(
+        args, host=host, port=port, prometheus_port=prometheus_port, pd_disaggregation=pd_disaggregation
+    )
+    process = ChildProcess(MODULE, settings, name=f"router {format_host_port(host, port)}", extra_environment={})
+    router = RouterHandle(format_host(host), port, process)
+    server = ServerControl(router.url, name=process.name)
+    deadline = time.monotonic() + timeout_s
+    while not server.answers("/health", timeout_s=5.0):
+        if end := process.describe_end():
+            raise EngineError(f"{end}\nThe router ended before it answered; the cause is in its log above.")
+        if time.monotonic() > deadline:
+            process.stop()
+            raise EngineError(f"{process.name} does not answer after {timeout_s:g} s\n{process.log_tail()}")
+        time.sleep(POLL_S)
+    return router
+
+
+def build_router_args(
+    args: Namespace, *, host: str, port: int, prometheus_port: int, pd_disaggregation: bool
+) -> dict[str, Any]:
+    """The fields of RouterArgs: the ``--router-*`` flags, and what slime decides above them."""
+    from sglang_router.router_args import RouterArgs
+
+    # Only the prefixed names: the router would also take host, port and others from attributes without a prefix.
+    flags = Namespace(**{k.removeprefix("router_"): v for k, v in vars(args).items() if k.startswith("router_")})
+    settings = dataclasses.asdict(RouterArgs.from_cli_args(flags, use_router_prefix=False))
+    settings |= {
+        "host": host.strip("[]"),
+        "port": port,
+        "prometheus_port": prometheus_port,
+        "request_timeout_secs": args.sglang_router_request_timeout_secs,
+        # A rollout saturates its engines on purpose; a router that takes slowness for sickness would stop sending.
+        "disable_circuit_breaker": True,
+        # And a probe that generates a token kills an engine whose memory is released.
+        "disable_health_check": True,
+    }
+    if pd_disaggregation:
+        settings["pd_disaggregation"] = True
+    return settings
+
+
+def register_worker(
+    router: ServerControl,
+    worker_url: str,
+    *,
+    worker_type: str,
+    bootstrap_port: int | None = None,
+    timeout_s: float = REGISTER_TIMEOUT_S,
+) -> None:
+    """Tell the router of an engine and wait until it lists it.
+
+    Raises:
+        EngineError: the router does not list the engine after ``timeout_s`` seconds.
+    """
+    payload: dict[str, Any] = {"url": worker_url, "worker_type": worker_type}
+    if worker_type == "prefill":
+        payload["bootstrap_port"] = bootstrap_port
+    router.post("/workers", payload)
+    deadline = time.monotonic() + timeout_s
+    while find_worker(router, worker_url) is None:
+        if time.monotonic() > deadline:
+            raise EngineError(f"{router.name} does not list the engine {worker_url} after {timeout_s:g} s")
+        time.sleep(POLL_S)
+
+
+def unregister_worker(router: ServerControl, worker_url: str) -> None:
+    """Tell the router that an engine is gone; nothing happens when it does not know it."""
+    worker = find_worker(router, worker_url)
+    if worker is not None:
+        router.delete(f"/workers/{worker['id']}")
+
+
+def find_worker(router: ServerControl, worker_url: str) -> dict[str, Any] | None:
+    """The router's entry of an engine."""
+    workers = router.get("/workers")["workers"]
+    return next((worker for worker in workers if worker["url"] == worker_url), None)

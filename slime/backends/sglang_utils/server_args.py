@@ -1,0 +1,172 @@
+"""From slime's arguments to the keyword arguments of SGLang's ServerArgs.  Pure: nothing is started or imported.
+
+Precedence, lowest first: SGLang's defaults, ``--sglang-*`` flags, what slime decides, the group's overrides.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+CPU_MEM_FRACTION = 0.1
+CPU_MAX_TOTAL_TOKENS = 65536
+NOT_FIELDS = frozenset(
+    {
+        "sglang_config",
+        "sglang_data_parallel_size",
+        "sglang_enable_deepep_moe",
+        "sglang_enable_ep_moe",
+        "sglang_expert_parallel_size",
+        "sglang_model_routers",
+        "sglang_moe_data_parallel_size",
+        "sglang_pipeline_parallel_size",
+        "sglang_router_ip",
+        "sglang_router_port",
+        "sglang_router_request_timeout_secs",
+        "sglang_server_concurrency",
+    }
+)
+"""Attributes of args that begin like an engine's flag and are none."""
+
+WEIGHT_LOADERS = tuple(
+    f"slime.backends.sglang_utils.weight_check.{name}"
+    for name in ("compare_weights", "poison_weights", "find_poison", "snapshot_weights", "compare_with_snapshot")
+)
+"""Import paths that an update request may name as its ``load_format``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlace:
+    """Which engine this is and where it runs; everything about an engine that is not a flag."""
+
+    rank: int
+    """Position of the actor among all engine actors of the run."""
+    worker_type: str = "regular"
+    num_gpus_per_engine: int
+    base_gpu_id: int
+    """First GPU, as an index into the devices that the process sees."""
+    host: str
+    port: int
+    nccl_port: int | None
+    dist_init_addr: str | None
+    disaggregation_bootstrap_port: int | None = None
+
+    def num_nodes(self, num_gpus_per_node: int) -> int:
+        """Nodes that the engine spans."""
+        return max(1, self.num_gpus_per_engine // num_gpus_per_node)
+
+
+def build_server_args(
+    args: Namespace,
+    place: EnginePlace,
+    *,
+    model_path: str,
+    overrides: Mapping[str, Any],
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """The keyword arguments for ``ServerArgs``; :func:`keep_known` fits them to an installed version.
+
+    Args:
+        args: the run's arguments.
+        place: the engine's rank, ports and GPUs.
+        model_path: HF checkpoint to serve.
+        overrides: ServerArgs fields of the engine's group; they win over everything.
+        on_cpu: whether the engine runs without CUDA.
+    """
+    decided = _decided(args, place, model_path, overrides)
+    for attribute, value in vars(args).items():
+        field_name = attribute.removeprefix("sglang_")
+        if field_name == attribute or attribute in NOT_FIELDS or field_name in decided:
+            continue
+        if not _kept_from(place.worker_type, field_name):
+            decided[field_name] = value
+    decided |= _precision(args, decided.get("dtype"), on_cpu=on_cpu)
+    decided["custom_weight_loader"] = [*(decided.get("custom_weight_loader") or ()), *WEIGHT_LOADERS]
+    if on_cpu:
+        decided |= _cpu_defaults(decided)
+    decided |= overrides
+    if decided["enable_memory_saver"] and decided.get("cuda_graph_backend_prefill", "") is None:
+        # Prefill graphs keep pointers into memory that the saver gives away.
+        decided["cuda_graph_backend_prefill"] = "disabled"
+    return decided
+
+
+def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    num_nodes = place.num_nodes(args.num_gpus_per_node)
+    pp_size = overrides.get("pp_size", args.sglang_pp_size)
+    decided: dict[str, Any] = {
+        "model_path": model_path,
+        "trust_remote_code": True,
+        "random_seed": args.seed + place.rank * args.num_gpus_per_node,
+        "enable_memory_saver": bool(args.offload_rollout),
+        "host": place.host,
+        "port": place.port,
+        "nccl_port": place.nccl_port,
+        "nnodes": num_nodes,
+        "node_rank": place.rank % num_nodes,
+        "dist_init_addr": place.dist_init_addr,
+        "gpu_id_step": 1,
+        "base_gpu_id": place.base_gpu_id,
+        "tp_size": place.num_gpus_per_engine // pp_size,
+        "dp_size": args.sglang_dp_size,
+        "pp_size": pp_size,
+        "ep_size": args.sglang_ep_size,
+        "skip_server_warmup": True,
+        "enable_draft_weights_cpu_backup": True,
+        "enable_metrics": True,
+    }
+    if place.worker_type == "prefill":
+        decided |= {
+            "disaggregation_mode": "prefill",
+            "load_balance_method": "follow_bootstrap_room",
+            "disaggregation_bootstrap_port": place.disaggregation_bootstrap_port,
+        }
+    elif place.worker_type == "decode":
+        decided |= {"disaggregation_mode": "decode", "prefill_round_robin_balance": True}
+    elif place.worker_type == "encoder":
+        decided["encoder_only"] = True
+    if args.use_rollout_routing_replay:
+        decided["enable_return_routed_experts"] = True
+    return decided
+
+
+def _kept_from(worker_type: str, field_name: str) -> bool:
+    """Fields whose flag a kind of engine must not inherit."""
+    return worker_type == "decode" and field_name == "enable_hierarchical_cache"
+
+
+def _precision(args: Namespace, asked: str | None, *, on_cpu: bool) -> dict[str, Any]:
+    """The engine computes in the trainer's precision, so that log-probs agree; ``--sglang-dtype`` wins."""
+    if asked not in (None, "auto"):
+        return {}
+    if args.fp16:
+        return {"dtype": "float16"}
+    if args.fp32 or (on_cpu and not args.bf16):
+        return {"dtype": "float32"}
+    return {"dtype": "bfloat16"} if on_cpu else {}
+
+
+def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
+    """What a CPU engine needs, where no flag said otherwise."""
+    defaults = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "mem_fraction_static": CPU_MEM_FRACTION,
+        "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
+    }
+    chosen = {name: value for name, value in defaults.items() if decided.get(name) is None}
+    # The overlapped scheduler needs CUDA streams, the memory saver CUDA's virtual memory.
+    return chosen | {"disable_overlap_schedule": True, "enable_memory_saver": False}
+
+
+def keep_known(server_args: Mapping[str, Any], known_fields: Collection[str]) -> dict[str, Any]:
+    """Drop, with a log line, what the installed ServerArgs has no field for."""
+    dropped = sorted(set(server_args) - set(known_fields))
+    if dropped:
+        logger.info("not supported by the installed SGLang, left out: %s", ", ".join(dropped))
+    return {name: value for name, value in server_args.items() if name in known_fields}

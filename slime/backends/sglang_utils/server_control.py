@@ -1,0 +1,111 @@
+"""Requests to one SGLang server, or to the router: synchronous, each with a deadline, one clear error.
+
+What the endpoints mean is in ``sglang_engine``; here is how they are called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import requests
+
+from slime.utils.errors import EngineError
+
+CONTROL_TIMEOUT_S = 120.0
+"""Deadline of a request that moves no weights."""
+PROBE_TIMEOUT_S = 30.0
+MAX_BODY_IN_ERROR = 2000
+
+
+class ServerControl:
+    """The HTTP interface of the server at ``url``."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, name: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.name = name or self.url
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def post(
+        self, path: str, payload: Mapping[str, Any] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> Any:
+        """The JSON (or text) that the server answers with.
+
+        Raises:
+            EngineError: no answer within ``timeout_s`` seconds, no connection, or a status that is not a success.
+        """
+        return self.request("POST", path, timeout_s=timeout_s, json=dict(payload or {}))
+
+    def get(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        """As :meth:`post`, for reading."""
+        return self.request("GET", path, timeout_s=timeout_s)
+
+    def delete(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        """As :meth:`post`, for removing."""
+        return self.request("DELETE", path, timeout_s=timeout_s)
+
+    def request(self, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
+        """One request, sent once: a repeated update or release would not be the same as one."""
+        with requests.Session() as session:
+            session.trust_env = False  # engines are reached directly, whatever proxy the environment names
+            try:
+                response = session.request(
+                    method, self.url + path, json=json, headers=self._headers, timeout=(PROBE_TIMEOUT_S, timeout_s)
+                )
+            except requests.Timeout as error:
+                raise EngineError(f"{self.name} did not answer {method} {path} within {timeout_s:g} s") from error
+            except requests.RequestException as error:
+                raise EngineError(f"{self.name} cannot be reached for {method} {path}: {error}") from error
+        if not response.ok:
+            raise EngineError(
+                f"{self.name} refused {method} {path} with status {response.status_code}: "
+                f"{response.text[:MAX_BODY_IN_ERROR]}"
+            )
+        try:
+            return response.json()
+        except requests.JSONDecodeError:
+            return response.text
+
+    def answers(self, path: str = "/health_generate", *, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+        """Whether ``GET path`` succeeds."""
+        try:
+            self.get(path, timeout_s=timeout_s)
+        except EngineError:
+            return False
+        return True
+
+
+def flush_cache(server: ServerControl, *, tries: int = 60, wait_s: float = 1.0) -> None:
+    """Empty the prefix cache; a server with requests in flight refuses, so ask again.
+
+    Raises:
+        EngineError: it still refused after ``tries`` tries ``wait_s`` seconds apart.
+    """
+    for remaining in reversed(range(tries)):
+        try:
+            server.get("/flush_cache")
+            return
+        except EngineError:
+            if not remaining:
+                raise
+        time.sleep(wait_s)
+
+
+def num_requests_in_flight(server: ServerControl) -> int:
+    """Requests that run or wait on the server, over its data-parallel ranks."""
+    loads = server.get("/v1/loads?include=core")["loads"]
+    return sum(load["num_total_reqs"] for load in loads)
+
+
+def wait_idle(server: ServerControl, *, timeout_s: float, poll_s: float = 0.1) -> None:
+    """Until no request is in flight.
+
+    Raises:
+        EngineError: some still are after ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (count := num_requests_in_flight(server)) > 0:
+        if time.monotonic() > deadline:
+            raise EngineError(f"{server.name} still has {count} requests in flight after {timeout_s:g} s")
+        time.sleep(poll_s)

@@ -1,0 +1,35 @@
+"""The engine's process: ``python -m slime.backends.sglang_utils.server_main OWNER_PID`` with ServerArgs on stdin.
+
+SGLang starts its scheduler and detokenizer with multiprocessing's spawn, which imports this module again in each of
+them, under the name ``__mp_main__`` and before anything of SGLang: so what stands at the top holds for the whole tree.
+"""
+
+from __future__ import annotations
+
+import os
+
+from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.child_process import owner_pid, read_settings
+from slime.backends.sglang_utils.owner_watch import end_with_owner
+
+if __name__ in ("__main__", "__mp_main__"):
+    end_with_owner(owner_pid() if __name__ == "__main__" else os.getppid())
+    cpu_shim.install()
+
+
+def main() -> None:
+    """Serve until killed."""
+    settings = read_settings()
+    import dataclasses
+
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs
+
+    from slime.backends.sglang_utils.server_args import keep_known
+
+    known = {field.name for field in dataclasses.fields(ServerArgs) if field.init}
+    run_server(ServerArgs(**keep_known(settings, known)))
+
+
+if __name__ == "__main__":
+    main()

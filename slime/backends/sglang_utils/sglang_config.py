@@ -1,0 +1,226 @@
+"""Which models and engines a run has: the YAML of ``--sglang-config``, or the same told by flags.  Data only.
+
+sglang:                      # a list of models; each gets a router of its own
+  - name: default
+    model_path: /models/x    # default: --hf-checkpoint
+    num_gpus_per_engine: 2   # default: --rollout-num-gpus-per-engine
+    update_weights: true     # default: whether model_path is --hf-checkpoint
+    server_groups:           # like engines, on consecutive GPUs
+      - worker_type: regular # or prefill, decode, encoder, placeholder (GPUs left empty)
+        num_gpus: 8
+        num_gpus_per_engine: 4
+        overrides: {context_length: 8192}    # ServerArgs fields, above every flag
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+WORKER_TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
+MODEL_KEYS = frozenset(
+    {"name", "model_path", "num_gpus_per_engine", "update_weights", "server_groups", "engine_groups"}
+)
+GROUP_KEYS = frozenset({"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerGroupConfig:
+    """Like engines on a run of GPUs."""
+
+    worker_type: str
+    num_gpus: int
+    num_gpus_per_engine: int
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """ServerArgs fields of these engines; they win over flags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One served model and its engines."""
+
+    name: str
+    model_path: str
+    update_weights: bool
+    server_groups: tuple[ServerGroupConfig, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all its groups, placeholders included."""
+        return sum(group.num_gpus for group in self.server_groups)
+
+    @property
+    def has_prefill_decode(self) -> bool:
+        """Whether some of its engines only prefill or only decode."""
+        return any(group.worker_type in ("prefill", "decode") for group in self.server_groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangConfig:
+    """Every model of the run, in the order in which they take GPUs."""
+
+    models: tuple[ModelConfig, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all models."""
+        return sum(model.num_gpus for model in self.models)
+
+
+def resolve_sglang_config(args: Namespace) -> SGLangConfig:
+    """The layout that the flags ask for.
+
+    Raises:
+        ConfigError: the file or a combination of flags cannot work; the message names the place.
+    """
+    per_engine = args.rollout_num_gpus_per_engine
+    if args.sglang_config is not None:
+        config = load_sglang_config(
+            args.sglang_config, hf_checkpoint=args.hf_checkpoint, rollout_num_gpus_per_engine=per_engine
+        )
+        if config.num_gpus != args.rollout_num_gpus:
+            raise ConfigError(
+                f"the groups in {args.sglang_config} take {config.num_gpus} GPUs, --rollout-num-gpus is "
+                f"{args.rollout_num_gpus}; the two must be equal. Change one of them."
+            )
+        return config
+    groups: list[ServerGroupConfig] = []
+    if args.prefill_num_servers is not None:
+        prefill_gpus = args.prefill_num_servers * per_engine
+        decode_gpus = args.rollout_num_gpus - prefill_gpus
+        if args.prefill_num_servers < 1 or decode_gpus < per_engine:
+            raise ConfigError(
+                f"--prefill-num-servers is {args.prefill_num_servers}: prefill takes {prefill_gpus} of "
+                f"{args.rollout_num_gpus} GPUs and leaves {decode_gpus} for decoding; both need at least one engine "
+                f"of {per_engine}. Change it or --rollout-num-gpus."
+            )
+        groups = [_group("prefill", prefill_gpus, per_engine), _group("decode", decode_gpus, per_engine)]
+    elif args.rollout_num_gpus:
+        groups = [_group("regular", args.rollout_num_gpus, per_engine)]
+    model = ModelConfig(
+        name="default", model_path=args.hf_checkpoint, update_weights=True, server_groups=tuple(groups)
+    )
+    return SGLangConfig(models=(model,))
+
+
+def _group(worker_type: str, num_gpus: int, per_engine: int) -> ServerGroupConfig:
+    _check_division(f"{worker_type} engines", num_gpus, per_engine)
+    return ServerGroupConfig(worker_type=worker_type, num_gpus=num_gpus, num_gpus_per_engine=per_engine)
+
+
+def _check_division(where: str, num_gpus: int, per_engine: int) -> None:
+    if num_gpus % per_engine:
+        raise ConfigError(
+            f"{where}: {num_gpus} GPUs do not divide into engines of {per_engine}; change the number of GPUs, or "
+            "num_gpus_per_engine (--rollout-num-gpus-per-engine)."
+        )
+
+
+def load_sglang_config(path: str, *, hf_checkpoint: str, rollout_num_gpus_per_engine: int) -> SGLangConfig:
+    """Read and check the YAML file of ``--sglang-config``.
+
+    Raises:
+        ConfigError: the file is missing or malformed; the message names the key and what it may hold.
+    """
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--sglang-config is {path}, which cannot be read: {error.strerror or error}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--sglang-config {path} is not YAML: {error}.") from error
+    models = document.get("sglang") if isinstance(document, dict) else None
+    if not isinstance(models, list) or not models:
+        raise ConfigError(f"{path}: the top key must be `sglang`, with a list of models under it.")
+    parsed = tuple(
+        _parse_model(
+            model, f"{path}: model {position}", hf_checkpoint=hf_checkpoint, per_engine=rollout_num_gpus_per_engine
+        )
+        for position, model in enumerate(models)
+    )
+    names = [model.name for model in parsed]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"{path}: the model names are {', '.join(names)}; each must be different.")
+    return SGLangConfig(models=parsed)
+
+
+def _parse_model(raw: Any, where: str, *, hf_checkpoint: str, per_engine: int) -> ModelConfig:
+    entry = _mapping(raw, where, MODEL_KEYS)
+    name = entry.get("name")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}: `name` is {name!r}; it must be a word.")
+    where = f"{where} ({name})"
+    groups = entry.get("server_groups", entry.get("engine_groups"))
+    if not isinstance(groups, list) or not groups:
+        raise ConfigError(f"{where}: `server_groups` is {groups!r}; it must be a list of groups of engines.")
+    model_path = entry.get("model_path") or hf_checkpoint
+    default_per_engine = _positive(entry.get("num_gpus_per_engine", per_engine), f"{where}: num_gpus_per_engine")
+    parsed = tuple(
+        _parse_group(group, f"{where}, group {position}", default_per_engine) for position, group in enumerate(groups)
+    )
+    paths = {group.overrides["model_path"] for group in parsed if "model_path" in group.overrides}
+    if paths - {model_path}:
+        raise ConfigError(
+            f"{where}: overrides give the model_path {', '.join(sorted(map(str, paths)))}, the model has "
+            f"{model_path}; all groups of a model serve one checkpoint. Make it a model of its own."
+        )
+    update_weights = entry.get("update_weights")
+    if update_weights is None:
+        update_weights = model_path == hf_checkpoint
+        if not update_weights:
+            logger.warning(
+                "%s: model_path %s is not --hf-checkpoint, so its weights stay as they are; say `update_weights: "
+                "true` if the trainer shall push to it",
+                where,
+                model_path,
+            )
+    if not isinstance(update_weights, bool):
+        raise ConfigError(f"{where}: `update_weights` is {update_weights!r}; it must be true or false.")
+    return ModelConfig(name=name, model_path=model_path, update_weights=update_weights, server_groups=parsed)
+
+
+def _parse_group(raw: Any, where: str, default_per_engine: int) -> ServerGroupConfig:
+    entry = _mapping(raw, where, GROUP_KEYS)
+    worker_type = entry.get("worker_type")
+    if worker_type not in WORKER_TYPES:
+        raise ConfigError(f"{where}: `worker_type` is {worker_type!r}; it must be one of {', '.join(WORKER_TYPES)}.")
+    num_gpus = _positive(entry.get("num_gpus"), f"{where}: num_gpus")
+    per_engine = _positive(entry.get("num_gpus_per_engine", default_per_engine), f"{where}: num_gpus_per_engine")
+    if worker_type != "placeholder":
+        _check_division(where, num_gpus, per_engine)
+    overrides = entry.get("overrides") or {}
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"{where}: `overrides` is {overrides!r}; it must map ServerArgs fields to values.")
+    normalised = {}
+    for key, value in overrides.items():
+        name = str(key).replace("-", "_")
+        if name != key:
+            logger.warning("%s: override %r is read as %r", where, key, name)
+        normalised[name] = value
+    return ServerGroupConfig(
+        worker_type=worker_type, num_gpus=num_gpus, num_gpus_per_engine=per_engine, overrides=normalised
+    )
+
+
+def _mapping(raw: Any, where: str, known: frozenset[str]) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where} is {raw!r}; it must be a mapping with the keys {', '.join(sorted(known))}.")
+    strangers = sorted(set(map(str, raw)) - known)
+    if strangers:
+        raise ConfigError(f"{where}: unknown key {', '.join(strangers)}; the keys are {', '.join(sorted(known))}.")
+    return raw
+
+
+def _positive(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{where} is {value!r}; it must be a whole number of at least 1.")
+    return value

@@ -1,0 +1,408 @@
+"""One SGLang engine: its server process, and the verbs that a rollout manager and a weight sender use.
+
+A plain class; ``slime.ray`` makes it an actor.  Every request has a deadline.  An engine over several nodes has one
+object on each; only the first talks to the server, the others just keep their process.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import pickle
+import signal
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.child_process import ChildProcess
+from slime.backends.sglang_utils.owner_watch import kill_tree
+from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
+from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS, EnginePlace, build_server_args
+from slime.backends.sglang_utils.server_control import ServerControl, flush_cache
+from slime.backends.sglang_utils.server_process import start_server, wait_until_healthy
+from slime.utils import env
+from slime.utils.errors import ConfigError, EngineError, WeightSyncError
+from slime.utils.net import format_host_port
+
+logger = logging.getLogger(__name__)
+
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+REPORT_NAME = "slime.weight_check"
+CHECK_LOADERS = {
+    "snapshot": "slime.backends.sglang_utils.weight_check.snapshot_weights",
+    "reset_tensors": "slime.backends.sglang_utils.weight_check.poison_weights",
+    "compare": "slime.backends.sglang_utils.weight_check.compare_with_snapshot",
+}
+"""What serves ``check_weights`` on a CPU, where SGLang's own ``/weights_checker`` wants CUDA."""
+
+
+class SGLangEngine:
+    """An engine on GPUs ``[base_gpu_id, base_gpu_id + num_gpus_per_engine)`` of this node, or on the CPU."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        *,
+        rank: int,
+        worker_type: str = "regular",
+        base_gpu_id: int | None = None,
+        sglang_overrides: Mapping[str, Any] | None = None,
+        num_gpus_per_engine: int | None = None,
+        model_path: str | None = None,
+    ) -> None:
+        self.args = args
+        self.rank = rank
+        self.worker_type = worker_type
+        self.base_gpu_id = base_gpu_id
+        self.overrides = dict(sglang_overrides or {})
+        self.num_gpus_per_engine = num_gpus_per_engine or args.rollout_num_gpus_per_engine
+        self.model_path = model_path or args.hf_checkpoint
+        self.process: ChildProcess | None = None
+        self.server: ServerControl | None = None
+        self.router: ServerControl | None = None
+        self._bootstrap_port: int | None = None
+        self._tp_size = 1
+        self._released: set[str] = set()
+
+    @property
+    def node_rank(self) -> int:
+        """Which of the engine's nodes this is; 0 serves HTTP."""
+        return self.rank % max(1, self.num_gpus_per_engine // self.args.num_gpus_per_node)
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def init(
+        self,
+        *,
+        dist_init_addr: str | None,
+        port: int,
+        nccl_port: int | None,
+        host: str,
+        disaggregation_bootstrap_port: int | None = None,
+        router_ip: str | None = None,
+        router_port: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Start the server and return when it serves and the router knows it.
+
+        Raises:
+            EngineError: it ended or did not serve within ``timeout_s`` seconds (``--engine-start-timeout-s``).
+        """
+        self.start_server(
+            dist_init_addr=dist_init_addr,
+            port=port,
+            nccl_port=nccl_port,
+            host=host,
+            disaggregation_bootstrap_port=disaggregation_bootstrap_port,
+            router_ip=router_ip,
+            router_port=router_port,
+        )
+        self.wait_ready(self.args.engine_start_timeout_s if timeout_s is None else timeout_s)
+
+    def start_server(
+        self,
+        *,
+        dist_init_addr: str | None,
+        port: int,
+        nccl_port: int | None,
+        host: str,
+        disaggregation_bootstrap_port: int | None = None,
+        router_ip: str | None = None,
+        router_port: int | None = None,
+    ) -> None:
+        """Start the server process and return at once."""
+        on_cpu = cpu_shim.is_needed()
+        place = EnginePlace(
+            rank=self.rank,
+            worker_type=self.worker_type,
+            num_gpus_per_engine=self.num_gpus_per_engine,
+            base_gpu_id=0 if on_cpu else visible_index(self.base_gpu_id or 0),
+            host=host.strip("[]"),
+            port=port,
+            nccl_port=nccl_port,
+            dist_init_addr=dist_init_addr,
+            disaggregation_bootstrap_port=disaggregation_bootstrap_port,
+        )
+        server_args = build_server_args(
+            self.args, place, model_path=self.model_path, overrides=self.overrides, on_cpu=on_cpu
+        )
+        self._tp_size = int(server_args["tp_size"])
+        self._bootstrap_port = disaggregation_bootstrap_port
+        self._released.clear()
+        name = f"engine {self.rank} {format_host_port(host, port)}"
+        self.server = ServerControl(
+            f"http://{format_host_port(host, port)}", api_key=server_args.get("api_key"), name=name
+        )
+        if router_ip and router_port:
+            self.router = ServerControl(f"http://{format_host_port(router_ip, router_port)}", name="the router")
+        self.process = start_server(server_args, name=name)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Until the server serves, then tell the router.  See :meth:`init`."""
+        if self.node_rank != 0:
+            return
+        if self.process is None or self.server is None:
+            raise EngineError(f"engine {self.rank} was never started; call start_server first")
+        try:
+            wait_until_healthy(self.process, self.server, timeout_s=timeout_s)
+            if self.router is not None and self.worker_type != "encoder":
+                register_worker(
+                    self.router, self.server.url, worker_type=self.worker_type, bootstrap_port=self._bootstrap_port
+                )
+        except EngineError:
+            self.process.stop()
+            raise
+
+    def get_url(self) -> str | None:
+        """``http://host:port`` of the server; None on a node that serves no HTTP."""
+        return self.server.url if self.server is not None and self.node_rank == 0 else None
+
+    def health_generate(self, timeout: float = 30.0) -> bool:
+        """Whether the engine generates.
+
+        Raises:
+            EngineError: it does not, within ``timeout`` seconds.
+        """
+        self._request("GET", "/health_generate", timeout_s=timeout)
+        return True
+
+    def describe_exit(self) -> str | None:
+        """How the server process ended, with the end of its log; None while it runs or before it was started."""
+        return self.process.describe_end() if self.process is not None else None
+
+    def shutdown(self) -> None:
+        """Take the engine from the router and end its processes."""
+        if self.router is not None and self.server is not None and self.node_rank == 0:
+            try:
+                unregister_worker(self.router, self.server.url)
+            except EngineError as error:
+                logger.warning("engine %d stays in the router's list: %s", self.rank, error)
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
+
+    def simulate_crash(self) -> None:
+        """Kill the server as an accident would: the router is not told."""
+        if self.process is not None:
+            os.kill(self.process.pid, signal.SIGKILL)
+            kill_tree(self.process.pid)
+
+    # --- generation -----------------------------------------------------------------------------------------------
+
+    def pause_generation(self) -> None:
+        """Abort running requests (their partial output is returned) and hold new ones until told to continue."""
+        self._request("POST", "/pause_generation", {})
+
+    def continue_generation(self) -> None:
+        """Serve again, with the requests that came in while paused."""
+        self._request("POST", "/continue_generation", {})
+
+    def abort_all(self) -> None:
+        """Abort running and waiting requests; new ones are served."""
+        self._request("POST", "/abort_request", {"abort_all": True})
+
+    def flush_cache(self) -> None:
+        """Drop the prefix cache; waits up to a minute for requests in flight to end."""
+        if self.node_rank == 0:
+            flush_cache(self._server())
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Give away the memory of ``tags`` (default: all).  What is released already stays so.
+
+        The engine must be idle: SGLang's scheduler ends itself when asked to release in the middle of a request.
+        """
+        self.flush_cache()
+        wanted = [tag for tag in tags or MEMORY_TAGS if tag not in self._released]
+        if wanted:
+            self._request("POST", "/release_memory_occupation", {"tags": wanted})
+            self._released.update(wanted)
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Take back the memory of ``tags`` (default: all); only what was released is asked for."""
+        wanted = [tag for tag in tags or MEMORY_TAGS if tag in self._released]
+        if wanted:
+            self._request("POST", "/resume_memory_occupation", {"tags": wanted})
+            self._released.difference_update(wanted)
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join the process group over which updates are broadcast; blocks until all its ranks have."""
+        payload = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        self._update("/init_weights_update_group", payload)
+
+    def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave the group; one that the server does not know (it may have been restarted) is no error."""
+        try:
+            self._update("/destroy_weights_update_group", {"group_name": group_name})
+        except EngineError as error:
+            logger.info("group %s was not destroyed on engine %d: %s", group_name, self.rank, error)
+
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: list[str],
+        load_format: str | None = None,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+    ) -> None:
+        """Load tensors from shared (CUDA IPC) memory: one serialised payload for each of the engine's GPUs.
+
+        With ``load_format`` one of ``weight_check``'s functions the tensors are compared instead.
+
+        Raises:
+            WeightSyncError: the comparison found differences; the message names the tensors.
+        """
+        payload: dict[str, Any] = {"serialized_named_tensors": serialized_named_tensors, "flush_cache": flush_cache}
+        self._update("/update_weights_from_tensor", _with_given(payload, load_format, weight_version))
+        if load_format in WEIGHT_LOADERS:
+            self._raise_problems(load_format)
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        weight_version: str | None = None,
+        load_format: str | None = None,
+        flush_cache: bool = False,
+    ) -> None:
+        """Load tensors that rank 0 of ``group_name`` broadcasts, in this order."""
+        payload: dict[str, Any] = {
+            "names": list(names),
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+        }
+        self._update("/update_weights_from_distributed", _with_given(payload, load_format, weight_version))
+
+    def update_weights_from_disk(
+        self, model_path: str, weight_version: str | None = None, load_format: str | None = None
+    ) -> None:
+        """Load an HF checkpoint folder that the engine's node can read."""
+        payload = {"model_path": model_path}
+        self._update("/update_weights_from_disk", _with_given(payload, load_format, weight_version))
+
+    def get_weight_version(self) -> str | None:
+        """The version string that came with the last update; ``"default"`` before the first."""
+        info = self._request("GET", "/model_info")
+        return None if info is None else info["weight_version"]
+
+    def check_weights(self, action: str) -> None:
+        """``snapshot`` the weights, ``reset_tensors`` (overwrite them), or ``compare`` them with the snapshot.
+
+        Raises:
+            WeightSyncError: ``compare`` found differences.
+        """
+        if action not in CHECK_LOADERS:
+            raise ConfigError(f"check_weights got the action {action!r}; it knows {', '.join(CHECK_LOADERS)}")
+        if cpu_shim.is_needed():
+            nothing = base64.b64encode(pickle.dumps([])).decode("ascii")
+            self.update_weights_from_tensor([nothing] * self._tp_size, load_format=CHECK_LOADERS[action])
+            return
+        try:
+            self._update("/weights_checker", {"action": action})
+        except EngineError as error:
+            if action == "compare":
+                raise WeightSyncError(
+                    f"engine {self.rank} does not hold the weights it started with: {error}"
+                ) from error
+            raise
+
+    def post_process_weights(
+        self, restore_weights_before_load: bool = False, post_process_quantization: bool = False
+    ) -> None:
+        """Undo or redo the engine's own repacking of quantised weights (needs a patched SGLang)."""
+        self._update(
+            "/post_process_weights",
+            {
+                "restore_weights_before_load": restore_weights_before_load,
+                "post_process_quantization": post_process_quantization,
+            },
+        )
+
+    def pull_weights(self, target_version: int) -> None:
+        """Bring the local checkpoint copy to ``target_version`` (needs a patched SGLang)."""
+        self._update(
+            "/pull_weights",
+            {
+                "local_checkpoint_dir": self.args.update_weight_local_checkpoint_dir,
+                "source_dir": self.args.update_weight_disk_dir,
+                "target_version": target_version,
+            },
+        )
+
+    # --- profiling ------------------------------------------------------------------------------------------------
+
+    def start_profile(self, **options: Any) -> None:
+        """Start SGLang's profiler; ``options`` are those of its ``/start_profile``."""
+        self._request("POST", "/start_profile", options)
+
+    def stop_profile(self) -> None:
+        """Stop the profiler and write its files."""
+        self._request("POST", "/stop_profile", {}, timeout_s=self.args.weight_update_timeout_s)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _server(self) -> ServerControl:
+        if self.server is None:
+            raise EngineError(f"engine {self.rank} was never started; call init first")
+        return self.server
+
+    def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
+        """The server's answer; None on nodes that serve no HTTP."""
+        if self.node_rank != 0:
+            return None
+        try:
+            return self._server().request(method, path, timeout_s=timeout_s or 120.0, json=payload)
+        except EngineError as error:
+            if end := self.describe_exit():
+                raise EngineError(f"{error}\n{end}") from error
+            raise
+
+    def _update(self, path: str, payload: Mapping[str, Any]) -> None:
+        self._request("POST", path, dict(payload), timeout_s=self.args.weight_update_timeout_s)
+
+    def _raise_problems(self, check: str) -> None:
+        problems = self._request("POST", "/get_weights_by_name", {"name": REPORT_NAME, "truncate_size": 200})
+        if problems:
+            shown = "\n  ".join(problems[:20])
+            raise WeightSyncError(
+                f"engine {self.rank}: {check.rpartition('.')[2]} found {len(problems)} problems:\n  {shown}"
+            )
+
+
+def visible_index(physical_id: int) -> int:
+    """Position of a GPU among those this process sees (``CUDA_VISIBLE_DEVICES``).
+
+    Raises:
+        ConfigError: the GPU is hidden from this process.
+    """
+    visible = env.cuda_visible_devices()
+    if visible is None:
+        return physical_id
+    if str(physical_id) not in visible:
+        raise ConfigError(
+            f"the engine shall use GPU {physical_id}, but CUDA_VISIBLE_DEVICES is {','.join(visible)}; start Ray with "
+            "the GPUs that the job may use"
+        )
+    return visible.index(str(physical_id))
+
+
+def _with_given(payload: dict[str, Any], load_format: str | None, weight_version: str | None) -> dict[str, Any]:
+    optional = {"load_format": load_format, "weight_version": weight_version}
+    return payload | {key: value for key, value in optional.items() if value is not None}

@@ -1,0 +1,176 @@
+"""Code that runs inside the engine, in place of loading: does the engine hold what the trainer sends?
+
+SGLang calls these functions as custom weight loaders: ``update_weights_from_tensor`` with ``load_format`` set to the
+function's import path.  ``update_weights_from_distributed`` has no such extension point, so a check always goes through
+from_tensor, also for engines that get their weights over a process group; the payload is then a plain list of
+``(name, tensor)`` pairs, by value (``pickle``, base64) when the engine is on another host.  A flattened bucket is not
+unpacked for custom loaders.
+
+A loader must not raise, because an exception there ends SGLang's scheduler.  Problems are kept on the model and read
+back through ``/get_weights_by_name`` under the name ``REPORT_NAME``; ``SGLangEngine`` does that after each check and
+raises WeightSyncError.
+
+Comparing works for every model and layout without knowing its names: the model's own ``load_weights`` runs against
+scratch copies of the parameters, filled with the bitwise complement of what they hold.  Where the scratch then equals
+the parameter, the tensor was there already; where it still is the complement, nothing was written; anything else is a
+difference.  Fused qkv and gate/up, tensor-parallel slices and casts are those of the real load.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+REPORT_NAME = "slime.weight_check"
+"""The parameter name under which ``/get_weights_by_name`` gives the problems found since the last time."""
+
+SAME_WIDTH_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+POISON_BYTE = 0xFF
+"""All bits set is NaN in every floating-point format in use (fp32, bf16, fp16, fp8 e4m3fn and e5m2)."""
+
+
+def compare_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """Compare HF-named tensors with what the model holds; change nothing.
+
+    Takes, for the length of the call, as much memory again as the weights.
+    """
+    with _reporting(model) as problems:
+        problems += differing_names(model, list(named_tensors))
+
+
+def poison_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """Overwrite every floating-point parameter with NaN, so that a push that forgets one is found out."""
+    with _reporting(model), torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                _bits(parameter.data).fill_(-1 if parameter.element_size() > 1 else POISON_BYTE)
+
+
+def find_poison(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """Report the parameters of which some element is still what :func:`poison_weights` wrote."""
+    with _reporting(model) as problems:
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                poison = -1 if parameter.element_size() > 1 else POISON_BYTE
+                count = int((_bits(parameter.data) == poison).sum())
+                if count:
+                    problems.append(f"{name}: {count} of {parameter.numel()} elements were never pushed")
+
+
+def snapshot_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """Keep a copy of every parameter for :func:`compare_with_snapshot`."""
+    with _reporting(model):
+        vars(model)["_slime_snapshot"] = {name: p.data.clone() for name, p in model.named_parameters()}
+
+
+def compare_with_snapshot(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """Report the parameters that differ from the snapshot."""
+    with _reporting(model) as problems:
+        snapshot = vars(model).get("_slime_snapshot")
+        if snapshot is None:
+            problems.append("there is no snapshot to compare with")
+            return
+        for name, parameter in model.named_parameters():
+            if not torch.equal(_bits(parameter.data), _bits(snapshot[name])):
+                problems.append(name)
+
+
+def differing_names(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> list[str]:
+    """The names among ``named_tensors`` whose loading would change the model, each with where."""
+    parameters = dict(model.named_parameters())
+    held = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.data = _complement(held[name])
+            model.load_weights(named_tensors)  # type: ignore[operator]
+            wrong = {name for name in parameters if _num_different(parameters[name].data, held[name])}
+            return _blame(model, named_tensors, parameters, held, wrong) if wrong else []
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = held[name]
+
+
+def _blame(
+    model: nn.Module,
+    named_tensors: list[tuple[str, Tensor]],
+    parameters: dict[str, nn.Parameter],
+    held: dict[str, Tensor],
+    wrong: set[str],
+) -> list[str]:
+    """Load one tensor at a time into fresh scratch and see which of them differ."""
+    blamed = []
+    for name, tensor in named_tensors:
+        for parameter_name in wrong:
+            parameters[parameter_name].data = _complement(held[parameter_name])
+        model.load_weights([(name, tensor)])  # type: ignore[operator]
+        for parameter_name in sorted(wrong):
+            count = _num_different(parameters[parameter_name].data, held[parameter_name])
+            if count:
+                blamed.append(f"{name} (shape {list(tensor.shape)}): {count} elements differ in {parameter_name}")
+    return blamed or [f"{name} (which pushed tensor is unclear)" for name in sorted(wrong)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(SAME_WIDTH_INT[tensor.element_size()])
+
+
+def _complement(tensor: Tensor) -> Tensor:
+    return torch.bitwise_not(_bits(tensor)).view(tensor.dtype)
+
+
+def _num_different(scratch: Tensor, held: Tensor) -> int:
+    written, kept = _bits(scratch), _bits(held)
+    return int(((written != kept) & (written != torch.bitwise_not(kept))).sum())
+
+
+@contextmanager
+def _reporting(model: nn.Module) -> Iterator[list[str]]:
+    """A list whose content reaches the caller of ``/get_weights_by_name``; an exception becomes an entry."""
+    state = vars(model)
+    if "_slime_weight_problems" not in state:
+        state["_slime_weight_problems"] = []
+        state["get_weights_by_name"] = functools.partial(
+            _read_report, model, getattr(model, "get_weights_by_name", None)
+        )
+    problems: list[str] = []
+    try:
+        yield problems
+    except Exception as error:  # the edge of our code inside the scheduler, which an exception would end
+        logger.exception("weight check failed")
+        problems.append(f"the check itself failed: {type(error).__name__}: {error}")
+    state["_slime_weight_problems"] += problems
+
+
+def _read_report(
+    model: nn.Module, original: Callable[..., Any] | None, name: str, truncate_size: int = 100, tp_size: int = 1
+) -> Any:
+    if name != REPORT_NAME:
+        if original is None:
+            raise AttributeError(f"{type(model).__name__} gives no weights by name")
+        return original(name, truncate_size, tp_size=tp_size)
+    problems = vars(model)["_slime_weight_problems"]
+    vars(model)["_slime_weight_problems"] = []
+    return _gather_over_ranks(problems)[:truncate_size]
+
+
+def _gather_over_ranks(problems: list[str]) -> list[str]:
+    """The problems of all tensor-parallel ranks; the server answers with those of the first rank only."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return problems
+    everywhere: list[list[str] | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(everywhere, problems, group=group.cpu_group)
+    return [f"rank {rank}: {problem}" for rank, found in enumerate(everywhere) for problem in found or []]
