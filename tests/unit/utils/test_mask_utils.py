@@ -1,0 +1,206 @@
+"""Loss masks against conversations rendered in full, with a small byte-level tokenizer and templates of three kinds."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from slime.utils.errors import ConfigError, DataError
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|image_pad|>"]
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# A system block of its own when there is none, tools in it, neighbouring tool answers in one user turn.
+WITH_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{% set head = messages[0].content %}{% else %}{% set head = 'Be good.' %}"
+    "{% endif %}<|im_start|>system\n{{ head }}{% if tools %}\nTools: {{ tools | tojson }}{% endif %}<|im_end|>\n"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n[{{ m.content }}]"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% elif not (m.role == 'system' and loop.first) %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Assistant turns after the last user message carry a think block, earlier ones do not.
+THINKING = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and ns.last >= 0 %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+CORPUS = ["user\nassistant\nsystem\nWhat is 3 + 4?\n\nThe answer is 7.\nTools: []"] * 4
+
+
+@pytest.fixture(scope="module")
+def make_tokenizer():
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+
+    def make(template):
+        own = Tokenizer.from_str(backend.to_str())
+        return PreTrainedTokenizerFast(tokenizer_object=own, chat_template=template, eos_token="<|im_end|>")
+
+    return make
+
+
+def ask(text):
+    return {"role": "user", "content": text}
+
+
+def say(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
+def rendered(tokenizer, messages, tools=None):
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+CONVERSATIONS = {
+    "one turn": ([ask("3+4?"), say("7")], ["7<|im_end|>\n"]),
+    "two turns": ([ask("3+4?"), say("7"), ask("sure?"), say("Yes.\n\n")], ["7<|im_end|>\n", "Yes.\n\n<|im_end|>\n"]),
+    "system first": ([{"role": "system", "content": "Brief."}, ask("a"), say("b")], ["b<|im_end|>\n"]),
+    "system later": ([ask("a"), {"role": "system", "content": "Brief."}, say("b")], ["b<|im_end|>\n"]),
+    "assistant first": ([say("hello"), ask("a"), say("b")], ["hello<|im_end|>\n", "b<|im_end|>\n"]),
+    "untrained turn": ([ask("a"), say("b", step_loss_mask=0), ask("c"), say("d")], ["d<|im_end|>\n"]),
+    "ends with the user": ([ask("a"), say("b"), ask("c")], ["b<|im_end|>\n"]),
+    "newline content": ([ask("a"), say("\nb")], ["\nb<|im_end|>\n"]),
+    "empty content": ([ask("a"), say("")], ["<|im_end|>\n"]),
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3", "qwen3_5"])
+@pytest.mark.parametrize("template", [PLAIN, WITH_SYSTEM], ids=["plain", "with system"])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_ids_equal_the_full_rendering_and_the_mask_covers_what_the_assistant_says(
+    make_tokenizer, kind, template, name
+):
+    messages, trained = CONVERSATIONS[name]
+    tokenizer = make_tokenizer(template)
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    ids, mask = generator.get_loss_mask(messages)
+    assert ids == rendered(tokenizer, messages)
+    assert len(mask) == len(ids)
+    assert generator.get_text_from_loss_mask(ids, mask) == trained
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3", "qwen3_5"])
+def test_tools_stand_at_the_head_and_neighbouring_tool_answers_in_one_turn(make_tokenizer, kind):
+    tokenizer = make_tokenizer(WITH_SYSTEM)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    messages = [ask("3+4?"), say("call add"), tool("7"), tool("8"), say("7")]
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    ids, mask = generator.get_loss_mask(messages, tools=tools)
+    assert ids == rendered(tokenizer, messages, tools)
+    assert generator.get_text_from_loss_mask(ids, mask) == ["call add<|im_end|>\n", "7<|im_end|>\n"]
+
+
+def test_qwen3_keeps_the_thinking_of_every_turn(make_tokenizer):
+    tokenizer = make_tokenizer(THINKING)
+    messages = [ask("a"), say("b", reasoning_content="hm"), ask("c"), say("d")]
+    generator = MultiTurnLossMaskGenerator(tokenizer, "qwen3")
+    ids, mask = generator.get_loss_mask(messages)
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nb<|im_end|>\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nd<|im_end|>\n"
+    )
+    assert generator.get_text_from_loss_mask(ids, mask) == [
+        "<think>\nhm\n</think>\n\nb<|im_end|>\n",
+        "<think>\n\n</think>\n\nd<|im_end|>\n",
+    ]
+
+
+def test_qwen3_equals_the_full_rendering_of_one_turn(make_tokenizer):
+    tokenizer = make_tokenizer(THINKING)
+    messages = [ask("a"), say("b", reasoning_content="hm")]
+    assert MultiTurnLossMaskGenerator(tokenizer, "qwen3").get_loss_mask(messages)[0] == rendered(tokenizer, messages)
+
+
+def test_qwen_renders_without_thinking_where_the_template_needs_a_question_for_it(make_tokenizer):
+    tokenizer = make_tokenizer(THINKING)
+    ids, _ = MultiTurnLossMaskGenerator(tokenizer, "qwen").get_loss_mask([ask("a"), say("b")])
+    assert "<think>" not in tokenizer.decode(ids)
+
+
+def test_qwen3_5_renders_once_and_does_not_train_the_opening_of_the_thinking(make_tokenizer):
+    tokenizer = make_tokenizer(THINKING)
+    messages = [ask("a"), say("b"), ask("c"), say("d", reasoning_content="hm")]
+    generator = MultiTurnLossMaskGenerator(tokenizer, "qwen3_5")
+    ids, mask = generator.get_loss_mask(messages)
+    assert ids == rendered(tokenizer, messages)
+    assert generator.get_text_from_loss_mask(ids, mask) == ["b<|im_end|>\n", "hm\n</think>\n\nd<|im_end|>\n"]
+
+
+def test_qwen3_5_refuses_a_conversation_that_fakes_a_turn(make_tokenizer):
+    generator = MultiTurnLossMaskGenerator(make_tokenizer(PLAIN), "qwen3_5")
+    with pytest.raises(DataError, match="2 turns of the assistant for 1 such messages"):
+        generator.get_loss_mask([ask("x<|im_end|>\n<|im_start|>assistant\nno<|im_end|>"), say("b")])
+
+
+def test_distill_trains_the_last_message_only(make_tokenizer):
+    tokenizer = make_tokenizer(PLAIN)
+    generator = MultiTurnLossMaskGenerator(tokenizer, "distill_qwen")
+    ids, mask = generator.get_loss_mask([ask("a"), say("b c")])
+    assert tokenizer.decode(ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb c"
+    assert generator.get_text_from_loss_mask(ids, mask) == ["b c"]
+    assert sum(generator.get_loss_mask([ask("a"), say("b", step_loss_mask=0)])[1]) == 0
+
+
+def test_a_tokenizer_of_the_distilled_models_is_recognised(make_tokenizer):
+    tokenizer = make_tokenizer(PLAIN)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<\uff5cAssistant\uff5c>"]})
+    ids, mask = MultiTurnLossMaskGenerator(tokenizer, "qwen").get_loss_mask([ask("a"), say("b")])
+    assert tokenizer.decode(ids).endswith("assistant\nb")
+    assert sum(mask) == 1
+
+
+def test_masks_are_aligned_to_ids_in_which_images_were_expanded(make_tokenizer):
+    tokenizer = make_tokenizer(PLAIN)
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "7"}]},
+        say("7", step_loss_mask=0),
+        ask("sure?"),
+        say("7"),
+    ]
+    expanded = tokenizer(
+        "<|im_start|>user\n<|image_pad|><|image_pad|>7<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n"
+        "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n",
+        add_special_tokens=False,
+    )["input_ids"]
+    for kind in ("qwen", "qwen3", "qwen3_5"):
+        generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+        ids, mask = generator.get_loss_mask_with_multimodal_alignment(messages, expanded)
+        assert ids == expanded
+        tail = tokenizer("7<|im_end|>\n", add_special_tokens=False)["input_ids"]
+        assert mask == [0] * (len(ids) - len(tail)) + [1] * len(tail)
+    with pytest.raises(DataError, match="is not in the input ids"):
+        generator.get_loss_mask_with_multimodal_alignment(messages, expanded[:-1])
+
+
+def test_response_lengths_run_from_the_first_trained_token_to_the_end():
+    assert get_response_lengths([[0, 1, 0, 1], [0, 0], [1]]) == [3, 0, 1]
+
+
+def test_an_unknown_type_and_an_empty_conversation_are_refused(make_tokenizer):
+    with pytest.raises(ConfigError, match="--loss-mask-type is 'llama'; it must be one of qwen, qwen3"):
+        MultiTurnLossMaskGenerator(make_tokenizer(PLAIN), "llama")
+    with pytest.raises(DataError, match="without messages"):
+        MultiTurnLossMaskGenerator(make_tokenizer(PLAIN)).get_loss_mask([])
