@@ -318,9 +318,7 @@ class SGLangEngine:
             self._update("/weights_checker", {"action": action})
         except EngineError as error:
             if action == "compare":
-                raise WeightSyncError(
-                    f"engine {self.rank} does not hold the weights it started with: {error}"
-                ) from error
+                raise WeightSyncError(f"engine {self.rank} differs from its snapshot: {error}") from error
             raise
 
     def post_process_weights(

@@ -1,8 +1,8 @@
 """Code that runs inside the engine, in place of loading: does the engine hold what the trainer sends?
 
 SGLang calls these functions as custom weight loaders: ``update_weights_from_tensor`` with ``load_format`` set to the
-function's import path.  ``update_weights_from_distributed`` has no such extension point, so a check always goes through
-from_tensor, also for engines that get their weights over a process group; the payload is then a plain list of
+function's import path.  ``update_weights_from_distributed`` has no such extension point, so a check always goes
+through from_tensor, also for engines that get their weights over a process group; the payload is then a plain list of
 ``(name, tensor)`` pairs, by value (``pickle``, base64) when the engine is on another host.  A flattened bucket is not
 unpacked for custom loaders.
 
