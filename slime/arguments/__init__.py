@@ -7,7 +7,7 @@ it.  slime itself writes to it here and nowhere else; facts that only the runnin
 ``record_runtime``.  The order:
 
 1. one parser for slime's, Megatron's and SGLang's flags; an unknown flag is an error that names the nearest known one,
-2. ``--custom-config-path`` is laid over the flags (overlay.py),
+2. ``--custom-config-path`` and ``--megatron-config-path`` are laid over the flags (overlay.py, roles.py),
 3. flags whose feature does not exist yet are refused (not_yet.py), historical ones are noted (historical.py),
 4. derived values are filled in (resolve.py), then Megatron's and SGLang's own,
 5. combinations, files and plug-ins are checked (validate.py), before any GPU or engine is taken.
@@ -18,8 +18,7 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from slime.arguments.historical import note_historical
 from slime.arguments.not_yet import refuse_missing_features
@@ -34,12 +33,11 @@ from slime.arguments.parser import (
     split_engine_flags,
 )
 from slime.arguments.resolve import resolve
+from slime.arguments.roles import apply_role_overrides
 from slime.arguments.runtime import record_runtime
 from slime.arguments.validate import validate
-from slime.utils.errors import SlimeError
 
 __all__ = [
-    "clean_exit",
     "get_slime_extra_args_provider",
     "parse_args",
     "record_runtime",
@@ -48,9 +46,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-BAD_INPUT_EXIT_CODE = 2
-"""What a process ends with when its flags or files are wrong, as argparse has it."""
 
 
 def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:
@@ -61,7 +56,7 @@ def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[
         argv: the words after the program's name; default ``sys.argv[1:]``.
 
     Raises:
-        SlimeError: a flag, file, combination or plug-in is wrong; under ``clean_exit`` it becomes exit code 2.
+        SlimeError: a flag, file, combination or plug-in is wrong; the entry points show it and end with code 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     args = parse_flags(words, add_custom_arguments)
@@ -85,6 +80,7 @@ def parse_flags(argv: Sequence[str], add_custom_arguments: AddArguments | None =
 def slime_validate_args(args: Namespace) -> None:
     """Lay the overlay over ``args``, fill in what is derived, and check the whole."""
     apply_overlay(args)
+    apply_role_overrides(args)
     note_historical(args)
     refuse_missing_features(args)
     resolve(args)
@@ -101,16 +97,6 @@ def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = No
         return parser
 
     return provider
-
-
-@contextmanager
-def clean_exit() -> Iterator[None]:
-    """Turn a SlimeError inside the block into its message on stderr and exit code 2, without a traceback."""
-    try:
-        yield
-    except SlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT_EXIT_CODE) from error
 
 
 def _validate_backends(args: Namespace) -> None:
