@@ -1,4 +1,4 @@
-"""Loss masks against conversations rendered in full, with a small byte-level tokenizer and templates of three kinds."""
+"""Loss masks against conversations rendered in full, with a byte-level tokenizer and templates of three kinds."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,7 +22,8 @@ WITH_SYSTEM = (
     "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
     "\n[{{ m.content }}]"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
-    "{% elif not (m.role == 'system' and loop.first) %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% elif not (m.role == 'system' and loop.first) %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

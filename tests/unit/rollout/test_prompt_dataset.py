@@ -1,0 +1,243 @@
+"""Prompt files: what is read, and what is said of bad ones."""
+
+import json
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slime.rollout.prompt_dataset import Dataset, check_prompt_file, get_source, read_file, split_path
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+
+
+class WordTokenizer:
+    """One token a word; a chat template that shows its inputs."""
+
+    def __call__(self, texts, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [text.split() for text in texts]}
+
+    def apply_chat_template(self, messages, *, tools, tokenize, add_generation_prompt, **kwargs):
+        assert not tokenize and add_generation_prompt
+        body = " ".join(f"{m['role']}:{m['content']}" for m in messages)
+        return f"{body} tools={tools} {kwargs}"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*lines, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+        return str(path)
+
+    return write
+
+
+def numbered(count):
+    return [{"input": f"q{i}"} for i in range(count)]
+
+
+def prompts(dataset):
+    return [sample.prompt for sample in dataset.samples]
+
+
+def read(path, max_length=None, processor=None, **kwargs):
+    return Dataset(path, WordTokenizer(), processor, max_length, **{"prompt_key": "input"} | kwargs)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "rows"),
+    [
+        ("a.jsonl", "a.jsonl", slice(None)),
+        ("a.jsonl@[0:2]", "a.jsonl", slice(0, 2)),
+        ("a.jsonl@[-3:]", "a.jsonl", slice(-3, None)),
+        ("a@b.jsonl@[:5]", "a@b.jsonl", slice(None, 5)),
+        ("a.jsonl@[5]", "a.jsonl@[5]", slice(None)),
+    ],
+)
+def test_a_path_may_end_in_a_slice_of_rows(path, name, rows):
+    assert split_path(path) == (name, rows)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "expected"),
+    [("", [0, 1, 2, 3]), ("@[1:3]", [1, 2]), ("@[-1:]", [3]), ("@[:-3]", [0]), ("@[3:99]", [3])],
+)
+def test_the_slice_counts_rows_and_not_blank_lines(write, tmp_path, suffix, expected):
+    rows = numbered(4)
+    path = write(rows[0], "\n", rows[1], "   \n", rows[2], rows[3])
+    wanted = [f"q{i}" for i in expected]
+    assert [row["input"] for row in read_file(path + suffix)] == wanted
+    assert check_prompt_file(path + suffix, "input") == len(expected)
+    table = str(tmp_path / "data.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), table)
+    assert [row["input"] for row in read_file(table + suffix)] == wanted
+    assert check_prompt_file(table + suffix, "input") == len(expected)
+
+
+def test_a_row_becomes_a_sample(write):
+    tools = [{"name": "add"}]
+    row = {"input": "3+4?", "label": 7, "metadata": {"source_name": "sums"}, "tools": json.dumps(tools)}
+    [sample] = read(write(row), label_key="label", tool_key="tools").samples
+    assert (sample.prompt, sample.label) == ("3+4?", 7)
+    assert sample.metadata == {"source_name": "sums", "tools": tools}
+    assert sample.multimodal_inputs is None
+    assert get_source(sample) == "sums"
+    assert get_source(Sample()) == "unknown"
+    sample.source = "mine"
+    assert get_source(sample) == "mine"
+
+
+def test_the_chat_template_gets_messages_tools_and_its_arguments(write):
+    path = write(
+        {"input": "hi", "tools": ["t"], "metadata": '{"a": 1}'}, {"input": [{"role": "user", "content": "ho"}]}
+    )
+    dataset = read(path, tool_key="tools", apply_chat_template=True, apply_chat_template_kwargs={"think": False})
+    assert prompts(dataset) == ["user:hi tools=['t'] {'think': False}", "user:ho tools=None {'think': False}"]
+    assert dataset[0].metadata == {"a": 1, "tools": ["t"]}
+
+
+def test_messages_stay_messages_without_a_template(write):
+    messages = [{"role": "user", "content": "hi"}]
+    assert read(write({"input": messages}))[0].prompt == messages
+
+
+def test_prompts_beyond_the_length_are_left_out_in_order_and_messages_are_kept(write, caplog):
+    path = write(
+        {"input": "a b c"}, {"input": "a"}, {"input": [{"role": "user", "content": "a b c"}]}, {"input": "a b"}
+    )
+    dataset = read(path, max_length=2)
+    assert prompts(dataset) == ["a", [{"role": "user", "content": "a b c"}], "a b"]
+    assert "1 prompts are messages" in caplog.text
+    with pytest.raises(
+        DataError, match="all 1 prompts have more than 2 tokens .shortest: 3.*--rollout-max-prompt-len"
+    ):
+        read(path + "@[:1]", max_length=2)
+
+
+def test_an_epoch_is_a_permutation_of_the_file_that_depends_on_seed_and_epoch(write):
+    dataset = read(write(*numbered(6)), seed=42)
+    random.seed(42 + 3)
+    order = list(range(6))
+    random.shuffle(order)
+    dataset.shuffle(1)
+    dataset.shuffle(3)
+    assert prompts(dataset) == [f"q{i}" for i in order]
+    other = read(dataset.path, seed=42)
+    other.shuffle(3)
+    assert prompts(other) == prompts(dataset)
+    assert [sample.prompt for sample in dataset.origin_samples] == [f"q{i}" for i in range(6)]
+    assert len(dataset) == 6
+
+
+def test_placeholders_are_filled_with_the_items_of_the_row(write):
+    keys = {"image": "images"}
+    row = {"input": "look <image> and <image>", "images": ["a.png", {"type": "image", "image": "b.png"}]}
+    [sample] = read(write(row), multimodal_keys=keys).samples
+    assert sample.prompt == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "look "},
+                {"type": "image", "image": "a.png"},
+                {"type": "text", "text": " and "},
+                {"type": "image", "image": "b.png"},
+            ],
+        }
+    ]
+    with pytest.raises(DataError, match="data.jsonl line 1: the prompt has more <image>"):
+        read(write({"input": "<image>"}), multimodal_keys=keys)
+    with pytest.raises(DataError, match="data.jsonl line 1: items without a placeholder.*'image': 1"):
+        read(write({"input": "x", "images": ["a"]}), multimodal_keys=keys)
+    with pytest.raises(DataError, match="the kind 'smell'; it must be one of image, video, audio"):
+        read(write({"input": "x"}), multimodal_keys={"smell": "x"})
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"input": "a"}, "\n", '{"input": "b"\n'], r"data.jsonl line 3 is not JSON .*b'\{\"input\": \"b\""),
+        ([{"input": "a"}, "[1]\n"], "line 2 is a JSON list; each line must be an object"),
+        (
+            [{"input": "a"}, {"text": "b", "answer": 1}],
+            "line 2 has no key 'input', which --input-key names; it has text, a",
+        ),
+        ([{"input": 5}], "line 1: the prompt is 5; it must be text or a list of chat messages"),
+        ([{"input": None}], "line 1: the prompt is None"),
+        ([{"input": ""}], "line 1: the prompt is ''"),
+        ([{"input": [{"content": "a"}]}], "line 1: message 0 of the prompt is .* it must have a role"),
+        (["\n"], "selects no row"),
+        ([], "selects no row"),
+    ],
+)
+def test_bad_lines_are_named_by_the_check_and_by_the_data_set(write, lines, message):
+    path = write(*lines)
+    with pytest.raises(DataError, match=message):
+        check_prompt_file(path, "input")
+    with pytest.raises(DataError, match=message):
+        read(path)
+
+
+def test_text_that_is_not_utf8_is_named_by_its_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"input": "a"}\n{"input": "\xff"}\n')
+    with pytest.raises(DataError, match="line 2 is not JSON"):
+        check_prompt_file(str(path), "input")
+
+
+def test_a_label_key_is_needed_in_every_row(write):
+    path = write({"input": "a", "label": 1}, {"input": "a"})
+    assert check_prompt_file(path, "input") == 2
+    with pytest.raises(DataError, match="line 2 has no key 'label', which --label-key names"):
+        check_prompt_file(path, "input", label_key="label")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input": "a", "metadata": "not json"}, "line 1: metadata is text but not JSON"),
+        ({"input": "a", "metadata": [1]}, r"line 1: metadata is \[1\]; it must be an object"),
+        ({"input": "a", "tools": {"x": 1}}, "line 1: tools are .*; they must be a list"),
+    ],
+)
+def test_bad_metadata_and_tools_are_named_by_their_line(write, row, message):
+    with pytest.raises(DataError, match=message):
+        read(write(row), tool_key="tools")
+
+
+def test_a_template_that_fails_is_named_by_the_line_it_failed_on(write):
+    class Refusing(WordTokenizer):
+        def apply_chat_template(self, messages, **kwargs):
+            raise ValueError("no template")
+
+    with pytest.raises(DataError, match="line 1: the chat template cannot render the prompt .no template"):
+        Dataset(write({"input": "a"}), Refusing(), None, None, prompt_key="input", apply_chat_template=True)
+
+
+def test_missing_files_and_other_suffixes_are_refused_by_flag(tmp_path):
+    with pytest.raises(DataError, match=f"--eval-prompt-data is '{tmp_path}/no.jsonl', but there is no file"):
+        check_prompt_file(f"{tmp_path}/no.jsonl", "input", flag="--eval-prompt-data")
+    with pytest.raises(DataError, match="must end in .jsonl or .parquet"):
+        check_prompt_file(f"{tmp_path}/data.json", "input")
+    broken = tmp_path / "data.parquet"
+    broken.write_bytes(b"nothing")
+    with pytest.raises(DataError, match="data.parquet cannot be read as parquet"):
+        check_prompt_file(str(broken), "input")
+
+
+def test_a_parquet_file_without_the_column_is_refused_from_its_header(tmp_path):
+    path = str(tmp_path / "data.parquet")
+    pq.write_table(pa.Table.from_pylist([{"text": "a"}]), path)
+    with pytest.raises(DataError, match="its columns. has no key 'input'.*it has text"):
+        check_prompt_file(path, "input")
+
+
+def test_nested_columns_of_parquet_are_lists_and_dicts(tmp_path):
+    path = str(tmp_path / "data.parquet")
+    messages = [{"role": "user", "content": "hi"}]
+    pq.write_table(pa.Table.from_pylist([{"input": messages, "metadata": {"a": 1}}]), path)
+    [sample] = read(path).samples
+    assert sample.prompt == messages
+    assert sample.metadata == {"a": 1}
