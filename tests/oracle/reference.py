@@ -1,0 +1,228 @@
+"""The whole loss of a training step, written as plainly as possible: float64, one sample at a time, loops over tokens.
+
+Nothing here is packed, chunked, sharded or fast, and nothing is imported from slime: it is the definition that the
+product is compared with.  Read it top to bottom in this order: which tokens count, log-probabilities, rewards and
+advantages, token losses, the mean.
+
+Conventions: lists over samples are plain lists, a tensor belongs to one sample; position p of the logits predicts
+token p + 1; every per-token tensor has one entry per response token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Example:
+    """One trained sequence.  Several examples with one ``rollout_id`` came from one execution of a prompt."""
+
+    tokens: list[int]
+    response_length: int
+    mask: list[int]
+    """1 for each response token that is trained (the model wrote it), else 0 (a tool did)."""
+    rollout_id: int
+    reward: float = 0.0
+    old: list[float] = field(default_factory=list)
+    """Log-probability of each response token under the policy before the step."""
+    rollout: list[float] = field(default_factory=list)
+    """... as the engine recorded it while sampling."""
+    reference: list[float] = field(default_factory=list)
+    """... under the policy to stay close to."""
+    values: list[float] = field(default_factory=list)
+    """What the critic expected before each response token."""
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+
+def f64(values) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64)
+
+
+# Log-probabilities
+
+
+def log_softmax(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    scaled = logits.double() / temperature
+    return scaled - torch.logsumexp(scaled, dim=-1, keepdim=True)
+
+
+def response_log_probs(example: Example, logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each response token, from the [L, V] logits of the whole sequence."""
+    chosen = []
+    for position in range(example.prompt_length, len(example.tokens)):
+        chosen.append(log_softmax(logits[position - 1], temperature)[example.tokens[position]])
+    return torch.stack(chosen) if chosen else logits.double().sum() * torch.zeros(0, dtype=torch.float64)
+
+
+def response_entropies(example: Example, logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy of the distribution that each response token was drawn from."""
+    entropies = []
+    for position in range(example.prompt_length, len(example.tokens)):
+        log_p = log_softmax(logits[position - 1], temperature)
+        entropies.append(-(log_p.exp() * log_p).sum())
+    return torch.stack(entropies) if entropies else logits.double().sum() * torch.zeros(0, dtype=torch.float64)
+
+
+def kl(log_prob: Tensor, base: Tensor, kind: str) -> Tensor:
+    """Estimate of the KL divergence from base, per token."""
+    difference = log_prob - base
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    k3 = torch.exp(-difference) - 1 + difference
+    return k3.clamp(-10, 10) if kind == "low_var_kl" else k3
+
+
+# Rewards and advantages
+
+
+def group_normalised(rewards: list[float], group_size: int, divide_by_std: bool = True) -> list[float]:
+    """Reward less the mean of its group, over the unbiased standard deviation plus 1e-6."""
+    normalised: list[float] = []
+    for start in range(0, len(rewards), group_size):
+        group = rewards[start : start + group_size]
+        mean = sum(group) / len(group)
+        std = 1.0
+        if divide_by_std and len(group) > 1:
+            std = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (len(group) - 1)) + 1e-6
+        normalised += [(reward - mean) / std for reward in group]
+    return normalised
+
+
+def reward_on_every_token(example: Example) -> Tensor:
+    """GRPO, GSPO, CISPO."""
+    return torch.full((example.response_length,), example.reward, dtype=torch.float64)
+
+
+def reinforce_plus_plus(example: Example, kl_penalty: Tensor, kl_coef: float, gamma: float) -> Tensor:
+    """Discounted sum of a KL penalty on each trained token and the reward on the last trained one."""
+    trained = [position for position, trains in enumerate(example.mask) if trains]
+    returns = torch.zeros(example.response_length, dtype=torch.float64)
+    following = 0.0
+    for position in reversed(range(example.response_length)):
+        reward = -kl_coef * float(kl_penalty[position]) * example.mask[position]
+        if trained and position == trained[-1]:
+            reward += example.reward
+        following = reward + gamma * following
+        returns[position] = following
+    return returns
+
+
+def reinforce_plus_plus_baseline(example: Example, kl_penalty: Tensor, kl_coef: float) -> Tensor:
+    return example.reward - kl_coef * kl_penalty.double()
+
+
+def gae(example: Example, kl_penalty: Tensor, kl_coef: float, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """PPO: advantages and returns; the reward is on the last response token, the value after it is 0."""
+    length = example.response_length
+    advantages = torch.zeros(length, dtype=torch.float64)
+    next_value, next_advantage = 0.0, 0.0
+    for position in reversed(range(length)):
+        reward = -kl_coef * float(kl_penalty[position]) + (example.reward if position == length - 1 else 0.0)
+        delta = reward + gamma * next_value - example.values[position]
+        next_advantage = delta + gamma * lambd * next_advantage
+        next_value = example.values[position]
+        advantages[position] = next_advantage
+    return advantages, advantages + f64(example.values)
+
+
+def whitened(advantages: list[Tensor], examples: list[Example]) -> list[Tensor]:
+    """Over the mean and unbiased variance of all trained tokens of the rollout."""
+    trained = [
+        float(advantage)
+        for row, example in zip(advantages, examples, strict=True)
+        for advantage, trains in zip(row, example.mask, strict=True)
+        if trains
+    ]
+    mean = sum(trained) / len(trained)
+    variance = sum((value - mean) ** 2 for value in trained) / max(len(trained) - 1, 1)
+    return [(row - mean) / math.sqrt(variance + 1e-8) for row in advantages]
+
+
+# Token losses
+
+
+def mean_over_trained_tokens(values: Tensor, example: Example) -> Tensor:
+    total = sum((value for value, trains in zip(values, example.mask, strict=True) if trains), f64(0.0))
+    return total / max(sum(example.mask), 1)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
+    """PPO's pessimistic loss; above ``dual * |A|`` no further where A < 0."""
+    losses = []
+    for r, advantage in zip(ratio, advantages, strict=True):
+        loss = max(-r * advantage, -r.clamp(1 - low, 1 + high) * advantage)
+        if dual is not None and advantage < 0:
+            loss = min(loss, -dual * advantage)
+        losses.append(loss)
+    return torch.stack(losses) if losses else ratio
+
+
+def ppo_losses(example: Example, log_prob: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return clipped_surrogate((log_prob - f64(example.old)).exp(), advantages, low, high)
+
+
+def gspo_losses(example: Example, log_prob: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """One ratio for all tokens of the sequence."""
+    log_ratio = mean_over_trained_tokens(log_prob - f64(example.old), example)
+    return clipped_surrogate(log_ratio.exp().expand(example.response_length), advantages, low, high)
+
+
+def cispo_losses(example: Example, log_prob: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """The clipped ratio is a constant weight."""
+    weight = (log_prob.detach() - f64(example.old)).exp().clamp(1 - low, 1 + high)
+    return -weight * advantages * log_prob
+
+
+def opsm_keeps(example: Example, log_prob: Tensor, advantages: Tensor, delta: float) -> Tensor:
+    """0 for punished tokens of a sequence that has moved away by more than delta, else 1."""
+    drift = mean_over_trained_tokens(f64(example.old) - log_prob.detach(), example)
+    return f64([0.0 if advantage < 0 and drift > delta else 1.0 for advantage in advantages])
+
+
+def mismatch_weights(example: Example, low: float, high: float, drop: bool) -> Tensor:
+    """Trainer over engine: cut to the bounds (TIS), or 0 beyond them (IcePop)."""
+    weights = (f64(example.old) - f64(example.rollout)).exp()
+    if drop:
+        return f64([float(weight) if low <= weight <= high else 0.0 for weight in weights])
+    return weights.clamp(low, high)
+
+
+def value_losses(values: Tensor, example: Example, returns: Tensor, clip: float) -> Tensor:
+    old = f64(example.values)
+    bounded = torch.stack([v.clamp(o - clip, o + clip) for v, o in zip(values, old, strict=True)])
+    return torch.maximum((values - returns) ** 2, (bounded - returns) ** 2)
+
+
+# The mean
+
+
+def mean_over_rollouts(token_losses: list[Tensor], examples: list[Example]) -> Tensor:
+    """Mean over rollouts of the mean over the trained tokens of the rollout, whatever samples they lie in."""
+    total = f64(0.0)
+    rollout_ids = sorted({example.rollout_id for example in examples})
+    for rollout_id in rollout_ids:
+        summed, count = f64(0.0), 0
+        for losses, example in zip(token_losses, examples, strict=True):
+            if example.rollout_id == rollout_id:
+                summed = summed + sum((x for x, m in zip(losses, example.mask, strict=True) if m), f64(0.0))
+                count += sum(example.mask)
+        total = total + summed / max(count, 1)
+    return total / len(rollout_ids)
+
+
+def mean_over_tokens(token_losses: list[Tensor], examples: list[Example]) -> Tensor:
+    """Mean over all trained tokens; a sample without any counts as one token of loss 0."""
+    summed, count = f64(0.0), 0
+    for losses, example in zip(token_losses, examples, strict=True):
+        summed = summed + sum((x for x, m in zip(losses, example.mask, strict=True) if m), f64(0.0))
+        count += max(sum(example.mask), 1)
+    return summed / count
