@@ -1,0 +1,21 @@
+# Qwen2.5 1.5B
+# The rotary base is that of Qwen2.5-Math and its distillates; the general model: MODEL_ARGS_ROTARY_BASE=1000000.
+MODEL_ARGS=(
+    --num-layers 28
+    --hidden-size 1536
+    --ffn-hidden-size 8960
+    --vocab-size 151936
+
+    --num-attention-heads 12
+    --group-query-attention
+    --num-query-groups 2
+    --add-qkv-bias
+
+    --use-rotary-position-embeddings
+    --rotary-base "${MODEL_ARGS_ROTARY_BASE:-10000}"
+
+    --swiglu
+    --disable-bias-linear
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+)

@@ -1,0 +1,22 @@
+# Qwen3 8B
+MODEL_ARGS=(
+    --num-layers 36
+    --hidden-size 4096
+    --ffn-hidden-size 12288
+    --vocab-size 151936
+
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --qk-layernorm
+
+    --use-rotary-position-embeddings
+    --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}"
+
+    --swiglu
+    --disable-bias-linear
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --untie-embeddings-and-output-weights
+)
