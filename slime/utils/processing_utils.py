@@ -31,8 +31,9 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, **kwargs)
     except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"No tokenizer can be loaded from {path!r} ({type(error).__name__}: {error}). "
+            f"No tokenizer can be loaded from {path!r} ({type(error).__name__}: {reason}). "
             "It must hold tokenizer.json and tokenizer_config.json; set --hf-checkpoint to such a folder."
         ) from error
 

@@ -1,0 +1,119 @@
+"""Evaluation data sets: which value wins, and what is refused."""
+
+from argparse import Namespace
+
+import pytest
+
+from slime.rollout.eval_config import (
+    EvalDatasetConfig,
+    build_eval_dataset_configs,
+    ensure_dataset_list,
+    eval_datasets_from_args,
+)
+from slime.utils.errors import ConfigError
+
+
+def make_args(**values):
+    defaults = {
+        "eval_config": None,
+        "eval_prompt_data": None,
+        "input_key": "input",
+        "eval_input_key": None,
+        "metadata_key": "metadata",
+        "apply_chat_template": True,
+        "rollout_temperature": 1.0,
+        "eval_temperature": None,
+        "rollout_top_p": 1.0,
+        "eval_top_p": 0.7,
+        "n_samples_per_eval_prompt": 4,
+        "n_samples_per_prompt": 8,
+        "rollout_stop": ["END"],
+    }
+    return Namespace(**defaults | values)
+
+
+def test_a_value_comes_from_the_entry_then_the_defaults_then_eval_flags_then_rollout_flags():
+    raw = [{"name": "a", "path": "a.jsonl", "temperature": 0.0}, {"name": "b", "path": "b.jsonl"}]
+    first, second = build_eval_dataset_configs(make_args(), raw, {"temperature": 0.5, "rm_type": "math"})
+    assert (first.temperature, second.temperature) == (0.0, 0.5)
+    assert second.top_p == 0.7
+    assert second.n_samples_per_eval_prompt == 4
+    assert second.input_key == "input"
+    assert second.apply_chat_template is True
+    assert second.stop == ["END"]
+    assert second.rm_type == "math"
+    [plain] = build_eval_dataset_configs(make_args(), raw[1:], None)
+    assert plain.temperature == 1.0
+
+
+def test_names_and_paths_come_in_pairs_and_a_single_path_is_aime():
+    pairs = eval_datasets_from_args(make_args(eval_prompt_data=["x", "x.jsonl", "y", "y.jsonl@[0:8]"]))
+    assert [(config.name, config.path) for config in pairs] == [("x", "x.jsonl"), ("y", "y.jsonl@[0:8]")]
+    [single] = eval_datasets_from_args(make_args(eval_prompt_data=["/data/aime.jsonl"]))
+    assert (single.name, single.path) == ("aime", "/data/aime.jsonl")
+    assert eval_datasets_from_args(make_args()) == []
+    with pytest.raises(ConfigError, match="--eval-prompt-data has 3 values .x x.jsonl y."):
+        eval_datasets_from_args(make_args(eval_prompt_data=["x", "x.jsonl", "y"]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "datasets: [{name: a, path: a.jsonl, top_k: 5}]",
+        "eval: {defaults: {top_k: 5}, datasets: {a: {path: a.jsonl}}}",
+        "k: 5\neval: {datasets: [{name: a, path: a.jsonl, top_k: '${k}'}]}",
+    ],
+)
+def test_a_yaml_file_lists_or_maps_data_sets_at_its_root_or_under_eval(tmp_path, text):
+    path = tmp_path / "eval.yaml"
+    path.write_text(text)
+    [config] = eval_datasets_from_args(make_args(eval_config=str(path)))
+    assert (config.name, config.path, config.top_k) == ("a", "a.jsonl", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("datasets: []", "has no datasets"),
+        ("- 1", "has no datasets"),
+        ("datasets: [{name: a, path: p, tempreature: 1}]", "data set 'a' has unknown keys tempreature; allowed are"),
+        ("defaults: {path: p}\ndatasets: [{name: a, path: p}]", "defaults has unknown keys path"),
+        ("datasets: [{name: a}]", "has path ''"),
+        ("datasets: [{path: a}]", "has name ''"),
+        ("datasets: [{name: a, path: p}, {name: a, path: q}]", "named a, a; each name may be used once"),
+        ("datasets: [{name: a, path: p, min_eval_samples: 0}]", "min_eval_samples .* is 0; it must be above 0"),
+        ("datasets: [{name: a, path: p, metadata_overrides: 1}]", "metadata_overrides of 'a' is 1"),
+        ("datasets: [1]", "0 is 1; it must be a map"),
+        ("datasets: 3", "datasets is 3; it must be a list or a map"),
+        ("datasets: [", "cannot be read"),
+    ],
+)
+def test_a_malformed_file_says_what_is_wrong(tmp_path, text, message):
+    path = tmp_path / "eval.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        eval_datasets_from_args(make_args(eval_config=str(path)))
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match="--eval-config is 'no.yaml', but there is no such file"):
+        eval_datasets_from_args(make_args(eval_config="no.yaml"))
+
+
+def test_overrides_and_grader_are_put_over_the_metadata_of_a_copy():
+    config = EvalDatasetConfig(name="a", path="p", rm_type="math", metadata_overrides={"x": 1})
+    metadata = {"x": 0, "y": 2}
+    assert config.inject_metadata(metadata) == {"x": 1, "y": 2, "rm_type": "math"}
+    assert metadata == {"x": 0, "y": 2}
+    assert EvalDatasetConfig(name="a", path="p").inject_metadata(None) == {}
+
+
+def test_equal_cache_keys_read_equal_rows():
+    one = EvalDatasetConfig(name="a", path="p", input_key="q", temperature=0.1)
+    assert one.cache_key == EvalDatasetConfig(name="a", path="p", input_key="q", temperature=0.9).cache_key
+    assert one.cache_key != EvalDatasetConfig(name="a", path="p", input_key="r").cache_key
+
+
+def test_entries_by_name_become_a_list():
+    assert ensure_dataset_list({"a": {"path": "p"}}) == [{"name": "a", "path": "p"}]
+    assert ensure_dataset_list(None) == []
