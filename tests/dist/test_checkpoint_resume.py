@@ -3,22 +3,19 @@
 Each world is fresh processes: save after two optimizer steps, and take two more; then load and take the same two.
 """
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "backends" / "megatron_utils"))
-
-from gloo_ranks import run_ranks
-
 from slime.utils.errors import DataError
+from tests.dist.gloo_ranks import run_ranks
+
+pytestmark = pytest.mark.dist
 
 SEQUENCES = ([5, 9, 2, 77, 31], [8, 8, 1], [100, 4, 60, 3, 2, 9, 17], [1, 2], [44, 45, 46, 47], [7, 7, 9, 12])
 MODEL_FLAGS = (
     "--num-layers 3 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 6 --group-query-attention "
-    "--num-query-groups 2 --kv-channels 16 --vocab-size 131 --make-vocab-size-divisible-by 8 --rotary-base 10000 "
+    "--num-query-groups 2 --kv-channels 16 --vocab-size 144 --make-vocab-size-divisible-by 8 --rotary-base 10000 "
     "--norm-epsilon 1e-6 --swiglu --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm "
     "--qk-layernorm --untie-embeddings-and-output-weights --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 1 "
     "--weight-decay 0.1 --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0"
@@ -27,17 +24,12 @@ MODEL_FLAGS = (
 
 def build(layout: list[str], precision: str, save: str) -> tuple[Namespace, list, object, object]:
     """Model, optimizer and scheduler of the tiny test model under ``layout``."""
-    from megatron_case import build_parser
-
+    from slime.arguments.parser import build_parser
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
     from slime.backends.megatron_utils.initialize import init
     from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
 
-    parser = build_parser()
-    for name in ("--global-batch-size", "--num-rollout", "--rollout-batch-size", "--n-samples-per-prompt"):
-        parser.add_argument(name, type=int)
-    parser.add_argument("--save")
-    parser.add_argument("--no-save-optim", action="store_true")
+    parser = build_parser(with_engine_flags=False)
     sizes = "--global-batch-size 6 --num-rollout 8 --rollout-batch-size 6 --n-samples-per-prompt 1".split()
     args = parser.parse_args([*MODEL_FLAGS, *layout, *sizes, precision, "--save", save, "--load", save])
     import torch.distributed as dist
@@ -56,7 +48,7 @@ def step(model: list, optimizer: object, scheduler: object, index: int) -> tuple
     import torch.distributed as dist
     from megatron.core import mpu
     from megatron.core.distributed import finalize_model_grads
-    from megatron_case import pack
+    from tests.unit.backends.megatron_utils.megatron_case import pack
 
     (chunk,) = model
     chunk.zero_grad_buffer()

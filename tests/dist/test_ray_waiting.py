@@ -13,6 +13,8 @@ from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.utils.errors import ConfigError, EngineError
 
 
+pytestmark = pytest.mark.dist
+
 # Ray's workers cannot import a test module by its name: its classes travel as code.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, mpu
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
 from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
@@ -242,11 +243,19 @@ def _load_model(folder: Path, model: list[torch.nn.Module], flag: str) -> None:
         for index, chunk in enumerate(chunks):
             name = "model" if len(chunks) == 1 else f"model{index}"
             chunk.load_state_dict(state[name])
-    except (CheckpointingException, KeyError, RuntimeError, ValueError) as error:
+    except (CheckpointException, CheckpointingException, KeyError, RuntimeError, ValueError) as error:
         raise DataError(
-            f"{flag}: the checkpoint {folder} does not fit the model that the flags describe: {error}. Compare the "
-            "MODEL_ARGS of this run with those it was made with."
+            f"{flag}: the checkpoint {folder} does not fit the model that the flags describe: {_first_cause(error)}. "
+            "Compare the MODEL_ARGS of this run with those it was made with."
         ) from error
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """torch wraps what went wrong on the ranks into one exception; the first rank's is the one to show."""
+    if isinstance(error, CheckpointException):
+        for cause, _ in error.failures.values():
+            return cause
+    return error
 
 
 def _load_optimizer(

@@ -1,0 +1,124 @@
+"""A tiny trainer on several real ranks: HF model, complete args, train data cut for each rank."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "backends" / "megatron_utils"
+sys.path.insert(0, str(UNIT_TESTS))
+
+LENGTHS = ((3, 9), (2, 1), (7, 20), (5, 5), (1, 13), (4, 2), (6, 31), (3, 3))
+"""Prompt and response tokens of the samples: ragged, down to a response of one token."""
+
+
+def write_model(folder: Path, **overrides: Any) -> None:
+    """A random Qwen3 whose sizes divide by two tensor ranks."""
+    from megatron_case import write_hf_model
+
+    write_hf_model(folder, "qwen3", **overrides)
+    (folder / "tokenizer.json").write_text("{}")  # the flags' check wants one; nothing here tokenizes
+
+
+def make_args(hf_folder: Path, *flags: object) -> Namespace:
+    """Complete args of a run that only trains."""
+    from megatron_case import hf_flags
+
+    from slime.arguments import parse_args
+
+    argv = [
+        *hf_flags(hf_folder),
+        *("--debug-train-only", "--num-rollout", 4, "--rollout-batch-size", 4, "--n-samples-per-prompt", 2),
+        *("--global-batch-size", 8, "--ref-load", hf_folder, "--load", hf_folder, "--lr", 1e-3, "--fp32"),
+        *("--lr-decay-style", "constant", "--weight-decay", 0.1, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 40),
+        *("--data-pad-size-multiplier", 4, "--attention-dropout", 0, "--hidden-dropout", 0),
+        "--disable-rollout-global-dataset",
+        *flags,
+    ]
+    return parse_args(argv=[str(word) for word in argv])
+
+
+def make_train_data(vocab_size: int = 131, seed: int = 0) -> dict[str, Any]:
+    """Train data with masks that have holes, one sample fully masked, and a rollout of two samples."""
+    generator = random.Random(seed)
+    data: dict[str, Any] = {name: [] for name in ("tokens", "response_lengths", "rewards", "loss_masks", "truncated")}
+    data["rollout_log_probs"] = []
+    for prompt, response in LENGTHS:
+        data["tokens"].append([generator.randrange(vocab_size) for _ in range(prompt + response)])
+        data["response_lengths"].append(response)
+        data["loss_masks"].append([int(generator.random() < 0.8) for _ in range(response)])
+        data["rollout_log_probs"].append([-generator.random() * 5 for _ in range(response)])
+        data["rewards"].append(generator.uniform(-1, 1))
+        data["truncated"].append(0)
+    data["loss_masks"][1] = [0]
+    data["raw_reward"] = list(data["rewards"])
+    data["rollout_ids"] = [0, 1, 2, 3, 4, 5, 6, 7]
+    data["sample_indices"] = list(range(len(LENGTHS)))
+    return data
+
+
+def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -> list[dict[str, Any]]:
+    """One entry per data-parallel rank."""
+    from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
+    from slime.train_data.split import split_by_rank
+
+    config = ScheduleConfig(
+        dp_size=parallel["dp_size"],
+        cp_size=parallel["cp_size"],
+        use_dynamic_batch_size=args.use_dynamic_batch_size,
+        max_tokens_per_gpu=args.max_tokens_per_gpu,
+        micro_batch_size=args.micro_batch_size,
+    )
+    schedule = build_dp_schedule(
+        config,
+        [len(tokens) for tokens in train_data["tokens"]],
+        global_batch_size=args.global_batch_size,
+        rollout_indices=train_data["rollout_ids"],
+    )
+    return split_by_rank(train_data, schedule)
+
+
+def _main(function: Any, rank: int, world_size: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
+    import traceback
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, function(rank, world_size, port, *arguments), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise
+
+
+def run_workers(function: Any, world_size: int, *arguments: Any, timeout_s: float = 100) -> list[Any]:
+    """``function(rank, world_size, port, *arguments)`` in fresh processes; the results in rank order."""
+    from slime.utils.net import find_available_port
+
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    port = find_available_port(21000)
+    processes = [
+        context.Process(target=_main, args=(function, rank, world_size, port, results, arguments))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    outcome: dict[int, Any] = {}
+    try:
+        for _ in range(world_size):
+            rank, value, error = results.get(timeout=timeout_s)
+            assert error is None, f"rank {rank} failed:\n{error}"
+            outcome[rank] = value
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+    return [outcome[rank] for rank in range(world_size)]
