@@ -12,11 +12,11 @@ import time
 from argparse import Namespace
 from typing import Any
 
+from slime.rollout.control_client import control_get, control_post
 from slime.rollout.groups import Group, is_finished, leaf_samples
 from slime.rollout.replaceable import entry_points
 from slime.rollout.waiting import DEFAULT_ROLLOUT_TIMEOUT_S, DeadlineExceeded, LongWait
 from slime.utils.errors import EngineError
-from slime.utils.http_utils import get, post
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def stamp_start(group: Group, rollout_id: int) -> None:
 
 async def worker_urls(args: Namespace) -> list[str]:
     """The engines that the router knows."""
-    answer = await get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers")
+    answer = await control_get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers")
     return [worker["url"] for worker in answer.get("workers", [])]
 
 
@@ -86,7 +86,7 @@ async def abort_engines(args: Namespace) -> None:
 
     async def abort_one(url: str) -> None:
         try:
-            await post(f"{url}/abort_request", {"abort_all": True}, max_retries=1)
+            await control_post(f"{url}/abort_request", {"abort_all": True})
         except EngineError as error:
             logger.warning("Engine %s did not take the abort: %s", url, error)
 
@@ -98,7 +98,7 @@ async def engine_loads(args: Namespace) -> dict[str, int | None]:
 
     async def load_of(url: str) -> int | None:
         try:
-            return count_requests(await get(f"{url}/v1/loads?include=core"))
+            return count_requests(await control_get(f"{url}/v1/loads?include=core"))
         except (EngineError, KeyError, TypeError, ValueError) as error:
             logger.debug("Engine %s does not tell its load: %s", url, error)
             return None
@@ -147,7 +147,7 @@ async def timeout_error(args: Namespace, what: str, wait: LongWait, num_done: in
     try:
         loads = await asyncio.wait_for(engine_loads(args), timeout=10)
         busy = ", ".join(f"{url} ({'unknown' if n is None else n})" for url, n in loads.items() if n != 0)
-    except (EngineError, asyncio.TimeoutError) as error:
+    except (EngineError, TimeoutError) as error:
         busy = f"unknown, the router did not answer ({error})"
     return EngineError(
         f"{what} did not end within {wait.timeout_s:.0f} s: {num_done} of {num_wanted} are done, {pending} groups "

@@ -93,7 +93,7 @@ class GroupCollector:
         state.submit_generate_tasks([group])
 
     def returned(self, groups: list[Group], *, num_unfinished: int) -> None:
-        """Count the groups that go back to the data source."""
+        """Count the groups that go back to the data source: unfinished ones, and finished surplus."""
         self._counts["returned"] += len(groups)
         self._counts["returned_unfinished"] += num_unfinished
 
@@ -115,9 +115,9 @@ class GroupCollector:
             "resubmitted": self._counts["resubmitted"],
             "kept": len(self.kept),
             "dropped": self._counts["dropped"],
-            "surplus": len(self.surplus),
             "returned": self._counts["returned"],
             "returned_unfinished": self._counts["returned_unfinished"],
+            "returned_finished": self._counts["returned"] - self._counts["returned_unfinished"],
             "discarded": left_over - self._counts["returned"],
         }
         return {f"rollout/groups/{name}": value for name, value in counts.items()} | self._drops.collect()

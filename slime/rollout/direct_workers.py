@@ -18,8 +18,9 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+from slime.rollout.control_client import control_get
 from slime.utils.errors import EngineError
-from slime.utils.http_utils import get, post
+from slime.utils.http_utils import post
 from slime.utils.misc import SingletonMeta
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class WorkerPicker(metaclass=SingletonMeta):
     async def urls(self, *, refresh: bool = False) -> list[str]:
         """The regular workers; asked again after five seconds."""
         if refresh or time.monotonic() - self._listed_at > _WORKER_LIST_MAX_AGE_S:
-            workers = (await get(self._list_url)).get("workers", [])
+            workers = (await control_get(self._list_url)).get("workers", [])
             special = [w["url"] for w in workers if w.get("worker_type", "regular") != "regular"]
             if special:
                 raise EngineError(

@@ -12,11 +12,10 @@ import logging
 import uuid
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.abort import timeout_error
 from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.generate_group import restart_if_broken, restart_point
 from slime.rollout.groups import Entry, is_finished, leaf_samples
 from slime.rollout.prompt_dataset import Dataset
@@ -24,6 +23,9 @@ from slime.rollout.replaceable import entry_points
 from slime.rollout.waiting import DEFAULT_ROLLOUT_TIMEOUT_S, DeadlineExceeded, LongWait, cancel_all
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.rollout.eval_config import EvalDatasetConfig
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ def _params_of_copy(args: Namespace, params: Mapping[str, Any], copy_index: int)
 def _samples_of(args: Namespace, dataset_cfg: EvalDatasetConfig) -> list[Sample]:
     """A fresh sample for every answer wanted, prompt by prompt."""
     dataset = _load_dataset(args, dataset_cfg)
-    samples = []
+    samples: list[Sample] = []
     for prompt in dataset.samples:
         for _ in range(dataset_cfg.n_samples_per_eval_prompt):
             sample = copy.deepcopy(prompt)

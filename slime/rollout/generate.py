@@ -114,8 +114,9 @@ async def _send(args: Namespace, sample: Sample, payload: dict[str, Any]) -> Any
     """Post through the router, or straight to a worker when the router would lose a field that matters."""
     if router_would_drop(payload):
         return await post_to_worker(args, payload, routing_key=sample.session_id)
-    is_sticky = getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id
-    headers = {"X-SMG-Routing-Key": sample.session_id} if is_sticky else None
+    headers = {}
+    if getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id:
+        headers["X-SMG-Routing-Key"] = sample.session_id
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     return await post(url, payload, headers=headers)
 

@@ -102,7 +102,7 @@ async def generate_rollout_async(
         await cancel_all(state.pendings)
         state.reset()
 
-    kept = sorted(collector.kept, key=first_index)
+    kept: list[Any] = sorted(collector.kept, key=first_index)
     returned = _groups_to_return(args, rollout_id, collector, interrupted)
     _call_end_hooks(args, kept, sorted(collector.seen, key=first_index), get_samples)
     return RolloutFnTrainOutput(samples=kept, metrics=collector.metrics()), returned

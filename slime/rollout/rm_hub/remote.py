@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import weakref
 from argparse import Namespace
 from typing import Any
 
 import aiohttp
 
+from slime.rollout.control_client import LoopSessions
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.types import Sample
 
@@ -20,28 +20,12 @@ MAX_CONNECTIONS = 64
 TIMEOUT_S = 120.0
 MAX_WAIT_S = 30.0
 
-_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
-
-
-def _session() -> aiohttp.ClientSession:
-    """The client of the running event loop, shared by all its requests."""
-    loop = asyncio.get_running_loop()
-    session = _sessions.get(loop)
-    if session is None or session.closed:
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
-            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            trust_env=False,
-        )
-        _sessions[loop] = session
-    return session
+_sessions = LoopSessions(max_connections=MAX_CONNECTIONS, timeout_s=TIMEOUT_S)
 
 
 async def close_remote_rm_client() -> None:
     """Close the client of the running event loop."""
-    session = _sessions.pop(asyncio.get_running_loop(), None)
-    if session is not None:
-        await session.close()
+    await _sessions.close()
 
 
 async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> Any:
@@ -58,10 +42,10 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     for attempt in range(max_retries):
         try:
-            async with _session().post(url, json=payload) as response:
+            async with _sessions.current().post(url, json=payload) as response:
                 response.raise_for_status()
                 return await response.json(content_type=None)
-        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             if attempt + 1 >= max_retries:
                 raise EngineError(
                     f"The reward server {url} failed {max_retries} times; last: {type(error).__name__}: {error}. "

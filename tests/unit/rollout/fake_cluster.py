@@ -1,0 +1,283 @@
+"""A router and engines in this process, over real HTTP, that answer by a script instead of a model.
+
+Token ids of a prompt are the code points of its text; the response to any prompt is 1000, 1001, 1002 ...  How long it
+is, and where the engine stops to wait for an abort, is written in a ``Plan`` for each prompt.  Nothing depends on time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+from argparse import Namespace
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from slime.utils.types import Sample
+
+FIRST_RESPONSE_TOKEN = 1000
+
+
+@dataclass
+class Plan:
+    """What the engine does with one prompt."""
+
+    length: int = 4
+    """Response tokens until the end token."""
+    hold_after: int | None = None
+    """The first call for this many samples draws so many tokens, then waits to be aborted.  None: never waits."""
+    holds: int = 10**6
+    """Calls that wait; later ones go through."""
+    breaks: int = 0
+    """Calls that the engine breaks off by itself, after two tokens."""
+    wait_in_router: bool = False
+    """The router hands the request on only after it has seen an abort."""
+    statuses: list[int] = field(default_factory=list)
+    """HTTP statuses of the first calls; then it is served."""
+
+
+class FakeTokenizer:
+    """One token per character."""
+
+    is_fast = True
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def __call__(self, texts: list[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+
+class FakeCluster:
+    """One router in front of engines.  ``requests`` has every ``/generate`` body in order of arrival."""
+
+    def __init__(self, plans: dict[str, Plan] | None = None, *, num_engines: int = 1) -> None:
+        self.plans = defaultdict(Plan, plans or {})
+        self.num_engines = num_engines
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.through_router: list[bool] = []
+        self.served_by: list[int] = []
+        self.num_aborts = 0
+        self.weight_version = "1"
+        self.patience_s: float | None = None
+        self.worker_types = ["regular"] * num_engines
+        self.engine_urls: list[str] = []
+        self._in_flight = [0] * num_engines
+        self._abort_seen = asyncio.Event()
+        self._abort_now = asyncio.Event()
+        self._turn = itertools.count()
+        self._runners: list[web.AppRunner] = []
+        self.port = 0
+
+    async def start(self) -> FakeCluster:
+        for index in range(self.num_engines):
+            port = await self._serve(
+                [
+                    web.post("/generate", functools.partial(self._direct, index)),
+                    web.post("/abort_request", self._abort),
+                    web.get("/v1/loads", functools.partial(self._loads, index)),
+                ]
+            )
+            self.engine_urls.append(f"http://127.0.0.1:{port}")
+        self.port = await self._serve([web.post("/generate", self._routed), web.get("/workers", self._workers)])
+        return self
+
+    async def stop(self) -> None:
+        for runner in self._runners:
+            await runner.cleanup()
+
+    async def _serve(self, routes: list[web.RouteDef]) -> int:
+        app = web.Application()
+        app.add_routes(routes)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self._runners.append(runner)
+        return site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        types = zip(self.engine_urls, self.worker_types, strict=True)
+        return web.json_response({"workers": [{"id": url, "url": url, "worker_type": kind} for url, kind in types]})
+
+    async def _loads(self, index: int, request: web.Request) -> web.Response:
+        entry = {"dp_rank": 0, "num_running_reqs": self._in_flight[index], "num_waiting_reqs": 0}
+        return web.json_response({"loads": [entry]})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        assert (await request.json()) == {"abort_all": True}
+        self.num_aborts += 1
+        self._abort_seen.set()
+        self._abort_now.set()
+        self._abort_now = asyncio.Event()
+        return web.Response()
+
+    async def _routed(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.plans[prompt_of(body)].wait_in_router:
+            await self._abort_seen.wait()
+        return await self._generate(next(self._turn) % self.num_engines, request, through_router=True)
+
+    async def _direct(self, index: int, request: web.Request) -> web.Response:
+        return await self._generate(index, request, through_router=False)
+
+    async def _is_aborted(self) -> bool:
+        """Wait for the next abort; with ``patience_s``, no longer than that."""
+        try:
+            await asyncio.wait_for(self._abort_now.wait(), self.patience_s)
+            return True
+        except TimeoutError:
+            return False
+
+    async def _generate(self, index: int, request: web.Request, *, through_router: bool) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        self.through_router.append(through_router)
+        self.served_by.append(index)
+        plan = self.plans[prompt_of(body)]
+        if plan.statuses:
+            return web.Response(status=plan.statuses.pop(0), text="out of order")
+        earlier = sum(token >= FIRST_RESPONSE_TOKEN for token in body["input_ids"])
+        wanted = min(plan.length - earlier, body["sampling_params"]["max_new_tokens"])
+        kind = "stop" if wanted == plan.length - earlier else "length"
+        version = self.weight_version
+        if plan.breaks > 0:
+            plan.breaks -= 1
+            wanted, kind = min(wanted, 2), "abort"
+        elif plan.hold_after is not None and plan.holds > 0:
+            plan.holds -= 1
+            self._in_flight[index] += 1
+            if await self._is_aborted():
+                wanted, kind = min(wanted, plan.hold_after), "abort"
+            self._in_flight[index] -= 1
+        new = [FIRST_RESPONSE_TOKEN + earlier + k for k in range(wanted)]
+        return web.json_response(
+            {
+                "text": "".join(f"<{token}>" for token in new),
+                "meta_info": {
+                    "finish_reason": {"type": kind},
+                    "output_token_logprobs": [[-0.5, token, None] for token in new],
+                    "weight_version": version,
+                    "prompt_tokens": len(body["input_ids"]),
+                    "completion_tokens": len(new),
+                    "cached_tokens": 0,
+                },
+            }
+        )
+
+
+def prompt_of(body: dict[str, Any]) -> str:
+    """The prompt's text, from the ids of a request."""
+    return "".join(chr(token) for token in body["input_ids"] if token < FIRST_RESPONSE_TOKEN)
+
+
+def make_args(port: int, **overrides: Any) -> Namespace:
+    """The arguments a rollout reads."""
+    values: dict[str, Any] = {
+        "hf_checkpoint": "fake",
+        "sglang_router_ip": "127.0.0.1",
+        "sglang_router_port": port,
+        "sglang_server_concurrency": 64,
+        "sglang_enable_deterministic_inference": False,
+        "rollout_num_gpus": 1,
+        "rollout_num_gpus_per_engine": 1,
+        "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
+        "rollout_max_response_len": 8,
+        "rollout_max_prompt_len": None,
+        "rollout_stop": None,
+        "rollout_stop_token_ids": None,
+        "rollout_skip_special_tokens": False,
+        "rollout_seed": 42,
+        "rollout_shuffle": False,
+        "rollout_global_dataset": True,
+        "rollout_batch_size": 2,
+        "over_sampling_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "partial_rollout": False,
+        "mask_offpolicy_in_partial_rollout": False,
+        "custom_generate_function_path": None,
+        "dynamic_sampling_filter_path": None,
+        "buffer_filter_path": None,
+        "rollout_sample_filter_path": None,
+        "rollout_all_samples_process_path": None,
+        "rollout_sample_hook_path": [],
+        "group_rm": False,
+        "custom_rm_path": f"{__name__}.position_reward",
+        "rm_type": None,
+        "reward_key": None,
+        "eval_reward_key": None,
+        "eval_max_prompt_len": None,
+        "apply_chat_template": False,
+        "apply_chat_template_kwargs": {},
+        "input_key": "prompt",
+        "label_key": "label",
+        "tool_key": None,
+        "metadata_key": "metadata",
+        "multimodal_keys": None,
+        "dump_details": None,
+        "router_policy": None,
+        "rollout_timeout_s": 60.0,
+        "save": None,
+        "load": None,
+        "start_rollout_id": 0,
+    }
+    return Namespace(**(values | overrides))
+
+
+def write_prompts(path: Path, prompts: list[str]) -> str:
+    """A prompt file; a prompt that begins with "dull" is labelled so."""
+    rows = [{"prompt": prompt, "label": "dull" if prompt.startswith("dull") else "lively"} for prompt in prompts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# Hooks, named by import path in the arguments.
+
+CALLS: list[Any] = []
+"""What the hooks below were called with; tests clear it."""
+
+
+async def position_reward(args: Namespace, sample: Any, **kwargs: Any) -> Any:
+    """1 for every sample of a dull prompt; else 1 and 0 in turn.  Takes a sample or a list."""
+    if isinstance(sample, list):
+        CALLS.append([leaf.index for leaf in sample])
+        return [await position_reward(args, leaf) for leaf in sample]
+    return 1.0 if sample.label == "dull" else float(sample.index % 2)
+
+
+async def fan_out(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two samples from one execution: the answer to the prompt, and a second turn that never asks the engine."""
+    from slime.rollout.sglang_rollout import generate
+
+    first = await generate(args, sample, sampling_params)
+    first.rollout_id = first.index
+    second = Sample.from_dict(first.to_dict())
+    second.response += "!"
+    return [first, second]
+
+
+async def greedy_mutation(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Sample:
+    """Spoils the parameters that it was given, to show that nobody else has them."""
+    from slime.rollout.sglang_rollout import generate
+
+    CALLS.append((evaluation, sampling_params["temperature"], list(sampling_params["stop"] or [])))
+    sampling_params["temperature"] = 99.0
+    (sampling_params["stop"] or []).append("spoiled")
+    sampling_params["temperature"] = 1.0
+    return await generate(args, sample, sampling_params)
+
+
+def remember_groups(args: Namespace, groups: list[Any], get_samples: Any = None) -> None:
+    """For the two hooks at the end of a rollout."""
+    CALLS.append([group[0].index for group in groups])

@@ -1,0 +1,143 @@
+"""The golden vectors of the math graders, and the limits on what a response can make them do."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from slime.rollout.rm_hub import math_dapo_utils, math_utils
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.rollout.rm_hub.symbolic import SymbolicWorker
+
+
+def thought(answer: str) -> str:
+    return "<think>x</think> \\boxed{" + answer + "}"
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (thought("42"), 42, 1),
+        ("\\boxed{42}", "42", 0),
+        ("<think>a</think> answer 42", "42", 0),
+        (thought("\\frac{1}{2}"), "0.5", 1),
+        (thought("\\frac{2}{4}"), "\\frac{1}{2}", 0),
+        (thought("1,000"), "1000", 1),
+        (thought("x^2+1"), "1+x^2", 1),
+        (thought("(1,2)"), "(1, 2)", 1),
+        (thought("50\\%"), "50", 1),
+        (thought("3.0"), "3", 1),
+        (thought("7 \\text{ cm}"), "7", 1),
+        ("###Response \\boxed{5}", "5", 1),
+        ("<think>\\boxed{1}</think> \\boxed{2} no, \\boxed{3}", "3", 1),
+        (thought("5"), "", 0),
+        (thought("5"), 5, 1),
+        (thought("\\sqrt{2}/2"), "\\frac{\\sqrt{2}}{2}", 1),
+        (thought("1/2"), "0.50", 1),
+        (thought("10^{2}"), "100", 0),
+        (thought("3"), "\\boxed{3}", 1),
+        (thought("4"), ["3", "4"], 1),
+        (thought("4"), None, 0),
+    ],
+)
+def test_deepscaler_grades_golden_vector(response, label, reward):
+    assert get_deepscaler_rule_based_reward(response, label) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score", "prediction"),
+    [
+        ("Answer: 42", "42", 1.0, "42"),
+        ("Answer: 42.", "42", -1.0, "42."),
+        ("Answer: $42$", "42", 1.0, "42"),
+        ("answer : \\boxed{42}", "42", 1.0, "42"),
+        ("it is 42", "42", -1.0, "[INVALID]"),
+        ("Answer: 1,000", "1000", 1.0, "1000"),
+        ("Answer: 1\nAnswer: 42", "42.0", 1.0, "42"),
+        ("Answer: x = 7 \\text{cm}", 7, 1.0, "7"),
+        ("Answer: \\frac12", "\\frac{1}{2}", 1.0, "\\frac{1}{2}"),
+        ("Answer: 42" + " " * 300, "42", -1.0, "[INVALID]"),
+    ],
+)
+def test_dapo_grades_golden_vector(response, label, score, prediction):
+    assert math_dapo_utils.compute_score(response, label) == {"score": score, "acc": score > 0, "pred": prediction}
+
+
+def test_strict_box_of_dapo_reads_the_box_only():
+    assert math_dapo_utils.compute_score("Answer: \\boxed{42}", "42", strict_box_verify=True)["score"] == 1.0
+    assert math_dapo_utils.compute_score("Answer: 42", "42", strict_box_verify=True)["pred"] is None
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "is_right"),
+    [
+        ("so \\boxed{\\text{A}}", "A", True),
+        ("so 7", "7", False),
+        ("\\boxed{7}", "", False),
+        ("\\boxed{7}", "so \\boxed{7}", True),
+        ("\\boxed{7", "7", False),
+        ("\\boxed{8}", "7", False),
+        ("\\boxed{7\\frac{3}{4}}", "7.75", True),
+        ("\\boxed{[1, 2)}", "(1, 2)", False),
+        ("\\boxed{(1, 2, 3)}", "(1, 2)", False),
+        ("\\boxed{3 \\text{ and } 4}", "3 \\text{ and } 4", True),
+        ("\\boxed{2 million}", "2000000", False),
+        ("\\boxed{90^\\circ}", "90", True),
+        ("\\boxed{\\dfrac{3}{4}}", "3/4", True),
+        ("\\boxed{x=5}", "5", True),
+        ("\\boxed{2\\pi r}", "\\pi 2 r", False),
+        ("\\boxed{2\\pi}", "\\pi*2", True),
+    ],
+)
+def test_math_grades_by_box(response, label, is_right):
+    assert grade_answer_verl(response, label) is is_right
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("\\dfrac12", "\\frac{1}{2}"),
+        ("\\frac1{72}", "\\frac{1}{72}"),
+        ("-3/4", "\\frac{-3}{4}"),
+        (".5", "\\frac{1}{2}"),
+        ("\\sqrt3", "\\sqrt{3}"),
+        ("k = 4", "4"),
+        ("\\left( 1, 2 \\right)", "(1,2)"),
+        ("5 \\text{ miles}", "5"),
+        ("\\text{yes}", "yes"),
+        ("", ""),
+    ],
+)
+def test_mathd_normal_form(before, after):
+    assert math_utils.mathd_normalize_answer(before) == after
+
+
+def test_box_extraction_balances_braces():
+    assert math_utils.extract_boxed_answer("\\boxed{1} then \\boxed{\\frac{1}{2}} end") == "\\frac{1}{2}"
+    assert math_utils.extract_boxed_answer("\\fbox{1}") is None
+    assert math_utils.last_boxed_only_string("\\fbox{1}") == "\\fbox{1}"
+    assert math_utils.remove_boxed("1") is None
+    with pytest.raises(AssertionError, match="not a box"):
+        math_dapo_utils.remove_boxed("1")
+
+
+def test_an_expression_that_never_ends_is_wrong_and_the_next_one_is_graded():
+    worker = SymbolicWorker(time_limit_s=1.0)
+    try:
+        assert worker.is_zero("x+1-(1+x)")
+        began = time.monotonic()
+        assert not worker.is_zero("((9^9)^(9^9))^(9^9)-x")
+        assert time.monotonic() - began < 60
+        assert worker.is_zero("2x-x-x")
+        assert not worker.is_zero("((((")
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    "answer", ["__import__", "a.b", "x'", "lambda:0", "2^10^10^10", "x" * 2000, "{", "\\frac", "𝟙"]
+)
+def test_odd_answers_are_wrong_and_do_no_harm(answer):
+    assert math_utils.grade_answer_sympy(answer, "7.5") is False

@@ -1,0 +1,93 @@
+"""F1, multiple choice and instruction following, by hand-made cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.rollout.rm_hub import ifbench
+from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.utils.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "scores"),
+    [
+        ("The cat sat", "a cat sat down", (0.8, 1.0, 2 / 3)),
+        ("yes", "no", (0.0, 0.0, 0.0)),
+        ("Yes.", "yes", (1.0, 1.0, 1.0)),
+        ("yes it is", "yes", (0.0, 0.0, 0.0)),
+        (None, "x", (0.0, 0.0, 0.0)),
+        ("", "x", (0.0, 0.0, 0.0)),
+    ],
+)
+def test_f1_gives_f1_precision_and_recall(prediction, truth, scores):
+    assert f1_score(prediction, truth) == pytest.approx(scores)
+
+
+def test_f1_words_are_normalised():
+    assert normalize_answer("The  Cat, an Owl!") == "cat owl"
+
+
+CHOICES = {"choices": ["w", "x", "y"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "metadata", "reward"),
+    [
+        ("The answer is B", "B", None, 1.0),
+        ("I choose x", "x", CHOICES, 1.0),
+        ("blah D", "B", None, 0.0),
+        ("Option: 2", 1, None, 0.0),
+        ("Option: B", 1, None, 1.0),
+        ("<think>The answer is A</think> so (C) is correct", "C", None, 1.0),
+        ("Answer: A. No wait, answer: **B**", "B", None, 1.0),
+        ("the answer is b", "B", None, 1.0),
+        ("the answer is a bit hard to see, but D it is", "D", None, 1.0),
+        ("Final answer: C", "A", {"correct_letter": "C"}, 1.0),
+        ("The answer is Z", "B", {"choices": ["red", "blue"]}, 0.0),
+        ("It must be Blue.", "B", {"choices": ["red", "blue"]}, 1.0),
+        ("It must be paris", "B", {"correct_answer": "Paris"}, 1.0),
+        ("", "B", None, 0.0),
+        ("E", "E", {"valid_letters": ["A", "B", "C", "D"]}, 1.0),
+    ],
+)
+def test_gpqa_grades_letter_or_text(response, label, metadata, reward):
+    assert compute_gpqa_reward(response, label, metadata) == reward
+
+
+CHECKERS = """
+from dataclasses import dataclass
+
+@dataclass
+class InputExample:
+    key: int
+    instruction_id_list: list
+    prompt: str
+    kwargs: list
+
+@dataclass
+class Output:
+    follow_all_instructions: bool
+
+def test_instruction_following_strict(example, prompt_to_response):
+    assert example.kwargs == [{"word": "cat"}], example.kwargs
+    return Output(example.kwargs[0]["word"] in prompt_to_response[example.prompt])
+"""
+
+
+def test_ifbench_asks_the_checkers_of_the_checkout(tmp_path, monkeypatch):
+    (tmp_path / "evaluation_lib.py").write_text(CHECKERS)
+    monkeypatch.setattr(ifbench, "IFBENCH_FOLDER", tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    metadata = {
+        "instruction_id_list": ["keywords"],
+        "kwargs": [{"word": "cat", "num": None}],
+        "prompt_text": "Write of a cat",
+        "record_id": 3,
+    }
+    assert ifbench.compute_ifbench_reward("a cat", None, metadata) == 1.0
+    assert ifbench.compute_ifbench_reward("a dog", None, metadata) == 0.0
+    assert ifbench.compute_ifbench_reward("", None, metadata) == 0.0
+    with pytest.raises(DataError, match="instruction_id_list"):
+        ifbench.compute_ifbench_reward("a cat", None, {})
