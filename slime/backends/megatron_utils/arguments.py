@@ -41,14 +41,16 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def validate_megatron_arguments(args: argparse.Namespace) -> None:
-    """Fill in what follows from the flags, then refuse what cannot work.
+    """Fill in what follows from the flags, then refuse what cannot work; nothing when no trainer runs.
 
     Raises:
         ConfigError: a flag, a combination of flags, or a disagreement with the HF config.
     """
+    if args.debug_rollout_only:
+        return
     vars(args).update(derived_arguments(args))
     check_arguments(args)
-    if args.hf_checkpoint and not args.debug_rollout_only:
+    if args.hf_checkpoint:
         check_hf_config(args)
 
 

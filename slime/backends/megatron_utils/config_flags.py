@@ -12,7 +12,6 @@ import argparse
 import ast
 import dataclasses
 import enum
-import functools
 import types
 import typing
 from collections.abc import Iterator
@@ -225,9 +224,11 @@ def add_unless_present(parser: argparse.ArgumentParser, group: Any, options: lis
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of a dataclass field."""
+    """The default of a dataclass field; an enum member's name."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
+    if isinstance(field.default, enum.Enum):
+        return field.default.name
     return None if field.default is dataclasses.MISSING else field.default
 
 
@@ -254,7 +255,8 @@ def value_kind(annotation: Any) -> dict[str, Any]:
     if typing.get_origin(kind) is typing.Literal:
         return {"choices": list(typing.get_args(kind))}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return {"type": functools.partial(enum_member, kind), "metavar": "|".join(kind.__members__)}
+        # The name, not the member: args travel to processes that have no megatron-core.
+        return {"choices": list(kind.__members__)}
     if kind is torch.dtype:
         return {"type": torch_dtype}
     if kind in (int, float, str):
@@ -281,13 +283,6 @@ class OneOrMany(argparse.Action):
     ) -> None:
         """Store ``values``."""
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
-
-
-def enum_member(kind: type[enum.Enum], text: str) -> enum.Enum:
-    """The member of ``kind`` with that name."""
-    if text not in kind.__members__:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(kind.__members__)}")
-    return kind[text]
 
 
 def int_pair(text: str) -> tuple[int, int]:
@@ -363,8 +358,16 @@ def _repeat(left: int | list[int], right: int | list[int]) -> int | list[int]:
 def config_arguments(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments for ``config_class`` that ``values`` (attributes of args) hold."""
     arguments = {}
-    for field, _ in config_fields(config_class):
+    for field, annotation in config_fields(config_class):
         attribute = attribute_of(field.name)
-        if attribute in values:
-            arguments[field.name] = values[attribute]
+        if attribute in values and field.name not in NOT_FLAGS:
+            arguments[field.name] = _to_field(annotation, values[attribute])
     return arguments
+
+
+def _to_field(annotation: Any, value: Any) -> Any:
+    """The value that a field wants: the member where args hold the name of one."""
+    kind = _alternatives(annotation)[0]
+    if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind[value]
+    return value

@@ -1,6 +1,6 @@
 """Megatron flags that are no field of a config dataclass, and who reads each.
 
-:data:`OWN_FLAGS` is the whole list; ``reader`` is the module below ``slime`` (or the plug-in) that acts on the flag.
+:data:`OWN_FLAGS` is the whole list; ``reader`` is the module of ``slime`` (or the plug-in) that acts on the flag.
 """
 
 from __future__ import annotations
@@ -131,20 +131,11 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     ),
     # checkpoints
     _value("--ckpt-step", _CHECKPOINT, "Load this iteration instead of the latest.", type=int),
-    _value(
-        "--ckpt-format", _CHECKPOINT, "Format of Megatron checkpoints.", default="torch_dist", choices=["torch_dist"]
-    ),
+    _value("--ckpt-format", "the only choice", "Format of checkpoints.", default="torch_dist", choices=["torch_dist"]),
     _switch("--no-load-optim", _CHECKPOINT, "Leave the optimizer state of the checkpoint."),
     _switch("--no-load-rng", _CHECKPOINT, "Leave the random states of the checkpoint."),
     _switch("--no-save-rng", _CHECKPOINT, "Save no random states."),
     _switch("--finetune", _CHECKPOINT, "Load weights only, and start at iteration 0."),
-    _switch("--exit-on-missing-checkpoint", _CHECKPOINT, "No checkpoint at --load is an error."),
-    _value(
-        "--dist-ckpt-strictness",
-        _CHECKPOINT,
-        "What a key that the checkpoint lacks, or has too many, means.",
-        default="assume_ok_unexpected",
-    ),
     # tokenizer of the checkpoint's arguments
     _value("--tokenizer-model", _RESOLVE, "Default: --hf-checkpoint."),
     _value("--tokenizer-type", _RESOLVE, "Default: HuggingFaceTokenizer."),

@@ -76,7 +76,9 @@ class HfTensors:
             MissingTensorError: there is no such tensor.
         """
         if name not in self._file_of:
-            raise MissingTensorError(f"{self.folder} has no tensor {name}; the checkpoint does not fit the model flags.")
+            raise MissingTensorError(
+                f"{self.folder} has no tensor {name}; the checkpoint does not fit the model flags."
+            )
         self.read.add(name)
         tensor = self._handle(self._file_of[name]).get_tensor(name)
         scale_name = f"{name}_scale_inv"
@@ -90,7 +92,9 @@ class HfTensors:
             try:
                 self._open[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise DataError(f"{self.folder / file} cannot be read ({error}); copy the checkpoint again.") from error
+                raise DataError(
+                    f"{self.folder / file} cannot be read ({error}); copy the checkpoint again."
+                ) from error
         return self._open[file]
 
 

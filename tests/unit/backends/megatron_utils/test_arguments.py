@@ -1,0 +1,253 @@
+"""What follows from the trainer's flags, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.arguments import list_accepted_flags
+from slime.backends.megatron_utils.config_builders import (
+    ddp_config_from_args,
+    optimizer_config_from_args,
+    transformer_config_from_args,
+)
+from slime.backends.megatron_utils.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.own_flags import OWN_FLAGS
+from slime.utils.errors import ConfigError
+from tests.unit.backends.megatron_utils.megatron_case import build_parser, hf_flags, parse, write_hf_model
+
+REPO = Path(__file__).parents[4]
+DENSE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --swiglu".split()
+MOE = [*DENSE, *"--num-experts 4 --moe-ffn-hidden-size 32".split()]
+
+SCRIPT_FLAGS = """
+accumulate-allreduce-grads-in-fp32 adam-beta1=0.9 adam-beta2=0.98 add-qkv-bias apply-layernorm-1p
+attention-backend=flash attention-dropout=0.0 attention-output-gate attention-softmax-in-fp32 bf16 ckpt-step=3
+context-parallel-size=1 deterministic-mode disable-bias-linear enable-experimental expert-model-parallel-size=1
+expert-tensor-parallel-size=1 ffn-hidden-size=128 fp8-recipe=blockwise group-query-attention hidden-dropout=0.0
+kv-channels=16 kv-lora-rank=8 lr-decay-style=constant lr-warmup-fraction=0.1 make-vocab-size-divisible-by=16
+max-position-embeddings=32768 min-lr=1e-7 moe-aux-loss-coeff=0 moe-enable-deepep moe-grouped-gemm
+moe-layer-freq=[1]*4 moe-permute-fusion moe-router-bias-update-rate=0 moe-router-dtype=fp32
+moe-router-enable-expert-bias moe-router-group-topk=1 moe-router-load-balancing-type=none moe-router-num-groups=1
+moe-router-pre-softmax moe-router-score-function=sigmoid moe-router-topk=2 moe-router-topk-scaling-factor=2.5
+moe-shared-expert-gate moe-shared-expert-intermediate-size=32 moe-token-dispatcher-type=flex
+moe-token-drop-policy=probs mscale=1.0 mscale-all-dim=1.0 no-check-for-nan-in-loss-and-grad
+no-gradient-accumulation-fusion no-load-optim no-masked-softmax-fusion no-position-embedding no-rope-fusion
+norm-epsilon=1e-6 normalization=RMSNorm num-query-groups=2 optimizer=adam optimizer-cpu-offload
+overlap-cpu-optimizer-d2h-h2d pipeline-model-parallel-size=1 position-embedding-type=rope post-mlp-layernorm
+post-self-attn-layernorm q-lora-rank=8 qk-head-dim=16 qk-layernorm qk-pos-emb-head-dim=8 recompute-granularity=full
+recompute-method=uniform recompute-num-layers=1 rotary-base=10000 rotary-interleaved rotary-percent=0.5
+rotary-scaling-factor=40 seq-length=4096 sequence-parallel swiglu tensor-model-parallel-size=1 transformer-impl=local
+untie-embeddings-and-output-weights use-distributed-optimizer use-gated-attention use-precision-aware-optimizer
+use-rope-scaling use-rotary-position-embeddings v-head-dim=16 weight-decay=0.1
+"""
+"""Every Megatron flag of slime's model and run scripts that is not a flag of slime's own."""
+
+
+def test_every_flag_of_the_scripts_makes_a_model_config() -> None:
+    flags = [part for text in SCRIPT_FLAGS.split() for part in f"--{text}".split("=")]
+    args = parse(*DENSE, "--num-experts", "4", "--moe-ffn-hidden-size", "32", *flags)
+    assert transformer_config_from_args(args).moe_router_topk_scaling_factor == 2.5
+
+
+def test_every_accepted_flag_has_a_reader() -> None:
+    accepted = list_accepted_flags()
+    assert len(accepted) > 350
+    assert [flag for flag, reader in accepted.items() if not reader] == []
+
+
+@pytest.mark.parametrize("flag", OWN_FLAGS, ids=lambda flag: flag.options[0])
+def test_the_module_named_as_reader_reads_the_flag(flag: object) -> None:
+    module = flag.reader  # type: ignore[attr-defined]
+    if not module.startswith("slime."):
+        return  # a plug-in that comes with its model family, or a flag with one value
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    attribute = flag.attribute  # type: ignore[attr-defined]
+    assert re.search(rf"\bargs\.{attribute}\b", Path(spec.origin).read_text()), f"{module} reads no {attribute}"
+
+
+def test_a_plain_dense_model_gets_megatrons_derived_sizes() -> None:
+    args = parse(*DENSE)
+    assert args.ffn_hidden_size == 128  # 4 * 64 * 2 / 3, down to a multiple of 64
+    assert (args.kv_channels, args.num_query_groups) == (16, 4)
+    assert args.padded_vocab_size == 128
+    assert (args.seq_length, args.max_position_embeddings) == (4096, 4096)
+    assert args.use_distributed_optimizer and args.variable_seq_lengths
+    config = transformer_config_from_args(args)
+    assert config.activation_func is torch.nn.functional.silu and config.gated_linear_unit
+    assert config.variable_seq_lengths and config.hidden_dropout == 0.0
+
+
+def test_the_vocabulary_is_padded_for_every_tensor_rank() -> None:
+    args = parse(*DENSE, *"--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2".split())
+    assert args.padded_vocab_size == 256
+    args = parse(*DENSE, *"--padded-vocab-size 104".split())
+    assert args.padded_vocab_size == 104
+
+
+def test_the_precision_follows_the_machine_unless_it_is_given() -> None:
+    args = parse(*DENSE)
+    is_cuda = torch.cuda.is_available()
+    assert (args.bf16, args.fp16, args.fp32) == (is_cuda, False, not is_cuda)
+    args = parse(*DENSE, "--bf16")
+    assert args.params_dtype == torch.bfloat16 and args.accumulate_allreduce_grads_in_fp32
+    assert parse(*DENSE, "--fp32").params_dtype == torch.float32
+
+
+def test_optimizer_and_gradient_buffers_follow_their_flags() -> None:
+    args = parse(*DENSE, *"--lr 1e-3 --adam-beta2 0.98 --weight-decay 0.1 --bf16 --clip-grad 0.5".split())
+    optimizer = optimizer_config_from_args(args)
+    assert (optimizer.lr, optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad) == (1e-3, 0.98, 0.1, 0.5)
+    assert optimizer.bf16 and optimizer.params_dtype == torch.bfloat16 and optimizer.use_distributed_optimizer
+    ddp = ddp_config_from_args(args)
+    assert ddp.grad_reduce_in_fp32 and ddp.use_distributed_optimizer
+
+
+def test_kernels_of_transformer_engine_are_mapped_to_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        args = parse(*MOE, *"--moe-grouped-gemm --moe-permute-fusion --use-precision-aware-optimizer".split())
+    assert not (args.moe_grouped_gemm or args.moe_permute_fusion or args.use_precision_aware_optimizer)
+    for word in ("--moe-grouped-gemm", "--moe-permute-fusion", "--use-precision-aware-optimizer"):
+        assert sum(word in record.message for record in caplog.records) == 1
+
+
+def test_virtual_stages_follow_from_the_layers_of_one() -> None:
+    layout = "--pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2"
+    args = parse(*DENSE, *layout.split(), "--num-layers-per-virtual-pipeline-stage", "1")
+    assert args.virtual_pipeline_model_parallel_size == 2
+    assert parse(*DENSE, *layout.split()).virtual_pipeline_model_parallel_size is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 .* must divide that"),
+        ("--bf16 --fp32", "--bf16 and --fp32"),
+        ("--num-query-groups 2", "without --group-query-attention"),
+        ("--group-query-attention --num-query-groups 3", "--num-query-groups is 3.*divide --num-attention-heads 4"),
+        ("--attention-dropout 0.1", "--attention-dropout is 0.1"),
+        ("--fp8-format e4m3", "--fp8 needs TransformerEngine"),
+        ("--decoder-last-pipeline-num-layers 1", "need --pipeline-model-parallel-size"),
+        ("--expert-model-parallel-size 1 --padded-vocab-size 99", "--padded-vocab-size is 99"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "the warm-up has one length"),
+        ("--mtp-num-layers 1", "--mtp-num-layers is 1"),
+        ("--recompute-granularity full", "megatron-core refuses"),
+        ("--num-layers 0", "--num-layers is 0"),
+        ("--hf-checkpoint /no/such/folder", "/no/such/folder"),
+        (
+            "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --num-attention-heads 1",
+            "--num-attention-heads is 1",
+        ),
+        ("--actor-num-gpus-per-node 3 --pipeline-model-parallel-size 3", "--num-layers is 4; the 3 pipeline stages"),
+        (
+            "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --multi-latent-attention",
+            "--multi-latent-attention .* needs --sequence-parallel",
+        ),
+        (
+            "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --num-experts 4",
+            "--num-experts .* needs --sequence-parallel",
+        ),
+    ],
+)
+def test_an_impossible_combination_is_refused_by_name(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(*DENSE, *flags.split())
+
+
+def test_a_debug_rollout_needs_no_model_flags() -> None:
+    assert parse("--debug-rollout-only").num_layers == 0
+
+
+def test_model_flags_that_fit_the_checkpoint_pass(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    assert parse(*hf_flags(tmp_path)).vocab_size == 131
+
+
+def test_all_disagreements_with_the_checkpoint_are_listed_at_once(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    wrong = "--num-layers 4 --ffn-hidden-size 96 --rotary-base 500000 --norm-epsilon 1e-5 --num-query-groups 3"
+    flags = [flag for flag in hf_flags(tmp_path) if flag != "--untie-embeddings-and-output-weights"]
+    with pytest.raises(ConfigError) as caught:
+        parse(*flags, *wrong.split())
+    for part in (
+        "--num-layers is 4; num_hidden_layers is 3",
+        "--ffn-hidden-size is 96; intermediate_size is 80",
+        "--rotary-base is 500000.0; rope_theta is 10000.0",
+        "--norm-epsilon is 1e-05; rms_norm_eps is 1e-06",
+        "--num-query-groups is 3; num_key_value_heads is 2",
+        "--untie-embeddings-and-output-weights is not given; tie_word_embeddings is False",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"rope_theta": 9.0}, {"rope_parameters": {"rope_theta": 9.0}}, {"text_config": {"rope_theta": 9.0}}],
+    ids=["old", "new", "multimodal"],
+)
+def test_the_rotary_base_is_found_in_configs_of_every_age(tmp_path: Path, config: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="--rotary-base is 10000; rope_theta is 9.0"):
+        parse(*DENSE, "--hf-checkpoint", str(tmp_path))
+
+
+def test_what_the_checkpoint_does_not_say_is_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert parse(*DENSE, "--hf-checkpoint", str(tmp_path)).hidden_size == 64
+
+
+def test_the_dense_size_of_a_model_of_experts_alone_is_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"intermediate_size": 5, "moe_intermediate_size": 32}))
+    parse(*MOE, "--hf-checkpoint", str(tmp_path), "--moe-layer-freq", "[1]*4")
+    with pytest.raises(ConfigError, match="intermediate_size is 5"):
+        parse(*MOE, "--hf-checkpoint", str(tmp_path), "--moe-layer-freq", "[0]+[1]*3")
+
+
+def test_a_damaged_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json is not JSON"):
+        read_hf_config(str(tmp_path))
+
+
+def test_gathered_context_parallelism_is_for_sparse_attention_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    layout = "--allgather-cp --context-parallel-size 2 --actor-num-gpus-per-node 2 --hf-checkpoint"
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM; only DeepseekV32ForCausalLM and GlmMoeDsaForCausalLM"):
+        parse(*DENSE, *layout.split(), str(tmp_path))
+
+
+def model_files() -> list[Path]:
+    return sorted((REPO / "scripts/models").glob("*.sh"))
+
+
+def model_args(path: Path) -> list[str]:
+    """MODEL_ARGS as a recipe would pass them."""
+    script = f'set -eu; source {shlex.quote(str(path))}; printf "%s\\n" ${{MODEL_ARGS[@]}}'
+    return subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.parametrize("path", model_files(), ids=lambda path: path.stem)
+def test_every_model_file_is_understood(path: Path) -> None:
+    args = build_parser().parse_args(model_args(path))
+    assert args.num_layers > 0 and args.hidden_size > 0 and args.vocab_size > 0
+    if isinstance(args.moe_layer_freq, list):
+        assert len(args.moe_layer_freq) == args.num_layers
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5B", "qwen3-4B", "qwen3-30B-A3B", "llama3.2-1B-Instruct", "deepseek-v3"])
+def test_a_model_file_gives_a_config_of_megatron_core(name: str) -> None:
+    args = parse(*model_args(REPO / f"scripts/models/{name}.sh"))
+    assert transformer_config_from_args(args).num_layers == args.num_layers
+
+
+def test_a_rotary_base_from_outside_wins_where_the_file_allows_it() -> None:
+    args = build_parser().parse_args(model_args(REPO / "scripts/models/qwen3-4B-Instruct-2507.sh"))
+    assert args.rotary_base == 5_000_000
