@@ -188,7 +188,7 @@ async def _request(
 
 async def _attempt(method: str, url: str, payload: Any, headers: Mapping[str, str] | None) -> Any:
     async with _session().request(method, url, json=payload, headers=headers) as response:
-        body = await response.text()
+        body = await response.text(errors="replace")
         if response.status >= 400:
             raise HttpStatusError(method, url, response.status, body)
     try:

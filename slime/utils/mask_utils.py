@@ -204,7 +204,8 @@ def _units(messages: list[Message]) -> list[list[Message]]:
 
 
 def _step_mask(message: Message) -> int:
-    return int(message.get("step_loss_mask", 1) == 1)
+    # None: a parquet column that only other messages fill.
+    return int(message.get("step_loss_mask") in (None, 1))
 
 
 def _added_tokens(tokenizer: Any) -> Any:

@@ -82,6 +82,7 @@ CONVERSATIONS = {
     "system later": ([ask("a"), {"role": "system", "content": "Brief."}, say("b")], ["b<|im_end|>\n"]),
     "assistant first": ([say("hello"), ask("a"), say("b")], ["hello<|im_end|>\n", "b<|im_end|>\n"]),
     "untrained turn": ([ask("a"), say("b", step_loss_mask=0), ask("c"), say("d")], ["d<|im_end|>\n"]),
+    "absent in parquet": ([ask("a"), say("b", step_loss_mask=None)], ["b<|im_end|>\n"]),
     "ends with the user": ([ask("a"), say("b"), ask("c")], ["b<|im_end|>\n"]),
     "newline content": ([ask("a"), say("\nb")], ["\nb<|im_end|>\n"]),
     "empty content": ([ask("a"), say("")], ["<|im_end|>\n"]),
