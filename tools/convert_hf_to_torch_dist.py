@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from slime.arguments import clean_exit
 from slime.arguments.parser import build_parser, refuse_unknown
 from slime.observability.logging_utils import configure_logger
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port
+from tools.cli import clean_exit
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     refuse_unknown(parser, argv, leftover)
     for flag in ("hf_checkpoint", "save"):
         if not getattr(args, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} is missing; the conversion needs --hf-checkpoint and --save")
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} is missing; the conversion needs --hf-checkpoint and --save"
+            )
     if not (Path(args.hf_checkpoint) / "config.json").exists():
         raise ConfigError(f"--hf-checkpoint {args.hf_checkpoint}: no config.json in it; name a Hugging Face folder")
     return args

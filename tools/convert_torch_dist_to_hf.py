@@ -26,11 +26,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from slime.arguments import clean_exit
 from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
 from slime.weights.named_tensors import wire_dtype
+from tools.cli import clean_exit
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,10 @@ def parse(argv: list[str]) -> Namespace:
     parser.add_argument("--chunk-size", type=int, default=DEFAULT_SHARD_BYTES, help="bytes of a shard at most")
     parser.add_argument("-f", "--force", action="store_true", help="write over an existing folder")
     parser.add_argument(
-        "-a", "--add-missing-from-origin-hf", action="store_true", help="take tensors Megatron does not hold from there"
+        "-a",
+        "--add-missing-from-origin-hf",
+        action="store_true",
+        help="take tensors Megatron does not hold from there",
     )
     return parser.parse_args(argv)
 
@@ -59,7 +62,9 @@ def read_model_args(folder: Path) -> Namespace:
     """The arguments of the run that saved the checkpoint."""
     path = folder / "common.pt"
     if not path.exists():
-        raise DataError(f"--input-dir {folder}: no common.pt in it; name an iter_... or release folder of a checkpoint")
+        raise DataError(
+            f"--input-dir {folder}: no common.pt in it; name an iter_... or release folder of a checkpoint"
+        )
     from slime.backends.megatron_utils import cpu_platform  # noqa: F401 - its classes are in the file
 
     return torch.load(path, map_location="cpu", weights_only=False)["args"]

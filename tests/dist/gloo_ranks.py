@@ -56,7 +56,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
                 try:
                     rank, value, error = results.get(timeout=timeout_s)
                 except Empty:
-                    raise AssertionError(f"ranks {sorted(set(range(world_size)) - set(outcome))} gave no answer") from None
+                    raise AssertionError(
+                        f"ranks {sorted(set(range(world_size)) - set(outcome))} gave no answer"
+                    ) from None
                 assert error is None, f"rank {rank} failed:\n{error}"
                 outcome[rank] = value
         finally:

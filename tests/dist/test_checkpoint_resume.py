@@ -48,6 +48,7 @@ def step(model: list, optimizer: object, scheduler: object, index: int) -> tuple
     import torch.distributed as dist
     from megatron.core import mpu
     from megatron.core.distributed import finalize_model_grads
+
     from tests.unit.backends.megatron_utils.megatron_case import pack
 
     (chunk,) = model

@@ -12,7 +12,6 @@ from slime.ray import placement_group, waiting
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.utils.errors import ConfigError, EngineError
 
-
 pytestmark = pytest.mark.dist
 
 # Ray's workers cannot import a test module by its name: its classes travel as code.
