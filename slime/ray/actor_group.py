@@ -64,7 +64,9 @@ class RayTrainGroup:
     def create(self) -> int:
         """Start every rank, load the model, and return the first rollout to run (equal on all ranks)."""
         self._spawn()
-        start_ids = self._on_all("init", self.args, self.role, self.with_ref, self.with_opd_teacher, what="model set-up")
+        start_ids = self._on_all(
+            "init", self.args, self.role, self.with_ref, self.with_opd_teacher, what="model set-up"
+        )
         if len(set(start_ids)) != 1:
             raise EngineError(f"{self.role} ranks resumed at different rollouts: {start_ids}; the checkpoint is torn")
         self.start_rollout_id = start_ids[0]
@@ -104,9 +106,7 @@ class RayTrainGroup:
         """Tell the manager how the trainer is laid out; it needs that to split the train data."""
         self._manager = rollout_manager
         config = wait_for(self.actors[0].get_parallel_config.remote(), what="the trainer's layout", timeout_s=120)
-        wait_for(
-            rollout_manager.set_train_parallel_config.remote(config), what="the rollout manager", timeout_s=120
-        )
+        wait_for(rollout_manager.set_train_parallel_config.remote(config), what="the rollout manager", timeout_s=120)
 
     def release(self) -> None:
         """Kill every rank; :meth:`create` starts them again."""

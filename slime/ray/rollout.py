@@ -224,9 +224,7 @@ class RolloutManager(Watched):
                 self.args.load_debug_rollout_data, rollout_id, subsample=self.args.load_debug_rollout_data_subsample
             ), None
         output = self._watching_engines(
-            lambda: call_rollout_fn(
-                self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False
-            )
+            lambda: call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
         )
         if not isinstance(output, RolloutFnTrainOutput):
             raise ConfigError(
@@ -329,6 +327,6 @@ def create_rollout_manager(args: Namespace, gpus: GpuSlice) -> Any:
     """Start the rollout manager actor; its engines boot in the background until ``wait_ready`` is called."""
     from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
 
-    return RemoteRolloutManager.options(
-        runtime_env={"env_vars": COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES}
-    ).remote(args, gpus)
+    return RemoteRolloutManager.options(runtime_env={"env_vars": COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES}).remote(
+        args, gpus
+    )

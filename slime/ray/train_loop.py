@@ -32,12 +32,15 @@ logger = logging.getLogger(__name__)
 
 def create_training_models(
     args: Namespace, gpus: dict[str, GpuSlice | None], rollout_manager: Any
-) -> tuple[RayTrainGroup, RayTrainGroup | None]:
+) -> tuple[RayTrainGroup | None, RayTrainGroup | None]:
     """Start the trainers and load their models.
 
     Returns:
-        ``(actor, critic)``; the critic is None without one.
+        ``(actor, critic)``; no actor with ``--debug-rollout-only``, no critic unless the estimator has one.
     """
+    if args.debug_rollout_only:
+        record_runtime(args, start_rollout_id=args.start_rollout_id or 0)
+        return None, None
     actor_gpus = gpus["actor"]
     assert actor_gpus is not None
     actor = RayTrainGroup(
@@ -76,7 +79,9 @@ class TrainJob:
         assert rollout_gpus is not None
         self.manager = create_rollout_manager(args, rollout_gpus)
         watch(self.manager, "the rollout manager")
-        self.rollouts_per_epoch: int | None = self._ask("get_num_rollout_per_epoch", what="the rollout manager to start")
+        self.rollouts_per_epoch: int | None = self._ask(
+            "get_num_rollout_per_epoch", what="the rollout manager to start"
+        )
         self._resolve_num_rollout()
         self.handover = GpuHandover(args, self.manager)
         if args.offload_rollout and cluster_has_accelerators():
@@ -121,6 +126,7 @@ class TrainJob:
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
         """Take the optimizer steps of one rollout."""
+        assert self.actor is not None, "without a trainer generate() gives no train data"
         with self._timed("train"):
             self.actor.train(rollout_id, rollout_data)
 
@@ -131,6 +137,8 @@ class TrainJob:
         last of all the tracker file that makes the checkpoint count.
         """
         args = self.args
+        if self.actor is None:
+            return
         if not should_run_periodic_action(rollout_id, args.save_interval, self.rollouts_per_epoch, args.num_rollout):
             return
         with self._timed("save"):
@@ -141,6 +149,8 @@ class TrainJob:
 
     def push_weights(self) -> None:
         """Give the engines the present weights (and, where GPUs are shared, the GPUs)."""
+        if self.actor is None:
+            return
         if not self.args.offload_train:
             self.actor.clear_memory()
         with self._timed("push"):
@@ -172,7 +182,8 @@ class TrainJob:
         """Stop engines, routers and trainers, and close the logs."""
         forget_all()
         self._ask("dispose", what="the engines to stop", timeout_s=self.args.shutdown_timeout_s * 2)
-        self.actor.release()
+        if self.actor is not None:
+            self.actor.release()
         finish_tracking(self.args)
 
     @contextmanager
