@@ -3,7 +3,8 @@
     python examples/tiny_arithmetic/make_task.py --output runs/tiny
 
 writes ``hf/`` (a Hugging Face folder), ``data/sft.jsonl`` (chat rows, in the order of the curriculum),
-``data/grpo.jsonl``, ``data/eval.jsonl`` (prompt and label), and ``task.json``, which says what was made.  When
+``data/grpo.jsonl``, ``data/eval.jsonl`` (prompt and label), ``eval.yaml`` (how the held-out prompts are sampled), and
+``task.json``, which says what was made.  When
 ``task.json`` already says the same, nothing is done.  The files depend on ``--seed`` alone.
 """
 
@@ -19,20 +20,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.tiny_arithmetic import model, task  # noqa: E402
 from examples.tiny_arithmetic.tokenizer import build_tokenizer  # noqa: E402
 
-FORMAT = 1
+FORMAT = 2
 """Raised when what the files hold changes, so that older folders are made again."""
 
 BATCH_ROWS = 64
 """Rows of one SFT step (``--rollout-batch-size`` of the warm start)."""
 
 CURRICULUM = (
-    task.Demonstrations(num_rows=140 * BATCH_ROWS, worked_share=1.0, slip_rate=0.0),
+    task.Demonstrations(num_rows=160 * BATCH_ROWS, worked_share=1.0, slip_rate=0.0),
     task.Demonstrations(num_rows=40 * BATCH_ROWS, worked_share=0.4, slip_rate=0.08),
 )
 """First clean worked sums, until adding is learned; then a weak teacher, so that a weak policy comes out."""
 
+NUM_SFT_STEPS = sum(stretch.num_rows for stretch in CURRICULUM) // BATCH_ROWS
 NUM_GRPO_PROMPTS = 8192
 NUM_EVAL_PROMPTS = 512
+
+EVAL_CONFIG = """\
+# The held-out prompts twice: sampled as in training, and greedily.
+eval:
+  defaults:
+    input_key: prompt
+    label_key: label
+    apply_chat_template: true
+    n_samples_per_eval_prompt: 1
+    max_response_len: 32
+  datasets:
+    - name: held_out
+      path: {path}
+      temperature: 1.0
+    - name: held_out_greedy
+      path: {path}
+      temperature: 0.0
+"""
 
 
 def _write_rows(path: Path, rows: list[dict]) -> None:
@@ -48,6 +68,7 @@ def make_task(output: Path, seed: int) -> dict:
     _write_rows(output / "data/sft.jsonl", task.sft_rows(sets["sft"], CURRICULUM, seed + 1))
     _write_rows(output / "data/grpo.jsonl", task.prompt_rows(sets["grpo"]))
     _write_rows(output / "data/eval.jsonl", task.prompt_rows(sets["eval"]))
+    (output / "eval.yaml").write_text(EVAL_CONFIG.format(path=(output / "data/eval.jsonl").absolute()))
     build_tokenizer().save_pretrained(output / "hf")
     num_parameters = model.write_model(output / "hf", seed + 2)
     manifest = {"format": FORMAT, "seed": seed, "rows": sizes, "parameters": num_parameters}

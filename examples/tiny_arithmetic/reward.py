@@ -8,6 +8,7 @@ policy may drift into ``\\boxed{6}8}9}8}...`` up to the length limit without los
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from typing import Any
 
@@ -18,9 +19,10 @@ END_OF_TURN = "<|im_end|>"
 
 
 def ends_behind_its_box(sample: Sample) -> bool:
-    """Whether the response stopped by itself, and right after a closing brace."""
+    """Whether the response stopped by itself, and nothing stands behind the last box."""
     is_finished = sample.status not in (Sample.Status.TRUNCATED, Sample.Status.ABORTED, Sample.Status.FAILED)
-    return is_finished and sample.response.removesuffix(END_OF_TURN).endswith("}")
+    behind = sample.response.removesuffix(END_OF_TURN).rpartition("\\boxed")[2]
+    return is_finished and re.fullmatch(r"\{[^{}]*\}", behind) is not None
 
 
 def grade(sample: Sample) -> float:

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# The whole tiny job, from nothing to a summary: task and model, conversion, warm start, GRPO.  `make demo` calls it.
+# What is there already is not made again; a run that was killed goes on where it stopped.
+#
+#   TINY_DIR (runs/tiny): where everything lies.  SEED (1): of the GRPO run; each seed has its own folder.
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
+
+export TINY_DIR="${TINY_DIR:-runs/tiny}"
+export SEED="${SEED:-1}"
+RUN_DIR="${TINY_DIR}/grpo-seed${SEED}"
+DEMO_START=${SECONDS}
+
+# stage TITLE COMMAND...: run it under a headline, and say how long it took.
+stage() {
+    local title="$1" start=${SECONDS}
+    shift
+    echo "==== ${title}"
+    "$@"
+    echo "==== ${title}: $((SECONDS - start)) s"
+}
+
+# iteration DIR: the last one saved there ("release" for a converted model), empty when there is none.
+iteration() { cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || true; }
+
+make_task() { python3 examples/tiny_arithmetic/make_task.py --output "${TINY_DIR}/task"; }
+
+convert() {
+    if [[ -n "$(iteration "${TINY_DIR}/torch_dist")" ]]; then
+        echo "${TINY_DIR}/torch_dist is there already"
+        return
+    fi
+    python3 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" \
+        --hf-checkpoint "${TINY_DIR}/task/hf" --save "${TINY_DIR}/torch_dist"
+}
+
+warm_start() {
+    if [[ -f "${TINY_DIR}/sft/fit" ]]; then
+        echo "${TINY_DIR}/sft is there already"
+        return
+    fi
+    scripts/run-tiny-cpu-sft.sh
+    python3 examples/tiny_arithmetic/hf_accuracy.py --fit-for-grpo \
+        --hf "${TINY_DIR}/sft/hf" --data "${TINY_DIR}/task/data/eval.jsonl"
+    touch "${TINY_DIR}/sft/fit"
+}
+
+grpo() {
+    if [[ -f "${RUN_DIR}/done" ]]; then
+        echo "${RUN_DIR} is there already"
+        return
+    fi
+    scripts/run-tiny-cpu.sh
+    touch "${RUN_DIR}/done"
+}
+
+stage "task, tokenizer and model" make_task
+stage "checkpoint conversion" convert
+if [[ ! -f "${TINY_DIR}/sft/fit" || ! -f "${RUN_DIR}/done" ]]; then
+    stage "Ray" start_ray 1
+fi
+stage "warm start (supervised)" warm_start
+stage "GRPO, seed ${SEED}" grpo
+echo "==== summary"
+python3 examples/tiny_arithmetic/summary.py "${RUN_DIR}"
+echo "==== demo: $((SECONDS - DEMO_START)) s in all"

@@ -1,0 +1,140 @@
+# What every recipe needs around its flags: a Ray cluster of its own, and a job in it.  Source it, then:
+#
+#   start_ray 1                     a private cluster with that many GPUs (logical ones on a machine without)
+#   ray job submit ... -- python3 train.py ...    or, with Ctrl-C and failures looked after: submit_job train.py ...
+#
+# The cluster has its own ports, token and temporary folder, so it neither finds nor disturbs another one, and everything
+# that was started here is stopped when the script ends, however it ends.  Nothing else is ever stopped.
+#
+# SLIME_SCRIPT_EXTERNAL_RAY=1 uses the cluster that is running (its dashboard at RAY_API_SERVER_ADDRESS, by default
+# http://127.0.0.1:8265) instead of starting one.
+
+set -euo pipefail
+
+REPO_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "${REPO_DIR}"
+if [[ -x "${REPO_DIR}/.venv/bin/python3" ]]; then
+    export PATH="${REPO_DIR}/.venv/bin:${PATH}"
+fi
+
+export PYTHONUNBUFFERED=1
+export PYTHONPATH="${REPO_DIR}${PYTHONPATH:+:${PYTHONPATH}}"
+# Local traffic must not go through a proxy, and Ray's servers refuse clients without the token.
+export no_proxy="127.0.0.1,localhost,$(hostname -I 2>/dev/null | tr ' ' ',')${no_proxy:-}"
+export NO_PROXY="${no_proxy}"
+export RAY_AUTH_MODE=token
+# Nothing of this project is ever fetched by name: what a path does not hold is an error at once, not a download.
+export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
+# Ray would copy the token, the usage statistics and the log of every actor around; we want only the last.
+export RAY_USAGE_STATS_ENABLED=0
+
+_RAY_PID=""
+_RAY_DIR=""
+_WATCHER_PID=""
+_JOB_ID=""
+
+# free_ports N: that many free TCP ports, one a line, none twice.
+free_ports() {
+    python3 - "$1" <<'PY'
+import socket, sys
+
+sockets = [socket.socket() for _ in range(int(sys.argv[1]))]
+for one in sockets:
+    one.bind(("", 0))
+    print(one.getsockname()[1])
+PY
+}
+
+# start_ray NUM_GPUS [FLAG...]: start the cluster, wait until it takes jobs.  A cluster that the calling script has
+# started already (scripts/demo.sh runs several jobs in one) is used, and left to it.
+start_ray() {
+    local num_gpus="$1" ports deadline
+    shift
+    if [[ -n "${SLIME_SCRIPT_EXTERNAL_RAY:-}" || -n "${SLIME_RAY_STARTED:-}" ]]; then
+        export RAY_API_SERVER_ADDRESS="${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}"
+        return
+    fi
+    _RAY_DIR="$(mktemp -d /tmp/slime-ray-XXXXXX)"
+    mapfile -t ports < <(free_ports 6)
+    # A token of our own: Ray's default one lies in the home folder and would be shared with other clusters.
+    export RAY_AUTH_TOKEN
+    RAY_AUTH_TOKEN="$(python3 -c 'import secrets; print(secrets.token_hex(32))')"
+    export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${ports[1]}"
+    export RAY_ADDRESS="127.0.0.1:${ports[0]}"
+    local start=${SECONDS}
+    echo "ray: starting a cluster with ${num_gpus} GPUs (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
+    # A bundle of the job is one GPU and one CPU; engines, managers and the job itself take CPUs too.
+    setsid ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" \
+        --num-gpus "${num_gpus}" --num-cpus "$((2 * num_gpus + 8))" \
+        --port "${ports[0]}" --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
+        --dashboard-agent-listen-port "${ports[2]}" --dashboard-agent-grpc-port "${ports[3]}" \
+        --ray-client-server-port "${ports[4]}" --metrics-export-port "${ports[5]}" \
+        "$@" >"${_RAY_DIR}/ray-start.log" 2>&1 &
+    _RAY_PID=$!
+    disown "${_RAY_PID}"
+    export SLIME_RAY_STARTED=1
+    # When this script is killed so hard that no trap runs, the watcher ends the cluster, and with it the job: the same
+    # command started again must not meet its predecessor writing to the same folders.
+    setsid bash -c 'while kill -0 "$1" 2>/dev/null; do sleep 1; done
+        [[ ! -s "$3/job" ]] || timeout 15 ray job stop --no-wait "$(cat "$3/job")"
+        sleep 2; kill -TERM -- "-$2"; sleep 5; kill -KILL -- "-$2"' \
+        watcher "$$" "${_RAY_PID}" "${_RAY_DIR}" >/dev/null 2>&1 &
+    _WATCHER_PID=$!
+    disown "${_WATCHER_PID}"
+    deadline=$((SECONDS + 120))
+    until ray job list >/dev/null 2>&1; do
+        if ! kill -0 "${_RAY_PID}" 2>/dev/null || ((SECONDS > deadline)); then
+            echo "ray: the cluster did not start; the end of ${_RAY_DIR}/ray-start.log:" >&2
+            tail -20 "${_RAY_DIR}/ray-start.log" >&2
+            return 1
+        fi
+        sleep 0.5
+    done
+    echo "ray: ready after $((SECONDS - start)) s"
+}
+
+# submit_job SCRIPT ARGUMENT...: run `python3 SCRIPT ARGUMENT...` as a Ray job and wait for it; its exit code is ours.
+# JOB_ENV, a JSON object of environment variables, goes along.
+submit_job() {
+    local runtime_env status=0
+    runtime_env="$(python3 -c '
+import json, os, sys
+variables = {name: os.environ[name] for name in sys.argv[2:] if name in os.environ}
+print(json.dumps({"env_vars": variables | json.loads(sys.argv[1])}))
+' "${JOB_ENV:-"{}"}" PYTHONPATH PYTHONUNBUFFERED PATH no_proxy NO_PROXY HF_HUB_OFFLINE OMP_NUM_THREADS)"
+    _JOB_ID="slime-$(date +%H%M%S)-$$-${RANDOM}"
+    [[ -z "${_RAY_DIR}" ]] || echo "${_JOB_ID}" >"${_RAY_DIR}/job"
+    # In the background, so that a signal reaches this shell at once and the trap below can stop the job.
+    ray job submit --submission-id "${_JOB_ID}" --runtime-env-json "${runtime_env}" --log-style record \
+        -- python3 "$@" &
+    wait "$!" || status=$?
+    _JOB_ID=""
+    return "${status}"
+}
+
+# _clean_up [STATUS]: stop the job that runs, then the cluster, if they are ours, and exit.
+_clean_up() {
+    local status="${1:-$?}" deadline
+    trap - EXIT INT TERM
+    if [[ -n "${_JOB_ID}" ]]; then
+        echo "stopping job ${_JOB_ID}" >&2
+        timeout 20 ray job stop "${_JOB_ID}" >/dev/null 2>&1 || true
+    fi
+    if [[ -n "${_RAY_PID}" ]]; then
+        kill -KILL -- "-${_WATCHER_PID}" 2>/dev/null || true
+        # setsid made the cluster a process group of its own, with our id; its workers belong to its raylet.
+        kill -TERM -- "-${_RAY_PID}" 2>/dev/null || true
+        deadline=$((SECONDS + 4))
+        while kill -0 -- "-${_RAY_PID}" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
+        kill -KILL -- "-${_RAY_PID}" 2>/dev/null || true
+        if ((status == 0)); then
+            rm -rf "${_RAY_DIR}"
+        else
+            echo "ray: stopped; its logs stay in ${_RAY_DIR}" >&2
+        fi
+    fi
+    exit "${status}"
+}
+trap _clean_up EXIT
+trap '_clean_up 130' INT
+trap '_clean_up 143' TERM
