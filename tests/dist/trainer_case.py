@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "backends" / "megatron_utils"
 sys.path.insert(0, str(UNIT_TESTS))
 
-LENGTHS = ((3, 9), (2, 1), (7, 20), (5, 5), (1, 13), (4, 2), (6, 31), (3, 3))
+LENGTHS = ((3, 9), (2, 1), (7, 20), (5, 5), (1, 13), (4, 2), (6, 31), (3, 3), (3, 8))
 """Prompt and response tokens of the samples: ragged, down to a response of one token."""
 
 
@@ -67,7 +67,7 @@ def make_train_data(vocab_size: int = 131, seed: int = 0) -> dict[str, Any]:
         data["truncated"].append(0)
     data["loss_masks"][1] = [0]
     data["raw_reward"] = list(data["rewards"])
-    data["rollout_ids"] = [0, 1, 2, 3, 4, 5, 6, 7]
+    data["rollout_ids"] = [0, 1, 2, 3, 4, 5, 6, 7, 7]
     data["sample_indices"] = list(range(len(LENGTHS)))
     return data
 

@@ -54,6 +54,7 @@ class MegatronTrainRayActor(TrainWorker):
         if args.debug_rollout_only:
             return args.start_rollout_id or 0
         configure_logger(prefix=f"{role} {self.rank}")
+        logging.getLogger("megatron").setLevel(logging.WARNING)
         self.join_process_group(args)
         initialize.init(args)
         memory.choose_memory_saver_hook()

@@ -74,6 +74,7 @@ def get_log_probs_and_entropy(
     positions = positions_R.to(logits.device).split(counts)
     target_R = torch.cat([tokens[position] for tokens, position in zip(unconcat_tokens, positions, strict=True)])
     logits_RV = logits.squeeze(0).index_select(0, rows_R.to(logits.device))
+    hide_vocabulary_padding(logits_RV, args.vocab_size)
     keep_mask_RV = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
         prompts = [total - response for total, response in zip(total_lengths, response_lengths, strict=True)]
@@ -94,6 +95,17 @@ def get_log_probs_and_entropy(
         assert entropy_R is not None
         result["entropy"] = list(entropy_R.split(counts))
     return logits.new_empty(0), result
+
+
+def hide_vocabulary_padding(logits_RV: Tensor, vocab_size: int) -> None:
+    """Take the padding columns of this rank's shard out of the softmax, in place.
+
+    The engine's vocabulary has no such columns; their logits are 0, which is a probability like any other.
+    """
+    shard = logits_RV.shape[1]
+    num_real = vocab_size - mpu.get_tensor_model_parallel_rank() * shard
+    if num_real < shard:
+        logits_RV[:, max(num_real, 0) :] = float("-inf")
 
 
 def _kept_by_top_p(

@@ -109,7 +109,7 @@ def train_one_step(
         hook = load_function(args.custom_megatron_before_train_step_hook_path)
         hook(args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
 
-    reports = _forward_backward(
+    reports = accumulate_gradients(
         args, moment, data_iterator, model, num_microbatches, step_global_batch_size, loss_type=loss_type
     )
     is_applied, grad_norm = _apply_gradients(args, moment, optimizer)
@@ -129,7 +129,7 @@ def train_one_step(
     return StepResult(metrics, grad_norm, is_applied)
 
 
-def _forward_backward(
+def accumulate_gradients(
     args: Namespace,
     moment: str,
     data_iterator: Sequence[DataIterator],
