@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from slime.arguments.historical import note_historical
@@ -90,7 +90,7 @@ def slime_validate_args(args: Namespace) -> None:
 def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = None) -> AddArguments:
     """A function that adds slime's own flags, then the caller's, to a parser and returns it."""
 
-    def provider(parser):  # noqa: ANN001, ANN202
+    def provider(parser: ArgumentParser) -> ArgumentParser:
         add_slime_arguments(parser)
         if add_custom_arguments is not None:
             parser = add_custom_arguments(parser) or parser

@@ -145,7 +145,7 @@ def check_signature(hook: Hook, path: str, where: str, signature: inspect.Signat
 
 def call_of(hook: Hook, signature: inspect.Signature) -> tuple[list[str], list[str]]:
     """What is passed to a plug-in with ``signature``: names by position, names by keyword."""
-    contract = list(inspect.signature(hook.protocol.__call__).parameters.values())[1:]  # type: ignore[operator]
+    contract = list(inspect.signature(hook.protocol.__call__).parameters.values())[1:]
     positional = [p.name for p in contract if p.kind is inspect.Parameter.POSITIONAL_ONLY]
     keywords = [
         p.name
@@ -159,12 +159,15 @@ def call_of(hook: Hook, signature: inspect.Signature) -> tuple[list[str], list[s
 def signature_of(arguments: ast.arguments) -> inspect.Signature:
     """The signature of a function that was only parsed; defaults are None, annotations are dropped."""
     kinds = inspect.Parameter
-    positional = [(a, kinds.POSITIONAL_ONLY) for a in arguments.posonlyargs]
-    positional += [(a, kinds.POSITIONAL_OR_KEYWORD) for a in arguments.args]
+    positional = [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
     parameters = [
-        kinds(a.arg, kind, default=None if index >= first_default else kinds.empty)
-        for index, (a, kind) in enumerate(positional)
+        kinds(
+            a.arg,
+            kinds.POSITIONAL_ONLY if index < len(arguments.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
+            default=None if index >= first_default else kinds.empty,
+        )
+        for index, a in enumerate(positional)
     ]
     if arguments.vararg:
         parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))

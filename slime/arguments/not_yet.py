@@ -31,6 +31,10 @@ NO_CRITIC = "PPO's critic is not built yet"
 NO_DISK_PUSH = "weights do not travel over disk yet"
 NO_REPLAY = "expert routing is not replayed yet"
 NO_TEACHER = "on-policy distillation is not built yet"
+NO_CI_CHECKS = "the checks of a CI run are not built yet"
+NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
+NO_BUFFER_SERVICE = "the stand-alone rollout buffer is not built yet"
+NO_TRAIN_DUMP = "train data is not dumped yet; --save-debug-rollout-data records the samples"
 
 NOT_YET: dict[str, Missing] = {
     "advantage_estimator": Missing(reason=NO_CRITIC, used=lambda value: value == "ppo"),
@@ -53,6 +57,29 @@ NOT_YET: dict[str, Missing] = {
     "rollout_external_engine_addrs": Missing(reason="engines of somebody else cannot be adopted yet"),
     "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),
     "use_distributed_post": Missing(reason="requests are posted from one process only, so far"),
+    "async_save": Missing(reason="checkpoints are written while training waits, so far"),
+    "enable_mtp_training": Missing(reason="the multi-token prediction layers are not built yet"),
+    "freeze_indexer": Missing(reason="DeepSeek sparse attention is not built yet"),
+    "qwen_gdn_backend": Missing(reason="the gated delta net is not built yet", used=lambda value: value != "fla"),
+    "use_stateless_adam": Missing(reason="this optimizer is not built yet"),
+    "rollout_buffer_url": Missing(reason=NO_BUFFER_SERVICE, used=_is_given),
+    "fetch_trajectory_retry_times": Missing(reason=NO_BUFFER_SERVICE, used=lambda value: value != -1),
+    "rollout_task_type": Missing(reason=NO_BUFFER_SERVICE, used=lambda value: value != "math"),
+    "load_forge_rollout_data": Missing(reason="samples cannot be replayed beside running engines yet", used=_is_given),
+    "save_debug_train_data": Missing(reason=NO_TRAIN_DUMP, used=_is_given),
+    "dump_details": Missing(reason=NO_TRAIN_DUMP, used=_is_given),
+    "log_multi_turn": Missing(reason="metrics of turns are not computed yet"),
+    "log_correct_samples": Missing(reason="statistics of correct samples are not computed yet"),
+    "memory_recorder": Missing(reason="memory is recorded by torch only, so far", used=lambda value: value != "torch"),
+    "megatron_deepgemm_forward_layers": Missing(reason=NO_ALIGNMENT, used=_is_given),
+    "megatron_deepgemm_forward_modules": Missing(reason=NO_ALIGNMENT, used=_is_given),
+    "megatron_deepgemm_moe_forward_layers": Missing(reason=NO_ALIGNMENT, used=_is_given),
+    "megatron_deepgemm_moe_forward_modules": Missing(reason=NO_ALIGNMENT, used=_is_given),
+    "ci_test": Missing(reason=NO_CI_CHECKS),
+    "ci_disable_kl_checker": Missing(reason=NO_CI_CHECKS),
+    "ci_train_rollout_logprob_abs_diff_threshold": Missing(reason=NO_CI_CHECKS, used=lambda value: value != 0.1),
+    "ci_save_grad_norm": Missing(reason=NO_CI_CHECKS, used=_is_given),
+    "ci_load_grad_norm": Missing(reason=NO_CI_CHECKS, used=_is_given),
 }
 """Attribute of args -> what is missing."""
 

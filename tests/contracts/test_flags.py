@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shlex
+import subprocess
 
 import pytest
 
@@ -82,3 +83,14 @@ def test_founding_commands_mean_what_they_say():
     assert args.eval_prompt_data == ["/root/aime-2024/aime-2024.jsonl"]
     assert (args.eps_clip, args.eps_clip_high, args.rollout_temperature) == (0.2, 0.28, 0.8)
     assert args.sglang_server_concurrency == 512
+
+
+MODEL_FILES = sorted((REPO / "scripts/models").glob("*.sh"))
+
+
+@pytest.mark.parametrize("file", MODEL_FILES, ids=lambda file: file.stem)
+def test_the_flags_of_a_model_file_parse(file):
+    program = f'set -e; source "{file}"; printf "%s\\0" "${{MODEL_ARGS[@]}}"'
+    output = subprocess.run(["bash", "-c", program], cwd=REPO, capture_output=True, text=True, timeout=20, check=True)
+    args = parse_flags(["--debug-train-only", *output.stdout.split("\0")[:-1]])
+    assert args.num_layers > 0

@@ -8,6 +8,8 @@ import pytest
 
 from slime.arguments import slime_validate_args
 from slime.arguments.checkpoint_paths import TRACKER
+from slime.arguments.resolve import resolve
+from slime.arguments.validate import CHECKS
 from slime.utils.errors import ConfigError, DataError, HookError
 
 
@@ -53,13 +55,11 @@ def test_the_smallest_command_is_accepted(make_args):
         (["--only-train-params-name-list", "a", "--freeze-params-name-list", "b"], "contradict each other"),
         (["--freeze-params-name-list", "(a"], "'(a' is no regular expression"),
         (["--save-debug-rollout-data", "x_{rank}.pt"], "it may only have {rollout_id}"),
-        (["--save-debug-rollout-data", "x.pt", "--save-debug-train-data", "x.pt"], "would overwrite each other"),
         (["--rollout-max-context-len", "9", "--rollout-max-prompt-len", "9"], "at most 8"),
         (["--mask-offpolicy-in-partial-rollout"], "add --partial-rollout"),
         (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], "is not a multiple of"),
         (["--rollout-num-gpus", "12", "--rollout-num-gpus-per-engine", "12"], "no whole number of nodes"),
         (["--actor-num-nodes", "0"], "leaves no GPU to train on"),
-        (["--enable-mtp-training"], "needs --mtp-num-layers"),
         (["--num-rollout", "1", "--qkv-format", "bshd"], "--qkv-format is bshd"),
         (["--use-critic"], "only ppo has a critic"),
     ],
@@ -115,6 +115,19 @@ def test_all_impossible_combinations_are_shown_together(complaint):
 )
 def test_features_that_do_not_exist_are_refused_and_not_ignored(complaint, words, says):
     assert says in complaint(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--save-debug-rollout-data", "x.pt", "--save-debug-train-data", "x.pt"], "would overwrite each other"),
+        (["--enable-mtp-training"], "needs --mtp-num-layers"),
+    ],
+)
+def test_rules_of_features_to_come_are_ready(make_args, words, says):
+    args = make_args(*words)
+    resolve(args)
+    assert any(says in problem for check in CHECKS for problem in check(args))
 
 
 def test_historical_flags_are_named_in_one_line(make_args, caplog):
