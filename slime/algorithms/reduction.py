@@ -44,7 +44,8 @@ def sum_of_sample_means(
             denominators_N = [float(mask.sum()) for mask in loss_masks_N]
         denominator_N = torch.as_tensor(denominators_N, dtype=torch.float32, device=mask_T.device).clamp(min=1)
         assert len(denominator_N) == len(sizes), (len(denominator_N), len(sizes))
-        weight_T = mask_T / denominator_N.repeat_interleave(torch.tensor(sizes, device=mask_T.device))
+        size_N = torch.tensor(sizes, device=mask_T.device)
+        weight_T = mask_T / denominator_N.repeat_interleave(size_N, output_size=len(mask_T))
 
     def reduce(values_T: Tensor) -> Tensor:
         if values_T.shape != weight_T.shape:

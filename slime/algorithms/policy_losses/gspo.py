@@ -41,4 +41,5 @@ def sequence_log_ratio(
 
 def spread_over_tokens(values_N: Tensor, lengths: Sequence[int]) -> Tensor:
     """[T] each sequence's value on each of its tokens on this rank."""
-    return values_N.repeat_interleave(torch.tensor(list(lengths), device=values_N.device))
+    length_N = torch.tensor(list(lengths), device=values_N.device)
+    return values_N.repeat_interleave(length_N, output_size=sum(lengths))

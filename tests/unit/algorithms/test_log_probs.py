@@ -108,6 +108,18 @@ def test_huge_logits_neither_overflow_nor_lose_the_entropy():
     assert logits.grad.isfinite().all()
 
 
+def test_columns_at_minus_infinity_do_not_exist():
+    logits, targets, _ = random_rows(5, 7)
+    padded = torch.cat([logits, torch.full((5, 2), float("-inf"), dtype=logits.dtype)], dim=1).requires_grad_()
+    log_prob, entropy = vocab_parallel_log_probs(padded, targets, with_entropy=True, chunk_size=2)
+    expected = plain(logits, targets)
+    torch.testing.assert_close(log_prob, expected[0])
+    torch.testing.assert_close(entropy, expected[1])
+    (log_prob.sum() + entropy.sum()).backward()
+    assert padded.grad.isfinite().all()
+    assert torch.equal(padded.grad[:, 7:], torch.zeros(5, 2, dtype=logits.dtype))
+
+
 def test_target_is_kept_even_when_the_mask_drops_everything():
     log_prob, _ = vocab_parallel_log_probs(
         torch.randn(2, 5), torch.tensor([1, 3]), keep_mask_TV=torch.zeros(2, 5, dtype=torch.bool)
