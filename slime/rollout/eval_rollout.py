@@ -151,7 +151,7 @@ def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig) -> Dataset:
             state.tokenizer,
             state.processor,
             args.eval_max_prompt_len,
-            prompt_key=dataset_cfg.input_key,
+            prompt_key=dataset_cfg.input_key or args.input_key,
             label_key=dataset_cfg.label_key,
             tool_key=dataset_cfg.tool_key,
             metadata_key=dataset_cfg.metadata_key,
@@ -180,19 +180,14 @@ async def _evaluate(args: Namespace, sample: Sample, params: dict[str, Any]) -> 
 async def _wait_for_all(args: Namespace, rollout_id: int, name: str, tasks: list[asyncio.Task[Entry]]) -> None:
     timeout_s = getattr(args, "rollout_timeout_s", DEFAULT_ROLLOUT_TIMEOUT_S)
     wait = LongWait(f"eval {name} at rollout {rollout_id}", len(tasks), timeout_s=timeout_s)
-    pending = set(tasks)
     try:
-        while pending:
-            done = await wait.first_completed(pending, lambda: (sum(task.done() for task in tasks), "answers"))
-            for task in done:
-                task.result()
-            pending -= done
+        await wait.all_completed(tasks, lambda: (sum(task.done() for task in tasks), "answers"))
     except DeadlineExceeded:
         num_done = sum(task.done() for task in tasks)
         raise await timeout_error(args, f"The evaluation of {name}", wait, num_done, len(tasks)) from None
     finally:
         wait.close()
-        await cancel_all(pending)
+        await cancel_all(task for task in tasks if not task.done())
 
 
 def _reward_number(sample: Sample, key: str | None, name: str) -> Any:

@@ -17,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from slime.rollout.abort import abort, count_unfinished, stamp_start, timeout_error
+from slime.rollout.abort import IDLE_WAIT_S, abort, count_unfinished, stamp_start, timeout_error
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import GroupCollector
 from slime.rollout.eval_rollout import eval_rollout, eval_rollout_single_dataset
@@ -60,9 +60,11 @@ def generate_rollout(
 
     Groups to go on with in a later rollout are given back to ``data_source.add_samples``.
     """
+    # The coroutines keep --rollout-timeout-s themselves, and know better what to say when it has passed.
+    timeout_s = getattr(args, "rollout_timeout_s", DEFAULT_ROLLOUT_TIMEOUT_S) + 2 * IDLE_WAIT_S
     if evaluation:
-        return run(eval_rollout(args, rollout_id))
-    output, returned = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
+        return run(eval_rollout(args, rollout_id), timeout_s)
+    output, returned = run(generate_rollout_async(args, rollout_id, data_source.get_samples), timeout_s)
     if returned:
         data_source.add_samples(returned)
     return output
@@ -94,7 +96,7 @@ async def generate_rollout_async(
             for task in state.in_submission_order(done):
                 state.pendings.discard(task)
                 collector.add(state, task.result())
-        interrupted = await abort(args, rollout_id, timeout_s=wait.remaining_s)
+        interrupted = await abort(args, rollout_id, timeout_s=max(wait.remaining_s, IDLE_WAIT_S))
     except DeadlineExceeded:
         raise await timeout_error(args, f"Rollout {rollout_id}", wait, len(collector.kept), target) from None
     finally:

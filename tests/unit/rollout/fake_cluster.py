@@ -1,7 +1,7 @@
 """A router and engines in this process, over real HTTP, that answer by a script instead of a model.
 
 Token ids of a prompt are the code points of its text; the response to any prompt is 1000, 1001, 1002 ...  How long it
-is, and where the engine stops to wait for an abort, is written in a ``Plan`` for each prompt.  Nothing depends on time.
+is, and where the engine stops to wait for an abort, is written in a ``Plan`` for each prompt.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class FakeCluster:
         self.through_router: list[bool] = []
         self.served_by: list[int] = []
         self.num_aborts = 0
+        self.max_at_once = 0
+        self._at_once = 0
         self.weight_version = "1"
         self.patience_s: float | None = None
         self.worker_types = ["regular"] * num_engines
@@ -89,6 +91,10 @@ class FakeCluster:
         return self
 
     async def stop(self) -> None:
+        """End the servers, and the requests that still wait in them."""
+        self._abort_seen.set()
+        self._abort_now.set()
+        await asyncio.sleep(0.01)
         for runner in self._runners:
             await runner.cleanup()
 
@@ -136,6 +142,15 @@ class FakeCluster:
             return False
 
     async def _generate(self, index: int, request: web.Request, *, through_router: bool) -> web.Response:
+        self._at_once += 1
+        self.max_at_once = max(self.max_at_once, self._at_once)
+        await asyncio.sleep(0)
+        try:
+            return await self._answer(index, request, through_router)
+        finally:
+            self._at_once -= 1
+
+    async def _answer(self, index: int, request: web.Request, through_router: bool) -> web.Response:
         body = await request.json()
         self.requests.append(body)
         self.headers.append(dict(request.headers))
@@ -265,16 +280,13 @@ async def fan_out(args: Namespace, sample: Sample, sampling_params: dict[str, An
     return [first, second]
 
 
-async def greedy_mutation(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Sample:
+async def spoil_params(args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Sample:
     """Spoils the parameters that it was given, to show that nobody else has them."""
     from slime.rollout.sglang_rollout import generate
 
     CALLS.append((evaluation, sampling_params["temperature"], list(sampling_params["stop"] or [])))
     sampling_params["temperature"] = 99.0
-    (sampling_params["stop"] or []).append("spoiled")
-    sampling_params["temperature"] = 1.0
+    sampling_params["stop"].append("spoiled")
     return await generate(args, sample, sampling_params)
 
 

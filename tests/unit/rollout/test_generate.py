@@ -1,0 +1,173 @@
+"""What one sample sends to an engine and what it refuses; the loop around it is tested in test_sglang_rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.rollout import direct_workers, sglang_rollout
+from slime.rollout.generate import _append_output, _payload, _prepare_prompt_ids, get_model_url
+from slime.rollout.generate_group import generate_and_rm
+from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.types import Sample
+from tests.unit.rollout.fake_cluster import FakeTokenizer
+
+
+class FakeProcessor:
+    """Two image tokens, then the text."""
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, Any]:
+        assert kwargs["images"] == ["img"]
+        return {"input_ids": [[7, 7, *map(ord, text)]], "attention_mask": [[1]], "pixel_values": "pixels"}
+
+
+class FakeState:
+    """As much of GenerateState as plug-in tests give."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.semaphore = asyncio.Semaphore(1)
+        self.aborted = getattr(args, "is_aborted", False)
+
+    def dp_rank_context(self) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext(0)
+
+
+# The only attributes that plug-in tests promise on the way through generate_and_rm.
+MINIMAL = {
+    "partial_rollout": False,
+    "mask_offpolicy_in_partial_rollout": False,
+    "group_rm": False,
+    "custom_generate_function_path": "plugin.generate",
+    "sglang_enable_deterministic_inference": False,
+    "rollout_seed": 1,
+    "n_samples_per_prompt": 1,
+}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, function: Any, sample: Sample, **flags: Any) -> Any:
+    monkeypatch.setattr(sglang_rollout, "GenerateState", FakeState)
+    monkeypatch.setattr(sglang_rollout, "load_function", lambda path: function)
+    return asyncio.run(generate_and_rm(Namespace(**(MINIMAL | flags)), sample, {}, evaluation=True))
+
+
+def test_a_custom_function_gets_the_evaluation_flag_only_if_it_asks(monkeypatch):
+    async def without(args, sample, sampling_params):
+        sample.status, sample.reward = Sample.Status.COMPLETED, 1.0
+        return sample
+
+    async def with_flag(args, sample, sampling_params, evaluation):
+        sample.reward = 2.0 if evaluation else 3.0
+        sample.status = Sample.Status.COMPLETED
+        return sample
+
+    assert call(monkeypatch, without, Sample()).reward == 1.0
+    assert call(monkeypatch, with_flag, Sample()).reward == 2.0
+
+
+def test_an_answered_sample_is_not_generated_again(monkeypatch):
+    sample = Sample(status=Sample.Status.TRUNCATED, reward=0.5)
+    assert call(monkeypatch, None, sample) is sample
+
+
+def test_earlier_tokens_of_an_answered_sample_are_masked_when_it_comes_back(monkeypatch):
+    sample = Sample(status=Sample.Status.COMPLETED, reward=0.5, response_length=3, loss_mask=[1, 1, 1])
+    call(monkeypatch, None, sample, partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    assert sample.loss_mask == [0, 0, 0]
+
+
+def test_an_aborted_sample_gets_no_reward(monkeypatch):
+    async def aborted(args, sample, sampling_params):
+        sample.status = Sample.Status.ABORTED
+        return sample
+
+    assert call(monkeypatch, aborted, Sample()).reward is None
+    assert call(monkeypatch, None, Sample(), is_aborted=True).status is Sample.Status.ABORTED
+
+
+def test_a_custom_function_that_returns_nothing_is_refused(monkeypatch):
+    async def nothing(args, sample, sampling_params):
+        return None
+
+    with pytest.raises(HookError, match="returned NoneType"):
+        call(monkeypatch, nothing, Sample())
+
+
+def test_a_prompt_is_tokenised_once_and_then_continued():
+    sample = Sample(prompt="ab")
+    assert _prepare_prompt_ids(sample, FakeTokenizer(), None) == [97, 98]
+    sample.tokens, sample.response_length = [97, 98, 1000], 1
+    assert _prepare_prompt_ids(sample, FakeTokenizer(), None) == [97, 98, 1000]
+
+
+def test_a_multimodal_prompt_goes_through_the_processor_and_keeps_its_pixels():
+    sample = Sample(prompt="a", multimodal_inputs={"images": ["img"]})
+    assert _prepare_prompt_ids(sample, FakeTokenizer(), FakeProcessor()) == [7, 7, 97]
+    assert sample.multimodal_train_inputs == {"pixel_values": "pixels"}
+    sample.tokens, sample.response_length, sample.multimodal_train_inputs = [7, 7, 97, 1000], 1, None
+    assert _prepare_prompt_ids(sample, FakeTokenizer(), FakeProcessor()) == [7, 7, 97, 1000]
+
+
+def test_messages_that_were_never_rendered_are_refused():
+    with pytest.raises(DataError, match="--apply-chat-template"):
+        _prepare_prompt_ids(Sample(prompt=[{"role": "user", "content": "a"}]), FakeTokenizer(), None)
+
+
+def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
+    monkeypatch.setattr("slime.rollout.generate.encode_image_for_rollout_engine", lambda image: f"data:{image}")
+    sample = Sample(prompt="a", response="b", multimodal_inputs={"images": ["img"]})
+    payload = _payload(Namespace(use_rollout_routing_replay=True), sample, [1], {"n": 1})
+    assert payload == {
+        "sampling_params": {"n": 1},
+        "return_logprob": True,
+        "return_routed_experts": True,
+        "text": "ab",
+        "image_data": ["data:img"],
+    }
+
+
+@pytest.mark.parametrize("output", ["busy", {"text": "x"}, {"text": "x", "meta_info": {}}])
+def test_an_answer_without_its_parts_is_an_error(output):
+    with pytest.raises(EngineError, match="meta_info|finish_reason"):
+        _append_output(Namespace(), Sample(), output)
+
+
+def test_an_answer_aborted_before_its_first_token_leaves_the_sample_as_it_was():
+    sample = Sample(prompt="a", tokens=[97])
+    _append_output(Namespace(), sample, {"text": "", "meta_info": {"finish_reason": {"type": "abort"}}})
+    assert sample.status is Sample.Status.ABORTED and sample.tokens == [97] and sample.response_length == 0
+
+
+def test_a_model_is_served_at_its_router_or_the_default_one():
+    args = Namespace(sglang_router_ip="h", sglang_router_port=1, sglang_model_routers={"ref": ("r", 2)})
+    assert get_model_url(args, "ref") == "http://r:2/generate"
+    assert get_model_url(args, "other", "/v1/models") == "http://h:1/v1/models"
+
+
+@pytest.mark.parametrize(
+    ("payload", "lost"),
+    [
+        ({"input_ids": [1], "sampling_params": {"top_p": 0.9, "spaces_between_special_tokens": False}}, []),
+        ({"return_routed_experts": True, "sampling_params": {}}, ["return_routed_experts"]),
+        ({"sampling_params": {"custom_params": {}, "stop_regex": None}}, ["sampling_params.custom_params"]),
+        ({"sampling_params": {"sampling_seed": 3, "stop_token_ids": [1]}}, []),
+    ],
+)
+def test_fields_that_the_router_loses_are_known(payload, lost):
+    assert direct_workers.lost_fields(payload) == lost
+
+
+def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
+    direct_workers.WorkerPicker.clear_instances()
+    args = Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing")
+    picker = direct_workers.WorkerPicker(args)
+    keys = [str(i) for i in range(200)]
+    before = {key: picker.choose(["a", "b", "c"], key) for key in keys}
+    after = {key: picker.choose(["a", "b"], key) for key in keys}
+    assert set(before.values()) == {"a", "b", "c"}
+    assert all(after[key] == before[key] for key in keys if before[key] != "c")
+    direct_workers.WorkerPicker.clear_instances()

@@ -1,0 +1,90 @@
+"""The progress line and the deadline, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import pytest
+
+from slime.rollout.waiting import DeadlineExceeded, LongWait, cancel_all
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_short_wait_writes_nothing():
+    stream, clock = io.StringIO(), Clock()
+    wait = LongWait("rollout 3", 8, stream=stream, clock=clock)
+    clock.now_s = 14.0
+    wait.show(4)
+    wait.close()
+    assert stream.getvalue() == ""
+
+
+def test_a_long_wait_writes_a_line_every_interval():
+    stream, clock = io.StringIO(), Clock()
+    wait = LongWait("rollout 3", 8, stream=stream, clock=clock)
+    for seconds in (15, 20, 30):
+        clock.now_s = seconds
+        wait.show(4, "2 in flight")
+    assert stream.getvalue().splitlines() == [
+        "rollout 3 [############............] 4/8, 15 s, about 15 s left, 2 in flight",
+        "rollout 3 [############............] 4/8, 30 s, about 30 s left, 2 in flight",
+    ]
+
+
+def test_on_a_terminal_the_line_is_redrawn_in_place():
+    stream, clock = Terminal(), Clock()
+    wait = LongWait("eval", 2, stream=stream, clock=clock)
+    for done in (0, 1, 2):
+        clock.now_s += 1
+        wait.show(done)
+    wait.close()
+    assert stream.getvalue().count("\r") == 3 and stream.getvalue().count("\n") == 1
+
+
+def test_the_deadline_ends_the_wait_and_cancelling_ends_the_task():
+    async def main() -> None:
+        task = asyncio.create_task(asyncio.sleep(1000))
+        wait = LongWait("x", 1, timeout_s=0.05, stream=io.StringIO())
+        with pytest.raises(DeadlineExceeded):
+            await wait.first_completed([task], lambda: (0, ""))
+        await cancel_all([task])
+        assert task.cancelled()
+
+    asyncio.run(main())
+
+
+def test_waiting_for_all_ends_at_the_first_failure():
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(asyncio.sleep(1000)), asyncio.create_task(fail())]
+        wait = LongWait("x", 2, stream=io.StringIO())
+        with pytest.raises(ValueError, match="broken"):
+            await wait.all_completed(tasks, lambda: (0, ""))
+        await cancel_all(tasks)
+
+    asyncio.run(main())
+
+
+def test_a_wait_can_wake_before_anything_is_done():
+    async def main() -> None:
+        task = asyncio.create_task(asyncio.sleep(1000))
+        wait = LongWait("x", 1, stream=io.StringIO())
+        assert await wait.first_completed([task], lambda: (0, ""), wake_s=0.01) == set()
+        await cancel_all([task])
+
+    asyncio.run(main())
