@@ -58,18 +58,9 @@ REPLACEMENTS: tuple[tuple[str, str, str], ...] = (
 )
 
 _FACTORIES = (
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
+    *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
 )
-_FACTORIES += ("rand", "randn", "randint", "rand_like", "randn_like")
 
 
 class _NoStream:
@@ -85,8 +76,7 @@ class _NoStream:
     def __enter__(self) -> _NoStream:
         return self
 
-    def __exit__(self, *exc_info: object) -> bool:
-        return False
+    def __exit__(self, *exc_info: object) -> None: ...
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _NoStream)

@@ -39,7 +39,7 @@ class ValueHead(torch.nn.Linear):
         device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(config.hidden_size, 1, bias=False, device=device, dtype=config.params_dtype)
         self.sequence_parallel = config.sequence_parallel
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (read by megatron-core)
         self.weight.data.normal_(mean=0.0, std=config.init_method_std)
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> Any:

@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
             full = load(name, tensors, shape)
             if name in _VOCABULARY:
                 full = pad_vocabulary(full, shape)
-            part = _local_part(name, full, parameter)
+            part = local_part(name, full, parameter)
             if part.shape != parameter.shape:
                 raise DataError(
                     f"{name} is {tuple(parameter.shape)} on this rank; the checkpoint {path} gives "
@@ -108,7 +109,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
 def iter_global_parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """This rank's parameters, with layers counted over the whole model."""
     for chunk in model:
-        inner = chunk
+        inner: Any = chunk
         while hasattr(inner, "module"):
             inner = inner.module
         for name, parameter in inner.named_parameters():
@@ -119,8 +120,8 @@ def iter_global_parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[s
             yield name, parameter
 
 
-def _local_part(name: str, full: Tensor, parameter: torch.nn.Parameter) -> Tensor:
-    """The slice of a whole tensor that this rank's parameter holds."""
+def local_part(name: str, full: Tensor, parameter: Any) -> Tensor:
+    """The slice of a whole tensor (vocabulary padding included) that this rank's parameter holds."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return full
     return tensor_parallel_slice(

@@ -63,6 +63,11 @@ def start_single_process(args: argparse.Namespace) -> None:
     if not dist.is_initialized():
         store = Path(tempfile.mkdtemp()) / f"store-{os.getpid()}"
         dist.init_process_group("gloo", init_method=f"file://{store}", world_size=1, rank=0)
+    start_parallel(args)
+
+
+def start_parallel(args: argparse.Namespace) -> None:
+    """The parallel groups and seeds of ``args`` over the default group, instead of any there are."""
     if mpu.is_initialized():
         mpu.destroy_model_parallel()
     init(args)
