@@ -15,12 +15,11 @@ from collections.abc import Iterator
 
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
+from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
-"""The built-in graders of slime.rollout.rm_hub; ``boxed_`` before a name grades the boxed answer."""
 DICT_REWARDS = ("dapo",)
 """Built-in graders whose reward is a dict, so that a key must say which entry is trained on."""
 
@@ -136,20 +135,29 @@ def _sampling(args: Namespace) -> Iterator[str]:
 
 
 def _rewards(args: Namespace) -> Iterator[str]:
-    if args.rm_type is None:
+    if args.rm_type is not None:
+        yield from _grader(args.rm_type, "--rm-type")
+    for dataset in args.eval_datasets:
+        if dataset.rm_type is not None:
+            yield from _grader(dataset.rm_type, f"rm_type of eval data set {dataset.name}:")
+    if args.rm_type is None or args.custom_rm_path is not None:
         return
-    name = args.rm_type.removeprefix("boxed_")
+    name = args.rm_type.removeprefix(BOXED_PREFIX)
+    if name in DICT_REWARDS and args.reward_key is None:
+        yield f"--rm-type {args.rm_type} gives a dict; say which entry is the reward: --reward-key score."
+    if name == "remote_rm" and args.rm_url is None:
+        yield "--rm-type remote_rm needs --rm-url, the address of the grader."
+
+
+def _grader(rm_type: str, where: str) -> Iterator[str]:
+    name = rm_type.removeprefix(BOXED_PREFIX)
     if name not in RM_TYPES:
         similar = difflib.get_close_matches(name, RM_TYPES, n=1)
         hint = f"Did you mean {similar[0]}? " if similar else ""
         yield (
-            f"--rm-type {args.rm_type} is no grader. {hint}There are {', '.join(RM_TYPES)}, each also with the prefix "
-            "boxed_; your own goes into --custom-rm-path."
+            f"{where} {rm_type} is no grader. {hint}There are {', '.join(RM_TYPES)}, each also with the prefix "
+            f"{BOXED_PREFIX}; your own goes into --custom-rm-path."
         )
-    if args.custom_rm_path is None and name in DICT_REWARDS and args.reward_key is None:
-        yield f"--rm-type {args.rm_type} gives a dict; say which entry is the reward: --reward-key score."
-    if args.custom_rm_path is None and name == "remote_rm" and args.rm_url is None:
-        yield "--rm-type remote_rm needs --rm-url, the address of the grader."
 
 
 def _loss(args: Namespace) -> Iterator[str]:

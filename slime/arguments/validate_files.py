@@ -96,7 +96,9 @@ def _check_prompts(args: Namespace) -> None:
 def _check_eval_data(args: Namespace) -> None:
     from slime.rollout.prompt_dataset import check_prompt_file
 
-    for dataset in args.eval_datasets or []:
+    if args.debug_train_only:
+        return  # nothing is evaluated
+    for dataset in args.eval_datasets:
         check_prompt_file(
             dataset.path,
             dataset.input_key,

@@ -228,3 +228,11 @@ def test_a_plug_in_that_does_not_exist_stops_the_run(complaint):
     assert text.startswith(
         "--custom-rm-path: importing nowhere.to.be for nowhere.to.be.found raised ModuleNotFoundError"
     )
+
+
+def test_the_grader_of_an_eval_data_set_is_checked(complaint, tmp_path, prompt_file):
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"datasets: [{{name: mine, path: {prompt_file}, rm_type: gqpa}}]\n")
+    assert "rm_type of eval data set mine: gqpa is no grader. Did you mean gpqa?" in complaint(
+        "--eval-config", str(config)
+    )
