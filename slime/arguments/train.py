@@ -92,6 +92,11 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints", "Where weights come from and go to.")
     group.add_argument(
+        "--model-name",
+        default=None,
+        help="Which name converter the model takes; default: the model type of --hf-checkpoint's config.",
+    )
+    group.add_argument(
         "--hf-checkpoint",
         default=None,
         metavar="DIR",
