@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import re
@@ -17,7 +18,7 @@ from slime.backends.megatron_utils import cpu_platform
 # isort: split
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -63,7 +64,8 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
         gives the logits [1, T, vocab / tensor ranks] in the model's dtype.
 
     Raises:
-        ConfigError: ``--spec`` or ``--custom-model-provider-path`` cannot be imported.
+        ConfigError: ``--spec`` cannot be imported.
+        HookError: ``--custom-model-provider-path`` cannot be imported.
     """
     if args.custom_model_provider_path:
         build: ModelProvider = _custom_provider(args, role)
@@ -158,12 +160,14 @@ def load_spec(path: list[str]) -> Any:
     if len(path) != 2:
         raise ConfigError(f"--spec is {' '.join(path)!r}; give two words, a module and a name in it.")
     try:
-        found = import_module(tuple(path))
+        module = importlib.import_module(path[0])
     except ImportError as error:
-        raise ConfigError(f"--spec {path[0]} {path[1]} cannot be imported: {error}.") from error
-    if found is None:
-        raise ConfigError(f"--spec {path[0]} {path[1]}: the module has no name {path[1]!r}.")
-    return found
+        raise ConfigError(
+            f"--spec {path[0]} {path[1]} cannot be imported: {error}; the module must be on PYTHONPATH of every node."
+        ) from error
+    if not hasattr(module, path[1]):
+        raise ConfigError(f"--spec {path[0]} {path[1]}: the module {module.__file__} has no name {path[1]!r}.")
+    return getattr(module, path[1])
 
 
 def resolve_spec(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.attention import check_attention_config
 from slime.backends.megatron_utils.config_builders import (
     ddp_config_from_args,
     optimizer_config_from_args,
@@ -19,6 +20,7 @@ from slime.backends.megatron_utils.config_builders import (
     transformer_config_from_args,
 )
 from slime.backends.megatron_utils.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.model_provider import load_spec
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -118,6 +120,8 @@ def _shape(args: Namespace) -> dict[str, Any]:
     ffn = args.ffn_hidden_size
     if ffn is None:
         ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
+    if ffn < 1:
+        raise ConfigError(f"--ffn-hidden-size is {ffn}; it must be at least 1; give it.")
     if args.num_query_groups is not None and not args.group_query_attention and not args.multi_latent_attention:
         raise ConfigError(
             f"--num-query-groups is {args.num_query_groups} without --group-query-attention; give both or neither."
@@ -232,7 +236,9 @@ def check_arguments(args: Namespace) -> None:
     """
     _check_kernels(args)
     _check_layout(args)
-    transformer_config_from_args(args)
+    check_attention_config(transformer_config_from_args(args))
+    if args.spec:
+        load_spec(args.spec)
     optimizer_config_from_args(args)
     ddp_config_from_args(args)
 

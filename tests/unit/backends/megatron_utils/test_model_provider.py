@@ -1,0 +1,154 @@
+"""From flags to a model: which spec, which head, which parameters train."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import layer_specs
+from slime.backends.megatron_utils.layer_specs import get_block_spec, moe_layer_pattern
+from slime.backends.megatron_utils.model_provider import ValueHead, freeze_parameters, get_model_provider
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+
+from slime.backends.megatron_utils.config_builders import transformer_config_from_args
+from slime.utils.errors import ConfigError, HookError
+from tests.unit.backends.megatron_utils.megatron_case import packed_logits, parse, start_single_process
+
+DENSE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 8 --swiglu --disable-bias-linear".split()
+DENSE += "--ffn-hidden-size 24 --normalization RMSNorm --use-rotary-position-embeddings --make-vocab-size-divisible-by 8".split()
+HERE = __name__
+
+
+def build(*flags: str, role: str = "actor") -> torch.nn.Module:
+    args = parse(*DENSE, *flags)
+    start_single_process(args)
+    return get_model_provider(args, role)()
+
+
+def short_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """A spec function as users write it; leaves out the query and key norms."""
+    spec = get_block_spec(config, vp_stage)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.q_layernorm = layer_specs.IdentityOp
+    return spec
+
+
+not_a_spec = 3
+
+
+def test_the_logits_are_those_of_the_padded_vocabulary() -> None:
+    model = build("--padded-vocab-size", "12")
+    [logits] = packed_logits(model, [torch.tensor([1, 2, 3])])
+    assert logits.shape == (3, 12)
+
+
+def test_two_models_of_one_seed_are_equal() -> None:
+    first, second = build().state_dict(), build().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first if torch.is_tensor(first[name]))
+
+
+def test_a_spec_function_shapes_the_layers() -> None:
+    model = build("--qk-layernorm", "--spec", HERE, "short_spec")
+    names = [name for name, _ in model.named_parameters()]
+    assert any("k_layernorm" in name for name in names) and not any("q_layernorm" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (("no.such.module", "f"), "--spec no.such.module f cannot be imported"),
+        ((HERE, "no_such_name"), "has no name 'no_such_name'"),
+        ((HERE, "not_a_spec"), "is int; a function is needed"),
+    ],
+)
+def test_a_spec_that_cannot_be_used_is_refused(spec: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build("--spec", *spec)
+
+
+def custom_provider(pre_process: bool = True, post_process: bool = True) -> torch.nn.Module:
+    """A provider as users write it."""
+    return torch.nn.Linear(2, 2)
+
+
+def test_a_custom_provider_builds_the_model() -> None:
+    assert isinstance(build("--custom-model-provider-path", f"{HERE}.custom_provider"), torch.nn.Linear)
+
+
+def test_a_custom_provider_that_does_not_import_is_refused() -> None:
+    with pytest.raises(HookError, match="no_such_provider"):
+        build("--custom-model-provider-path", f"{HERE}.no_such_provider")
+
+
+def test_a_critic_gives_one_value_for_each_token() -> None:
+    model = build(role="critic")
+    assert isinstance(model, GPTModel) and isinstance(model.output_layer, ValueHead)
+    [values] = packed_logits(model, [torch.tensor([1, 2, 3])])
+    assert values.shape == (3, 1) and values.dtype == torch.float32
+
+
+def test_parameters_outside_of_the_list_do_not_train() -> None:
+    model = build("--only-train-params-name-list", "linear_fc1", "final_layernorm")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained == [
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.1.mlp.linear_fc1.weight",
+        "decoder.final_layernorm.weight",
+    ]
+
+
+def test_parameters_on_the_freeze_list_do_not_train() -> None:
+    model = build("--freeze-params-name-list", r"layers\.0\.")
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if ".layers.0." in name}
+
+
+def test_freezing_counts_what_is_left() -> None:
+    assert freeze_parameters(torch.nn.Linear(2, 2), freeze=["bias"]) == 1
+    assert freeze_parameters(torch.nn.Linear(2, 2)) == 2
+
+
+def test_both_lists_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        build("--only-train-params-name-list", "a", "--freeze-params-name-list", "b")
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ("", [True, True]),
+        ("--moe-layer-freq 2", [True, False]),
+        ("--moe-layer-freq [0]+[1]", [False, True]),
+    ],
+)
+def test_the_expert_layers_follow_the_pattern(flags: str, pattern: list[bool]) -> None:
+    args = parse(*DENSE, "--num-experts", "2", "--moe-ffn-hidden-size", "8", *flags.split())
+    assert moe_layer_pattern(transformer_config_from_args(args)) == pattern
+
+
+def test_a_pattern_of_another_length_is_refused() -> None:
+    args = parse(*DENSE, "--num-experts", "2", "--moe-ffn-hidden-size", "8")
+    config = transformer_config_from_args(args)
+    config.moe_layer_freq = [0, 1, 1]
+    with pytest.raises(ConfigError, match="--moe-layer-freq has 3 entries; --num-layers is 2"):
+        moe_layer_pattern(config)
+
+
+def test_names_on_disk_are_those_of_transformer_engine() -> None:
+    keys = {value.key for value in build().sharded_state_dict().values() if hasattr(value, "key")}
+    assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in keys
+    assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in keys
+    assert not any("input_layernorm" in key or "pre_mlp_layernorm" in key for key in keys)
+
+
+def test_a_deterministic_run_and_a_user_hook_are_set_up_by_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Namespace] = []
+    monkeypatch.setitem(globals(), "init_hook", seen.append)
+    args = parse(*DENSE, "--custom-megatron-init-path", f"{HERE}.init_hook")
+    start_single_process(args)
+    assert seen == [args]
