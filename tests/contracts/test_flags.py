@@ -94,3 +94,27 @@ def test_the_flags_of_a_model_file_parse(file):
     output = subprocess.run(["bash", "-c", program], cwd=REPO, capture_output=True, text=True, timeout=20, check=True)
     args = parse_flags(["--debug-train-only", *output.stdout.split("\0")[:-1]])
     assert args.num_layers > 0
+
+
+RECIPES = sorted((REPO / "scripts").glob("run-*.sh"))
+PRINT_INSTEAD_OF_RUNNING = """
+source() {
+    builtin source "$@"
+    start_ray() { :; }
+    submit_job() { printf '%s\\0' "${@:2}"; }
+}
+builtin source "$0"
+"""
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_the_flags_of_a_recipe_parse(recipe, tmp_path):
+    # The recipe of the warm start counts the rows of its data.
+    rows = tmp_path / "task/data/sft.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text("{}\n" * 640)
+    words = ["env", f"TINY_DIR={tmp_path}", "bash", "-c", PRINT_INSTEAD_OF_RUNNING, str(recipe)]
+    output = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=20, check=True)
+    flags = output.stdout.split("\0")[:-1]
+    assert "--hf-checkpoint" in flags
+    parse_flags(flags)
