@@ -25,8 +25,6 @@ export NO_PROXY="${no_proxy}"
 export RAY_AUTH_MODE=token
 # Nothing of this project is ever fetched by name: what a path does not hold is an error at once, not a download.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
-# Ray would copy the token, the usage statistics and the log of every actor around; we want only the last.
-export RAY_USAGE_STATS_ENABLED=0
 
 _RAY_PID=""
 _RAY_DIR=""
@@ -45,23 +43,54 @@ for one in sockets:
 PY
 }
 
+# Whether the dashboard takes jobs.
+_dashboard_answers() {
+    python3 - <<'PY'
+import os, sys, urllib.request
+
+request = urllib.request.Request(
+    os.environ["RAY_API_SERVER_ADDRESS"] + "/api/jobs/",
+    headers={"Authorization": "Bearer " + os.environ["RAY_AUTH_TOKEN"]},
+)
+try:
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5)
+except OSError:
+    sys.exit(1)
+PY
+}
+
 # start_ray NUM_GPUS [FLAG...]: start the cluster, wait until it takes jobs.  A cluster that the calling script has
 # started already (scripts/demo.sh runs several jobs in one) is used, and left to it.
 start_ray() {
-    local num_gpus="$1" ports deadline
-    shift
+    local attempt
     if [[ -n "${SLIME_SCRIPT_EXTERNAL_RAY:-}" || -n "${SLIME_RAY_STARTED:-}" ]]; then
         export RAY_API_SERVER_ADDRESS="${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}"
         return
     fi
-    _RAY_DIR="$(mktemp -d /tmp/slime-ray-XXXXXX)"
-    mapfile -t ports < <(free_ports 6)
     # A token of our own: Ray's default one lies in the home folder and would be shared with other clusters.
     export RAY_AUTH_TOKEN
     RAY_AUTH_TOKEN="$(python3 -c 'import secrets; print(secrets.token_hex(32))')"
+    # Ray gives up on a node that has not registered after 30 s, which a machine with busy cores may need longer for.
+    for attempt in 1 2 3; do
+        if _start_ray_once "$@"; then
+            export SLIME_RAY_STARTED=1
+            return
+        fi
+        echo "ray: attempt ${attempt} failed; the end of ${_RAY_DIR}/ray-start.log:" >&2
+        tail -n 5 "${_RAY_DIR}/ray-start.log" >&2
+        _stop_ray
+    done
+    echo "ray: no cluster could be started" >&2
+    return 1
+}
+
+_start_ray_once() {
+    local num_gpus="$1" ports start=${SECONDS}
+    shift
+    _RAY_DIR="$(mktemp -d /tmp/slime-ray-XXXXXX)"
+    mapfile -t ports < <(free_ports 6)
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${ports[1]}"
     export RAY_ADDRESS="127.0.0.1:${ports[0]}"
-    local start=${SECONDS}
     echo "ray: starting a cluster with ${num_gpus} GPUs (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
     # A bundle of the job is one GPU and one CPU; engines, managers and the job itself take CPUs too.
     setsid ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" \
@@ -72,25 +101,31 @@ start_ray() {
         "$@" >"${_RAY_DIR}/ray-start.log" 2>&1 &
     _RAY_PID=$!
     disown "${_RAY_PID}"
-    export SLIME_RAY_STARTED=1
-    # When this script is killed so hard that no trap runs, the watcher ends the cluster, and with it the job: the same
-    # command started again must not meet its predecessor writing to the same folders.
+    # When this script is killed so hard that no trap runs, the watcher ends the job and the cluster: the same command
+    # started again must not meet its predecessor writing to the same folders.
     setsid bash -c 'while kill -0 "$1" 2>/dev/null; do sleep 1; done
         [[ ! -s "$3/job" ]] || timeout 15 ray job stop --no-wait "$(cat "$3/job")"
         sleep 2; kill -TERM -- "-$2"; sleep 5; kill -KILL -- "-$2"' \
         watcher "$$" "${_RAY_PID}" "${_RAY_DIR}" >/dev/null 2>&1 &
     _WATCHER_PID=$!
     disown "${_WATCHER_PID}"
-    deadline=$((SECONDS + 120))
-    until ray job list >/dev/null 2>&1; do
-        if ! kill -0 "${_RAY_PID}" 2>/dev/null || ((SECONDS > deadline)); then
-            echo "ray: the cluster did not start; the end of ${_RAY_DIR}/ray-start.log:" >&2
-            tail -20 "${_RAY_DIR}/ray-start.log" >&2
+    until grep -q "Ray runtime started" "${_RAY_DIR}/ray-start.log" && _dashboard_answers; do
+        if ! kill -0 "${_RAY_PID}" 2>/dev/null || ((SECONDS - start > 120)); then
             return 1
         fi
         sleep 0.5
     done
     echo "ray: ready after $((SECONDS - start)) s"
+}
+
+# Stop our cluster.  setsid made it a process group with the number of its first process; workers end with their raylet.
+_stop_ray() {
+    local deadline=$((SECONDS + 4))
+    kill -KILL -- "-${_WATCHER_PID}" 2>/dev/null || true
+    kill -TERM -- "-${_RAY_PID}" 2>/dev/null || true
+    while kill -0 -- "-${_RAY_PID}" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
+    kill -KILL -- "-${_RAY_PID}" 2>/dev/null || true
+    _RAY_PID=""
 }
 
 # submit_job SCRIPT ARGUMENT...: run `python3 SCRIPT ARGUMENT...` as a Ray job and wait for it; its exit code is ours.
@@ -114,21 +149,16 @@ print(json.dumps({"env_vars": variables | json.loads(sys.argv[1])}))
 
 # _clean_up [STATUS]: stop the job that runs, then the cluster, if they are ours, and exit.
 _clean_up() {
-    local status="${1:-$?}" deadline
+    local status="${1:-$?}"
     trap - EXIT INT TERM
     if [[ -n "${_JOB_ID}" ]]; then
         echo "stopping job ${_JOB_ID}" >&2
         timeout 20 ray job stop "${_JOB_ID}" >/dev/null 2>&1 || true
     fi
     if [[ -n "${_RAY_PID}" ]]; then
-        kill -KILL -- "-${_WATCHER_PID}" 2>/dev/null || true
-        # setsid made the cluster a process group of its own, with our id; its workers belong to its raylet.
-        kill -TERM -- "-${_RAY_PID}" 2>/dev/null || true
-        deadline=$((SECONDS + 4))
-        while kill -0 -- "-${_RAY_PID}" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
-        kill -KILL -- "-${_RAY_PID}" 2>/dev/null || true
+        _stop_ray
         if ((status == 0)); then
-            rm -rf "${_RAY_DIR}"
+            rm -rf "${_RAY_DIR}" 2>/dev/null || true
         else
             echo "ray: stopped; its logs stay in ${_RAY_DIR}" >&2
         fi
