@@ -129,14 +129,14 @@ _stop_ray() {
 }
 
 # submit_job SCRIPT ARGUMENT...: run `python3 SCRIPT ARGUMENT...` as a Ray job and wait for it; its exit code is ours.
-# JOB_ENV, a JSON object of environment variables, goes along.
+# JOB_ENV, a JSON object of environment variables, goes along; so do the variables that JOB_EXTRA_ENV names.
 submit_job() {
     local runtime_env status=0
     runtime_env="$(python3 -c '
 import json, os, sys
 variables = {name: os.environ[name] for name in sys.argv[2:] if name in os.environ}
 print(json.dumps({"env_vars": variables | json.loads(sys.argv[1])}))
-' "${JOB_ENV:-"{}"}" PYTHONPATH PYTHONUNBUFFERED PATH no_proxy NO_PROXY HF_HUB_OFFLINE OMP_NUM_THREADS)"
+' "${JOB_ENV:-"{}"}" PYTHONPATH PYTHONUNBUFFERED PATH no_proxy NO_PROXY HF_HUB_OFFLINE OMP_NUM_THREADS ${JOB_EXTRA_ENV:-})"
     _JOB_ID="slime-$(date +%H%M%S)-$$-${RANDOM}"
     [[ -z "${_RAY_DIR}" ]] || echo "${_JOB_ID}" >"${_RAY_DIR}/job"
     # In the background, so that a signal reaches this shell at once and the trap below can stop the job.

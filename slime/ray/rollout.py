@@ -47,6 +47,8 @@ CONTROL_GROUP = "control"
 """Concurrency group of the short calls that must not queue behind a running ``generate``."""
 
 ENGINE_CHECK_INTERVAL_S = 3.0
+DEADLINE_MARGIN_S = 180.0
+"""The rollout function has its own deadline and the better message; ours comes later, the driver's last."""
 
 
 class RolloutManager(Watched):
@@ -256,7 +258,7 @@ class RolloutManager(Watched):
         """
         executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         future = executor.submit(work)
-        deadline = time.monotonic() + self.args.rollout_timeout_s
+        deadline = time.monotonic() + self.args.rollout_timeout_s + DEADLINE_MARGIN_S
         try:
             while True:
                 try:

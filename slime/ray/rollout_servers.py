@@ -1,7 +1,7 @@
 """The engines of one run: which exist, how they start, recover and give their memory away.
 
-A *model* (``RolloutServer``) has a router and one or more *groups* of like engines (``ServerGroup``).  The layout comes
-from ``--sglang-config``, ``--prefill-num-servers``, or is one group of regular engines.
+A *model* (``RolloutServer``) has a router and one or more *groups* of like engines (``ServerGroup``).  The layout
+comes from ``--sglang-config``, ``--prefill-num-servers``, or is one group of regular engines.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ServerGroup:
         end = self.gpu_offset + len(self.all_engines) * self.gpus_per_actor
         if end > len(self.gpus.bundle_indices):
             raise ConfigError(
-                f"server group {self.config.worker_type!r} of model {self.model.name!r} needs GPUs up to {end}, but the "
-                f"engines have {len(self.gpus.bundle_indices)}. Set --rollout-num-gpus or the group's num_gpus."
+                f"server group {self.config.worker_type!r} of model {self.model.name!r} needs GPUs up to {end}, but "
+                f"the engines have {len(self.gpus.bundle_indices)}. Set --rollout-num-gpus or the group's num_gpus."
             )
 
     @property

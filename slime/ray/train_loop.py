@@ -21,7 +21,7 @@ from slime.observability.step_line import StepLine
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.gpu_handover import GpuHandover
 from slime.ray.placement_group import GpuSlice, create_placement_groups
-from slime.ray.rollout import create_rollout_manager
+from slime.ray.rollout import DEADLINE_MARGIN_S, create_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import forget_all, wait_for, watch
 from slime.utils.errors import ConfigError
@@ -117,7 +117,10 @@ class TrainJob:
         """The train data of a rollout that was begun."""
         with self._timed("wait_for_rollout"):
             return wait_for(
-                generation, what="the rollout", timeout_s=self.args.rollout_timeout_s + 120, report_every_s=60
+                generation,
+                what="the rollout",
+                timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
+                report_every_s=60,
             )
 
     def generate(self, rollout_id: int) -> list[Box] | None:
@@ -163,7 +166,12 @@ class TrainJob:
     def evaluate(self, rollout_id: int) -> None:
         """Measure the present policy on the evaluation sets."""
         with self._timed("eval"):
-            self._ask("eval", rollout_id, what="the evaluation", timeout_s=self.args.rollout_timeout_s)
+            self._ask(
+                "eval",
+                rollout_id,
+                what="the evaluation",
+                timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
+            )
 
     def evaluate_if_due(self, rollout_id: int) -> None:
         """Evaluate when ``--eval-interval`` says so."""

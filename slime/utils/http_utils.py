@@ -42,6 +42,8 @@ POST_TIMEOUT_S = 14400.0
 GET_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 30.0
 RETRY_WAIT_S = 1.0
+HEADROOM = 64
+"""Connections beyond one for each generation, so that other requests need not wait for one to end."""
 KEEPALIVE_S = 4.0
 """Below the 5 s after which SGLang's server drops an idle connection, so that we rarely write into a closed one."""
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -104,7 +106,7 @@ def _session() -> aiohttp.ClientSession:
         for dead_loop in [other for other in _CLIENT.sessions if other.is_closed()]:
             del _CLIENT.sessions[dead_loop]
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=_CLIENT.max_connections, keepalive_timeout=KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=_CLIENT.max_connections and _CLIENT.max_connections + HEADROOM, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             trust_env=False,
         )

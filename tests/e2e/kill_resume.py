@@ -1,0 +1,230 @@
+"""Kill the whole job with SIGKILL at three moments, start it again each time, and account for every prompt group.
+
+    python tests/e2e/kill_resume.py --tiny-dir runs/tiny --work-dir runs/kill --num-rollout 30
+
+Needs the warm start that ``make demo`` leaves in ``--tiny-dir``.  The job runs with dynamic sampling, over-sampling
+and partial rollouts, so that the buffer is in use.  It is killed
+
+    1. during generation, while the buffer of the last save holds groups,
+    2. during an optimizer step,
+    3. during a save, when the folder of the new checkpoint exists and the tracker still names the old one,
+
+and after each kill the same command is started again.  At the end
+
+    * every group that was ever issued was trained exactly once in the surviving lineage, or was dropped by the filter,
+      or waits in the buffer; none was trained twice,
+    * the evaluation is at least ``--quality``.
+
+Exit code 0 when all of it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+class Job:
+    """One start of the recipe; every process of it carries a tag in its environment, by which it is found."""
+
+    def __init__(self, options: argparse.Namespace, number: int) -> None:
+        self.tag = f"KILL_RESUME_TAG={uuid.uuid4().hex}"
+        self.log = options.work_dir / f"run{number}.log"
+        name, value = self.tag.split("=")
+        environment = dict(os.environ) | {
+            name: value,
+            "TINY_DIR": str(options.tiny_dir),
+            "SAVE_DIR": str(options.work_dir / "save"),
+            "JOB_EXTRA_ENV": "AUDIT_DIR",
+            "AUDIT_DIR": str(options.work_dir),
+        }
+        command = [
+            str(REPO / "scripts" / "run-tiny-cpu.sh"),
+            *("--num-rollout", str(options.num_rollout), "--save-interval", "1", "--eval-interval", "10"),
+            *("--over-sampling-batch-size", "48", "--partial-rollout"),
+            *("--dynamic-sampling-filter-path", "tests.e2e.audit_plugins.filter_and_note"),
+            *("--custom-megatron-before-train-step-hook-path", "tests.e2e.audit_plugins.note_train_step"),
+            *("--save-debug-rollout-data", str(options.work_dir / "dumps" / "{rollout_id}.pt")),
+            *options.flags,
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=open(self.log, "w"), stderr=subprocess.STDOUT, env=environment, cwd=REPO
+        )
+
+    def pids(self) -> list[int]:
+        """Every live process of the job, found by the tag."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.tag.encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def kill(self) -> int:
+        """SIGKILL to every process; gives how many there were."""
+        killed = 0
+        for _ in range(20):
+            pids = self.pids()
+            if not pids:
+                break
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    killed += 1
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.1)
+        self.process.wait(timeout=30)
+        assert not self.pids(), f"processes survive: {self.pids()}"
+        return killed
+
+    def wait_until(self, condition: Callable[[], bool], *, timeout_s: float, poll_s: float) -> None:
+        """Until ``condition()``, while the job runs."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None:
+                raise SystemExit(f"the job ended early with {self.process.returncode}; see {self.log}")
+            if time.monotonic() > deadline:
+                raise SystemExit(f"the moment did not come within {timeout_s} s; see {self.log}")
+            time.sleep(poll_s)
+
+
+def tracker(save: Path) -> int:
+    """The iteration that counts, -1 without one."""
+    path = save / "latest_checkpointed_iteration.txt"
+    return int(path.read_text()) if path.exists() else -1
+
+
+def data_state(save: Path, rollout_id: int) -> dict:
+    """The saved position in the data."""
+    return torch.load(save / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt", weights_only=False)
+
+
+def lines(path: Path) -> list[dict]:
+    """The whole records of a JSON-lines file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def kill_during_generation(job: Job, save: Path, after: int, timeout_s: float) -> str:
+    """Kill shortly after a step is done whose save has groups in the buffer: the next rollout is being generated."""
+    seen = {"step": tracker(save)}
+
+    def buffer_waits() -> bool:
+        latest = tracker(save)
+        if latest < after or latest == seen["step"]:
+            return False
+        seen["step"] = latest
+        return len(data_state(save, latest).get("buffer", ())) > 0
+
+    job.wait_until(buffer_waits, timeout_s=timeout_s, poll_s=0.02)
+    step = seen["step"]
+    marker = f"step {step + 1}/"
+    job.wait_until(lambda: marker in job.log.read_text(), timeout_s=120, poll_s=0.02)
+    time.sleep(0.3)
+    size = len(data_state(save, step)["buffer"])
+    return f"generating rollout {step + 1}, {size} groups in the saved buffer"
+
+
+def kill_during_training(job: Job, work: Path, after: int, timeout_s: float) -> str:
+    """Kill as soon as an optimizer step has begun."""
+    start = len(lines(work / "steps.jsonl"))
+    job.wait_until(
+        lambda: any(record["rollout"] >= after for record in lines(work / "steps.jsonl")[start:]),
+        timeout_s=timeout_s,
+        poll_s=0.005,
+    )
+    return f"optimizer step of rollout {lines(work / 'steps.jsonl')[-1]['rollout']}"
+
+
+def kill_during_save(job: Job, save: Path, after: int, timeout_s: float) -> str:
+    """Kill when the next checkpoint's folder is there and does not count yet."""
+
+    def is_saving() -> bool:
+        latest = tracker(save)
+        return latest >= after and (save / f"iter_{latest + 1:07d}").exists()
+
+    job.wait_until(is_saving, timeout_s=timeout_s, poll_s=0.001)
+    return f"save of rollout {tracker(save) + 1}"
+
+
+def account(work: Path, num_rollout: int) -> dict[str, object]:
+    """Where every issued group went, in the surviving lineage."""
+    save = work / "save"
+    trained: Counter[int] = Counter()
+    for rollout_id in range(num_rollout):
+        samples = torch.load(work / "dumps" / f"{rollout_id}.pt", weights_only=False)["samples"]
+        trained.update({sample["group_index"] for sample in samples})
+    state = data_state(save, num_rollout - 1)
+    waiting = {group[0]["group_index"] for group in state["buffer"]}
+    dropped = {record["group"] for record in lines(work / "dropped.jsonl")}
+    issued = set(range(state["sample_group_index"]))
+    return {
+        "issued": len(issued),
+        "trained": len(trained),
+        "dropped": len(issued & dropped - set(trained)),
+        "waiting in the buffer": len(waiting),
+        "lost": sorted(issued - set(trained) - dropped - waiting),
+        "trained twice": sorted(group for group, count in trained.items() if count > 1),
+        "trained and waiting": sorted(set(trained) & waiting),
+    }
+
+
+def main() -> None:
+    """Run, kill, resume, account."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny-dir", type=Path, default=Path("runs/tiny"))
+    parser.add_argument("--work-dir", type=Path, default=Path("runs/kill"))
+    parser.add_argument("--num-rollout", type=int, default=30)
+    parser.add_argument("--kill-after", type=int, nargs=3, default=(2, 6, 10), help="earliest rollouts of the kills")
+    parser.add_argument("--quality", type=float, default=0.9, help="evaluation at the end, at least")
+    parser.add_argument("--timeout-s", type=float, default=600, help="seconds until each moment must have come")
+    parser.add_argument("flags", nargs="*", help="more flags for train.py, after --")
+    options = parser.parse_args()
+    options.work_dir = options.work_dir.resolve()
+    options.tiny_dir = options.tiny_dir.resolve()
+    (options.work_dir / "dumps").mkdir(parents=True)
+    save = options.work_dir / "save"
+    generation, training, saving = options.kill_after
+    moments = (
+        lambda job: kill_during_generation(job, save, generation, options.timeout_s),
+        lambda job: kill_during_training(job, options.work_dir, training, options.timeout_s),
+        lambda job: kill_during_save(job, save, saving, options.timeout_s),
+    )
+    for number, moment in enumerate(moments):
+        job = Job(options, number)
+        what = moment(job)
+        before = tracker(save)
+        killed = job.kill()
+        print(f"kill {number + 1}: {what}; {killed} processes killed; resumes after rollout {before}", flush=True)
+    job = Job(options, len(moments))
+    code = job.process.wait(timeout=options.timeout_s * 2)
+    report = account(options.work_dir, options.num_rollout)
+    for name, value in report.items():
+        print(f"{name}: {value}")
+    evaluations = [record for record in lines(save / "metrics.jsonl") if "eval/step" in record]
+    figures = {k: v for k, v in evaluations[-1].items() if k.startswith("eval/") and k.count("/") == 1}
+    print(f"last evaluation: {figures}")
+    quality = max(value for name, value in figures.items() if name not in ("eval/step",) and "truncated" not in name)
+    is_good = code == 0 and not report["lost"] and not report["trained twice"] and not report["trained and waiting"]
+    sys.exit(0 if is_good and quality >= options.quality else 1)
+
+
+if __name__ == "__main__":
+    main()
