@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# GRPO on the tiny arithmetic task, on one GPU: the SGLang engine and the Megatron rank take turns with its memory.
+# bf16 training with fp32 master weights and gradient sums.  The job is that of run-tiny-cpu.sh.
+#
+#   scripts/run-tiny-gpu.sh [FLAG...]           more flags for train.py; of a flag given twice the last counts
+#
+# TINY_DIR (runs/tiny): task/ and the warm start sft/.  SEED (1): of sampling and data order.  The result lies in
+# SAVE_DIR (TINY_DIR/grpo-gpu-seed1); started again with the same SAVE_DIR, a run that was killed goes on.
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
+
+TINY_DIR="${TINY_DIR:-runs/tiny}"
+SEED="${SEED:-1}"
+SAVE_DIR="${SAVE_DIR:-${TINY_DIR}/grpo-gpu-seed${SEED}}"
+
+CKPT_ARGS=(
+    --hf-checkpoint "${TINY_DIR}/task/hf"
+    --ref-load "${TINY_DIR}/sft"
+    --load "${SAVE_DIR}"
+    --save "${SAVE_DIR}"
+    --save-interval 10
+    --save-hf "${SAVE_DIR}/hf/{rollout_id}"
+)
+
+ROLLOUT_ARGS=(
+    --prompt-data "${TINY_DIR}/task/data/grpo.jsonl"
+    --input-key prompt
+    --label-key label
+    --apply-chat-template
+    --rollout-shuffle
+    --rollout-seed "${SEED}"
+    --seed "${SEED}"
+    --custom-rm-path examples.tiny_arithmetic.reward.reward
+    --num-rollout 30
+    --rollout-batch-size 32
+    --n-samples-per-prompt 8
+    --rollout-max-response-len 32
+    --rollout-temperature 1
+    --global-batch-size 256
+    --balance-data
+)
+
+EVAL_ARGS=(
+    --eval-interval 5
+    --eval-config "${TINY_DIR}/task/eval.yaml"
+)
+
+PERF_ARGS=(
+    --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 1
+    --context-parallel-size 1
+    --use-dynamic-batch-size
+    --max-tokens-per-gpu 16384
+)
+
+GRPO_ARGS=(
+    --advantage-estimator grpo
+    --use-kl-loss
+    --kl-loss-coef 0.00
+    --kl-loss-type low_var_kl
+    --entropy-coef 0.00
+    --eps-clip 0.2
+    --eps-clip-high 0.28
+)
+
+OPTIMIZER_ARGS=(
+    --optimizer adam
+    --lr 1e-3
+    --lr-decay-style constant
+    --weight-decay 0.1
+    --adam-beta1 0.9
+    --adam-beta2 0.98
+    --clip-grad 1.0
+)
+
+TRACKING_ARGS=(
+    # --use-tensorboard
+    # --use-wandb
+    # --wandb-mode offline
+    # --wandb-dir "${SAVE_DIR}"
+    # --wandb-project slime-tiny
+)
+
+SGLANG_ARGS=(
+    --rollout-num-gpus-per-engine 1
+    --sglang-mem-fraction-static 0.3
+    # By default the key-value cache takes all of that fraction: gigabytes that a tiny model never fills.
+    --sglang-max-total-tokens 262144
+    --sglang-cuda-graph-max-bs 256
+    --sglang-attention-backend triton
+    --sglang-sampling-backend pytorch
+)
+
+MISC_ARGS=(
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --accumulate-allreduce-grads-in-fp32
+    --attention-softmax-in-fp32
+    --attention-backend flash
+    --bf16
+)
+
+start_ray 1
+
+JOB_ENV="{\"TENSORBOARD_DIR\": \"${SAVE_DIR}/tensorboard\"}" submit_job train.py \
+    --actor-num-nodes 1 \
+    --actor-num-gpus-per-node 1 \
+    --colocate \
+    "${MODEL_ARGS[@]}" \
+    "${CKPT_ARGS[@]}" \
+    "${ROLLOUT_ARGS[@]}" \
+    "${EVAL_ARGS[@]}" \
+    "${PERF_ARGS[@]}" \
+    "${GRPO_ARGS[@]}" \
+    "${OPTIMIZER_ARGS[@]}" \
+    "${TRACKING_ARGS[@]}" \
+    "${SGLANG_ARGS[@]}" \
+    "${MISC_ARGS[@]}" \
+    "$@"

@@ -1,0 +1,78 @@
+"""The shell scripts: they parse, they stop only what they started, and installing twice does nothing twice."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[3]
+SCRIPTS = sorted([*REPO.glob("scripts/**/*.sh"), REPO / "scripts/check", REPO / ".ci/run"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_parses(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_kills_nothing_by_name(script: Path) -> None:
+    code = "\n".join(line for line in script.read_text().splitlines() if not line.lstrip().startswith("#"))
+    assert not re.search(r"\bpkill\b|\bkillall\b|\bray stop\b", code)
+
+
+def lib(command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in a shell that has sourced scripts/lib.sh."""
+    shell = ["bash", "-c", f'source "{REPO}/scripts/lib.sh"; {command}']
+    return subprocess.run(shell, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def test_free_ports_are_distinct() -> None:
+    ports = lib("free_ports 6").stdout.split()
+    assert len(set(ports)) == 6
+    assert all(1024 <= int(port) <= 65535 for port in ports)
+
+
+def test_a_script_ends_with_the_code_of_what_failed() -> None:
+    assert lib("exit 7").returncode == 7
+    assert lib("false").returncode == 1
+
+
+def test_a_cluster_that_the_caller_started_is_used_and_left_alone() -> None:
+    done = lib(
+        "export SLIME_RAY_STARTED=1 RAY_API_SERVER_ADDRESS=http://h:1; start_ray 8; echo $RAY_API_SERVER_ADDRESS"
+    )
+    assert done.stdout == "http://h:1\n"
+    assert done.returncode == 0
+
+
+def test_install_does_nothing_when_the_pins_are_those_of_the_last_time(tmp_path: Path) -> None:
+    for name in ("scripts", "requirements"):
+        shutil.copytree(REPO / name, tmp_path / name)
+    fingerprint = subprocess.run(
+        "cat requirements/*.txt scripts/install.sh | sha256sum | cut -d' ' -f1",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/.installed").write_text(fingerprint)
+    done = subprocess.run([str(tmp_path / "scripts/install.sh")], capture_output=True, text=True, check=True)
+    assert done.stdout == "install: .venv is up to date\n"
+
+
+def test_install_names_the_python_it_needs(tmp_path: Path) -> None:
+    for name in ("scripts", "requirements"):
+        shutil.copytree(REPO / name, tmp_path / name)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "cat", "sha256sum", "cut", "dirname", "awk", "sed", "date", "du"):
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    done = subprocess.run(
+        ["bash", str(tmp_path / "scripts/install.sh")], capture_output=True, text=True, env={"PATH": str(tools)}
+    )
+    assert done.returncode != 0
+    assert "Python 3.11 or 3.12 is needed" in done.stderr
