@@ -1,20 +1,48 @@
-"""The router's process: ``python -m slime.backends.sglang_utils.router_main OWNER_PID`` with RouterArgs on stdin."""
+"""The router's process: ``python -m slime.backends.sglang_utils.router_main OWNER_PID`` with RouterArgs on stdin.
+
+The router is a Rust program with a Python door.  Its own launcher is left aside: it imports all of SGLang for a
+debugging mode, which takes ten seconds.  While it runs no Python thread does, so the owner is watched from a process
+of its own, the parent of the one that routes.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
+import time
+
 from slime.backends.sglang_utils.child_process import owner_pid, read_settings
-from slime.backends.sglang_utils.owner_watch import end_with_owner
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.5
 
 
-def main() -> None:
-    """Route until killed."""
-    end_with_owner(owner_pid())
+def route() -> None:
+    """Route until killed; ends with its parent, whose only thread lives as long as it does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = read_settings()
-    from sglang_router.launch_router import launch_router
+    from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 
-    launch_router(RouterArgs(**settings))
+    Router.from_args(RouterArgs(**settings)).start()
+
+
+def watch(owner: int, router: int) -> int:
+    """Wait for the end of the router or of the owner; the router's exit status."""
+    while os.getppid() == owner:
+        ended, status = os.waitpid(router, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status) & 0xFF
+        time.sleep(POLL_S)
+    os.kill(router, signal.SIGKILL)
+    return 1
 
 
 if __name__ == "__main__":
-    main()
+    child = os.fork()
+    if child == 0:
+        route()
+    else:
+        sys.exit(watch(owner_pid(), child))

@@ -28,7 +28,17 @@ def main() -> None:
     from slime.backends.sglang_utils.server_args import keep_known
 
     known = {field.name for field in dataclasses.fields(ServerArgs) if field.init}
+    if settings.get("enable_metrics") and _metrics_break_routes():
+        print("metrics are off: with the installed FastAPI they would make /v1/loads answer 500", flush=True)
+        settings["enable_metrics"] = False
     run_server(ServerArgs(**keep_known(settings, known)))
+
+
+def _metrics_break_routes() -> bool:
+    """Newer versions of FastAPI keep included routers as entries without a path, which SGLang's metrics stumble over."""
+    from fastapi import routing
+
+    return hasattr(routing, "_IncludedRouter")
 
 
 if __name__ == "__main__":
