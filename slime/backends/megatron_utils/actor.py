@@ -385,4 +385,4 @@ def _read_hf_config(args: Namespace) -> dict[str, Any]:
 
 def _model_name(args: Namespace, hf_config: Mapping[str, Any]) -> str:
     """What chooses the name converter: ``--model-name``, or the model type of the HF config."""
-    return args.model_name or hf_config["model_type"]
+    return getattr(args, "model_name", None) or hf_config["model_type"]

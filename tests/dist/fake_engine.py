@@ -1,0 +1,194 @@
+"""An engine in a process of its own: a transformers model behind the ``WeightReceiver`` protocol."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from slime.utils.errors import EngineError
+
+ANSWER_TIMEOUT_S = 60
+
+
+class _Answer:
+    """Waits for one answer of the engine's process; answers come in the order of the requests."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+
+    def wait(self, timeout_s: float) -> Any:
+        if not self.engine.pipe.poll(min(timeout_s, ANSWER_TIMEOUT_S)):
+            raise EngineError("the fake engine did not answer")
+        value, error = self.engine.pipe.recv()
+        if error is not None:
+            raise EngineError(error)
+        return value
+
+
+class FakeEngine:
+    """Every method of the protocol becomes a message to the process."""
+
+    index = 0
+    gpu_offset = 0
+
+    def __init__(self, folder: str, *, num_gpus: int, is_colocated: bool) -> None:
+        self.num_gpus, self.is_colocated = num_gpus, is_colocated
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.fault = ""
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, folder), daemon=True)
+        self.process.start()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*positional: Any, **keyword: Any) -> _Answer:
+            self.calls.append((name, {k: v for k, v in keyword.items() if k != "serialized_named_tensors"}))
+            self.pipe.send((name, positional, keyword, self.fault, self.num_gpus))
+            return _Answer(self)
+
+        return call
+
+    def log_probs(self, tokens: list[list[int]], response_lengths: list[int]) -> list[torch.Tensor]:
+        """Log-prob of every response token under the engine's weights."""
+        answer = self.compute(tokens, response_lengths).wait(ANSWER_TIMEOUT_S)
+        return [torch.tensor(values) for values in answer]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join(5)
+
+
+class NoEngine:
+    """What the other ranks are given: they must not talk to it."""
+
+    index = 0
+    gpu_offset = 0
+    fault = ""
+
+    def __init__(self, folder: str, *, num_gpus: int, is_colocated: bool) -> None:
+        self.num_gpus, self.is_colocated = num_gpus, is_colocated
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def close(self) -> None:
+        pass
+
+
+class _Server:
+    """The engine's side."""
+
+    def __init__(self, folder: str) -> None:
+        import transformers
+
+        self.num_gpus = 0
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.parameters = dict(self.model.named_parameters())
+        for parameter in self.parameters.values():
+            parameter.data.fill_(float("nan"))
+        self.version = "0"
+        self.groups: dict[str, Any] = {}
+        self.fault = ""
+
+    def nothing(self) -> None:
+        pass
+
+    pause_generation = continue_generation = flush_cache = nothing
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        from sglang.srt.utils import init_custom_process_group
+
+        self.groups[group_name] = init_custom_process_group(
+            backend=backend,
+            init_method=f"tcp://{master_address}:{master_port}",
+            world_size=world_size,
+            rank=rank_offset,
+            group_name=group_name,
+        )
+
+    def update_weights_from_tensor(
+        self, serialized_named_tensors: list[str], load_format: str, weight_version: str, flush_cache: bool
+    ) -> None:
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        assert len(serialized_named_tensors) == self.num_gpus
+        if self.fault == "refuses":
+            raise RuntimeError("out of memory")
+        if load_format != "flattened_bucket":
+            self.compare(pickle.loads(base64.b64decode(serialized_named_tensors[0])))
+            return
+        for text in serialized_named_tensors:
+            payload = MultiprocessingSerializer.deserialize(text)
+            bucket = FlattenedTensorBucket(
+                flattened_tensor=payload["flattened_tensor"], metadata=payload["metadata"]
+            )
+            self.load(bucket.reconstruct_tensors(), weight_version)
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        weight_version: str,
+        load_format: str,
+        flush_cache: bool,
+    ) -> None:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        empty = [
+            (name, torch.empty(shape, dtype=getattr(torch, dtype)))
+            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        ]
+        bucket = FlattenedTensorBucket(named_tensors=empty)
+        torch.distributed.broadcast(bucket.get_flattened_tensor(), 0, group=self.groups[group_name])
+        self.load(bucket.reconstruct_tensors(), weight_version)
+
+    def load(self, named_tensors: list[tuple[str, torch.Tensor]], version: str) -> None:
+        for name, tensor in named_tensors:
+            self.parameters[name].data.copy_(tensor)
+        if self.fault != "stale version":
+            self.version = version
+
+    def compare(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+        if self.fault == "differs":
+            self.parameters["model.norm.weight"].data[0] += 1
+        different = [n for n, tensor in named_tensors if not torch.equal(self.parameters[n].data, tensor)]
+        if different:
+            raise RuntimeError(f"differing tensors: {different}")
+
+    @torch.no_grad()
+    def compute(self, tokens: list[list[int]], response_lengths: list[int]) -> list[list[float]]:
+        result = []
+        for sequence, length in zip(tokens, response_lengths, strict=True):
+            logits = self.model(torch.tensor([sequence])).logits[0].log_softmax(-1)
+            picked = logits[:-1].gather(1, torch.tensor(sequence[1:])[:, None]).squeeze(1)
+            result.append(picked[-length:].tolist())
+        return result
+
+
+def _serve(pipe: Any, folder: str) -> None:
+    from slime.backends.sglang_utils import cpu_shim
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    cpu_shim.install()
+    server = _Server(folder)
+    while True:
+        name, positional, keyword, server.fault, server.num_gpus = pipe.recv()
+        try:
+            pipe.send((getattr(server, name)(*positional, **keyword), None))
+        except Exception as error:  # the edge of the engine's process: the sender hears of it
+            pipe.send((None, f"{type(error).__name__}: {error}"))

@@ -1,0 +1,125 @@
+"""Both senders push to an engine in a process of its own, which then computes the trainer's log-probs.
+
+The engine here is a transformers model that loads what arrives, unpacked by SGLang's own code; its weights start as
+NaN, so a tensor that is not pushed shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from fake_engine import FakeEngine, NoEngine
+from trainer_case import cut, make_args, make_train_data, run_workers, write_model
+
+pytestmark = pytest.mark.dist
+
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+SMALL_BUCKETS = ("--update-weight-buffer-size", "20000")
+CARRIERS = {"shared": "update_weights_from_tensor", "broadcast": "update_weights_from_distributed"}
+FAULTS = ("stale version", "refuses", "differs")
+
+
+def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[str, Any]:
+    """Push through shared memory and by broadcast, before and after a step; then to an engine with faults.
+
+    One world of trainer ranks and one engine serve all cases: their processes are what takes the time.
+    """
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.backends.sglang_utils import cpu_shim
+    from slime.utils.errors import WeightSyncError
+
+    cpu_shim.install()
+    args = make_args(
+        Path(folder), "--actor-num-gpus-per-node", world_size, *TENSOR, *SMALL_BUCKETS, "--check-weight-update-equal"
+    )
+    engine = (FakeEngine if rank == 0 else NoEngine)(folder, num_gpus=world_size, is_colocated=True)
+    worker = MegatronTrainRayActor()
+    worker.set_rendezvous(world_size, rank, "127.0.0.1", port)
+    worker.init(args, "actor")
+    train_data = make_train_data()
+    rank_data = cut(args, train_data, worker.get_parallel_config())[0]
+    result: dict[str, Any] = {"messages": []}
+    try:
+        for carrier in CARRIERS:
+            args.colocate = engine.is_colocated = carrier == "shared"  # with --debug-train-only no flag can say it
+            engine.num_gpus = world_size if args.colocate else 1
+            worker._sender = None
+            engine.calls.clear()
+            worker.connect_rollout_engines([engine], 1)
+            differences = [push_and_compare(worker, engine, rank_data, train_data)]
+            metrics = worker.train(0, rank_data)
+            differences.append(push_and_compare(worker, engine, rank_data, train_data))
+            result[carrier] = {"differences": differences, "calls": list(engine.calls), "is_main": metrics is not None}
+        args.colocate = engine.is_colocated = True
+        engine.num_gpus = world_size
+        worker._sender = None
+        worker.connect_rollout_engines([engine], 1)
+        for engine.fault in FAULTS:
+            with pytest.raises(WeightSyncError) as caught:
+                worker.update_weights()
+            result["messages"].append(str(caught.value))
+        return result
+    finally:
+        engine.close()
+
+
+def push_and_compare(worker: Any, engine: Any, rank_data: dict[str, Any], train_data: dict[str, Any]) -> float:
+    """Push, and give the largest difference between the trainer's and the engine's log-probs (on rank 0)."""
+    from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
+    from slime.backends.megatron_utils.forward import forward_only
+    from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
+
+    worker.update_weights()
+    data = prepare_rollout_data(rank_data)
+    iterators = get_data_iterator(data, 1)
+    ours = forward_only(get_log_probs_and_entropy, worker.args, worker.model, iterators, data["num_microbatches"])
+    if worker.rank != 0:
+        return 0.0
+    theirs = engine.log_probs(train_data["tokens"], train_data["response_lengths"])
+    return max(
+        float((log_prob - theirs[position]).abs().max())
+        for log_prob, position in zip(ours["log_probs"], data["partition"], strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("hf")
+    write_model(folder)
+    return run_workers(push_every_way, 2, str(folder))
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_the_engine_computes_the_trainers_log_probs(ranks: list[dict[str, Any]], carrier: str) -> None:
+    assert max(ranks[0][carrier]["differences"]) < 2e-5
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_engines_are_paused_flushed_filled_asked_and_continued(ranks: list[dict[str, Any]], carrier: str) -> None:
+    calls = [name for name, _ in ranks[0][carrier]["calls"]]
+    first = calls[calls.index("pause_generation") : calls.index("continue_generation") + 1]
+    assert first[:2] == ["pause_generation", "flush_cache"]
+    assert first.count(CARRIERS[carrier]) >= 5, "a small buffer makes several buckets"
+    assert first.index("get_weight_version") > first.index(CARRIERS[carrier])
+    assert first[-1] == "continue_generation"
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_each_push_has_the_next_version(ranks: list[dict[str, Any]], carrier: str) -> None:
+    calls = ranks[0][carrier]["calls"]
+    assert {details["weight_version"] for name, details in calls if name == CARRIERS[carrier]} == {"1", "2"}
+
+
+def test_a_failed_push_is_the_same_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["messages"] == ranks[1]["messages"]
+    stale, refused, differs = ranks[0]["messages"]
+    assert "after the push of weight version '1', engine 0 holds '2'" in stale
+    assert "out of memory" in refused
+    assert "comparing the tensors of version 3" in differs
+    assert "model.norm.weight" in differs

@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from slime.utils.errors import ConfigError
+from slime.weights.buckets import iter_buckets
+from slime.weights.named_tensors import cast_floating, dtype_name, total_bytes, wire_dtype
+
+
+def tensors(*sizes: int) -> list[tuple[str, torch.Tensor]]:
+    """One tensor of so many bytes each."""
+    return [(f"t{index}", torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ((4, 4, 4), 8, [["t0", "t1"], ["t2"]]),
+        ((4, 4, 4), 12, [["t0", "t1", "t2"]]),
+        ((9, 1), 8, [["t0"], ["t1"]]),
+        ((1, 9, 1), 8, [["t0"], ["t1"], ["t2"]]),
+        ((), 8, []),
+    ],
+    ids=["two fit", "all fit exactly", "too large goes alone", "too large between", "nothing"],
+)
+def test_buckets_hold_as_much_as_fits_in_order(sizes: tuple, limit: int, expected: list) -> None:
+    assert [[name for name, _ in bucket] for bucket in iter_buckets(tensors(*sizes), limit)] == expected
+
+
+def test_only_one_bucket_is_made_ahead() -> None:
+    made = []
+
+    def source():
+        for name, tensor in tensors(4, 4, 4, 4, 4):
+            made.append(name)
+            yield name, tensor
+
+    next(iter_buckets(source(), 8))
+    assert made == ["t0", "t1", "t2"]
+
+
+def test_a_limit_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--update-weight-buffer-size is 0"):
+        list(iter_buckets(tensors(1), 0))
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"dtype": "float32"}, torch.float32),
+        ({"torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"text_config": {"dtype": "float16"}}, torch.float16),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_the_wire_dtype_is_that_of_the_hf_config(config: dict, dtype: torch.dtype) -> None:
+    assert wire_dtype(config) is dtype
+
+
+def test_a_wire_dtype_that_is_no_float_is_refused() -> None:
+    with pytest.raises(ConfigError, match="says dtype 'int8'"):
+        wire_dtype({"dtype": "int8"})
+
+
+def test_only_floating_tensors_are_cast() -> None:
+    named = [("w", torch.zeros(2)), ("i", torch.zeros(2, dtype=torch.int32))]
+    assert [dtype_name(t.dtype) for _, t in cast_floating(named, torch.bfloat16)] == ["bfloat16", "int32"]
+    assert total_bytes(named) == 16
