@@ -7,15 +7,14 @@ from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, cluster_has_accelerators
 from slime.utils import env
 from slime.utils.errors import ConfigError
 
-PRELOAD_LIBRARIES = (
-    "torch_memory_saver_hook_mode_preload_cu13.abi3.so",
-    "torch_memory_saver_hook_mode_preload_cu12.abi3.so",
-    "torch_memory_saver_hook_mode_preload.abi3.so",
-)
+PRELOAD_LIBRARY = "torch_memory_saver_hook_mode_preload{}.abi3.so"
+"""One for each major version of CUDA (``_cu12``, ``_cu13``); older releases have a single one, without a suffix."""
 
 
 def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
@@ -54,7 +53,12 @@ def _preload_library() -> Path:
             "the gpu extra, or pass --no-offload-train"
         )
     site = Path(spec.origin).parent.parent
-    for name in PRELOAD_LIBRARIES:
+    cuda = (torch.version.cuda or "").partition(".")[0]
+    names = [PRELOAD_LIBRARY.format(suffix) for suffix in ([f"_cu{cuda}", ""] if cuda else ["_cu13", "_cu12", ""])]
+    for name in names:
         if (site / name).exists():
             return site / name
-    raise ConfigError(f"torch_memory_saver in {site} has none of the libraries {', '.join(PRELOAD_LIBRARIES)}")
+    raise ConfigError(
+        f"torch_memory_saver in {site} has none of the libraries {', '.join(names)}, and torch was built for CUDA "
+        f"{torch.version.cuda}; install a torch_memory_saver of that CUDA (the gpu extra), or pass --no-offload-train"
+    )

@@ -52,7 +52,11 @@ def memory_saver_disabled() -> Iterator[None]:
 
 
 def pause_memory() -> None:
-    """Move what the saver holds to the host and give its memory back."""
+    """Move what the saver holds to the host and give its memory back.
+
+    Until ``resume_memory``, allocate only inside :func:`memory_saver_disabled`: the allocator's free blocks have no
+    memory behind them, and the saver ends the process when it meets a new block while it resumes the old ones.
+    """
     if is_memory_saver_active():
         torch.cuda.synchronize()
         clear_memory()
@@ -74,10 +78,10 @@ def clear_memory() -> None:
 
 
 def collect_shared_memory() -> None:
-    """Free blocks that another process has mapped and dropped."""
+    """Take back blocks that another process has mapped and dropped; the allocator uses them again."""
     if torch.cuda.is_available():
+        # No empty_cache here: inside memory_saver_disabled it could free a block of the saver behind the saver's back.
         torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
 
 
 def report(moment: str) -> dict[str, float]:

@@ -146,9 +146,9 @@ def _precision(args: Namespace, asked: str | None, *, on_cpu: bool) -> dict[str,
         return {}
     if args.fp16:
         return {"dtype": "float16"}
-    if args.fp32 or (on_cpu and not args.bf16):
-        return {"dtype": "float32"}
-    return {"dtype": "bfloat16"} if on_cpu else {}
+    if args.bf16:
+        return {"dtype": "bfloat16"}  # "auto" would take float16 for a checkpoint written in float32
+    return {"dtype": "float32"} if args.fp32 or on_cpu else {}
 
 
 def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
