@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from argparse import Namespace
 from typing import Any
 
@@ -109,12 +108,11 @@ class RayTrainGroup:
         wait_for(rollout_manager.set_train_parallel_config.remote(config), what="the rollout manager", timeout_s=120)
 
     def release(self) -> None:
-        """Kill every rank; :meth:`create` starts them again."""
+        """Kill every rank.  Ray counts their resources as free some seconds later, when the processes have gone."""
         for rank, actor in enumerate(self.actors):
             forget(f"{self.role} rank {rank}")
             ray.kill(actor)
         self.actors = []
-        time.sleep(5)  # Ray reports a killed worker's resources as free only after its process has gone.
 
     # Work
 

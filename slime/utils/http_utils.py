@@ -105,8 +105,9 @@ def _session() -> aiohttp.ClientSession:
     if session is None or session.closed:
         for dead_loop in [other for other in _CLIENT.sessions if other.is_closed()]:
             del _CLIENT.sessions[dead_loop]
+        limit = _CLIENT.max_connections + HEADROOM if _CLIENT.max_connections else 0
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=_CLIENT.max_connections and _CLIENT.max_connections + HEADROOM, keepalive_timeout=KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             trust_env=False,
         )
