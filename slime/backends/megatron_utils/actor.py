@@ -31,6 +31,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.observability.logging_utils import configure_logger, log
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.timer import Timer, timer
+from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch
@@ -109,25 +110,27 @@ class MegatronTrainRayActor(TrainWorker):
     # Memory
 
     def sleep(self) -> None:
-        """Give the memory back; on a CPU nothing happens."""
+        """Give the memory back, unless that is done already; on a CPU nothing happens."""
+        if self._is_asleep:
+            return
         with timer("sleep"):
+            memory.report("awake")
             memory.pause_memory()
+            memory.report("asleep")
         self._is_asleep = True
 
     def wake_up(self) -> None:
         """Take the memory back, with the role's own weights in it."""
+        if not self._is_asleep:
+            return
         with timer("wake_up"):
             memory.resume_memory()
         self._is_asleep = False
         self.weights.switch_to(self.role)
 
     def _rest(self) -> None:
-        if self.args.offload_train and not self._is_asleep:
+        if self.args.offload_train:
             self.sleep()
-
-    def _rise(self) -> None:
-        if self._is_asleep:
-            self.wake_up()
 
     def clear_memory(self) -> None:
         """Return cached memory."""
@@ -143,7 +146,7 @@ class MegatronTrainRayActor(TrainWorker):
         if clock.is_running("train_wait"):
             clock.end("train_wait")
         with timer("train"):
-            self._rise()
+            self.wake_up()
             with timer("data_preprocess"):
                 data = prepare_rollout_data(rank_data)
                 iterators = get_data_iterator(data, len(self.model))
@@ -151,6 +154,7 @@ class MegatronTrainRayActor(TrainWorker):
             outcome = result(rollout_id, data, iterators, external_data or {})
         metrics = self._log_performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
+        del data, iterators  # memory that is freed later, while the trainer sleeps, would not be given back
         self._rest()
         clock.start("train_wait")
         return outcome if self.role == "critic" else ({**outcome, **metrics} if metrics else None)
@@ -282,7 +286,7 @@ class MegatronTrainRayActor(TrainWorker):
         """Model, optimizer, scheduler and generators; then the Hugging Face export of ``--save-hf``."""
         args = self.args
         with timer("save_model"):
-            self._rise()
+            self.wake_up()
             checkpoint.save_checkpoint(args, rollout_id, self.model, self.optimizer, self.scheduler)
             if args.save_hf and self.role == "actor":
                 self._save_hf(rollout_id)
@@ -304,7 +308,7 @@ class MegatronTrainRayActor(TrainWorker):
         """Make the checkpoint count; rank 0 writes, all ranks wait for it."""
         if dist.get_rank() == 0:
             checkpoint.publish_checkpoint(self.args.save, rollout_id)
-        dist.barrier()
+        dist.barrier(group=get_gloo_group())  # over NCCL it would allocate, and the trainer may be asleep
 
     def _log_span(self, rollout_id: int, name: str, **more: float) -> dict[str, float]:
         """Log the seconds of a timer now, and forget them."""
