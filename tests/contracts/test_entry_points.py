@@ -9,12 +9,14 @@ import pytest
 
 from tests.contracts.source_tree import REPO
 
+pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, on a busy machine
+
 
 @pytest.mark.parametrize("program", ["train.py", "train_async.py"])
 def test_a_misspelt_flag_is_shown_with_the_nearest_one(program):
     # No engine runs with --debug-train-only, which spares this test the import of SGLang.
     words = [sys.executable, program, "--debug-train-only", "--rollout-batchsize", "4"]
-    result = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=280)
     assert result.returncode == 2
     assert "--rollout-batchsize is not a flag. Did you mean --rollout-batch-size" in result.stderr
     assert "Traceback" not in result.stderr
