@@ -102,12 +102,18 @@ def _layout(args: Namespace) -> dict[str, Any]:
     virtual = virtual if virtual and virtual > 1 else None
     if virtual and pipeline == 1:
         raise ConfigError("Virtual pipeline stages need --pipeline-model-parallel-size of at least 2; it is 1.")
-    sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
+    is_tensor_parallel = args.tensor_model_parallel_size > 1
+    if is_tensor_parallel and not args.sequence_parallel and (args.num_experts or args.multi_latent_attention):
+        logger.info(
+            "--sequence-parallel is turned on: with tensor parallelism, megatron-core trains experts and multi-latent "
+            "attention right only with it."
+        )
+    sequence_parallel = args.sequence_parallel or bool(args.num_experts) or args.multi_latent_attention
     return {
         "virtual_pipeline_model_parallel_size": virtual,
         "microbatch_group_size_per_vp_stage": args.microbatch_group_size_per_vp_stage or pipeline,
         "overlap_p2p_comm": args.overlap_p2p_comm and virtual is not None,
-        "sequence_parallel": sequence_parallel,
+        "sequence_parallel": sequence_parallel and is_tensor_parallel,
         "recompute_granularity": args.recompute_granularity or ("selective" if args.recompute_activations else None),
         "moe_token_dispatcher_type": "alltoall"
         if args.moe_token_dispatcher_type == "allgather"
@@ -275,16 +281,6 @@ def _check_layout(args: Namespace) -> None:
     if groups % tensor and tensor % groups:
         raise ConfigError(
             f"--num-query-groups is {groups}; --tensor-model-parallel-size {tensor} must divide it or be a multiple."
-        )
-    if args.multi_latent_attention and tensor > 1 and not args.sequence_parallel:
-        raise ConfigError(
-            "--multi-latent-attention with --tensor-model-parallel-size above 1 needs --sequence-parallel: without "
-            "it the gradients of the replicated down projections are wrong."
-        )
-    if args.num_experts and tensor > 1 and not args.sequence_parallel:
-        raise ConfigError(
-            "--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel; megatron-core trains "
-            "experts under tensor parallelism only with it."
         )
     if args.num_experts and args.num_experts % args.expert_model_parallel_size:
         raise ConfigError(

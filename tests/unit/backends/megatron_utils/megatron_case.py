@@ -62,7 +62,8 @@ def start_single_process(args: argparse.Namespace) -> None:
     """A world of one rank, made once per test process, with parallel groups of size one."""
     if not dist.is_initialized():
         store = Path(tempfile.mkdtemp()) / f"store-{os.getpid()}"
-        dist.init_process_group("gloo", init_method=f"file://{store}", world_size=1, rank=0)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}", world_size=1, rank=0)
     start_parallel(args)
 
 
@@ -76,7 +77,7 @@ def start_parallel(args: argparse.Namespace) -> None:
 def pack(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, PackedSeqParams]:
     """[1, T] tokens and the packing of whole sequences on one context-parallel rank."""
     lengths = [len(sequence) for sequence in sequences]
-    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    cu = torch.tensor([0, *lengths], device=sequences[0].device).cumsum(0).int()
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
     )

@@ -119,6 +119,48 @@ def test_kernels_of_transformer_engine_are_mapped_to_what_there_is(caplog: pytes
         assert sum(word in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--tensor-model-parallel-size 2", False),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", True),
+        ("--tensor-model-parallel-size 2 --num-experts 4", True),
+        ("--tensor-model-parallel-size 2 --multi-latent-attention", True),
+        ("--sequence-parallel", False),
+    ],
+)
+def test_sequence_parallelism_is_on_where_tensor_parallelism_needs_it(flags: str, expected: bool) -> None:
+    args = parse(*DENSE, "--disable-bias-linear", "--actor-num-gpus-per-node", "2", *flags.split())
+    assert args.sequence_parallel is expected
+
+
+LARGE_LAYOUTS = {
+    "glm4.5-355B-A32B": (8, "8 4 2 16", ""),
+    "deepseek-v3": (16, "8 4 4 32", "--decoder-last-pipeline-num-layers 13"),
+    "glm5.2-744B-A40B": (
+        *(32, "4 8 8 32"),
+        "--decoder-first-pipeline-num-layers 14 --decoder-last-pipeline-num-layers 16",
+    ),
+    "glm4.7-30B-A3B": (1, "1 1 1 8", ""),
+}
+"""Model file -> nodes of eight GPUs, tensor, pipeline, context and expert sizes, further flags: the large recipes."""
+
+
+@pytest.mark.parametrize("name", LARGE_LAYOUTS)
+def test_the_layouts_of_the_large_recipes_fit_megatron_core(name: str) -> None:
+    nodes, sizes, more = LARGE_LAYOUTS[name]
+    tensor, pipeline, context, expert = sizes.split()
+    flags = model_args(REPO / f"scripts/models/{name}.sh")
+    if "--spec" in flags:
+        del flags[flags.index("--spec") : flags.index("--spec") + 3]
+    flags += f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}".split()
+    flags += f"--context-parallel-size {context} --expert-model-parallel-size {expert}".split()
+    flags += "--expert-tensor-parallel-size 1 --optimizer-cpu-offload --use-precision-aware-optimizer".split()
+    flags += "--moe-enable-deepep --moe-token-dispatcher-type flex --overlap-cpu-optimizer-d2h-h2d".split()
+    args = parse(*flags, *more.split(), "--actor-num-nodes", nodes, "--actor-num-gpus-per-node", 8)
+    assert transformer_config_from_args(args).pipeline_model_parallel_size == int(pipeline)
+
+
 def test_virtual_stages_follow_from_the_layers_of_one() -> None:
     layout = "--pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2"
     args = parse(*DENSE, *layout.split(), "--num-layers-per-virtual-pipeline-stage", "1")
@@ -147,14 +189,6 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
             "--num-attention-heads is 1",
         ),
         ("--actor-num-gpus-per-node 3 --pipeline-model-parallel-size 3", "--num-layers is 4; the 3 pipeline stages"),
-        (
-            "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --multi-latent-attention",
-            "--multi-latent-attention .* needs --sequence-parallel",
-        ),
-        (
-            "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --num-experts 4",
-            "--num-experts .* needs --sequence-parallel",
-        ),
     ],
 )
 def test_an_impossible_combination_is_refused_by_name(flags: str, message: str) -> None:

@@ -96,7 +96,9 @@ def argparse_like() -> object:
 def test_a_fused_qkv_is_split_by_groups() -> None:
     # Two groups of two query heads: rows q0 q1 k0 v0 | q2 q3 k1 v1, each head of width 2.
     rows = torch.arange(16.0)[:, None].expand(16, 4)
-    converted = dict(convert_to_hf(argparse_like(), "qwen3", "decoder.layers.0.self_attention.linear_qkv.weight", rows))
+    converted = dict(
+        convert_to_hf(argparse_like(), "qwen3", "decoder.layers.0.self_attention.linear_qkv.weight", rows)
+    )
     prefix = "model.layers.0.self_attn."
     assert converted[prefix + "q_proj.weight"][:, 0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
     assert converted[prefix + "k_proj.weight"][:, 0].tolist() == [4, 5, 12, 13]

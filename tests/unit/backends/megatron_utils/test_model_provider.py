@@ -19,8 +19,9 @@ from slime.backends.megatron_utils.config_builders import transformer_config_fro
 from slime.utils.errors import ConfigError, HookError
 from tests.unit.backends.megatron_utils.megatron_case import packed_logits, parse, start_single_process
 
-DENSE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 8 --swiglu --disable-bias-linear".split()
-DENSE += "--ffn-hidden-size 24 --normalization RMSNorm --use-rotary-position-embeddings --make-vocab-size-divisible-by 8".split()
+DENSE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 8 --swiglu".split()
+DENSE += "--disable-bias-linear --ffn-hidden-size 24 --normalization RMSNorm".split()
+DENSE += "--use-rotary-position-embeddings --make-vocab-size-divisible-by 8".split()
 HERE = __name__
 
 
