@@ -18,7 +18,8 @@ if [[ -x "${REPO_DIR}/.venv/bin/python3" ]]; then
 fi
 
 export PYTHONUNBUFFERED=1
-export PYTHONPATH="${REPO_DIR}${PYTHONPATH:+:${PYTHONPATH}}"
+# The second folder lets processes without CUDA import SGLang; with CUDA it does nothing.
+export PYTHONPATH="${REPO_DIR}:${REPO_DIR}/slime/backends/sglang_utils/cpu_shim${PYTHONPATH:+:${PYTHONPATH}}"
 # Local traffic must not go through a proxy, and Ray's servers refuse clients without the token.
 export no_proxy="127.0.0.1,localhost,$(hostname -I 2>/dev/null | tr ' ' ',')${no_proxy:-}"
 export NO_PROXY="${no_proxy}"
