@@ -88,7 +88,7 @@ start_ray() {
 _start_ray_once() {
     local num_gpus="$1" ports start=${SECONDS}
     shift
-    _RAY_DIR="$(mktemp -d /tmp/slime-ray-XXXXXX)"
+    _RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray-XXXXXX")"
     mapfile -t ports < <(free_ports 6)
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${ports[1]}"
     export RAY_ADDRESS="127.0.0.1:${ports[0]}"

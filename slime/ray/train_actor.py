@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import ray
 
+from slime.arguments.hook_checks import check_hooks
 from slime.backends.train_worker import TrainWorker
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.ray_actor import RayActor
@@ -18,6 +20,11 @@ FETCH_TIMEOUT_S = 3600
 
 class TrainRayActor(Watched, RayActor):
     """Mixed in before a ``TrainWorker`` subclass by :func:`remote_class`."""
+
+    def init(self, args: Namespace, *arguments: Any, **keywords: Any) -> int:
+        """The worker's own ``init``, once the user's plug-ins for the trainer have been imported and judged here."""
+        check_hooks(args, side="trainer")
+        return super().init(args, *arguments, **keywords)  # type: ignore[misc]
 
     def train_boxed(self, rollout_id: int, boxes: list[Box], external_data: Any = None) -> Any:
         """Fetch this rank's share of the rollout and train on it."""
