@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _metrics_break_routes() -> bool:
-    """Newer versions of FastAPI keep included routers as entries without a path, which SGLang's metrics stumble over."""
+    """Newer FastAPI keeps an included router as an entry without a path, which SGLang's metrics stumble over."""
     from fastapi import routing
 
     return hasattr(routing, "_IncludedRouter")

@@ -155,6 +155,11 @@ class SGLangEngine:
             self.process.stop()
             raise
 
+    def connect(self, url: str, *, tp_size: int = 1) -> None:
+        """Use a server that somebody else runs; its process is theirs to end."""
+        self.server = ServerControl(url, name=f"engine {self.rank} {url}")
+        self._tp_size = tp_size
+
     def get_url(self) -> str | None:
         """``http://host:port`` of the server; None on a node that serves no HTTP."""
         return self.server.url if self.server is not None and self.node_rank == 0 else None

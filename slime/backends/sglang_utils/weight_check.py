@@ -93,12 +93,21 @@ def differing_names(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.data = _complement(held[name])
-            model.load_weights(named_tensors)  # type: ignore[operator]
+            try:
+                model.load_weights(named_tensors)  # type: ignore[operator]
+            except Exception as error:  # whatever the model's own loader raises; a report, not the scheduler's end
+                return [_unloadable(named_tensors, error)]
             wrong = {name for name in parameters if _num_different(parameters[name].data, held[name])}
             return _blame(model, named_tensors, parameters, held, wrong) if wrong else []
     finally:
         for name, parameter in parameters.items():
             parameter.data = held[name]
+
+
+def _unloadable(named_tensors: list[tuple[str, Tensor]], error: Exception) -> str:
+    sent = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named_tensors[:5])
+    more = f" and {len(named_tensors) - 5} more" if len(named_tensors) > 5 else ""
+    return f"the engine's model does not load what was sent ({sent}{more}): {type(error).__name__}: {error}"
 
 
 def _blame(

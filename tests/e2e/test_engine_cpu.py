@@ -1,0 +1,287 @@
+"""The real SGLang server behind the real router, on the CPU, against transformers.  One engine serves all tests."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+import torch
+
+from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS
+from slime.backends.sglang_utils.server_control import ServerControl, num_requests_in_flight, wait_idle
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.utils.errors import WeightSyncError
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; engines on a GPU have tests of their own"),
+]
+
+COMPARE, POISON, FIND_POISON = WEIGHT_LOADERS[:3]
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@dataclass
+class Running:
+    """The engine under test, and the two models whose weights it may hold."""
+
+    engine: SGLangEngine
+    router_url: str
+    owner: subprocess.Popen[bytes]
+    roots: list[int]
+    start_s: float
+    models: dict[int, Any]
+    folders: dict[int, Path]
+
+    def generate(self, num_tokens: int = 16, url: str | None = None, **sampling: Any) -> dict[str, Any]:
+        """One response through the router, greedy unless told otherwise."""
+        sampling = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
+        payload = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+        with requests.Session() as session:
+            session.trust_env = False
+            response = session.post(f"{url or self.router_url}/generate", json=payload, timeout=120)
+        response.raise_for_status()
+        return response.json()
+
+    def error_against(self, seed: int) -> float:
+        """Largest difference between the engine's log-probs and those of model ``seed`` in transformers."""
+        pairs = self.generate()["meta_info"]["output_token_logprobs"]
+        tokens = torch.tensor([PROMPT + [token for _, token, *_ in pairs]])
+        with torch.no_grad():
+            log_probs = self.models[seed](tokens).logits.float().log_softmax(-1)[0]
+        expected = log_probs[range(len(PROMPT) - 1, tokens.shape[1] - 1), tokens[0, len(PROMPT) :]]
+        return (expected - torch.tensor([log_prob for log_prob, *_ in pairs])).abs().max().item()
+
+    def named_tensors(self, seed: int) -> list[tuple[str, torch.Tensor]]:
+        """A copy of the HF weights of model ``seed``."""
+        return [(name, tensor.detach().clone()) for name, tensor in self.models[seed].state_dict().items()]
+
+    def push(self, seed: int, version: str) -> None:
+        """Push model ``seed`` as one flattened bucket through shared memory."""
+        self.engine.pause_generation()
+        self.engine.flush_cache()
+        self.engine.update_weights_from_tensor([shared_bucket(self.named_tensors(seed))], "flattened_bucket", version)
+        self.engine.continue_generation()
+
+
+def shared_bucket(named_tensors: list[tuple[str, torch.Tensor]]) -> str:
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = FlattenedTensorBucket(named_tensors=named_tensors)
+    payload = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+    return MultiprocessingSerializer.serialize(payload, output_str=True)
+
+
+def by_value(named_tensors: list[tuple[str, torch.Tensor]]) -> str:
+    return base64.b64encode(pickle.dumps(named_tensors, protocol=4)).decode("ascii")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    cpu_shim.install()
+    from engine_owner import engine_args
+    from tiny_qwen3 import save_tiny_model
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    folder = tmp_path_factory.mktemp("engine")
+    folders = {seed: folder / f"seed{seed}" for seed in (0, 1)}
+    models = {seed: save_tiny_model(path, seed) for seed, path in folders.items()}
+    out = folder / "engine.json"
+    log = (folder / "owner.log").open("wb")
+    owner = subprocess.Popen(
+        [sys.executable, str(HERE / "engine_owner.py"), str(folders[0]), str(out)],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=child_environment(),
+    )
+    try:
+        while not out.exists():
+            assert owner.poll() is None, (folder / "owner.log").read_text()
+            time.sleep(0.2)
+        facts = json.loads(out.read_text())
+        engine = SGLangEngine(engine_args(str(folders[0])), rank=0)
+        engine.connect(facts["engine_url"])
+        yield Running(engine, facts["router_url"], owner, facts["roots"], facts["start_s"], models, folders)
+    finally:
+        owner.kill()
+        owner.wait(timeout=30)
+        log.close()
+
+
+def child_environment() -> dict[str, str]:
+    from slime.utils import env
+
+    root = str(HERE.parents[1])
+    return env.copy() | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+
+
+def test_log_probs_through_the_router_are_those_of_transformers(running: Running) -> None:
+    assert running.error_against(0) < 1e-5
+    assert running.error_against(1) > 0.1
+    print(f"\nengine start {running.start_s:.1f} s", file=sys.stderr)
+
+
+def test_a_push_through_shared_memory_replaces_the_weights(running: Running) -> None:
+    running.push(1, "7")
+    assert running.error_against(1) < 1e-5
+    assert running.engine.get_weight_version() == "7"
+    assert running.generate(2)["meta_info"]["weight_version"] == "7"
+
+
+def test_equal_weights_pass_the_comparison(running: Running) -> None:
+    running.push(0, "1")
+    running.engine.update_weights_from_tensor([by_value(running.named_tensors(0))], COMPARE, "1")
+
+
+def test_a_changed_element_is_named_and_nothing_is_loaded(running: Running) -> None:
+    running.push(0, "1")
+    changed = running.named_tensors(0)
+    tensors = dict(changed)
+    tensors["model.layers.1.self_attn.k_proj.weight"].view(-1)[3] += 0.25
+    tensors["model.layers.0.mlp.up_proj.weight"].view(-1)[5] = 1.0
+    with pytest.raises(WeightSyncError) as caught:
+        running.engine.update_weights_from_tensor([by_value(changed)], COMPARE, "1")
+    message = str(caught.value)
+    assert "2 problems" in message
+    assert "model.layers.1.self_attn.k_proj.weight (shape [32, 64]): 1 elements" in message
+    assert "model.layers.0.mlp.up_proj.weight" in message
+    assert running.error_against(0) < 1e-5
+
+
+def test_a_push_that_forgets_tensors_is_found_out(running: Running) -> None:
+    nothing = by_value([])
+    running.engine.update_weights_from_tensor([nothing], POISON)
+    without_keys = [(name, tensor) for name, tensor in running.named_tensors(0) if "k_proj" not in name]
+    running.engine.update_weights_from_tensor([shared_bucket(without_keys)], "flattened_bucket", "1")
+    with pytest.raises(WeightSyncError, match=r"qkv_proj.weight: 2048 of 8192 elements were never pushed"):
+        running.engine.update_weights_from_tensor([nothing], FIND_POISON)
+    running.push(0, "1")
+    running.engine.update_weights_from_tensor([nothing], FIND_POISON)
+
+
+def test_snapshot_and_compare_work_without_cuda(running: Running) -> None:
+    running.push(0, "1")
+    running.engine.check_weights("snapshot")
+    running.engine.check_weights("reset_tensors")
+    with pytest.raises(WeightSyncError, match="model.embed_tokens.weight"):
+        running.engine.check_weights("compare")
+    running.push(0, "1")
+    running.engine.check_weights("compare")
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_a_push_over_gloo_replaces_the_weights(running: Running, load_format: str | None) -> None:
+    from sglang.srt.utils import init_custom_process_group
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    group_name = f"test-{load_format}"
+    running.push(1, "1")
+    tensors = running.named_tensors(0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(running.engine.init_weights_update_group, "127.0.0.1", port, 1, 2, group_name, "gloo")
+        group = init_custom_process_group(
+            backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name=group_name
+        )
+        joined.result(timeout=60)
+        running.engine.pause_generation()
+        running.engine.flush_cache()
+        updated = pool.submit(
+            running.engine.update_weights_from_distributed,
+            [name for name, _ in tensors],
+            [str(tensor.dtype) for _, tensor in tensors],
+            [tensor.shape for _, tensor in tensors],
+            group_name,
+            "2",
+            load_format,
+        )
+        if load_format is None:
+            for work in [torch.distributed.broadcast(t, 0, group=group, async_op=True) for _, t in tensors]:
+                work.wait()
+        else:
+            flat = FlattenedTensorBucket(named_tensors=tensors).get_flattened_tensor()
+            torch.distributed.broadcast(flat, 0, group=group)
+        updated.result(timeout=60)
+    running.engine.continue_generation()
+    running.engine.destroy_weights_update_group(group_name)
+    torch.distributed.destroy_process_group(group)
+    assert running.error_against(0) < 1e-5
+    assert running.engine.get_weight_version() == "2"
+
+
+def test_a_push_from_disk_replaces_the_weights(running: Running) -> None:
+    running.engine.update_weights_from_disk(str(running.folders[1]), "3")
+    assert running.error_against(1) < 1e-5
+    assert running.engine.get_weight_version() == "3"
+
+
+@pytest.mark.parametrize("verb", ["abort_all", "pause_generation"])
+def test_an_abort_returns_what_was_generated_so_far(running: Running, verb: str) -> None:
+    server = ServerControl(running.engine.get_url() or "")
+    with ThreadPoolExecutor(1) as pool:
+        response = pool.submit(running.generate, 2000, temperature=1.0)
+        while num_requests_in_flight(server) == 0:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        getattr(running.engine, verb)()
+        answer = response.result(timeout=60)
+    running.engine.continue_generation()
+    wait_idle(server, timeout_s=30)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 2000
+
+
+def test_release_and_resume_may_be_repeated(running: Running) -> None:
+    running.push(0, "1")
+    running.engine.release_memory_occupation()
+    running.engine.release_memory_occupation()
+    running.engine.resume_memory_occupation(["weights"])
+    running.engine.resume_memory_occupation(["weights"])
+    running.engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+    assert running.error_against(0) < 1e-5
+
+
+def test_requests_in_parallel_are_served_together(running: Running) -> None:
+    started = time.monotonic()
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda _: running.generate(64, temperature=1.0), range(64)))
+    rate = 64 * 64 / (time.monotonic() - started)
+    print(f"\n{rate:.0f} tokens/s", file=sys.stderr)
+    assert all(len(answer["output_ids"]) == 64 for answer in answers)
+
+
+def test_no_process_outlives_its_killed_owner(running: Running) -> None:
+    """Runs last: it ends the engine of the other tests."""
+    tree = [process for root in running.roots for process in family(root)]
+    assert len(tree) >= 5, "a server with its scheduler and detokenizer, and a router with its watcher"
+    running.owner.send_signal(signal.SIGKILL)
+    running.owner.wait(timeout=10)
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    assert alive == []
+
+
+def family(pid: int) -> list[psutil.Process]:
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
