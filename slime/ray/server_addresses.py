@@ -1,11 +1,14 @@
 """Ports of the engines, chosen so that no two engines of a node collide.
 
-Ray keeps 10002-19999 for its workers' lower region and the kernel hands out ephemeral ports from 32768 on, so the
-search starts at 15000 and moves upward.  Ports are probed on the engine's own node, by its own actor.
+Ray's workers listen on 10002-19999 and the kernel hands out ephemeral ports from 32768 on, so engines live between.
+The search starts at a random place there and moves upward: a port is only taken some time after it was found free, and
+two jobs that start together on one node must not find the same one.  Ports are probed on the engine's own node, by its
+own actor.
 """
 
 from __future__ import annotations
 
+import random
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +16,7 @@ from typing import Any
 
 from slime.ray.waiting import wait_for
 
-FIRST_PORT = 15000
+FIRST_PORTS = range(21000, 31000)
 
 
 @dataclass(kw_only=True)
@@ -41,6 +44,7 @@ class EngineAddress:
 class PortCursors:
     """Next port to try on each node; shared by all server groups of the job."""
 
+    first_port: int = field(default_factory=lambda: random.choice(FIRST_PORTS))
     next_port: dict[str, int] = field(default_factory=dict)
 
 
@@ -59,10 +63,10 @@ def allocate_addresses(
     addresses: list[EngineAddress] = []
     shared_rendezvous: str | None = None
     for rank, engine in enumerate(engines):
-        host, _ = _probe(engine, FIRST_PORT, 1)
+        host, _ = _probe(engine, cursors.first_port, 1)
 
         def take(count: int, engine: Any = engine, host: str = host) -> int:
-            _, port = _probe(engine, cursors.next_port.get(host, FIRST_PORT), count)
+            _, port = _probe(engine, cursors.next_port.get(host, cursors.first_port), count)
             cursors.next_port[host] = port + count
             return port
 
