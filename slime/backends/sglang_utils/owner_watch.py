@@ -48,8 +48,19 @@ def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
     if pid == os.getpid():
         os.kill(pid, signal.SIGKILL)
     _kill(root)
-    _, alive = psutil.wait_procs([*family, root], timeout=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    alive = [*family, root]
+    while (alive := [process for process in alive if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
     return [process.pid for process in alive]
+
+
+def _runs(process: psutil.Process) -> bool:
+    """False for a zombie too: its exit status is for its parent to read, and reading it here would lose it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _kill(process: psutil.Process) -> None:

@@ -1,0 +1,122 @@
+"""Flags made from the installed SGLang.  Building the parser imports SGLang, once for this file."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from slime.backends.sglang_utils.arguments import (
+    SLIME_DECIDES,
+    add_sglang_arguments,
+    check_sglang_arguments,
+    validate_sglang_arguments,
+)
+from slime.utils.errors import ConfigError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def parser():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--rollout-num-gpus-per-engine", type=int, default=1)
+    parser.add_argument("--rollout-external-engine-addrs", nargs="+", default=None)
+    add_sglang_arguments(parser)
+    return parser
+
+
+def parse(parser, line: str) -> argparse.Namespace:
+    args = parser.parse_args(line.split())
+    validate_sglang_arguments(args)
+    return args
+
+
+def test_every_field_of_server_args_has_a_prefixed_flag_or_is_slimes(parser):
+    import dataclasses
+
+    from sglang.srt.server_args import ServerArgs
+
+    attributes = {action.dest for action in parser._actions}
+    plain = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(plain)
+    with_flag = {action.dest for action in plain._actions} & {field.name for field in dataclasses.fields(ServerArgs)}
+    assert len(with_flag) > 300
+    assert {f"sglang_{name}" for name in with_flag - SLIME_DECIDES} <= attributes
+    assert not {f"sglang_{name}" for name in SLIME_DECIDES - {"config"}} & attributes
+
+
+def test_values_reach_prefixed_attributes(parser):
+    args = parse(parser, "--sglang-mem-fraction-static 0.7 --sglang-context-length 4096 --router-policy random")
+    assert (args.sglang_mem_fraction_static, args.sglang_context_length) == (0.7, 4096)
+    assert args.router_policy == "random"
+
+
+def test_defaults_of_the_router_and_of_slimes_own_flags(parser):
+    args = parse(parser, "")
+    assert (args.router_log_level, args.router_balance_abs_threshold, args.router_balance_rel_threshold) == (
+        "warn",
+        10,
+        1.2,
+    )
+    assert (args.sglang_router_ip, args.sglang_router_port) == (None, None)
+    assert (args.sglang_router_request_timeout_secs, args.sglang_server_concurrency) == (14400, 512)
+    assert (args.sglang_config, args.prefill_num_servers) == (None, None)
+
+
+def test_consistent_hashing_is_a_policy(parser):
+    assert parse(parser, "--router-policy consistent_hashing").router_policy == "consistent_hashing"
+
+
+def test_the_engines_size_follows_from_its_gpus(parser):
+    args = parse(parser, "--rollout-num-gpus-per-engine 8 --sglang-pp-size 2")
+    assert (args.sglang_tp_size, args.sglang_pipeline_parallel_size) == (4, 2)
+
+
+def test_long_names_and_short_names_agree(parser):
+    args = parse(parser, "--sglang-expert-parallel-size 4 --sglang-data-parallel-size 2 --sglang-enable-dp-attention")
+    assert (args.sglang_ep_size, args.sglang_expert_parallel_size) == (4, 4)
+    assert (args.sglang_dp_size, args.sglang_data_parallel_size) == (2, 2)
+
+
+def test_older_spellings_of_expert_parallelism_still_mean_it(parser):
+    args = parse(
+        parser,
+        "--rollout-num-gpus-per-engine 64 --sglang-enable-ep-moe --sglang-enable-deepep-moe --sglang-deepep-mode auto "
+        "--sglang-enable-dp-attention --sglang-dp-size 8",
+    )
+    assert (args.sglang_ep_size, args.sglang_moe_a2a_backend, args.sglang_deepep_mode) == (64, "deepep", "auto")
+
+
+def test_nsa_spellings_are_dsa(parser):
+    args = parse(
+        parser,
+        "--sglang-nsa-decode-backend flashmla_kv --sglang-nsa-prefill-backend flashmla_sparse "
+        "--sglang-attention-backend nsa",
+    )
+    assert (args.sglang_dsa_decode_backend, args.sglang_dsa_prefill_backend) == ("flashmla_kv", "flashmla_sparse")
+
+
+def test_ipv6_routers_are_bracketed(parser):
+    assert parse(parser, "--sglang-router-ip ::1 --sglang-router-port 3000").sglang_router_ip == "[::1]"
+
+
+def test_the_help_can_be_formatted(parser):
+    assert "--sglang-mem-fraction-static" in parser.format_help()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--rollout-num-gpus-per-engine 4 --sglang-pp-size 3", "--sglang-pp-size 3"),
+        ("--sglang-dp-size 2", "--sglang-enable-dp-attention"),
+        ("--sglang-dp-size 0", "--sglang-dp-size is 0"),
+        ("--rollout-num-gpus-per-engine 0", "--rollout-num-gpus-per-engine is 0"),
+        ("--sglang-router-ip 1.2.3.4", "without --sglang-router-port"),
+        ("--prefill-num-servers 1 --sglang-config x.yaml", "--sglang-config and --prefill-num-servers"),
+        ("--prefill-num-servers 1 --rollout-external-engine-addrs a:1", "lays out the engines alone"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_flags(parser, line, message):
+    with pytest.raises(ConfigError, match=message):
+        check_sglang_arguments(parser.parse_args(line.split()))

@@ -1,0 +1,155 @@
+"""The real router, which starts in half a second, and what it is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from argparse import Namespace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+import pytest
+import requests
+
+from slime.backends.sglang_utils.router_process import (
+    adopt_router,
+    build_router_args,
+    find_worker,
+    register_worker,
+    start_router,
+    unregister_worker,
+)
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.utils.errors import EngineError
+from slime.utils.net import get_free_port
+
+ARGS = Namespace(sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn")
+
+
+class FakeEngine(BaseHTTPRequestHandler):
+    """Answers what the router asks of a worker, and keeps the bodies of /generate."""
+
+    bodies: list[dict] = []
+    headers_seen: list[dict] = []
+
+    def do_GET(self):  # noqa: N802
+        self._answer({"model_path": "/tiny", "tp_size": 1, "dp_size": 1, "served_model_name": "tiny"})
+
+    def do_POST(self):  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        self.headers_seen.append(dict(self.headers))
+        self._answer({"text": "x", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": {"type": "stop"}}})
+
+    def _answer(self, value):
+        text = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def router():
+    handle = start_router(
+        ARGS, host="127.0.0.1", port=get_free_port(26000), prometheus_port=get_free_port(27000), timeout_s=60
+    )
+    yield handle
+    handle.stop()
+
+
+@pytest.fixture
+def engine_url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_prefixed_flags_reach_the_router_and_slime_decides_above_them():
+    args = Namespace(**vars(ARGS), router_host="9.9.9.9", router_balance_abs_threshold=10, policy="random", host="bad")
+    built = build_router_args(args, host="[::1]", port=1, prometheus_port=2, pd_disaggregation=True)
+    expected = {
+        "policy": "round_robin",
+        "host": "::1",
+        "port": 1,
+        "prometheus_port": 2,
+        "request_timeout_secs": 60,
+        "balance_abs_threshold": 10,
+        "pd_disaggregation": True,
+        "disable_circuit_breaker": True,
+        "disable_health_check": True,
+    }
+    assert {name: built[name] for name in expected} == expected
+
+
+def test_an_engine_is_listed_after_registration_and_gone_after_removal(router, engine_url):
+    control = ServerControl(router.url)
+    register_worker(control, engine_url, worker_type="regular")
+    assert find_worker(control, engine_url)["worker_type"] == "regular"
+    unregister_worker(control, engine_url)
+    unregister_worker(control, engine_url)
+
+
+def test_an_engine_that_answers_nothing_is_never_listed(router):
+    dead = f"http://127.0.0.1:{get_free_port(28000)}"
+    with pytest.raises(EngineError, match="does not list the engine"):
+        register_worker(ServerControl(router.url), dead, worker_type="regular", timeout_s=1.0)
+
+
+def test_fields_that_the_router_keeps_and_fields_that_it_drops(router, engine_url):
+    """Decides which requests have to go to an engine directly."""
+    control = ServerControl(router.url)
+    register_worker(control, engine_url, worker_type="regular")
+    kept = {"temperature": 1.0, "top_k": 5, "min_p": 0.1, "sampling_seed": 7, "stop_token_ids": [1, 2]}
+    kept |= {"stop": ["x"], "no_stop_trim": True, "skip_special_tokens": False, "min_new_tokens": 1}
+    dropped = {"spaces_between_special_tokens": False, "custom_params": {"a": 1}, "logit_bias": {"3": 1.0}}
+    payload = {
+        "input_ids": [1],
+        "rid": "r1",
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "image_data": ["data:x"],
+        "return_routed_experts": True,
+        "sampling_params": kept | dropped,
+    }
+    with requests.Session() as session:
+        session.trust_env = False
+        headers = {"X-SMG-Routing-Key": "abc"}
+        assert session.post(f"{router.url}/generate", json=payload, headers=headers, timeout=30).status_code == 200
+    received = FakeEngine.bodies[-1]
+    assert received["sampling_params"] == kept
+    assert {name for name in payload if name not in received} == {"return_routed_experts"}
+    assert {k.lower(): v for k, v in FakeEngine.headers_seen[-1].items()}["x-smg-routing-key"] == "abc"
+    unregister_worker(control, engine_url)
+
+
+def test_a_router_of_the_user_is_adopted_and_not_stopped(router):
+    adopted = adopt_router("127.0.0.1", router.port)
+    adopted.stop()
+    assert router.is_alive()
+
+
+def test_no_router_at_the_given_address_is_an_error():
+    with pytest.raises(EngineError, match="--sglang-router-ip"):
+        adopt_router("127.0.0.1", get_free_port(28500))
+
+
+def test_a_taken_port_ends_the_start_with_the_routers_log(router):
+    with pytest.raises(EngineError, match="end of .*router"):
+        start_router(
+            ARGS, host="127.0.0.1", port=get_free_port(26100), prometheus_port=router.port, timeout_s=20
+        ).stop()
+
+
+def test_stopping_leaves_no_process():
+    handle = start_router(ARGS, host="127.0.0.1", port=get_free_port(26200), prometheus_port=get_free_port(27200))
+    root = psutil.Process(handle.process.pid)
+    tree = [root, *root.children(recursive=True)]
+    handle.stop()
+    _, alive = psutil.wait_procs(tree, timeout=5)
+    assert alive == [] and not handle.is_alive()

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from slime.backends.sglang_utils.sglang_config import load_sglang_config, resolve_sglang_config
+from slime.utils.errors import ConfigError
+
+
+def load(tmp_path: Path, text: str):
+    path = tmp_path / "engines.yaml"
+    path.write_text(text)
+    return load_sglang_config(str(path), hf_checkpoint="/hf", rollout_num_gpus_per_engine=2)
+
+
+def flags(**given) -> Namespace:
+    defaults = {
+        "sglang_config": None,
+        "prefill_num_servers": None,
+        "rollout_num_gpus": 8,
+        "rollout_num_gpus_per_engine": 2,
+        "hf_checkpoint": "/hf",
+    }
+    return Namespace(**defaults | given)
+
+
+def test_a_whole_file_is_read_with_defaults_filled_in(tmp_path):
+    config = load(
+        tmp_path,
+        """
+sglang:
+  - name: default
+    server_groups:
+      - {worker_type: prefill, num_gpus: 2}
+      - {worker_type: decode, num_gpus: 4, num_gpus_per_engine: 4, overrides: {context-length: 8192}}
+      - {worker_type: placeholder, num_gpus: 1}
+  - name: judge
+    model_path: /judge
+    num_gpus_per_engine: 1
+    engine_groups:
+      - {worker_type: regular, num_gpus: 3}
+""",
+    )
+    policy, judge = config.models
+    assert config.num_gpus == 10
+    assert (policy.model_path, policy.update_weights, policy.has_prefill_decode) == ("/hf", True, True)
+    assert [g.num_gpus_per_engine for g in policy.server_groups] == [2, 4, 2]
+    assert policy.server_groups[1].overrides == {"context_length": 8192}
+    assert (judge.model_path, judge.update_weights, judge.num_gpus) == ("/judge", False, 3)
+
+
+GROUP = "{worker_type: regular, num_gpus: 2}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("models: []", "top key must be `sglang`"),
+        ("sglang: []", "top key must be `sglang`"),
+        (f"sglang: [{{server_groups: [{GROUP}]}}]", "`name` is None"),
+        ("sglang: [{name: a}]", "`server_groups` is None"),
+        (f"sglang: [{{name: a, modelpath: x, server_groups: [{GROUP}]}}]", "unknown key modelpath"),
+        ("sglang: [{name: a, server_groups: [{worker_type: fast, num_gpus: 2}]}]", "`worker_type` is 'fast'"),
+        ("sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 0}]}]", "num_gpus is 0"),
+        (
+            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 3}]}]",
+            "do not divide into engines of 2",
+        ),
+        (
+            f"sglang: [{{name: a, server_groups: [{GROUP}]}}, {{name: a, server_groups: [{GROUP}]}}]",
+            "must be different",
+        ),
+        (
+            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 2, overrides: {model_path: /b}}]}]",
+            "all groups of a model serve one checkpoint",
+        ),
+        (f"sglang: [{{name: a, update_weights: 3, server_groups: [{GROUP}]}}]", "must be true or false"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_the_place(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+def test_a_missing_file_is_refused_with_the_flag():
+    with pytest.raises(ConfigError, match="--sglang-config is /nowhere.yaml"):
+        resolve_sglang_config(flags(sglang_config="/nowhere.yaml"))
+
+
+def test_without_a_file_there_is_one_group_of_regular_engines():
+    (model,) = resolve_sglang_config(flags()).models
+    (group,) = model.server_groups
+    assert (model.name, model.update_weights) == ("default", True)
+    assert (group.worker_type, group.num_gpus, group.num_gpus_per_engine) == ("regular", 8, 2)
+
+
+def test_no_gpus_means_a_router_without_engines():
+    (model,) = resolve_sglang_config(flags(rollout_num_gpus=0)).models
+    assert model.server_groups == ()
+
+
+def test_prefill_servers_leave_the_rest_for_decoding():
+    (model,) = resolve_sglang_config(flags(prefill_num_servers=1)).models
+    assert [(g.worker_type, g.num_gpus) for g in model.server_groups] == [("prefill", 2), ("decode", 6)]
+
+
+def test_prefill_servers_that_leave_nothing_are_refused():
+    with pytest.raises(ConfigError, match="--prefill-num-servers is 4"):
+        resolve_sglang_config(flags(prefill_num_servers=4))
+
+
+def test_gpus_that_do_not_divide_into_engines_are_refused():
+    with pytest.raises(ConfigError, match="7 GPUs do not divide into engines of 2"):
+        resolve_sglang_config(flags(rollout_num_gpus=7))
+
+
+def test_the_gpus_of_a_file_must_be_those_of_the_flag(tmp_path):
+    path = tmp_path / "engines.yaml"
+    path.write_text(f"sglang: [{{name: a, server_groups: [{GROUP}]}}]")
+    with pytest.raises(ConfigError, match="take 2 GPUs, --rollout-num-gpus is 8"):
+        resolve_sglang_config(flags(sglang_config=str(path)))

@@ -1,0 +1,143 @@
+"""The comparison against a model that fuses gate and up as SGLang's do: rows 0-2 gate, rows 3-5 up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from slime.backends.sglang_utils import weight_check
+from slime.backends.sglang_utils.weight_check import (
+    REPORT_NAME,
+    compare_weights,
+    compare_with_snapshot,
+    differing_names,
+    find_poison,
+    poison_weights,
+    snapshot_weights,
+)
+
+
+class Fused(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(6, 4, dtype=dtype), requires_grad=False)
+        self.norm = nn.Parameter(torch.randn(4, dtype=dtype), requires_grad=False)
+        self.experts = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def load_weights(self, named_tensors):
+        for name, tensor in named_tensors:
+            if name == "gate":
+                self.gate_up.data[:3].copy_(tensor)
+            elif name == "up":
+                self.gate_up.data[3:].copy_(tensor)
+            else:
+                self.get_parameter(name).data.copy_(tensor)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(weight_check, "_gather_over_ranks", lambda problems: problems)
+
+
+def held(model: Fused) -> list[tuple[str, torch.Tensor]]:
+    """What the model holds, as the trainer would send it: in fp32."""
+    full = {"gate": model.gate_up[:3], "up": model.gate_up[3:], "norm": model.norm}
+    return [(name, tensor.detach().float().clone()) for name, tensor in full.items()]
+
+
+def report(model: Fused) -> list[str]:
+    return model.get_weights_by_name(REPORT_NAME, 100, tp_size=1)
+
+
+@DTYPES
+def test_equal_tensors_differ_nowhere(dtype):
+    model = Fused(dtype)
+    assert differing_names(model, held(model)) == []
+
+
+@DTYPES
+def test_a_changed_element_is_blamed_on_its_tensor_and_the_model_keeps_its_own(dtype):
+    model = Fused(dtype)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sent = held(model)
+    sent[1][1][2, 1] += 1
+    assert differing_names(model, sent) == ["up (shape [3, 4]): 1 elements differ in gate_up"]
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_difference_below_the_engines_precision_is_none():
+    model = Fused(torch.bfloat16)
+    sent = held(model)
+    sent[2][1][0] *= 1 + 1e-4
+    assert differing_names(model, sent) == []
+
+
+def test_a_part_of_the_tensors_may_be_compared():
+    model = Fused(torch.float32)
+    assert differing_names(model, held(model)[:1]) == []
+
+
+def test_nan_equals_itself_and_minus_zero_is_not_zero():
+    model = Fused(torch.float32)
+    model.norm.data[0], model.norm.data[1] = float("nan"), 0.0
+    assert differing_names(model, [("norm", model.norm.detach().clone())]) == []
+    sent = model.norm.detach().clone()
+    sent[1] = -0.0
+    assert len(differing_names(model, [("norm", sent)])) == 1
+
+
+def test_a_tensor_that_the_model_cannot_load_is_reported_and_changes_nothing():
+    model = Fused(torch.float32)
+    before = model.gate_up.detach().clone()
+    (problem,) = differing_names(model, [("gate", torch.zeros(5, 5))])
+    assert "gate [5, 5]" in problem
+    assert torch.equal(model.gate_up, before)
+
+
+def test_problems_wait_until_they_are_read_once():
+    model = Fused(torch.float32)
+    compare_weights(model, held(model))
+    assert report(model) == []
+    sent = held(model)
+    sent[0][1][0, 0] += 1
+    compare_weights(model, sent)
+    assert len(report(model)) == 1
+    assert report(model) == []
+
+
+def test_poison_remains_where_nothing_was_pushed():
+    model = Fused(torch.bfloat16)
+    sent = held(model)
+    poison_weights(model, [])
+    assert model.norm.isnan().all()
+    model.load_weights(sent[:1])
+    find_poison(model, [])
+    assert report(model) == [
+        "gate_up: 12 of 24 elements were never pushed",
+        "norm: 4 of 4 elements were never pushed",
+    ]
+    model.load_weights(sent)
+    find_poison(model, [])
+    assert report(model) == []
+    assert model.experts.tolist() == [0, 1, 2, 3]
+
+
+def test_a_snapshot_shows_what_has_changed_since():
+    model = Fused(torch.float32)
+    compare_with_snapshot(model, [])
+    assert report(model) == ["there is no snapshot to compare with"]
+    snapshot_weights(model, [])
+    model.norm.data[0] += 1
+    compare_with_snapshot(model, [])
+    assert report(model) == ["norm"]
+
+
+def test_other_names_still_reach_the_models_own_method():
+    model = Fused(torch.float32)
+    model.__dict__["get_weights_by_name"] = lambda name, truncate_size, tp_size: [name, truncate_size, tp_size]
+    compare_weights(model, [])
+    assert model.get_weights_by_name("norm", 5, tp_size=2) == ["norm", 5, 2]
