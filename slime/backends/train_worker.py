@@ -78,9 +78,7 @@ class TrainWorker(ABC):
         logger.info("Rank %d of %d joined the training group over %s.", self.rank, self.world_size, backend)
 
     @abstractmethod
-    def init(
-        self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False
-    ) -> int:
+    def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
         """Build and load the model.
 
         Args:

@@ -131,9 +131,7 @@ class _Server:
             return
         for text in serialized_named_tensors:
             payload = MultiprocessingSerializer.deserialize(text)
-            bucket = FlattenedTensorBucket(
-                flattened_tensor=payload["flattened_tensor"], metadata=payload["metadata"]
-            )
+            bucket = FlattenedTensorBucket(flattened_tensor=payload["flattened_tensor"], metadata=payload["metadata"])
             self.load(bucket.reconstruct_tensors(), weight_version)
 
     def update_weights_from_distributed(

@@ -30,6 +30,7 @@ from slime.backends.megatron_utils.update_weight.sender import WeightSender
 from slime.backends.train_worker import TrainWorker
 from slime.observability.logging_utils import configure_logger, log
 from slime.observability.metric_utils import compute_rollout_step
+from slime.observability.profile_utils import TrainProfiler
 from slime.observability.timer import Timer, timer
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError, WeightSyncError
@@ -64,6 +65,8 @@ class MegatronTrainRayActor(TrainWorker):
             self.model, self.optimizer, self.scheduler, iteration = initialize_model_and_optimizer(args, role)
             self.weights = ModelSwitch(self.model, role)
             self._load_other_policies(with_ref, with_opd_teacher)
+        self._profiler = TrainProfiler(args, rank=self.rank)
+        self._rollout_id = 0
         self._sender: WeightSender | None = None
         self._last_rollout_id: int | None = None
         self._is_asleep = False
@@ -98,7 +101,7 @@ class MegatronTrainRayActor(TrainWorker):
 
     def get_parallel_config(self) -> dict[str, int]:
         """Sizes that the rollout manager needs to cut the data."""
-        config = self.model[0].config
+        config: Any = self.model[0].config
         return {
             "dp_size": mpu.get_data_parallel_world_size(with_context_parallel=False),
             "cp_size": mpu.get_context_parallel_world_size(),
@@ -150,8 +153,9 @@ class MegatronTrainRayActor(TrainWorker):
             with timer("data_preprocess"):
                 data = prepare_rollout_data(rank_data)
                 iterators = get_data_iterator(data, len(self.model))
-            result = self._train_critic if self.role == "critic" else self._train_actor
-            outcome = result(rollout_id, data, iterators, external_data or {})
+            train = self._train_critic if self.role == "critic" else self._train_actor
+            outcome: Any = train(rollout_id, data, iterators, external_data or {})
+        self._profiler.step(rollout_id)
         metrics = self._log_performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
         del data, iterators  # memory that is freed later, while the trainer sleeps, would not be given back
@@ -177,7 +181,7 @@ class MegatronTrainRayActor(TrainWorker):
             with timer("advantages"):
                 compute_advantages_and_returns(args, data)
         metrics = self._postprocess_and_log(rollout_id, data)
-        with timer("actor_train"):
+        with timer("actor_train"), self._profiler.profile("train_actor", rollout_id):
             metrics |= self._take_steps(rollout_id, data, iterators, args.loss_type)
         self._keep_policies(rollout_id)
         return metrics
@@ -197,7 +201,7 @@ class MegatronTrainRayActor(TrainWorker):
     def _forward(self, read: Reader, data: RolloutBatch, iterators: list[DataIterator], prefix: str) -> None:
         """Run a pass under the present weights and store what it reads in ``data``."""
         name = "values" if read is get_values else f"{prefix}log_probs"
-        with timer(name):
+        with timer(name), self._profiler.profile("train_log_probs", self._rollout_id):
             data.update(forward_only(read, self.args, self.model, iterators, data["num_microbatches"], prefix))
 
     def _postprocess_and_log(self, rollout_id: int, data: RolloutBatch) -> dict[str, float]:
@@ -221,9 +225,7 @@ class MegatronTrainRayActor(TrainWorker):
 
         def on_step(step_id: int, result: StepResult) -> None:
             if not result.is_applied:
-                logger.warning(
-                    "Rollout %d, step %d was skipped: its gradient is not finite.", rollout_id, step_id
-                )
+                logger.warning("Rollout %d, step %d was skipped: its gradient is not finite.", rollout_id, step_id)
             if not train_metrics.is_main_rank():
                 return
             metrics = train_metrics.step_metrics(

@@ -7,6 +7,7 @@ Per-sample tensors (log-probs, advantages, ...) are local to the context-paralle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,14 @@ def slice_with_cp(tokens: Tensor, pad_value: float | int) -> Tensor:
     )
 
 
+@overload
+def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length: int) -> Tensor: ...
+
+
+@overload
+def slice_log_prob_with_cp(log_prob: list[float], total_length: int, response_length: int) -> list[float]: ...
+
+
 def slice_log_prob_with_cp(
     log_prob: list[float] | Tensor, total_length: int, response_length: int
 ) -> list[float] | Tensor:
@@ -81,7 +90,7 @@ class _SumOverContextRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
         total = gradient.clone()
         dist.all_reduce(total, group=mpu.get_context_parallel_group())
         return total

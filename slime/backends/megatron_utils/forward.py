@@ -30,7 +30,7 @@ Reader = Callable[..., tuple[Tensor, dict[str, list[Tensor]]]]
 def run_model(args: Namespace, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """The model's logits for a packed batch, in the model's own precision: the softmax is computed in fp32 anyway."""
     arguments = forward_arguments(args, batch)
-    inner = model
+    inner: Any = model
     while inner is not None and not isinstance(inner, Float16Module):
         inner = getattr(inner, "module", None)
     if inner is not None:

@@ -114,9 +114,7 @@ def _corrected(
 # The four losses
 
 
-def policy_loss_function(
-    args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer
-) -> LossAndMetrics:
+def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
     """GRPO, GSPO, CISPO, REINFORCE++ and PPO's actor: the surrogate, less entropy, plus the KL loss.
 
     Old log-probs are the engine's (``--use-rollout-logprobs``), those recomputed before training, or the present ones
@@ -148,9 +146,7 @@ def policy_loss_function(
     if args.custom_pg_loss_reducer_function_path is not None:
         custom = load_function(args.custom_pg_loss_reducer_function_path)
         masks = masks if args.use_tis else batch["loss_masks"]
-        reduce_loss = custom(
-            batch["total_lengths"], batch["response_lengths"], masks, args.calculate_per_token_loss
-        )
+        reduce_loss = custom(batch["total_lengths"], batch["response_lengths"], masks, args.calculate_per_token_loss)
 
     pg_loss = reduce_loss(loss_T)
     entropy = sum_of_sample_mean(entropy_T)

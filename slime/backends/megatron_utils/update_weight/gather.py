@@ -90,7 +90,7 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
         is_gated: the MLP's first matrix holds gate and up, each split on its own.
     """
     group = mpu.get_expert_tensor_parallel_group() if shard.is_expert else mpu.get_tensor_model_parallel_group()
-    parameter = shard.tensor
+    parameter: Any = shard.tensor
     if group.size() == 1 or "expert_bias" in shard.name or not getattr(parameter, "tensor_model_parallel", False):
         return value
     if getattr(parameter, "parallel_mode", None) == "duplicated":
@@ -154,7 +154,7 @@ def _across_stages(shards: list[Shard], whole: Callable[[Shard], Tensor]) -> Ite
     for owner, names in enumerate(stages):
         for position, (name, expert_index) in enumerate(names):
             full = whole(shards[position]).contiguous() if owner == stage else None
-            header = [(full.shape, full.dtype) if full is not None else None]
+            header: list[Any] = [(full.shape, full.dtype) if full is not None else None]
             dist.broadcast_object_list(header, src=ranks[owner], group=group)
             if full is None:
                 shape, kind = header[0]
@@ -197,9 +197,7 @@ def iter_hf_tensors(
         WeightSyncError: two parameters were given the same HF name.
     """
     seen: dict[str, str] = {}
-    for name, full in iter_full_tensors(
-        model, dtype=dtype, host_weights=host_weights, across_stages=across_stages
-    ):
+    for name, full in iter_full_tensors(model, dtype=dtype, host_weights=host_weights, across_stages=across_stages):
         converted = convert_to_hf(args, model_name, GLOBAL_PREFIX + name, full, quantization_config)
         for hf_name, tensor in converted:
             if hf_name in seen:

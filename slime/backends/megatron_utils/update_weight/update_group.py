@@ -42,9 +42,7 @@ class UpdateGroup:
         world_size = 1 + sum(receiver.num_gpus for receiver in self.receivers)
         joining, offset = [], 1
         for receiver in self.receivers:
-            joining.append(
-                receiver.init_weights_update_group(address, port, offset, world_size, self.name, backend)
-            )
+            joining.append(receiver.init_weights_update_group(address, port, offset, world_size, self.name, backend))
             offset += receiver.num_gpus
         self._group = self._join(joining, backend, address, port, world_size)
         self._members = {receiver.index for receiver in self.receivers}

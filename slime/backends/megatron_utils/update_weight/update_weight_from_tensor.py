@@ -54,9 +54,7 @@ class UpdateWeightFromTensor(WeightSender):
                     "check --rollout-num-gpus-per-engine and --sglang-config"
                 )
             self._engine, self._engine_group = receiver, group
-        self.on_main_rank(
-            "connecting to the engines outside the trainer's GPUs", lambda: self._remote.connect(remote)
-        )
+        self.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.connect(remote))
 
     def update_weights(self) -> PushReport:
         """As the base class, with allocations outside the memory saver: its regions cannot be shared."""

@@ -1,0 +1,294 @@
+"""Losses of a packed batch by hand, on one rank."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from megatron_case import parse, start_single_process
+
+from slime.backends.megatron_utils import loss
+from slime.backends.megatron_utils.actor import needs_old_log_probs
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.utils.errors import DataError
+
+VOCAB = 5
+MODEL_FLAGS = (
+    "--num-layers 1 --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 2 --vocab-size 5 "
+    "--make-vocab-size-divisible-by 8 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--use-rotary-position-embeddings --fp32"
+).split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> None:
+    start_single_process(parse(*MODEL_FLAGS))
+
+
+def make_args(**overrides: Any) -> Namespace:
+    """What a loss reads; plain GRPO unless overridden."""
+    defaults: dict[str, Any] = {
+        "vocab_size": VOCAB, "rollout_temperature": 1.0, "log_probs_chunk_size": -1, "entropy_coef": 0.0,
+        "use_rollout_logprobs": False, "advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28,
+        "eps_clip_c": None, "use_opsm": False, "opsm_delta": 1e-4, "use_tis": False, "get_mismatch_metrics": False,
+        "tis_clip": 2.0, "tis_clip_low": 0.0, "custom_tis_function_path": None,
+        "custom_pg_loss_reducer_function_path": None, "calculate_per_token_loss": False, "use_kl_loss": False,
+        "use_unbiased_kl": False, "kl_loss_coef": 0.0, "kl_loss_type": "k1", "value_clip": 0.2,
+        "custom_loss_function_path": None, "recompute_loss_function": False, "kl_coef": 0.0,
+        "loss_type": "policy_loss", "keep_old_actor": False, "use_opd": False, "use_routing_replay": False,
+        "use_rollout_routing_replay": False,
+    }  # fmt: skip
+    return Namespace(**{**defaults, **overrides})
+
+
+def make_batch(masks: tuple[tuple[int, ...], ...] = ((1, 1), (1, 1, 1, 1)), **columns: Any) -> dict[str, Any]:
+    """Samples with a prompt of two tokens; response token ids are 1, 2, 1, 2 ..."""
+    tokens = [torch.tensor([0, 0, *(1 + i % 2 for i in range(len(mask)))]) for mask in masks]
+    batch: dict[str, Any] = {
+        "unconcat_tokens": tokens,
+        "total_lengths": [len(sequence) for sequence in tokens],
+        "response_lengths": [len(mask) for mask in masks],
+        "loss_masks": [torch.tensor(mask) for mask in masks],
+        "rollout_mask_sums": torch.tensor([float(sum(mask)) for mask in masks]),
+    }
+    return batch | {name: [torch.tensor(values) for values in value] for name, value in columns.items()}
+
+
+def make_logits(batch: dict[str, Any], log_probs: list[list[float]], *, padding: int = 3) -> torch.Tensor:
+    """[1, T, 8] logits that give each response token the log-prob asked for; three columns are padding."""
+    rows = sum(batch["total_lengths"]) + padding
+    logits = torch.zeros(rows, VOCAB + 3)
+    start = 0
+    for sequence, wanted in zip(batch["unconcat_tokens"], log_probs, strict=True):
+        first = start + len(sequence) - len(wanted)
+        for offset, log_prob in enumerate(wanted):
+            others = ((1 - torch.tensor(log_prob).exp()) / (VOCAB - 1)).log()
+            row = torch.full((VOCAB,), float(others))
+            row[sequence[len(sequence) - len(wanted) + offset]] = log_prob
+            logits[first - 1 + offset, :VOCAB] = row
+        start += len(sequence)
+    return logits[None].requires_grad_()
+
+
+def run(args: Namespace, batch: dict[str, Any], logits: torch.Tensor, loss_type: str = "policy_loss") -> Any:
+    reducer = get_sum_of_sample_mean(
+        batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], batch["rollout_mask_sums"],
+        args.calculate_per_token_loss,
+    )  # fmt: skip
+    value, metrics = loss.LOSSES[loss_type](args, batch, logits, reducer)
+    return float(value), {name: float(metric) for name, metric in metrics.items()}
+
+
+def test_log_probs_are_those_of_the_response_tokens_without_the_vocabulary_padding() -> None:
+    batch = make_batch()
+    logits = make_logits(batch, [[-1.0, -2.0], [-0.5, -1.5, -2.5, -3.5]])
+    _, result = loss.get_log_probs_and_entropy(
+        logits, args=make_args(), with_entropy=True,
+        **{key: batch[key] for key in ("unconcat_tokens", "total_lengths", "response_lengths")},
+    )  # fmt: skip
+    assert [values.tolist() for values in result["log_probs"]] == [
+        pytest.approx([-1.0, -2.0]),
+        pytest.approx([-0.5, -1.5, -2.5, -3.5]),
+    ]
+    p = torch.tensor([0.3679, *[0.6321 / 4] * 4])
+    assert float(result["entropy"][0][0]) == pytest.approx(float(-(p * p.log()).sum()), rel=1e-3)
+
+
+def test_the_temperature_divides_the_logits() -> None:
+    batch = make_batch(masks=((1,),))
+    logits = make_logits(batch, [[-1.0]])
+    _, result = loss.get_log_probs_and_entropy(
+        logits, args=make_args(rollout_temperature=0.5),
+        **{key: batch[key] for key in ("unconcat_tokens", "total_lengths", "response_lengths")},
+    )  # fmt: skip
+    expected = (logits.detach()[0, 1, :VOCAB] / 0.5).log_softmax(-1)[1]
+    assert float(result["log_probs"][0]) == pytest.approx(float(expected))
+
+
+def test_outside_the_recorded_nucleus_a_token_has_no_probability() -> None:
+    batch = make_batch(masks=((1, 1),))
+    logits = make_logits(batch, [[-1.0, -1.0]])
+    _, result = loss.get_log_probs_and_entropy(
+        logits, args=make_args(),
+        top_p_token_ids=[torch.tensor([3], dtype=torch.int32)],
+        top_p_token_offsets=[torch.tensor([0, 1, 1], dtype=torch.int32)],
+        **{key: batch[key] for key in ("unconcat_tokens", "total_lengths", "response_lengths")},
+    )  # fmt: skip
+    # Token 1 was sampled from {1, 3}: p = 0.3679 / (0.3679 + 0.158). The second token has no record.
+    expected = torch.tensor(0.36788 / (0.36788 + 0.63212 / 4)).log()
+    assert result["log_probs"][0].tolist() == pytest.approx([float(expected), -1.0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("per_token", "mask_sums", "expected"),
+    [(False, (2.0, 4.0), 1 + 3), (True, (2.0, 4.0), 2 * 1 + 4 * 3), (False, (6.0, 6.0), (2 * 1 + 4 * 3) / 6)],
+    ids=["mean of each rollout", "sum of tokens", "both samples of one rollout"],
+)
+def test_the_reducer_divides_by_the_tokens_of_the_rollout(
+    per_token: bool, mask_sums: tuple[float, float], expected: float
+) -> None:
+    batch = make_batch()
+    reducer = get_sum_of_sample_mean(
+        batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], torch.tensor(mask_sums), per_token
+    )
+    assert float(reducer(torch.tensor([1.0, 1, 3, 3, 3, 3]))) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual", "expected"),
+    [(1.5, 1.0, None, -1.28), (0.5, 1.0, None, -0.5), (0.5, -1.0, None, 0.8), (1.5, -1.0, None, 1.5), (5, -1.0, 3, 3)],
+)
+def test_policy_loss_clips_the_ratio(ratio: float, advantage: float, dual: float | None, expected: float) -> None:
+    old = -2.0
+    batch = make_batch(masks=((1,),), advantages=[[advantage]], log_probs=[[old]])
+    logits = make_logits(batch, [[old + float(torch.tensor(float(ratio)).log())]])
+    value, metrics = run(make_args(eps_clip_c=dual), batch, logits)
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert metrics["ppo_kl"] == pytest.approx(-float(torch.tensor(float(ratio)).log()), rel=1e-4)
+
+
+def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_reinforce() -> None:
+    batch = make_batch(masks=((1,),), advantages=[[0.7]])
+    logits = make_logits(batch, [[-1.0]])
+    args = make_args()
+    reducer = get_sum_of_sample_mean([3], [1], batch["loss_masks"], batch["rollout_mask_sums"])
+    value, _ = loss.policy_loss_function(args, batch, logits, reducer)
+    value.backward()
+    p = torch.tensor([0.63212 / 4, 0.36788, *[0.63212 / 4] * 3])
+    expected = -0.7 * (torch.tensor([0.0, 1, 0, 0, 0]) - p)
+    assert torch.allclose(logits.grad[0, 1, :VOCAB], expected, atol=1e-4)
+    assert not logits.grad[0, 1, VOCAB:].any(), "padding columns get no gradient"
+    assert not logits.grad[0, 0].any() and not logits.grad[0, 2:].any(), "prompt and padding rows get none"
+
+
+def test_a_masked_token_does_not_count_even_when_it_is_not_finite() -> None:
+    batch = make_batch(masks=((1, 0),), advantages=[[1.0, float("nan")]])
+    value, _ = run(make_args(), batch, make_logits(batch, [[-1.0, -2.0]]))
+    assert value == pytest.approx(-1.0)
+
+
+def test_kl_loss_and_entropy_are_added_with_their_weights() -> None:
+    batch = make_batch(masks=((1,),), advantages=[[0.0]], ref_log_probs=[[-1.1]])
+    args = make_args(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k3", entropy_coef=0.1)
+    value, metrics = run(args, batch, make_logits(batch, [[-1.0]]))
+    assert metrics["kl_loss"] == pytest.approx(0.0048374, rel=1e-4)
+    assert value == pytest.approx(0.5 * metrics["kl_loss"] - 0.1 * metrics["entropy_loss"])
+
+
+def test_gspo_uses_one_ratio_for_a_sequence() -> None:
+    batch = make_batch(masks=((1, 1),), advantages=[[1.0, 1.0]], log_probs=[[-2.0, -2.0]])
+    value, metrics = run(make_args(advantage_estimator="gspo"), batch, make_logits(batch, [[-2.0 + 0.2, -2.0]]))
+    assert value == pytest.approx(-float(torch.tensor(0.1).exp()), rel=1e-5)
+    assert metrics["ppo_kl"] == pytest.approx(-0.1, rel=1e-4)
+
+
+def test_cispo_weighs_the_log_prob_by_a_constant() -> None:
+    batch = make_batch(masks=((1,),), advantages=[[2.0]], log_probs=[[-2.0]])
+    value, _ = run(make_args(advantage_estimator="cispo"), batch, make_logits(batch, [[-1.0]]))
+    assert value == pytest.approx(-1.28 * 2.0 * -1.0, rel=1e-5)
+
+
+def test_tis_weighs_the_loss_by_trainer_over_engine() -> None:
+    batch = make_batch(masks=((1,),), advantages=[[1.0]], log_probs=[[-1.0]], rollout_log_probs=[[-1.5]])
+    logits = make_logits(batch, [[-1.0]])
+    weight = float(torch.tensor(0.5).exp())
+    value, metrics = run(make_args(use_tis=True), batch, logits)
+    assert value == pytest.approx(-weight, rel=1e-5)
+    assert metrics["ois"] == pytest.approx(weight, rel=1e-5)
+    assert metrics["train_rollout_logprob_abs_diff"] == pytest.approx(0.5, rel=1e-5)
+    value, _ = run(make_args(use_tis=True, tis_clip=1.2), batch, logits)
+    assert value == pytest.approx(-1.2, rel=1e-5)
+    icepop = "slime.backends.megatron_utils.loss.icepop_function"
+    value, metrics = run(make_args(use_tis=True, tis_clip=1.2, custom_tis_function_path=icepop), batch, logits)
+    assert value == 0.0
+    assert metrics["tis_clipfrac"] == 1.0
+
+
+def test_mismatch_metrics_alone_leave_the_loss_as_it_is() -> None:
+    batch = make_batch(masks=((1,),), advantages=[[1.0]], log_probs=[[-1.0]], rollout_log_probs=[[-1.5]])
+    value, metrics = run(make_args(get_mismatch_metrics=True), batch, make_logits(batch, [[-1.0]]))
+    assert value == pytest.approx(-1.0, rel=1e-5)
+    assert metrics["tis"] == pytest.approx(1.6487, rel=1e-4)
+
+
+def test_sft_is_the_mean_negative_log_likelihood_of_each_sample() -> None:
+    batch = make_batch(masks=((1, 0), (1, 1, 1, 1)))
+    value, metrics = run(make_args(), batch, make_logits(batch, [[-1.0, -9.0], [-1.0, -2.0, -3.0, -4.0]]), "sft_loss")
+    assert value == pytest.approx(1.0 + 2.5, rel=1e-5)
+    assert metrics == {"loss": pytest.approx(3.5, rel=1e-5)}
+
+
+def test_value_loss_is_the_larger_of_two_squared_errors() -> None:
+    batch = make_batch(masks=((1, 1),), values=[[0.0, 0.0]], returns=[[1.0, 0.1]])
+    values = torch.zeros(1, 4, 1)
+    values[0, 1], values[0, 2] = 0.9, 0.05
+    value, metrics = run(make_args(), batch, values, "value_loss")
+    # First: the step of 0.9 is cut to 0.2, its error (0.2 - 1)^2 is the larger; second: nothing is cut.
+    assert value == pytest.approx((0.64 + 0.0025) / 2, rel=1e-4)
+    assert metrics["value_clipfrac"] == pytest.approx(0.5)
+
+
+def half_of_log_probs(args: Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    """A user's loss, for the test below."""
+    assert logits.dtype is torch.float32
+    value = sum_of_sample_mean(torch.full((sum(batch["response_lengths"]),), 0.5)) + 0 * logits.sum()
+    return value, {"mine": value}
+
+
+def test_a_custom_loss_gets_fp32_logits_and_the_reducer() -> None:
+    args = make_args(custom_loss_function_path=f"{__name__}.half_of_log_probs")
+    batch = make_batch()
+    value, metrics = run(args, batch, make_logits(batch, [[-1.0] * 2, [-1.0] * 4]).bfloat16(), "custom_loss")
+    assert value == 1.0
+    assert metrics == {"loss": 1.0, "mine": 1.0}
+
+
+def test_missing_reference_log_probs_are_an_error_that_names_the_flag() -> None:
+    batch = make_batch(masks=((1,),), advantages=[[1.0]])
+    with pytest.raises(DataError, match="--use-kl-loss needs log-probs"):
+        run(make_args(use_kl_loss=True), batch, make_logits(batch, [[-1.0]]))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_loss_is_scaled_to_cancel_megatrons_averaging(recompute: bool) -> None:
+    batch = make_batch(masks=((1, 1), (0, 0, 0, 0)), advantages=[[1.0, 1.0], [5.0] * 4])
+    args = make_args(recompute_loss_function=recompute)
+    logits = make_logits(batch, [[-1.0] * 2, [-1.0] * 4])
+    scaled, normaliser, report = loss.loss_function(args, batch, 3, 8, "policy_loss", logits)
+    assert float(scaled) == pytest.approx(-1.0 * 3 / 8)
+    assert int(normaliser) == 1
+    assert report["names"][0] == "loss"
+    # A fully masked sample counts one token, so that its rollout divides by something.
+    assert report["values"].tolist()[:2] == pytest.approx([3.0, -1.0])
+    per_token = make_args(calculate_per_token_loss=True)
+    scaled, normaliser, _ = loss.loss_function(per_token, batch, 3, 8, "policy_loss", logits)
+    assert (float(scaled), int(normaliser)) == (pytest.approx(-2.0), 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_steps", "needed"),
+    [
+        ({}, 1, False),
+        ({}, 2, True),
+        ({"kl_coef": 0.1}, 1, True),
+        ({"advantage_estimator": "gspo"}, 1, True),
+        ({"keep_old_actor": True}, 1, True),
+        ({"loss_type": "custom_loss"}, 1, True),
+        ({"use_rollout_logprobs": True}, 2, False),
+        ({"use_rollout_logprobs": True, "get_mismatch_metrics": True}, 1, True),
+        ({"get_mismatch_metrics": True}, 1, True),
+        ({"use_routing_replay": True}, 1, True),
+        ({"use_routing_replay": True, "use_rollout_routing_replay": True}, 1, False),
+    ],
+)
+def test_old_log_probs_are_recomputed_only_when_something_reads_them(
+    overrides: dict[str, Any], num_steps: int, needed: bool
+) -> None:
+    assert needs_old_log_probs(make_args(**overrides), {"num_microbatches": [1] * num_steps}) is needed

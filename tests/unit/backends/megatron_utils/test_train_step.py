@@ -1,0 +1,175 @@
+"""Schedules, errors and parked weights of a real model on one rank."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "dist"))
+
+from megatron_case import start_single_process
+from trainer_case import cut, make_args, make_train_data, write_model
+
+from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
+from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
+from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer, total_train_iters
+from slime.backends.megatron_utils.model_switch import ModelSwitch
+from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
+from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
+from slime.utils.errors import ConfigError, DataError, SlimeError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    write_model(folder)
+    return folder
+
+
+def build(folder: Path, *flags: object) -> tuple[Namespace, Any, Any, Any]:
+    args = make_args(folder, "--actor-num-gpus-per-node", 1, *flags)
+    start_single_process(args)
+    return args, *setup_model_and_optimizer(args)
+
+
+def train(args: Namespace, model: Any, optimizer: Any, scheduler: Any, rollout_id: int = 0) -> list[Any]:
+    """One rollout; gives the results of its steps."""
+    parallel = {"dp_size": 1, "cp_size": 1}
+    data = prepare_rollout_data(cut(args, make_train_data(), parallel)[0])
+    compute_advantages_and_returns(args, data)
+    results: list[Any] = []
+    train_rollout(
+        args, rollout_id, model, optimizer, scheduler, get_data_iterator(data, 1), data["num_microbatches"],
+        data["global_batch_sizes"], loss_type="policy_loss", on_step=lambda _, result: results.append(result),
+    )  # fmt: skip
+    return results
+
+
+def parameters(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model[0].named_parameters()}
+
+
+def test_the_schedule_counts_samples_and_flags_count_steps(folder: Path) -> None:
+    flags = ("--lr-decay-style", "linear", "--lr-warmup-iters", 2, "--min-lr", 0, "--lr-decay-iters", 6)
+    args, model, optimizer, scheduler = build(folder, *flags)
+    rates = []
+    for _ in range(7):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(increment=args.global_batch_size)
+    assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3, 0])
+
+
+def test_the_run_has_as_many_steps_as_its_samples_fill(folder: Path) -> None:
+    args = make_args(folder, "--actor-num-gpus-per-node", 1)
+    assert total_train_iters(args) == 4  # 4 rollouts of 4 x 2 samples, 8 to a step
+    assert total_train_iters(Namespace(**{**vars(args), "global_batch_size": 4})) == 8
+
+
+def test_a_warm_up_longer_than_the_decay_is_refused(folder: Path) -> None:
+    args, _, optimizer, _ = build(folder)
+    with pytest.raises(ConfigError, match="warms up for 4 of 4 optimizer steps; lower --lr-warmup-iters"):
+        build_scheduler(Namespace(**{**vars(args), "lr_warmup_iters": 4}), optimizer)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(folder: Path) -> None:
+    args, model, optimizer, scheduler = build(folder)
+    with torch.no_grad():
+        next(p for name, p in model[0].named_parameters() if "final_layernorm" in name).fill_(float("nan"))
+    before = parameters(model)
+    with pytest.raises(SlimeError, match="rollout 3, optimizer step 0: the loss is nan"):
+        train(args, model, optimizer, scheduler, rollout_id=3)
+    assert all(torch.equal(value, before[name]) or value.isnan().any() for name, value in parameters(model).items())
+
+
+def test_without_the_check_such_a_step_is_skipped(folder: Path) -> None:
+    args, model, optimizer, scheduler = build(folder, "--no-check-for-nan-in-loss-and-grad")
+    with torch.no_grad():
+        next(p for name, p in model[0].named_parameters() if "final_layernorm" in name).fill_(float("nan"))
+    before = parameters(model)
+    (result,) = train(args, model, optimizer, scheduler)
+    assert not result.is_applied
+    assert all(torch.equal(value, before[name]) or value.isnan().any() for name, value in parameters(model).items())
+
+
+def test_a_learning_rate_of_zero_leaves_the_weights_exactly_as_they_are(folder: Path) -> None:
+    args, model, optimizer, scheduler = build(folder, "--lr", 0)
+    before = parameters(model)
+    (result,) = train(args, model, optimizer, scheduler)
+    assert result.is_applied and result.grad_norm > 0
+    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+
+
+def test_two_steps_a_rollout_split_its_samples(folder: Path) -> None:
+    args, model, optimizer, scheduler = build(folder, "--global-batch-size", 4)
+    results = train(args, model, optimizer, scheduler)
+    assert len(results) == 2
+    assert results[0].grad_norm != results[1].grad_norm
+
+
+def test_resetting_the_optimizer_zeroes_its_moments_and_its_step(folder: Path) -> None:
+    args, model, optimizer, scheduler = build(folder)
+    train(args, model, optimizer, scheduler)
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    states = [state for part in parts for state in part.optimizer.state.values()]
+    assert any(state["exp_avg"].any() for state in states)
+    reset_optimizer_states(optimizer)
+    assert not any(state["exp_avg"].any() or state["exp_avg_sq"].any() for state in states)
+    assert all(float(state["step"]) == 0 for state in states)
+
+
+def test_parked_weights_come_back_bit_for_bit(folder: Path) -> None:
+    args, model, optimizer, scheduler = build(folder)
+    switch = ModelSwitch(model)
+    switch.backup("actor")
+    first = parameters(model)
+    train(args, model, optimizer, scheduler)
+    switch.rename("trained")
+    switch.backup("trained")
+    trained = parameters(model)
+    assert any(not torch.equal(trained[name], first[name]) for name in first)
+    switch.switch_to("actor")
+    assert all(torch.equal(value, first[name]) for name, value in parameters(model).items())
+    switch.switch_to("trained")
+    assert all(torch.equal(value, trained[name]) for name, value in parameters(model).items())
+    with pytest.raises(ConfigError, match="no weights are kept under 'ref'; kept are"):
+        switch.switch_to("ref")
+
+
+def test_a_switch_to_the_reference_and_back_does_not_disturb_training(folder: Path) -> None:
+    plain = build(folder)
+    expected = [train(*plain, rollout_id=i)[0].metrics["loss"] for i in range(2)], parameters(plain[1])
+    args, model, optimizer, scheduler = build(folder)
+    switch = ModelSwitch(model)
+    switch.backup("actor")
+    switch.copy("actor", "ref")
+    losses = []
+    for rollout_id in range(2):
+        switch.switch_to("ref")
+        switch.switch_to("actor")
+        losses.append(train(args, model, optimizer, scheduler, rollout_id)[0].metrics["loss"])
+        switch.backup("actor")
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    assert all(torch.equal(value, expected[1][name]) for name, value in parameters(model).items())
+
+
+def test_metrics_of_micro_batches_are_summed_then_divided() -> None:
+    reports = [
+        {"names": ["loss"], "values": torch.tensor([3.0, 1.0])},
+        {"names": ["loss"], "values": torch.tensor([5.0, 2.0])},
+    ]
+    settings = {"step_global_batch_size": 4, "cp_size": 1, "group": None}
+    assert reduce_step_metrics(reports, per_token=False, **settings) == {"loss": 0.75}
+    assert reduce_step_metrics(reports, per_token=True, **settings) == {"loss": 3 / 8}
+
+
+def test_a_sample_without_a_prompt_is_refused(folder: Path) -> None:
+    build(folder)
+    data = {"tokens": [[1, 2]], "response_lengths": [2], "loss_masks": [[1, 1]]}
+    with pytest.raises(DataError, match="sample 0 of this rank has 2 tokens, a response of 2"):
+        prepare_rollout_data(data)
