@@ -83,7 +83,7 @@ class MegatronTrainRayActor(TrainWorker):
         others = {"ref": ("ref_load", args.ref_ckpt_step)} if with_ref else {}
         if with_opd_teacher:
             others["teacher"] = ("opd_teacher_load", args.opd_teacher_ckpt_step)
-        if others or args.keep_old_actor or args.offload_train:
+        if others or args.keep_old_actor or (args.offload_train and memory.is_memory_saver_active()):
             self.weights.backup("actor")
         for tag, (load_arg, step) in others.items():
             # Weights only: the optimizer and the generators belong to the actor.
