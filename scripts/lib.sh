@@ -18,6 +18,8 @@ if [[ -x "${REPO_DIR}/.venv/bin/python3" ]]; then
 fi
 
 export PYTHONUNBUFFERED=1
+# Deprecations inside torch, Megatron and SGLang, a page of them in each process, are no news to who runs a recipe.
+export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning,ignore::UserWarning,ignore::DeprecationWarning}"
 # The second folder lets processes without CUDA import SGLang; with CUDA it does nothing.
 export PYTHONPATH="${REPO_DIR}:${REPO_DIR}/slime/backends/sglang_utils/cpu_shim${PYTHONPATH:+:${PYTHONPATH}}"
 # Local traffic must not go through a proxy, and Ray's servers refuse clients without the token.
@@ -137,7 +139,7 @@ submit_job() {
 import json, os, sys
 variables = {name: os.environ[name] for name in sys.argv[2:] if name in os.environ}
 print(json.dumps({"env_vars": variables | json.loads(sys.argv[1])}))
-' "${JOB_ENV:-"{}"}" PYTHONPATH PYTHONUNBUFFERED PATH no_proxy NO_PROXY HF_HUB_OFFLINE OMP_NUM_THREADS ${JOB_EXTRA_ENV:-})"
+' "${JOB_ENV:-"{}"}" PYTHONPATH PYTHONUNBUFFERED PYTHONWARNINGS PATH no_proxy NO_PROXY HF_HUB_OFFLINE OMP_NUM_THREADS ${JOB_EXTRA_ENV:-})"
     _JOB_ID="slime-$(date +%H%M%S)-$$-${RANDOM}"
     [[ -z "${_RAY_DIR}" ]] || echo "${_JOB_ID}" >"${_RAY_DIR}/job"
     # In the background, so that a signal reaches this shell at once and the trap below can stop the job.
