@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# GRPO on the tiny arithmetic task, on one GPU: the SGLang engine and the Megatron rank take turns with its memory.
-# bf16 training with fp32 master weights and gradient sums.  The job is that of run-tiny-cpu.sh.
+# GRPO on the tiny arithmetic task, on one GPU that the SGLang engine and the Megatron rank take turns on: bf16 with
+# fp32 master weights and gradient sums, CUDA graphs in the engine, weights pushed through CUDA IPC.  The numbers of the
+# task and of the algorithm are those of run-tiny-cpu.sh.
 #
-#   scripts/run-tiny-gpu.sh [FLAG...]           more flags for train.py; of a flag given twice the last counts
+#   scripts/run-tiny-gpu.sh [FLAG...]                  more flags for train.py; of a flag given twice the last counts
+#   scripts/run-tiny-gpu.sh --num-rollout 3 --check-weight-update-equal     a short run that checks every push
 #
-# TINY_DIR (runs/tiny): task/ and the warm start sft/.  SEED (1): of sampling and data order.  The result lies in
-# SAVE_DIR (TINY_DIR/grpo-gpu-seed1); started again with the same SAVE_DIR, a run that was killed goes on.
+# TINY_DIR (runs/tiny): task/ and the warm start sft/, which scripts/demo.sh makes.  SEED (1): of sampling and data
+# order.  The result lies in SAVE_DIR (TINY_DIR/grpo-gpu-seed1); started again, a run that was killed goes on.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 
@@ -83,21 +85,18 @@ TRACKING_ARGS=(
 
 SGLANG_ARGS=(
     --rollout-num-gpus-per-engine 1
+    --sglang-server-concurrency 256
     --sglang-mem-fraction-static 0.3
-    # By default the key-value cache takes all of that fraction: gigabytes that a tiny model never fills.
+    # The model is tiny: without a limit its cache would take a third of the GPU.
     --sglang-max-total-tokens 262144
-    --sglang-cuda-graph-max-bs 256
-    --sglang-attention-backend triton
-    --sglang-sampling-backend pytorch
 )
 
 MISC_ARGS=(
+    --bf16
     --attention-dropout 0.0
     --hidden-dropout 0.0
     --accumulate-allreduce-grads-in-fp32
     --attention-softmax-in-fp32
-    --attention-backend flash
-    --bf16
 )
 
 start_ray 1
