@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.observability.metrics_file import FILE_NAME, merge_by_step, read_records  # noqa: E402
+from slime.observability.metrics_file import FILE_NAME, START_KEY, merge_by_step, read_records  # noqa: E402
 
 Curve = list[tuple[float, float]]
 """(steps taken, value)."""
@@ -34,7 +34,7 @@ def eval_curve(records: Sequence[dict], name: str) -> Curve:
     points: dict[float, float] = {}
     has_trained = False
     for record in records:
-        has_trained = has_trained or "train/step" in record
+        has_trained = START_KEY not in record and (has_trained or "train/step" in record)
         if name in record:
             points[record["eval/step"] + 1 if has_trained else 0] = record[name]
     return sorted(points.items())

@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from slime.observability.metrics_file import START_KEY, append_record, metrics_path
 from slime.observability.tracking import Tracker, make_trackers
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,11 @@ def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
     """
     facts = _new_run_facts(args) if primary else {}
     _close()
-    _Process.trackers = make_trackers(Namespace(**{**vars(args), **facts}), primary=primary)
+    shared = Namespace(**{**vars(args), **facts})
+    _Process.trackers = make_trackers(shared, primary=primary)
+    path = metrics_path(shared)
+    if primary and path is not None:
+        append_record(path, {START_KEY: shared.wandb_run_id})  # so that a reader can tell a resume from a first start
     atexit.register(_close)
     return facts
 

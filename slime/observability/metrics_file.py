@@ -21,6 +21,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
+START_KEY = "run/start"
+"""The record that each start of the job begins with, resumes included; its value is the run's id."""
 _TIME_KEY = "time"
 
 

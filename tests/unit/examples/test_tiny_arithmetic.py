@@ -150,7 +150,14 @@ def test_an_unfit_warm_start_is_called_so(accuracy: Accuracy, word: str | None) 
 
 
 def test_the_summary_shows_both_evaluations_of_step_zero(tmp_path: Path) -> None:
+    killed_before_its_first_checkpoint = [
+        {"run/start": "a"},
+        {"eval/step": 0, "eval/held_out": 0.2},
+        {"train/step": 0, "train/loss": 0.0},
+    ]
     records = [
+        *killed_before_its_first_checkpoint,
+        {"run/start": "a"},
         {"eval/step": 0, "eval/held_out": 0.3, "eval/held_out_greedy": 0.4},
         {"rollout/step": 0, "rollout/raw_reward": 0.31, "perf/time_step_s": 4.0},
         {"train/step": 0, "train/loss": 0.0},

@@ -18,7 +18,8 @@ def test_metrics_land_in_the_save_folder(tmp_path: Path) -> None:
     logging_utils.init_tracking(args)
     logging_utils.log(args, {"train/loss": 1.5, "train/step": 0}, "train/step")
     logging_utils.finish_tracking(args)
-    (record,) = read_records(tmp_path / "metrics.jsonl")
+    start, record = read_records(tmp_path / "metrics.jsonl")
+    assert len(start["run/start"]) > 8
     assert record["train/loss"] == 1.5
 
 
