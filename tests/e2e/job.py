@@ -1,0 +1,100 @@
+"""Start ``train.py`` as a user would, follow it, kill it, and see what is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+class Job:
+    """One training job in a private Ray; its processes are found by a tag in their environment."""
+
+    def __init__(self, script: str, flags: list[str], log: Path, **environment: str) -> None:
+        self._tag = f"SLIME_TEST_JOB={uuid.uuid4().hex}"
+        name, value = self._tag.split("=")
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, REPO / script, *flags],
+            stdout=open(log, "w"),
+            stderr=subprocess.STDOUT,
+            cwd=REPO,
+            env=dict(os.environ) | {name: value, "RAY_ADDRESS": "", "PYTHONPATH": str(REPO)} | environment,
+            start_new_session=True,
+        )
+
+    def pids(self, pattern: str = "") -> list[int]:
+        """Live processes of the job whose command line contains ``pattern``."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                is_ours = self._tag.encode() in (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if is_ours and pattern in command:
+                found.append(int(folder.name))
+        return found
+
+    def text(self) -> str:
+        """What the job has printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Until ``condition()``; fails when the job ends before, or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the job ended before {what}:\n{self.text()[-4000:]}"
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s:\n{self.text()[-4000:]}"
+            time.sleep(0.05)
+
+    def finish(self, timeout_s: float) -> int:
+        """The exit code."""
+        return self.process.wait(timeout=timeout_s)
+
+    def seconds_until_gone(self, timeout_s: float) -> float:
+        """Seconds until no process of the job is left."""
+        start = time.monotonic()
+        while self.pids():
+            assert time.monotonic() - start < timeout_s, f"still alive: {self.commands()}"
+            time.sleep(0.2)
+        return time.monotonic() - start
+
+    def commands(self) -> list[str]:
+        """The command lines of what is alive."""
+        lines = []
+        for pid in self.pids():
+            try:
+                lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120])
+            except OSError:
+                continue
+        return lines
+
+    def kill_everything(self) -> None:
+        """SIGKILL to every process of the job."""
+        for _ in range(50):
+            pids = self.pids()
+            if not pids:
+                break
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.1)
+        self.process.wait(timeout=30)
+
+
+def records(folder: Path, key: str) -> list[dict[str, Any]]:
+    """The metric records of a run that carry ``key``, in the order of writing."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if key in row]
