@@ -61,6 +61,9 @@ if [[ ! -f "${TINY_DIR}/sft/fit" || ! -f "${RUN_DIR}/done" ]]; then
 fi
 stage "warm start (supervised)" warm_start
 stage "GRPO, seed ${SEED}" grpo
+# An independent reader of what was exported: transformers' own generate must be as right as the engine was.
+stage "accuracy of the exported model" python3 examples/tiny_arithmetic/hf_accuracy.py \
+    --hf "$(ls -d "${RUN_DIR}"/hf/* | sort -V | tail -n 1)" --data "${TINY_DIR}/task/data/eval.jsonl"
 echo "==== summary"
 python3 examples/tiny_arithmetic/summary.py "${RUN_DIR}"
 echo "==== demo: $((SECONDS - DEMO_START)) s in all"
