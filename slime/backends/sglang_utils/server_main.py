@@ -6,6 +6,8 @@ them, under the name ``__mp_main__`` and before anything of SGLang: so what stan
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import os
 
 from slime.backends.sglang_utils import cpu_shim
@@ -20,8 +22,6 @@ if __name__ in ("__main__", "__mp_main__"):
 def main() -> None:
     """Serve until killed."""
     settings = read_settings()
-    import dataclasses
-
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
@@ -31,6 +31,9 @@ def main() -> None:
     if settings.get("enable_metrics") and _metrics_break_routes():
         print("metrics are off: with the installed FastAPI they would make /v1/loads answer 500", flush=True)
         settings["enable_metrics"] = False
+    if settings.get("grammar_backend") is None and importlib.util.find_spec("xgrammar") is None:
+        print("xgrammar is not installed: requests with a grammar will be refused", flush=True)
+        settings["grammar_backend"] = "none"
     run_server(ServerArgs(**keep_known(settings, known)))
 
 

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, num_requests_in_flight, wait_idle
+from slime.utils.errors import EngineError
+from slime.utils.net import get_free_port
+
+
+@pytest.fixture
+def scripted():
+    """A server that answers with the next of a list of (status, body), and notes what it was asked."""
+    answers: list[tuple[int, str]] = []
+    asked: list[tuple[str, str, str, str | None]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def _serve(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+            asked.append((self.command, self.path, body, self.headers.get("Authorization")))
+            status, text = answers.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_GET = do_POST = do_DELETE = _serve
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", answers, asked
+    server.shutdown()
+
+
+def loads(*counts: tuple[int, int]) -> tuple[int, str]:
+    rows = [{"num_running_reqs": running, "num_waiting_reqs": waiting} for running, waiting in counts]
+    return 200, json.dumps({"loads": rows})
+
+
+def test_json_is_parsed_and_text_is_given_as_it_is(scripted):
+    url, answers, asked = scripted
+    answers += [(200, '{"a": 1}'), (200, "Cache flushed.")]
+    server = ServerControl(url, api_key="secret")
+    assert server.post("/x", {"b": 2}) == {"a": 1}
+    assert server.get("/y") == "Cache flushed."
+    assert asked == [("POST", "/x", '{"b": 2}', "Bearer secret"), ("GET", "/y", "", "Bearer secret")]
+
+
+def test_a_refusal_carries_status_and_reason(scripted):
+    url, answers, _ = scripted
+    answers.append((400, '{"message": "no such group"}'))
+    with pytest.raises(EngineError, match=r"engine 3 refused POST /x with status 400: .*no such group"):
+        ServerControl(url, name="engine 3").post("/x")
+
+
+def test_no_server_is_an_engine_error():
+    url = f"http://127.0.0.1:{get_free_port(29000)}"
+    server = ServerControl(url, name="engine 3")
+    with pytest.raises(EngineError, match="engine 3 cannot be reached for GET /x"):
+        server.get("/x")
+    assert not server.answers("/x")
+
+
+def test_flushing_is_tried_again_while_the_server_is_busy(scripted):
+    url, answers, asked = scripted
+    answers += [(400, "busy"), (400, "busy"), (200, "Cache flushed.")]
+    flush_cache(ServerControl(url), wait_s=0)
+    assert len(asked) == 3
+
+
+def test_flushing_gives_up_with_the_servers_reason(scripted):
+    url, answers, _ = scripted
+    answers += [(400, "busy")] * 2
+    with pytest.raises(EngineError, match="busy"):
+        flush_cache(ServerControl(url), tries=2, wait_s=0)
+
+
+def test_requests_in_flight_are_summed_over_ranks(scripted):
+    url, answers, asked = scripted
+    answers.append(loads((2, 1), (0, 4)))
+    assert num_requests_in_flight(ServerControl(url)) == 7
+    assert asked[0][1] == "/v1/loads?include=core"
+
+
+def test_waiting_for_idle_ends_at_zero_or_at_the_deadline(scripted):
+    url, answers, _ = scripted
+    answers += [loads((1, 0)), loads((0, 0))]
+    wait_idle(ServerControl(url), timeout_s=30, poll_s=0)
+    answers.append(loads((1, 0)))
+    with pytest.raises(EngineError, match="still has 1 requests in flight"):
+        wait_idle(ServerControl(url, name="e"), timeout_s=-1, poll_s=0)

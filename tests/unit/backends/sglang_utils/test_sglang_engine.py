@@ -1,0 +1,154 @@
+"""What the engine object decides by itself, against a server that only takes notes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils import sglang_engine
+from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine, visible_index
+from slime.utils.errors import ConfigError, EngineError, WeightSyncError
+
+
+class NotingServer:
+    def __init__(self) -> None:
+        self.url = "http://engine"
+        self.asked: list[tuple[str, str, Any]] = []
+        self.answers: dict[str, Any] = {}
+
+    def request(self, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
+        self.asked.append((method, path, json))
+        return self.answers.get(path)
+
+    def get(self, path: str, **_: Any) -> Any:
+        return self.request("GET", path, timeout_s=1)
+
+
+@pytest.fixture
+def engine():
+    return make_engine()
+
+
+def make_engine(rank: int = 0, num_gpus_per_engine: int = 1) -> SGLangEngine:
+    args = Namespace(
+        rollout_num_gpus_per_engine=num_gpus_per_engine,
+        num_gpus_per_node=8,
+        hf_checkpoint="/hf",
+        weight_update_timeout_s=60,
+    )
+    engine = SGLangEngine(args, rank=rank)
+    engine.server = NotingServer()  # type: ignore[assignment]
+    return engine
+
+
+def test_releasing_flushes_first_and_never_releases_twice(engine):
+    engine.release_memory_occupation(["weights"])
+    engine.release_memory_occupation()
+    engine.release_memory_occupation()
+    assert engine.server.asked == [
+        ("GET", "/flush_cache", None),
+        ("POST", "/release_memory_occupation", {"tags": ["weights"]}),
+        ("GET", "/flush_cache", None),
+        ("POST", "/release_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}),
+        ("GET", "/flush_cache", None),
+    ]
+
+
+def test_only_what_was_released_is_resumed(engine):
+    engine.resume_memory_occupation(["weights"])
+    assert engine.server.asked == []
+    engine.release_memory_occupation()
+    engine.server.asked.clear()
+    engine.resume_memory_occupation(["weights"])
+    engine.resume_memory_occupation(["weights"])
+    engine.resume_memory_occupation()
+    assert [payload for _, _, payload in engine.server.asked] == [
+        {"tags": ["weights"]},
+        {"tags": ["kv_cache", "cuda_graph"]},
+    ]
+
+
+def test_an_update_sends_what_was_given_and_nothing_else(engine):
+    engine.update_weights_from_tensor(["s"], "flattened_bucket", "4")
+    engine.update_weights_from_distributed(["a"], ["torch.bfloat16"], [(2, 3)], "g", "5")
+    engine.update_weights_from_disk("/hf2", "6")
+    assert [payload for _, _, payload in engine.server.asked] == [
+        {
+            "serialized_named_tensors": ["s"],
+            "flush_cache": False,
+            "load_format": "flattened_bucket",
+            "weight_version": "4",
+        },
+        {
+            "names": ["a"],
+            "dtypes": ["bfloat16"],
+            "shapes": [[2, 3]],
+            "group_name": "g",
+            "flush_cache": False,
+            "weight_version": "5",
+        },
+        {"model_path": "/hf2", "weight_version": "6"},
+    ]
+
+
+def test_a_comparison_raises_what_the_engine_reports(engine):
+    engine.server.answers["/get_weights_by_name"] = []
+    engine.update_weights_from_tensor(["s"], WEIGHT_LOADERS[0], "4")
+    engine.server.answers["/get_weights_by_name"] = ["q_proj: 3 elements differ"]
+    with pytest.raises(WeightSyncError, match=r"compare_weights found 1 problems:\n  q_proj: 3 elements differ"):
+        engine.update_weights_from_tensor(["s"], WEIGHT_LOADERS[0], "4")
+
+
+def test_an_unknown_check_is_refused(engine):
+    with pytest.raises(ConfigError, match="'checksum'; it knows snapshot, reset_tensors, compare"):
+        engine.check_weights("checksum")
+
+
+def test_the_later_nodes_of_an_engine_ask_nothing():
+    engine = make_engine(rank=1, num_gpus_per_engine=16)
+    assert (engine.node_rank, engine.get_url()) == (1, None)
+    engine.pause_generation()
+    engine.flush_cache()
+    engine.update_weights_from_disk("/hf")
+    assert engine.get_weight_version() is None
+    assert engine.server.asked == []
+
+
+def test_the_version_is_that_of_model_info(engine):
+    engine.server.answers["/model_info"] = {"weight_version": "9"}
+    assert engine.get_weight_version() == "9"
+
+
+def test_an_engine_that_was_never_started_says_so():
+    engine = make_engine()
+    engine.server = None
+    with pytest.raises(EngineError, match="engine 0 was never started"):
+        engine.pause_generation()
+    engine.shutdown()
+    assert engine.describe_exit() is None
+
+
+@pytest.mark.parametrize(("visible", "physical", "index"), [(None, 5, 5), ("4,5,6,7", 5, 1), (" 0 , 3", 3, 1)])
+def test_a_gpu_is_counted_among_the_visible_ones(monkeypatch, visible, physical, index):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_index(physical) == index
+
+
+def test_a_hidden_gpu_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match="GPU 3, but CUDA_VISIBLE_DEVICES is 0,1"):
+        visible_index(3)
+
+
+def test_the_names_of_the_report_agree():
+    from slime.backends.sglang_utils import weight_check
+
+    assert sglang_engine.REPORT_NAME == weight_check.REPORT_NAME
+    assert set(sglang_engine.CHECK_LOADERS.values()) <= set(WEIGHT_LOADERS)
+    assert all(hasattr(weight_check, path.rpartition(".")[2]) for path in WEIGHT_LOADERS)
