@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from slime.backends.sglang_utils import cpu_shim
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, cluster_has_accelerators
 from slime.utils import env
 from slime.utils.errors import ConfigError
@@ -36,6 +37,9 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
     if not cluster_has_accelerators():
         # Ray gives a worker one thread; ranks on CPUs share the cores of the machine evenly.
         variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world_size))
+        if not args.debug_train_only:
+            # The trainer speaks SGLang's wire format, so it imports SGLang, which needs the shim here.
+            variables["PYTHONPATH"] = cpu_shim.child_environment()["PYTHONPATH"]
     elif args.offload_train:
         variables |= {
             "LD_PRELOAD": str(_preload_library()),
