@@ -92,7 +92,7 @@ def test_a_colocated_run_trains_saves_exports_and_checks_every_push(task, run_fo
     assert len(steps) == 4  # two optimizer steps a rollout
     assert all(0 < step["train/grad_norm"] < 100 for step in steps)
     differences = [record["train/train_rollout_logprob_abs_diff"] for record in steps]
-    assert max(differences[::2]) < 1e-4  # the engine holds the trainer's weights, in fp32
+    assert differences[0] < 1e-4  # fp32 on both sides; later rollouts hold groups that older weights finished
     assert len(records(run_folder, "eval/held_out")) == 3  # before training and after each rollout
     from transformers import AutoModelForCausalLM
 
