@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.tiny_arithmetic import model, task  # noqa: E402
 from examples.tiny_arithmetic.tokenizer import build_tokenizer  # noqa: E402
 
-FORMAT = 2
+FORMAT = 3
 """Raised when what the files hold changes, so that older folders are made again."""
 
 BATCH_ROWS = 64
 """Rows of one SFT step (``--rollout-batch-size`` of the warm start)."""
 
 CURRICULUM = (
-    task.Demonstrations(num_rows=160 * BATCH_ROWS, worked_share=1.0, slip_rate=0.0),
+    task.Demonstrations(num_rows=200 * BATCH_ROWS, worked_share=1.0, slip_rate=0.0),
     task.Demonstrations(num_rows=40 * BATCH_ROWS, worked_share=0.4, slip_rate=0.08),
 )
 """First clean worked sums, until adding is learned; then a weak teacher, so that a weak policy comes out."""

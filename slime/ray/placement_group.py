@@ -132,10 +132,12 @@ def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
         time.sleep(1)
 
 
-@ray.remote(num_cpus=0, num_gpus=1)
-class _InfoActor:
+class _Info:
     def node_and_gpu(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+
+
+_InfoActor: Any = ray.remote(num_cpus=0, num_gpus=1)(_Info)
 
 
 def _bundle_identities(group: PlacementGroup, num_gpus: int) -> list[tuple[str, int]]:

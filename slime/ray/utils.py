@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 import torch
 
@@ -32,8 +34,7 @@ def cluster_has_accelerators() -> bool:
     return torch.cuda.is_available() or any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
 
 
-@ray.remote(num_cpus=0)
-class Lock:
+class _Lock:
     """A cluster-wide lock that is polled: ``acquire`` never blocks."""
 
     def __init__(self) -> None:
@@ -51,3 +52,7 @@ class Lock:
         if not self._held:
             raise RuntimeError("release of a lock that nobody holds")
         self._held = False
+
+
+Lock: Any = ray.remote(num_cpus=0)(_Lock)
+"""``Lock.remote()`` starts one."""

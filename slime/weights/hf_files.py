@@ -103,7 +103,8 @@ class HfFolderWriter:
         if self._pending:
             self._flush()
         names = {
-            shard: f"model-{shard:05d}-of-{self._num_shards:05d}.safetensors" for shard in range(1, self._num_shards + 1)
+            shard: f"model-{shard:05d}-of-{self._num_shards:05d}.safetensors"
+            for shard in range(1, self._num_shards + 1)
         }
         for shard, name in names.items():
             os.replace(self.target / f"model-{shard:05d}.safetensors", self.target / name)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
@@ -35,7 +35,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_ide
 
 from slime.utils.errors import DataError
 
-Entry = ShardedTensor | ShardedTensorFactory
+Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 Entries = dict[torch.nn.Parameter, Entry]
 
 MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
@@ -243,6 +243,6 @@ def _matching_group(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[
                 return candidate
     role = {key: group.get(key) for key in param_group_identifier_keys}
     raise DataError(
-        f"the checkpoint has no optimizer parameter group like {role}. Load the weights alone with --no-load-optim, or "
-        "resume with the --lr, --min-lr and --weight-decay flags of the run that saved it."
+        f"the checkpoint has no optimizer parameter group like {role}. Load the weights alone with --no-load-optim, "
+        "or resume with the --lr, --min-lr and --weight-decay flags of the run that saved it."
     )
