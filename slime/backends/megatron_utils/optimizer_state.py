@@ -2,8 +2,8 @@
 
 megatron-core 0.16.1 over ``torch.optim.AdamW`` (what it uses without TransformerEngine and Apex) cannot load the state
 that it saves: it puts ONE step counter into the state of all parameters, which AdamW then advances once a parameter
-(``distrib_optimizer.py:821``), and with several gradient buckets it writes shifted values (``:1474``).  So the state of
-the distributed optimizer is written and read here, through public calls.  Since every tensor is stored whole and
+(``distrib_optimizer.py:821``), and with several gradient buckets it writes shifted values (``:1474``).  So the state
+of the distributed optimizer is written and read here, through public calls.  Since every tensor is stored whole and
 sliced on load, TP, PP, EP, DP and the bucket sizes may change between save and load.  The tensors have the names of
 the wheel's ``fully_reshardable`` format: ``optimizer.state.{param, exp_avg, exp_avg_sq}.<parameter>``.
 
