@@ -1,0 +1,61 @@
+"""The hand-written pages name only files, flags and plug-ins that exist."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from slime.arguments.hooks import HOOKS
+from slime.arguments.parser import build_parser
+from tests.contracts.source_tree import REPO
+
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+ROOTS = ("slime", "scripts", "tests", "docs", "examples", "tools", "requirements")
+PATH = re.compile(rf"(?<![\w/{{}}.])(?:{'|'.join(ROOTS)})/[\w./-]*")
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
+
+OF_OTHER_PROGRAMS = {
+    "--num-gpus",  # ray start
+    "--fix",  # scripts/check
+    *("--tiny-dir", "--work-dir"),  # tests/e2e/kill_resume.py
+    *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
+}
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """Every flag of training but those that mirror the installed SGLang."""
+    return frozenset(build_parser(with_engine_flags=False)._option_string_actions)
+
+
+def is_engine_flag(flag: str) -> bool:
+    return flag.startswith(("--sglang-", "--router-", "--prefill-num-servers"))
+
+
+def ids(page: Path) -> str:
+    return str(page.relative_to(REPO))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_files_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = {match.rstrip("./") for match in PATH.findall(text)}
+    links = {str((page.parent / link).resolve().relative_to(REPO)) for link in LINK.findall(text)}
+    assert sorted(name for name in named | links if not (REPO / name).exists()) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ("flags.md", "hooks.md")], ids=ids)
+def test_flags_that_a_page_names_exist(page):
+    named = set(FLAG.findall(page.read_text(encoding="utf-8")))
+    unknown = {flag for flag in named - OF_OTHER_PROGRAMS - known_flags() if not is_engine_flag(flag)}
+    assert sorted(unknown) == []
+
+
+def test_the_readme_lists_every_plug_in_once_in_the_order_of_the_table():
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(--[a-z-]+-path)` \|", readme, flags=re.MULTILINE)
+    assert rows == [hook.flag for hook in HOOKS]
