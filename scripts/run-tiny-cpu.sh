@@ -32,7 +32,7 @@ ROLLOUT_ARGS=(
     --rollout-seed "${SEED}"
     --seed "${SEED}"
     --custom-rm-path examples.tiny_arithmetic.reward.reward
-    --num-rollout 30
+    --num-rollout 40
     --rollout-batch-size 32
     --n-samples-per-prompt 8
     --rollout-max-response-len 32
@@ -66,7 +66,7 @@ GRPO_ARGS=(
 
 OPTIMIZER_ARGS=(
     --optimizer adam
-    --lr 1e-3
+    --lr 5e-4
     --lr-decay-style constant
     --weight-decay 0.1
     --adam-beta1 0.9
