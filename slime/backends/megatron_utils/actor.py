@@ -71,6 +71,7 @@ class MegatronTrainRayActor(TrainWorker):
         self._last_rollout_id: int | None = None
         self._is_asleep = False
         memory.report(f"of {role} rank {self.rank} after loading")
+        memory.freeze_long_lived_objects()
         self._rest()
         Timer().reset()
         Timer().start("train_wait")
@@ -333,6 +334,7 @@ class MegatronTrainRayActor(TrainWorker):
             )
         if num_new_engines > 0:
             self._sender.connect_rollout_engines(receivers)
+            memory.freeze_long_lived_objects()  # the first connection imports SGLang
 
     def _weights_to_send(self) -> HostWeights | None:
         return self.weights.get("actor") if self._is_asleep and memory.is_memory_saver_active() else None
