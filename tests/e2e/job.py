@@ -16,11 +16,16 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 
 
+JOBS: list[Job] = []
+"""Every job that was started; a fixture kills what is left of them after each test."""
+
+
 class Job:
     """One training job in a private Ray; its processes are found by a tag in their environment."""
 
     def __init__(self, script: str, flags: list[str], log: Path, **environment: str) -> None:
         self._tag = f"SLIME_TEST_JOB={uuid.uuid4().hex}"
+        JOBS.append(self)
         name, value = self._tag.split("=")
         self.log = log
         self.process = subprocess.Popen(
@@ -28,7 +33,7 @@ class Job:
             stdout=open(log, "w"),
             stderr=subprocess.STDOUT,
             cwd=REPO,
-            env=dict(os.environ) | {name: value, "RAY_ADDRESS": "", "PYTHONPATH": str(REPO)} | environment,
+            env=dict(os.environ) | {name: value, "RAY_ADDRESS": "local", "PYTHONPATH": str(REPO)} | environment,
             start_new_session=True,
         )
 

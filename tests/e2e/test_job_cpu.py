@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.job import REPO, Job, records
+from tests.e2e.job import JOBS, REPO, Job, records
 
 pytestmark = [
     pytest.mark.e2e,
@@ -28,6 +28,13 @@ pytestmark = [
 START_S = 240
 """Deadline for a job to print its first step; about 45 s on two idle cores."""
 GONE_S = 30
+
+
+@pytest.fixture(autouse=True)
+def no_job_survives():
+    yield
+    while JOBS:
+        JOBS.pop().kill_everything()
 
 
 def model_flags() -> list[str]:
@@ -153,8 +160,7 @@ def busy_job(task, tmp_path):
     )  # fmt: skip
     job = Job("train.py", flags, tmp_path / "log.txt")
     job.wait_until(lambda: "step 1/" in job.text(), "first step", START_S)
-    yield job
-    job.kill_everything()
+    return job
 
 
 def test_a_dead_engine_ends_the_job_with_the_cause_and_leaves_nothing(busy_job):
