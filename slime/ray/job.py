@@ -48,6 +48,7 @@ def run(train: Callable[[Namespace], None]) -> None:
     try:
         args = parse_args()
         connect(args)
+        signal.signal(signal.SIGTERM, _raise_interrupted)  # ray.init may have put its own there
         train(args)
         code = 0
     except (ConfigError, DataError, HookError) as error:
@@ -81,7 +82,7 @@ def connect(args: Namespace) -> None:
         return
     address = env.get_str("RAY_ADDRESS", "auto")
     if address != "local":
-        outcome = _init_ray(address=address)
+        outcome = _join(address)
         if outcome is None:
             return
         if not isinstance(outcome, ConnectionError):
@@ -89,22 +90,20 @@ def connect(args: Namespace) -> None:
     num_gpus = None if torch.cuda.is_available() else plan_gpus(args).num_gpus
     num_cpus = None if num_gpus is None else 2 * num_gpus + 4
     logger.info("no Ray cluster is named or running here: starting a private one (%s logical GPUs)", num_gpus or "no")
-    outcome = _init_ray(address="local", num_gpus=num_gpus, num_cpus=num_cpus, include_dashboard=False)
-    if outcome is not None:
-        raise outcome
+    # From the main thread: Ray's servers end when the thread that started them does.
+    ray.init(address="local", num_gpus=num_gpus, num_cpus=num_cpus, include_dashboard=False, log_to_driver=True)
 
 
-def _init_ray(**settings: object) -> Exception | None:
-    """``ray.init`` with a deadline; gives the error it ended with.
+def _join(address: str | None) -> Exception | None:
+    """Join a running cluster, with a deadline; gives the error it ended with.
 
-    In a thread of its own, because Ray tries for many minutes to join a cluster whose token it does not have, and
-    because from the main thread it would replace the handler of SIGTERM.
+    In a thread of its own, because Ray tries for many minutes to join a cluster whose token it does not have.
     """
     outcome: list[Exception | None] = []
 
     def initialise() -> None:
         try:
-            ray.init(log_to_driver=True, **settings)
+            ray.init(address=address, log_to_driver=True)
             outcome.append(None)
         except Exception as error:  # carried to the thread that waits
             outcome.append(error)
@@ -114,7 +113,7 @@ def _init_ray(**settings: object) -> Exception | None:
     thread.join(CONNECT_TIMEOUT_S)
     if not outcome:
         return ConfigError(
-            f"the Ray cluster at {settings['address']} does not let this process in within {CONNECT_TIMEOUT_S:.0f} s. "
+            f"the Ray cluster at {address} does not let this process in within {CONNECT_TIMEOUT_S:.0f} s. "
             "If it is not the one you mean, set RAY_ADDRESS (RAY_ADDRESS=local starts a private one); if it is, give "
             "this process its token (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)."
         )
