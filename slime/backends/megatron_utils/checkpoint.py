@@ -10,6 +10,7 @@ tracker file is replaced atomically and last, so a run that is killed at any mom
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -168,11 +169,27 @@ def _without_rank(common: dict[str, Any]) -> dict[str, Any]:
 
 def _common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
     return {
-        "args": args,
+        "args": Namespace(**{name: _plain(value) for name, value in vars(args).items()}),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 1 if iteration == RELEASE else iteration,
         "num_floating_point_operations_so_far": getattr(args, "num_floating_point_operations_so_far", 0),
     }
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in types that ``torch.load`` reads back without trusting the file: anything else becomes its text.
+
+    Plug-ins put what they like on ``args``; a checkpoint must not need their modules, nor ours, to be opened.
+    """
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return repr(value)
 
 
 def _model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
