@@ -242,7 +242,7 @@ def load_checkpoint(
         if args.no_load_optim:
             _refresh_master_weights(optimizer)
         else:
-            _load_optimizer(folder, common, model, optimizer, opt_param_scheduler)
+            _load_optimizer(args, folder, common, model, optimizer, opt_param_scheduler)
     if not args.no_load_rng:
         _load_generators(folder, common)
     logger.info("resumed from %s", folder)
@@ -276,17 +276,35 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _load_optimizer(
-    folder: Path, common: dict[str, Any], model: list[torch.nn.Module], optimizer: Any, opt_param_scheduler: Any
+    args: Namespace,
+    folder: Path,
+    common: dict[str, Any],
+    model: list[torch.nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
 ) -> None:
     if "optimizer" not in common:
         raise DataError(
             f"--load: {folder} has no optimizer state (it was saved with --no-save-optim); pass --no-load-optim to "
             "go on with a fresh optimizer"
         )
-    load_optimizer_state(optimizer, _model_state(model), str(folder))
+    flags_rule = not args.use_checkpoint_opt_param_scheduler
+    load_optimizer_state(optimizer, _model_state(model), str(folder), keep_learning_rates=flags_rule)
     if opt_param_scheduler is not None:
         # After the optimizer: both write the learning rate, and the scheduler has the last word.
-        opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])
+        saved = common["opt_param_scheduler"]
+        if flags_rule:
+            saved = _flags_schedule(opt_param_scheduler.state_dict(), saved)
+        opt_param_scheduler.load_state_dict(saved)
+
+
+def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved position on the schedule of this run's flags; what differs from the saved schedule is logged."""
+    differing = [name for name in ours if name != "num_steps" and saved.get(name, ours[name]) != ours[name]]
+    if differing:
+        changes = ", ".join(f"{name} {saved[name]} -> {ours[name]}" for name in differing)
+        logger.warning("the flags change the schedule of the checkpoint (in samples): %s", changes)
+    return ours | {"num_steps": saved["num_steps"]}
 
 
 def _load_generators(folder: Path, common: dict[str, Any]) -> None:

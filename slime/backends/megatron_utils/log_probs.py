@@ -83,7 +83,7 @@ def get_log_probs_and_entropy(
     log_prob_R, entropy_R = vocab_parallel_log_probs(
         logits_RV,
         target_R,
-        tp_group=mpu.get_tensor_model_parallel_group(),
+        tp_group=mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None,
         chunk_size=args.log_probs_chunk_size,
         with_entropy=with_entropy,
         entropy_grad=args.entropy_coef != 0,

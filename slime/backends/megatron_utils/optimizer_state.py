@@ -81,10 +81,18 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -
     }
 
 
-def load_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any], path: str) -> None:
+def load_optimizer_state(
+    optimizer: MegatronOptimizer, model_state: dict[str, Any], path: str, *, keep_learning_rates: bool = True
+) -> None:
     """Restore an optimizer from the checkpoint at ``path``.  Collective.
 
     The weights must have been loaded before: fp32 master weights are views of them.
+
+    Args:
+        optimizer: a fresh one.
+        model_state: the sharded state of the live model.
+        path: the checkpoint's folder.
+        keep_learning_rates: the bounds of the learning rate stay those of this run's flags.
 
     Raises:
         DataError: the checkpoint's parameter groups do not fit the optimizer's.
@@ -104,7 +112,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, An
     ]
     for index, member in enumerate(members):
         if _is_ours(member):
-            _restore_member(member, loaded[str(index)], saved_groups)
+            _restore_member(member, loaded[str(index)], saved_groups, keep_learning_rates)
         else:
             member.load_state_dict(loaded[str(index)])
 
@@ -215,14 +223,17 @@ def _request(member: DistributedOptimizer, entries: Entries) -> dict[str, Entry]
 
 
 @torch.no_grad()
-def _restore_member(member: DistributedOptimizer, state: dict[str, Any], saved_groups: list[dict[str, Any]]) -> None:
+def _restore_member(
+    member: DistributedOptimizer, state: dict[str, Any], saved_groups: list[dict[str, Any]], keep_learning_rates: bool
+) -> None:
     steps = {group["step"] for group in saved_groups}
     if len(steps) != 1:
         raise DataError(f"parameter groups of the checkpoint have different step counters: {sorted(steps)}")
     (step,) = steps
     for group in member.optimizer.param_groups:
         saved = _matching_group(group, saved_groups)
-        group.update({k: v for k, v in saved.items() if k not in ("step", "is_expert_parallel")})
+        kept = {"step", "is_expert_parallel", *(("max_lr", "min_lr") if keep_learning_rates else ())}
+        group.update({k: v for k, v in saved.items() if k not in kept})
     for bucket in _buckets(member):
         for parameter, ranges in bucket.local.items():
             live = _live_state(member, parameter)
