@@ -2,13 +2,23 @@
 # The whole tiny job, from nothing to a summary: task and model, conversion, warm start, GRPO.  `make demo` calls it.
 # What is there already is not made again; a run that was killed goes on where it stopped.
 #
-#   TINY_DIR (runs/tiny): where everything lies.  SEED (1): of the GRPO run; each seed has its own folder.
+#   scripts/demo.sh [FLAG...]          more flags for the GRPO run
+#
+# TINY_DIR (runs/tiny): where everything lies.  SEED (1): of the GRPO run; each seed has its own folder.
+# DEVICE (cpu): "gpu" runs GRPO by scripts/run-tiny-gpu.sh, on one GPU; the warm start uses it as well.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"
 export SEED="${SEED:-1}"
+DEVICE="${DEVICE:-cpu}"
 RUN_DIR="${TINY_DIR}/grpo-seed${SEED}"
+if [[ "${DEVICE}" == gpu ]]; then
+    RUN_DIR="${TINY_DIR}/grpo-gpu-seed${SEED}"
+elif [[ "${DEVICE}" != cpu ]]; then
+    echo "demo: DEVICE is ${DEVICE}; it must be cpu or gpu" >&2
+    exit 2
+fi
 DEMO_START=${SECONDS}
 
 # stage TITLE COMMAND...: run it under a headline, and say how long it took.
@@ -50,7 +60,7 @@ grpo() {
         echo "${RUN_DIR} is there already"
         return
     fi
-    scripts/run-tiny-cpu.sh
+    "scripts/run-tiny-${DEVICE}.sh" "$@"
     touch "${RUN_DIR}/done"
 }
 
@@ -60,7 +70,7 @@ if [[ ! -f "${TINY_DIR}/sft/fit" || ! -f "${RUN_DIR}/done" ]]; then
     stage "Ray" start_ray 1
 fi
 stage "warm start (supervised)" warm_start
-stage "GRPO, seed ${SEED}" grpo
+stage "GRPO, seed ${SEED}" grpo "$@"
 # An independent reader of what was exported: transformers' own generate must be as right as the engine was.
 stage "accuracy of the exported model" python3 examples/tiny_arithmetic/hf_accuracy.py \
     --hf "$(ls -d "${RUN_DIR}"/hf/* | sort -V | tail -n 1)" --data "${TINY_DIR}/task/data/eval.jsonl"
