@@ -17,6 +17,7 @@ from types import FrameType
 
 import ray
 import torch
+from ray.exceptions import RayError
 
 from slime.arguments import parse_args
 from slime.observability.logging_utils import configure_logger
@@ -127,7 +128,7 @@ def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
 def _report(title: str, error: BaseException) -> None:
     """The first cause on top, in plain words; what it led to is in the log above."""
     cause: BaseException = error
-    while cause.__cause__ is not None:
+    while cause.__cause__ is not None and not isinstance(cause.__cause__, RayError):
         cause = cause.__cause__
     bar = "-" * 100
     print(f"\n{bar}\n{title}: {type(error).__name__}: {error}", file=sys.stderr)

@@ -102,7 +102,8 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
     except GetTimeoutError as error:
         raise EngineError(f"the result of {what} is ready but could not be fetched within 60 s: {error}") from error
     except RayTaskError as error:
-        raise error.as_instanceof_cause() from error
+        # The caller gets the error as it was raised over there; the remote traceback stays with it as its cause.
+        raise (error.cause if isinstance(error.cause, Exception) else error) from error
     except RayActorError as error:
         raise EngineError(f"an actor died during {what}: {error}") from error
 
