@@ -28,6 +28,14 @@ def has_finished_save(folder: str | None) -> bool:
     return folder is not None and ((Path(folder) / TRACKER).is_file() or is_iteration_folder(folder))
 
 
+def is_release(folder: str | None) -> bool:
+    """True when ``folder`` holds a converted model, which no run has trained yet."""
+    if folder is None:
+        return False
+    tracker = Path(folder) / TRACKER
+    return Path(folder).name == "release" or (tracker.is_file() and tracker.read_text().strip() == "release")
+
+
 def is_iteration_folder(folder: str) -> bool:
     """True for the folder of one save, as in ``.../iter_0000020``."""
     return re.fullmatch(r"iter_\d{7}", Path(folder).name) is not None and Path(folder).is_dir()

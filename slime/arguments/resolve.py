@@ -10,7 +10,7 @@ import logging
 import warnings
 from argparse import Namespace
 
-from slime.arguments.checkpoint_paths import has_finished_save, is_huggingface_folder
+from slime.arguments.checkpoint_paths import has_finished_save, is_huggingface_folder, is_release
 
 logger = logging.getLogger(__name__)
 
@@ -165,13 +165,13 @@ def _eval(args: Namespace) -> None:
 
 
 def _starting_point(args: Namespace) -> None:
-    """--load when a save was finished there; else a fresh start from the reference checkpoint."""
-    if has_finished_save(args.load):
+    """--load when a run saved there; else a fresh start, from a converted model there or from the reference."""
+    if has_finished_save(args.load) and not is_release(args.load):
         return
     args.no_load_optim = True
     args.no_load_rng = True
     args.finetune = True
-    if not is_huggingface_folder(args.load):
+    if not is_huggingface_folder(args.load) and not is_release(args.load):
         args.load = args.ref_load
         if args.ref_ckpt_step is not None:
             args.ckpt_step = args.ref_ckpt_step

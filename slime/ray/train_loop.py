@@ -159,6 +159,8 @@ class TrainJob:
         with self._timed("push"):
             self.handover.engines_take_weights()
             if self.args.use_fault_tolerance and not self.args.debug_train_only:
+                # An engine that starts or takes weights answers no probe; the next rollout resumes the monitors.
+                self._ask("health_monitoring_pause", what="the health monitors to pause")
                 self._ask("recover_updatable_engines", what="dead engines to be replaced")
             self.actor.update_weights()
             self.handover.engines_take_cache()

@@ -75,7 +75,8 @@ class MegatronTrainRayActor(TrainWorker):
         self._rest()
         Timer().reset()
         Timer().start("train_wait")
-        return args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
+        self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
+        return self._start_rollout_id
 
     def _load_other_policies(self, with_ref: bool, with_opd_teacher: bool) -> None:
         args = self.args
@@ -331,6 +332,7 @@ class MegatronTrainRayActor(TrainWorker):
                 self._weights_to_send,
                 model_name=_model_name(self.args, self._hf_config),
                 hf_config=self._hf_config,
+                first_version=self._start_rollout_id,
             )
         if num_new_engines > 0:
             self._sender.connect_rollout_engines(receivers)

@@ -1,4 +1,4 @@
-"""The live model as a Hugging Face folder (``--save-hf``, ``tools/convert_to_hf.py``)."""
+"""The live model as a Hugging Face folder (``--save-hf``)."""
 
 from __future__ import annotations
 

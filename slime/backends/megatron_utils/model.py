@@ -83,7 +83,7 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
 
 
 def total_train_iters(args: Namespace) -> int:
-    """Optimizer steps of the whole run: ``--train-iters``, or all samples of all rollouts over the global batch."""
+    """Optimizer steps of the whole run: all samples of all rollouts over the global batch size."""
     num_samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
     return num_samples // args.global_batch_size
 

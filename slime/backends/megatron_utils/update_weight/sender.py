@@ -62,8 +62,9 @@ class WeightSender(ABC):
         args: the run's arguments.
         model: this rank's chunks.
         weights_getter: host copies of the actor's parameters to send instead of the live ones; None sends these.
-        model_name: the class name of the HF config, which chooses the name converter.
+        model_name: ``--model-name`` or the model type of the HF config; it chooses the name converter.
         hf_config: the config of ``--hf-checkpoint``: the dtype and the quantisation of the engines' weights.
+        first_version: versions count on from here, so that those of a resumed run stay above what its buffer holds.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class WeightSender(ABC):
         *,
         model_name: str,
         hf_config: Mapping[str, Any],
+        first_version: int = 0,
     ) -> None:
         self.args = args
         self.model = model
@@ -82,7 +84,7 @@ class WeightSender(ABC):
         self.quantization_config = hf_config.get("quantization_config")
         self.dtype = wire_dtype(hf_config)
         self.timeout_s = float(args.weight_update_timeout_s)
-        self.weight_version = getattr(args, "update_weight_start_version", 0)
+        self.weight_version = first_version
         self.receivers: list[WeightReceiver] = []
 
     # How a bucket travels
