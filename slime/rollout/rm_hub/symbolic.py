@@ -90,8 +90,10 @@ class SymbolicWorker:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(question).encode() + b"\n")
         process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], limit_s + 1.0)
-        if not ready:
+        # Not select(): a rollout holds thousands of connections, and it refuses file descriptors above 1023.
+        answers = select.poll()
+        answers.register(process.stdout, select.POLLIN | select.POLLHUP)
+        if not answers.poll((limit_s + 1.0) * 1000):
             raise TimeoutError(f"no answer within {limit_s:.0f} s")
         line = process.stdout.readline()
         if not line:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from slime.rollout.rm_hub import math_dapo_utils, math_utils
+from slime.rollout.rm_hub import math_dapo_utils, math_utils, symbolic
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.rollout.rm_hub.symbolic import SymbolicWorker
@@ -139,3 +139,19 @@ def test_an_expression_that_never_ends_is_wrong_and_the_next_one_is_graded():
 @pytest.mark.parametrize("answer", ["__import__", "a.b", "x'", "lambda:0", "2^10^10^10", "x" * 2000, "{", "\\frac"])
 def test_odd_answers_are_wrong_and_do_no_harm(answer):
     assert math_utils.grade_answer_sympy(answer, "7.5") is False
+
+
+def test_an_answer_is_graded_while_thousands_of_files_are_open():
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    held = [open("/dev/null") for _ in range(1500)]
+    try:
+        worker = symbolic.SymbolicWorker()
+        assert worker.is_zero("2x - x - x")
+        worker.close()
+    finally:
+        for file in held:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
