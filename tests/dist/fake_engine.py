@@ -126,6 +126,15 @@ class _Server:
         assert len(serialized_named_tensors) == self.num_gpus
         if self.fault == "refuses":
             raise RuntimeError("out of memory")
+        if load_format.endswith(".poison_weights"):
+            for parameter in self.parameters.values():
+                parameter.data.fill_(torch.nan)
+            return
+        if load_format.endswith(".find_poison"):
+            left = [name for name, parameter in self.parameters.items() if parameter.data.isnan().any()]
+            if left:
+                raise RuntimeError(f"never pushed: {left}")
+            return
         if load_format != "flattened_bucket":
             self.compare(pickle.loads(base64.b64decode(serialized_named_tensors[0])))
             return
@@ -156,13 +165,16 @@ class _Server:
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], version: str) -> None:
         for name, tensor in named_tensors:
-            self.parameters[name].data.copy_(tensor)
+            if not (self.fault == "loses a tensor" and name == "model.norm.weight"):
+                self.parameters[name].data.copy_(tensor)
         if self.fault != "stale version":
             self.version = version
 
     def compare(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         if self.fault == "differs":
             self.parameters["model.norm.weight"].data[0] += 1
+        if self.fault == "loses a tensor":
+            return  # what a sender that forgot it would not have compared either
         different = [n for n, tensor in named_tensors if not torch.equal(self.parameters[n].data, tensor)]
         if different:
             raise RuntimeError(f"differing tensors: {different}")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 SMALL_BUCKETS = ("--update-weight-buffer-size", "20000")
 CARRIERS = {"shared": "update_weights_from_tensor", "broadcast": "update_weights_from_distributed"}
-FAULTS = ("stale version", "refuses", "differs")
+FAULTS = ("stale version", "refuses", "differs", "loses a tensor")
 
 
 def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[str, Any]:
@@ -118,8 +118,10 @@ def test_each_push_has_the_next_version(ranks: list[dict[str, Any]], carrier: st
 
 def test_a_failed_push_is_the_same_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["messages"] == ranks[1]["messages"]
-    stale, refused, differs = ranks[0]["messages"]
+    stale, refused, differs, lost = ranks[0]["messages"]
     assert "after the push of weight version '1', engine 0 holds '2'" in stale
     assert "out of memory" in refused
     assert "comparing the tensors of version 3" in differs
     assert "model.norm.weight" in differs
+    assert "looking for weights that were not sent" in lost
+    assert "never pushed: ['model.norm.weight']" in lost

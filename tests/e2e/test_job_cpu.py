@@ -150,6 +150,19 @@ def test_engines_apart_are_reached_over_gloo_by_two_trainer_ranks_one_rollout_ah
     assert first["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
+def test_engines_alone_generate_without_a_trainer(task, tmp_path):
+    flags = grpo_flags(
+        task,
+        tmp_path,
+        *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --debug-rollout-only --num-rollout 1".split(),
+    )
+    job = Job("train.py", flags, tmp_path / "log.txt")
+    assert job.finish(START_S + 60) == 0, job.text()[-4000:]
+    assert "MegatronTrainRayActor" not in job.text()
+    samples = torch.load(tmp_path / "dump/0.pt", weights_only=False)["samples"]
+    assert len(samples) == 16 and all(sample["response_length"] > 0 for sample in samples)
+
+
 @pytest.fixture
 def busy_job(task, tmp_path):
     """A job in the middle of its work, with responses long enough to be caught generating."""

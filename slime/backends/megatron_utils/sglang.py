@@ -22,6 +22,9 @@ FLATTENED_BUCKET = "flattened_bucket"
 
 COMPARE_LOADER = "slime.backends.sglang_utils.weight_check.compare_weights"
 """``load_format`` that makes the engine compare what it is sent with what it holds, instead of loading it."""
+POISON_LOADER = "slime.backends.sglang_utils.weight_check.poison_weights"
+FIND_POISON_LOADER = "slime.backends.sglang_utils.weight_check.find_poison"
+"""``load_format`` that overwrites all of an engine's weights, and the one that reports what was not written since."""
 
 
 def _sglang() -> tuple[Any, Any, Any]:

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
+from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_buckets
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import SlimeError, WeightSyncError
@@ -121,16 +122,22 @@ class WeightSender(ABC):
 
         Raises:
             WeightSyncError: an engine refused a bucket, holds another version after the push, or (with
-                ``--check-weight-update-equal``) other values.
+                ``--check-weight-update-equal``) other values, or weights that nobody sent.
         """
         started = perf_counter()
         self.weight_version += 1
         version = str(self.weight_version)
         self.on_main_rank(f"pausing the engines for version {version}", self._pause_engines)
+        if self.args.check_weight_update_equal:
+            # A comparison of what was sent cannot see what was forgotten: that still holds the poison afterwards.
+            self.on_main_rank("poisoning the engines' weights", lambda: self._ask_all(sglang.POISON_LOADER, version))
         tensors, buckets, size = self._send(version, compare=False)
         self.on_main_rank(f"checking that the engines hold version {version}", lambda: self._check_versions(version))
         if self.args.check_weight_update_equal:
             self._send(version, compare=True)
+            self.on_main_rank(
+                "looking for weights that were not sent", lambda: self._ask_all(sglang.FIND_POISON_LOADER, version)
+            )
         self.on_main_rank(f"letting the engines continue with version {version}", self._continue_engines)
         report = PushReport(self.weight_version, tensors, buckets, size, perf_counter() - started)
         if dist.get_rank() == 0:
@@ -195,6 +202,20 @@ class WeightSender(ABC):
 
     def _post_process(self, **what: bool) -> None:
         wait_all([receiver.post_process_weights(**what) for receiver in self.receivers], self.timeout_s)
+
+    def _ask_all(self, loader: str, version: str) -> None:
+        """Let every engine run one of the weight checks that need no tensors."""
+        nothing = sglang.serialize_by_value([])
+        requests = [
+            receiver.update_weights_from_tensor(
+                serialized_named_tensors=[nothing] * receiver.num_gpus,
+                load_format=loader,
+                weight_version=version,
+                flush_cache=False,
+            )
+            for receiver in self.receivers
+        ]
+        wait_all(requests, self.timeout_s)
 
     def _check_versions(self, version: str) -> None:
         held = wait_all([receiver.get_weight_version() for receiver in self.receivers], self.timeout_s)
