@@ -22,8 +22,7 @@ OF_OTHER_PROGRAMS = {
     "--num-gpus",  # ray start
     "--fix",  # scripts/check
     *("--tiny-dir", "--work-dir"),  # tests/e2e/kill_resume.py
-    *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
-}
+    *("--sglang-", "--router-"),  # prefixes, in docs/flags.md, "--fit-for-grpo", "--kill-after"}
 
 
 @cache
