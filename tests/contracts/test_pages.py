@@ -22,7 +22,9 @@ OF_OTHER_PROGRAMS = {
     "--num-gpus",  # ray start
     "--fix",  # scripts/check
     *("--tiny-dir", "--work-dir"),  # tests/e2e/kill_resume.py
-    *("--sglang-", "--router-"),  # prefixes, in docs/flags.md, "--fit-for-grpo", "--kill-after"}
+    *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
+    *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/e2e/kill_resume.py
+}
 
 
 @cache
