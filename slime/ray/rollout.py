@@ -267,7 +267,7 @@ class RolloutManager(Watched):
                     if future.done():
                         raise
                 if not self.args.use_fault_tolerance:
-                    dead = first_dead_engine(self._groups, timeout_s=ENGINE_CHECK_INTERVAL_S)
+                    dead = self._dead_router() or first_dead_engine(self._groups, timeout_s=ENGINE_CHECK_INTERVAL_S)
                     if dead:
                         raise EngineError(
                             f"{dead}. The rollout cannot go on; start the job again to resume from the last "
@@ -280,6 +280,13 @@ class RolloutManager(Watched):
                     )
         finally:
             executor.shutdown(wait=False)
+
+    def _dead_router(self) -> str | None:
+        """A sentence about the first router that has ended; None while all of them run."""
+        for server in self.servers:
+            if server.router is not None and not server.router.is_alive():
+                return f"the router {server.router.url} of model {server.config.name!r} has ended"
+        return None
 
     # Data position
 

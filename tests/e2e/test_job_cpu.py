@@ -176,11 +176,20 @@ def busy_job(task, tmp_path):
     return job
 
 
-def test_a_dead_engine_ends_the_job_with_the_cause_and_leaves_nothing(busy_job):
-    (server, *_) = busy_job.pids("slime.backends.sglang_utils.server_main")
-    os.kill(server, signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("victim", "message"),
+    [
+        ("slime.backends.sglang_utils.server_main", r"EngineError: engine 0 .*killed by signal 9"),
+        ("slime.backends.sglang_utils.router_main", r"EngineError: the router http.* has ended"),
+        ("ray::MegatronTrainRayActor", r"EngineError: (actor rank 0 died|an actor died during training)"),
+    ],
+    ids=["engine", "router", "trainer"],
+)
+def test_a_death_ends_the_job_with_the_cause_and_leaves_nothing(busy_job, victim, message):
+    for pid in busy_job.pids(victim):
+        os.kill(pid, signal.SIGKILL)
     assert busy_job.finish(GONE_S) == 1
-    assert re.search(r"slime job failed: EngineError: engine 0 .*killed by signal 9", busy_job.text(), re.DOTALL)
+    assert re.search("slime job failed: " + message, busy_job.text(), re.DOTALL), busy_job.text()[-3000:]
     busy_job.seconds_until_gone(GONE_S)
 
 
