@@ -368,8 +368,8 @@ def main() -> None:
         watch, facts = measure(options, folder, undo)
     load.append(os.getloadavg()[0])
     print(
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {load[0]:.1f} at the start, {load[1]:.1f} at the end "
-        f"(its own included); {options.prompts} prompts x {options.samples} samples of {RESPONSE_TOKENS} "
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {load[0]:.1f} at the start, {load[1]:.1f} at "
+        f"the end (its own included); {options.prompts} prompts x {options.samples} samples of {RESPONSE_TOKENS} "
         f"tokens; medians of {options.repeats} repetitions\n"
     )
     print(format_table(ROWS, watch.spans))
