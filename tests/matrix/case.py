@@ -1,0 +1,231 @@
+"""What the matrix must be told about a model family: a tiny awkward config, its flags, its reference.
+
+A family is one file, ``tests/matrix/families/<family>.py``, which defines ``CASE = FamilyCase(...)`` (or ``CASES``, a
+tuple, when one family has variants that differ in code).  Everything else is derived: the checkpoint is written by
+transformers itself, the checks of ``parity`` and the layouts of ``layouts`` run for every case there is.
+
+Names and shapes are those of the checkpoint on disk, which is what engines load; how transformers holds a model in
+memory (fused experts) does not matter here.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FAMILIES = Path(__file__).parent / "families"
+WEIGHT_STD = 0.12
+"""Standard deviation of every matrix: weights of the usual size of 0.02 hide wrong gradients."""
+ROUTER_BIAS = "e_score_correction_bias"
+FP32_IN_BF16_CHECKPOINTS = (ROUTER_BIAS,)
+"""Tensors that stay fp32 in a bf16 checkpoint, as the published ones have it."""
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """One model family in one awkward little shape."""
+
+    name: str
+    """Row of the matrix: ``qwen3_moe``."""
+    config: Mapping[str, Any]
+    """Settings of the HF config, ``model_type`` among them."""
+    flags: Callable[[Path], list[str]]
+    """Megatron model flags for the checkpoint folder, ``--hf-checkpoint`` not included."""
+    architecture: str = ""
+    """``architectures`` of a config that transformers does not know; it is then written as plain JSON."""
+    extra_tensors: Callable[[Mapping[str, Any], torch.Generator], Tensors] | None = None
+    """(config, generator) to tensors that transformers does not write (MTP); they go through every round trip."""
+    write: Callable[[FamilyCase, Path, int], None] | None = None
+    """(case, folder, seed): writes config and safetensors; None lets transformers write them."""
+    reference: Callable[[Path], torch.nn.Module] | None = None
+    """Folder to a model whose call with ids [1, L] gives logits [1, L, vocab] (or something with ``.logits``), its
+    parameters named as in the checkpoint; None loads it with transformers."""
+    extra_loss: Callable[[torch.nn.Module, Sequence[Mapping[str, Any]]], Tensor] | None = None
+    """(reference, samples) to what is added to the loss (MTP); samples as in ``batch.samples_of``."""
+    max_tp: int = 2
+    """Largest tensor-parallel size that the sizes allow."""
+    has_experts: bool = False
+    """Whether expert-parallel layouts make sense."""
+    about: str = ""
+    """What is awkward about it, in a few words, for docs/models.md."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(self.config["vocab_size"])
+
+    def write_checkpoint(self, folder: Path, seed: int = 0) -> None:
+        """Config and fp32 safetensors in ``folder``, extra tensors included."""
+        (self.write or write_with_transformers)(self, folder, seed)
+        (folder / "tokenizer.json").write_text("{}")  # the flags' check wants one; nothing here tokenizes
+
+    def load_reference(self, folder: Path) -> torch.nn.Module:
+        """The plain model that the trainer is compared with, in fp32."""
+        return (self.reference or load_with_transformers)(folder).eval()
+
+
+def load_cases(names: Sequence[str] | None = None) -> dict[str, FamilyCase]:
+    """The cases of all family files, or those of the given names (of a case or of its file).
+
+    Raises:
+        ValueError: there is no such family; the message lists those there are.
+    """
+    cases: dict[str, FamilyCase] = {}
+    groups: dict[str, list[str]] = {}
+    for path in sorted(FAMILIES.glob("*.py")):
+        module = importlib.import_module(f"tests.matrix.families.{path.stem}")
+        for case in getattr(module, "CASES", None) or (module.CASE,):
+            assert case.name not in cases, f"two family files define {case.name}"
+            cases[case.name] = case
+            groups.setdefault(path.stem, []).append(case.name)
+    if not names:
+        return cases
+    unknown = [name for name in names if name not in cases and name not in groups]
+    if unknown:
+        raise ValueError(f"no family {', '.join(unknown)}; there are {', '.join(cases)}")
+    chosen = [member for name in names for member in ([name] if name in cases else groups[name])]
+    return {name: cases[name] for name in dict.fromkeys(chosen)}
+
+
+# Checkpoints
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json``."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Every tensor of a folder of safetensors."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def write_tensors(folder: Path, tensors: Tensors) -> None:
+    """One file of safetensors instead of any there are."""
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def random_tensor(name: str, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """A tensor large enough to show errors: norms about 1, router biases of both signs, matrices about 0."""
+    tensor = torch.randn(*shape, generator=generator) * WEIGHT_STD
+    return tensor + 1.0 if "norm" in name and name.endswith("weight") else tensor
+
+
+def write_bf16_copy(source: Path, target: Path) -> None:
+    """The checkpoint as the published ones are: bf16, but for the tensors that stay fp32."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = read_tensors(source)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not name.endswith(FP32_IN_BF16_CHECKPOINTS):
+            tensors[name] = tensor.to(torch.bfloat16)
+    write_tensors(target, tensors)
+    config = read_config(target)
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
+
+
+def hide_broken_torchvision() -> None:
+    """Tell transformers that there is no torchvision when the installed one does not fit this torch.
+
+    Text models need none, but transformers imports it beside them wherever it finds the package.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError, OSError):
+        import transformers.utils
+        import transformers.utils.import_utils
+
+        for module in (transformers.utils, transformers.utils.import_utils):
+            module.is_torchvision_available = lambda: False
+
+
+def write_with_transformers(case: FamilyCase, folder: Path, seed: int) -> None:
+    """A random model of the config, saved by transformers; then the extra tensors."""
+    hide_broken_torchvision()
+    import transformers
+
+    settings = dict(case.config)
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    state = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith(ROUTER_BIAS))]
+    with torch.no_grad():
+        for name, tensor in state:
+            tensor.copy_(random_tensor(name, tensor.shape, generator))
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    if case.extra_tensors is not None:
+        write_tensors(folder, read_tensors(folder) | case.extra_tensors(case.config, generator))
+
+
+def load_with_transformers(folder: Path) -> torch.nn.Module:
+    """The transformers model in fp32, with attention as its formula has it."""
+    hide_broken_torchvision()
+    import transformers
+
+    with quiet_transformers():
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+
+
+class quiet_transformers:  # noqa: N801 - a context manager, named as what it does
+    """No progress bars and no advice on tensors that a model leaves out (MTP)."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *error: object) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self._verbosity)
+        logging.enable_progress_bar()
+
+
+# The reference's answers, under checkpoint names
+
+
+def reference_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """Logits [L, vocab] of one sequence [L]."""
+    output = model(tokens[None])
+    return getattr(output, "logits", output)[0].float()
+
+
+def gradients_by_checkpoint_name(model: torch.nn.Module) -> Tensors:
+    """The gradients of all parameters after a backward pass, named and shaped as the checkpoint's tensors are.
+
+    They are put in the parameters' place and saved by transformers, so that whatever it renames, splits or fuses on
+    the way to a checkpoint is done to them too.  A parameter without gradient gives zeros.
+    """
+    if not hasattr(model, "save_pretrained"):
+        return {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+        }
+    gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for target, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
+            target.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+        gradients.save_pretrained(folder)
+        return read_tensors(Path(folder))

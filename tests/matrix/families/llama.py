@@ -1,0 +1,60 @@
+"""Llama 3: as published (an untied 3.1 with scaled rotary frequencies) and with heads that are not grouped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.matrix.case import FamilyCase, read_config
+from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
+
+
+def flags(folder: Path) -> list[str]:
+    scaled = rope_setting(read_config(folder), "rope_type") == "llama3"
+    return [*decoder_flags(folder), *grouped_query_flags(folder), *(["--use-rope-scaling"] if scaled else [])]
+
+
+COMMON = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "intermediate_size": 56,
+    "vocab_size": 131,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+}
+
+CASES = (
+    FamilyCase(
+        name="llama3",
+        config={
+            **COMMON,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 16384,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        flags=flags,
+        about="rotary frequencies scaled as in Llama 3.1",
+    ),
+    FamilyCase(
+        name="llama3-plain",
+        config={
+            **COMMON,
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 512,
+        },
+        flags=flags,
+        max_tp=1,
+        about="5 heads, none grouped; tied embeddings",
+    ),
+)

@@ -1,0 +1,75 @@
+"""Cells of the matrix, and the tables that are printed and written into the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One check of one family: in one process (``column`` is the check) or under a layout (``column`` is its name).
+
+    A plain value: it travels between processes.
+    """
+
+    family: str
+    column: str
+    measured: float
+    """The worst number that was measured; nan when it never came to that."""
+    bound: float
+    """What ``measured`` may be at most; 0 for bit-for-bit checks, which count differing tensors."""
+    detail: str = ""
+    """The tensor (or the step of the check) that ``measured`` belongs to, or what went wrong."""
+    seconds: float = 0.0
+    kind: str = "check"
+    """``check`` or ``layout``."""
+
+    @property
+    def passed(self) -> bool:
+        """A nan has not."""
+        return self.measured <= self.bound
+
+    def describe(self) -> str:
+        """One line with all that is needed to look into it."""
+        verdict = "ok" if self.passed else "FAILED"
+        return (
+            f"{verdict:6} {self.family} / {self.column}: {self.measured:.3g} (bound {self.bound:g})"
+            f"{f', {self.detail}' if self.detail else ''} [{self.seconds:.1f} s]"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def format_number(cell: Cell) -> str:
+    """What stands in a table: the number, or that nothing differs; failures are marked."""
+    if cell.passed and cell.bound == 0:
+        return "equal"
+    return f"{cell.measured:.1e}" if cell.passed else f"**{cell.measured:.1e}**"
+
+
+def markdown_table(cells: Sequence[Cell], columns: Sequence[str] | None = None) -> str:
+    """Families down, checks or layouts across; a dash where a family has no such cell."""
+    columns = columns or list(dict.fromkeys(cell.column for cell in cells))
+    families = list(dict.fromkeys(cell.family for cell in cells))
+    by_place = {(cell.family, cell.column): cell for cell in cells}
+    rows = [
+        ["family", *columns],
+        ["---"] * (len(columns) + 1),
+        *(
+            [family, *(format_number(by_place[family, c]) if (family, c) in by_place else "-" for c in columns)]
+            for family in families
+        ),
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def summary(cells: Iterable[Cell]) -> str:
+    """The failures in full, and the count."""
+    cells = list(cells)
+    failed = [cell for cell in cells if not cell.passed]
+    lines = [cell.describe() for cell in failed]
+    return "\n".join([*lines, f"{len(cells) - len(failed)} of {len(cells)} cells passed"])
