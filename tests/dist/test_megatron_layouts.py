@@ -108,22 +108,24 @@ def run_layout(folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
 
 def gradient_errors(args: Namespace, model: torch.nn.Module, folder: Path) -> dict[str, float]:
     """For each parameter of this rank, the relative distance of its gradient to the reference's slice."""
-    from slime.backends.megatron_utils.hf_to_megatron import iter_global_parameters, local_part
-    from slime.backends.megatron_utils.hf_to_megatron.dense import load_dense
+    from slime.backends.megatron_utils.hf_to_megatron import local_part, weight_map_of
     from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
+    from slime.backends.megatron_utils.parameters import iter_global_parameters
     from slime.backends.megatron_utils.weight_layouts import ModelShape, pad_vocabulary
+    from slime.backends.megatron_utils.weight_maps.rule import from_hf
 
+    weight_map = weight_map_of(folder / "model")
     shape = ModelShape.from_args(args)
     reference = load_file(folder / "gradients" / "model.safetensors")
     global_norm = torch.cat([gradient.flatten() for gradient in reference.values()]).norm().item()
     errors = {}
     with HfTensors(folder / "gradients") as tensors:
-        for name, parameter in iter_global_parameters([model]):
-            full = load_dense(name, tensors, shape)
+        for name, shard in iter_global_parameters([model]):
+            full = from_hf(weight_map, name, tensors.get, shape)
             if "embedding" in name or "output_layer" in name:
                 full = pad_vocabulary(full, shape)
-            expected = local_part(name, full, parameter)
-            error = (parameter.main_grad - expected).norm() / max(expected.norm().item(), 1e-3 * global_norm)
+            expected = local_part(shard, full)
+            error = (shard.parameter.main_grad - expected).norm() / max(expected.norm().item(), 1e-3 * global_norm)
             errors[name] = error.item()
     return errors
 

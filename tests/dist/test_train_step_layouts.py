@@ -45,8 +45,9 @@ def full_gradients(args: Namespace, rank_data: dict[str, Any]) -> dict[str, list
     from slime.backends.megatron_utils.forward import forward_only
     from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
     from slime.backends.megatron_utils.model import build_model
+    from slime.backends.megatron_utils.parameters import iter_shards
     from slime.backends.megatron_utils.train_step import accumulate_gradients
-    from slime.backends.megatron_utils.update_weight.gather import gather_tensor_parallel, iter_shards
+    from slime.backends.megatron_utils.update_weight.gather import gather_tensor_parallel
 
     whole_buffers = Namespace(**{**vars(args), "use_distributed_optimizer": False})
     model = build_model(whole_buffers)
@@ -78,7 +79,7 @@ def full_gradients(args: Namespace, rank_data: dict[str, Any]) -> dict[str, list
         loss_type="policy_loss",
     )  # fmt: skip
     return {
-        shard.name: gather_tensor_parallel(shard, shard.tensor.main_grad, is_gated=True).flatten().tolist()
+        shard.name: gather_tensor_parallel(shard, shard.parameter.main_grad, is_gated=True).flatten().tolist()
         for shard in iter_shards(model)
     }
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.attention import per_sequence_attention, varlen_attention
-from slime.backends.megatron_utils.hf_to_megatron import iter_global_parameters, load_hf_weights
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.backends.megatron_utils.parameters import iter_global_parameters
 from tests.unit.backends.megatron_utils.megatron_case import (
     FAMILIES,
     hf_flags,
@@ -100,8 +101,10 @@ def test_loss_and_gradients_equal_those_of_transformers_in_fp32(tmp_path: Path, 
     loss_bound, grad_bound = (1e-5, 1e-4) if precision == "--fp32" else (3e-3, 5e-2)
     assert abs(actual_loss - expected_loss) / abs(expected_loss) <= loss_bound
     gradients = {}
-    for name, parameter in iter_global_parameters([model]):
-        gradients.update(convert_to_hf(args, FAMILIES[family]["model_type"], name, parameter.grad))
+    for name, shard in iter_global_parameters([model]):
+        gradients.update(
+            convert_to_hf(args, FAMILIES[family]["model_type"], name, shard.part_of(shard.parameter.grad))
+        )
     wanted = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
     global_norm = torch.cat([grad.flatten() for grad in wanted.values()]).norm()
     errors = {

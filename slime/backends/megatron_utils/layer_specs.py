@@ -12,11 +12,9 @@ from slime.backends.megatron_utils import cpu_platform, wheel_fixes  # noqa: F40
 # isort: split
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,20 +25,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.latent_attention import latent_attention_spec
+from slime.backends.megatron_utils.mlp_specs import mlp_spec
 from slime.backends.megatron_utils.norm import Norm
 from slime.utils.errors import ConfigError
-
-
-class LayerProvider(LocalSpecProvider):
-    """Which classes the specs use: plain parallel linear layers, :class:`Norm`, :class:`PackedAttention`."""
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """One norm for every place."""
-        return Norm
-
-    def core_attention(self) -> type:
-        """Attention over packed sequences."""
-        return PackedAttention
 
 
 def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
@@ -63,14 +51,7 @@ def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
 
 def get_layer_spec(config: TransformerConfig, *, is_moe: bool = False) -> ModuleSpec:
     """One transformer layer: norm, self-attention, norm, MLP or experts."""
-    provider = LayerProvider()
-    mlp = get_mlp_module_spec_for_backend(
-        provider,
-        num_experts=config.num_moe_experts if is_moe else None,
-        # Without TransformerEngine the grouped experts of megatron-core need another package: one expert at a time.
-        moe_grouped_gemm=False,
-    )
-    attention = _latent_attention_spec(config) if config.multi_latent_attention else _attention_spec(config)
+    attention = latent_attention_spec(config) if config.multi_latent_attention else _attention_spec(config)
     keys_map = {}
     if not config.multi_latent_attention:
         keys_map["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
@@ -83,7 +64,7 @@ def get_layer_spec(config: TransformerConfig, *, is_moe: bool = False) -> Module
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
-            mlp=mlp,
+            mlp=mlp_spec(config, is_moe=is_moe),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=keys_map,
         ),
@@ -101,7 +82,7 @@ def get_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
 
 def _attention_spec(config: TransformerConfig) -> ModuleSpec:
     """Multi-head or grouped-query attention."""
-    provider = LayerProvider()
+    provider = LocalSpecProvider()
     qk_norm = Norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
@@ -112,33 +93,5 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
-        ),
-    )
-
-
-def _latent_attention_spec(config: TransformerConfig) -> ModuleSpec:
-    """Multi-latent attention.
-
-    The down projections are replicated.  As column-parallel layers their gradients are wrong: the gather behind them
-    only splits the incoming gradient, so what the other ranks' heads contribute is lost.
-    """
-    from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
-
-    provider = LayerProvider()
-    column = provider.column_parallel_linear()
-    latent_norm = Norm if config.qk_layernorm else IdentityOp
-    return ModuleSpec(
-        module=MLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=column,
-            linear_q_down_proj=ReplicatedLinear,
-            linear_q_up_proj=column,
-            linear_kv_down_proj=ReplicatedLinear,
-            linear_kv_up_proj=column,
-            core_attention=PackedAttention,
-            linear_proj=provider.row_parallel_linear(),
-            q_layernorm=latent_norm,
-            kv_layernorm=latent_norm,
         ),
     )

@@ -27,6 +27,8 @@ class ModelShape:
     vocab_size: int
     padded_vocab_size: int
     has_tied_embeddings: bool
+    num_experts: int = 0
+    num_mtp_layers: int = 0
 
     @classmethod
     def from_args(cls, args: Namespace) -> ModelShape:
@@ -41,6 +43,8 @@ class ModelShape:
             vocab_size=args.vocab_size,
             padded_vocab_size=args.padded_vocab_size,
             has_tied_embeddings=not args.untie_embeddings_and_output_weights,
+            num_experts=args.num_experts or 0,
+            num_mtp_layers=args.mtp_num_layers or 0,
         )
 
 

@@ -1,30 +1,21 @@
 """Megatron parameters to Hugging Face tensors: what is pushed to engines and what is exported.
 
-One file per family holds a function ``(name, tensor, shape) -> [(hf_name, tensor)]``; :data:`CONVERTERS` names the
-architectures that each serves.  ``hf_to_megatron`` has the inverse of every one.
+The correspondence of names and layouts is a table per family, ``weight_maps``, which ``hf_to_megatron`` reads in the
+other direction.
 """
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from slime.backends.megatron_utils.megatron_to_hf.dense import convert_dense
 from slime.backends.megatron_utils.weight_layouts import ModelShape, unpad_vocabulary
+from slime.backends.megatron_utils.weight_maps import find_weight_map
+from slime.backends.megatron_utils.weight_maps.rule import to_hf
 from slime.utils.errors import ConfigError
-
-Converter = Callable[[str, Tensor, ModelShape], list[tuple[str, Tensor]]]
-
-CONVERTERS: dict[str, Converter] = {
-    # architecture, lower case, without "Config" or "ForCausalLM"
-    "llama": convert_dense,
-    "qwen2": convert_dense,
-    "qwen3": convert_dense,
-}
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -53,7 +44,7 @@ def convert_to_hf(
         ConfigError: the architecture is not known, or its weights would have to be quantized.
         KeyError: the family has no such parameter.
     """
-    convert = find_converter(model_name)
+    weight_map = find_weight_map(model_name)
     if quantization_config:
         method = quantization_config.get("quant_method")
         raise ConfigError(
@@ -65,20 +56,4 @@ def convert_to_hf(
         name = name.removeprefix("module.")
     if name in _VOCABULARY:
         param = unpad_vocabulary(param, shape)
-    return convert(name, param, shape)
-
-
-def find_converter(model_name: str) -> Converter:
-    """The converter of an architecture.
-
-    Raises:
-        ConfigError: there is none; the message lists those there are.
-    """
-    key = re.sub(r"[-_]", "", model_name).lower()
-    key = key.removesuffix("config").removesuffix("forcausallm")
-    if key not in CONVERTERS:
-        raise ConfigError(
-            f"--model-name (or the class of --hf-checkpoint's config) is {model_name!r}; weights can be converted for "
-            f"{', '.join(sorted(CONVERTERS))}."
-        )
-    return CONVERTERS[key]
+    return to_hf(weight_map, name, param, shape)

@@ -7,10 +7,8 @@ asked) pipeline parallelism.  Deliberately elsewhere: name conversion (``megatro
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,61 +22,15 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import iter_buckets
 from slime.weights.named_tensors import NamedTensors
 
 GLOBAL_PREFIX = "module.module."
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
-_LOCAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
-_GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 HostWeights = Mapping[str, Tensor]
 """Host copies by :attr:`Shard.key`, used instead of the live parameters while these are asleep."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """This rank's part of one parameter (or of a buffer that an engine needs)."""
-
-    key: str
-    """``{chunk}.{name in the chunk}``: unique on this rank."""
-    name: str
-    """Name in the whole model, layers and experts counted over all ranks, without a prefix."""
-    tensor: Tensor
-    expert_index: int | None = None
-    """Position among the experts of this rank; None for a parameter that is not an expert's."""
-
-    @property
-    def is_expert(self) -> bool:
-        return self.expert_index is not None
-
-
-def iter_shards(model: Sequence[torch.nn.Module]) -> Iterator[Shard]:
-    """This rank's parameters, and its expert-bias buffers, under global names."""
-    for chunk_index, chunk in enumerate(model):
-        inner = unwrap_model(chunk)
-        # What this stage calls layer i is layer ``layer_number - 1`` of the model.
-        decoder = getattr(inner, "decoder", None)
-        layers = [layer.layer_number - 1 for layer in decoder.layers] if decoder is not None else []
-        shares_embedding = getattr(inner, "share_embeddings_and_output_weights", False)
-        named = [*inner.named_parameters(), *((n, b) for n, b in inner.named_buffers() if "expert_bias" in n)]
-        for local_name, tensor in named:
-            if shares_embedding and local_name == "output_layer.weight":
-                continue  # a copy of the embedding on the last stage
-            match = _LAYER.match(local_name)
-            name = f"decoder.layers.{layers[int(match[1])]}.{match[2]}" if match else local_name
-            name, expert_index = _expert_of(name)
-            yield Shard(f"{chunk_index}.{local_name}", name, tensor, expert_index)
-
-
-def _expert_of(name: str) -> tuple[str, int | None]:
-    """The name with ``{}`` in place of the expert's number, and that number (None when it is no expert's)."""
-    if match := _LOCAL_EXPERT.match(name):
-        return f"{match[1]}.{match[3]}.{match[4]}{{}}", int(match[2])
-    if match := _GROUPED_EXPERT.match(name):
-        return f"{match[1]}.{match[2]}.{match[3]}{{}}", int(match[4])
-    return name, None
 
 
 def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Tensor:
@@ -89,15 +41,10 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
         value: its elements, already in the dtype to be sent.
         is_gated: the MLP's first matrix holds gate and up, each split on its own.
     """
-    group = mpu.get_expert_tensor_parallel_group() if shard.is_expert else mpu.get_tensor_model_parallel_group()
-    parameter: Any = shard.tensor
-    if group.size() == 1 or "expert_bias" in shard.name or not getattr(parameter, "tensor_model_parallel", False):
+    group = tensor_parallel_group(shard)
+    if group.size() == 1 or shard.split_dim is None:
         return value
-    if getattr(parameter, "parallel_mode", None) == "duplicated":
-        return value
-    dim = parameter.partition_dim
-    if shard.is_expert and ".linear_fc2.weight" in shard.name:
-        dim = 1  # grouped experts report dim 0, but their input dimension is what is split
+    dim = shard.split_dim
     parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, value.contiguous(), group=group)
     if is_gated and ".linear_fc1." in shard.name:
@@ -127,7 +74,7 @@ def iter_full_tensors(
     def whole(shard: Shard) -> Tensor:
         value = shard.tensor.detach()
         if host_weights is not None:
-            value = host_weights[shard.key].to(value.device, non_blocking=True)
+            value = shard.part_of(host_weights[shard.key]).to(value.device, non_blocking=True)
         if dtype is not None and value.is_floating_point() and "expert_bias" not in shard.name:
             value = value.to(dtype)
         return gather_tensor_parallel(shard, value, is_gated=is_gated)
@@ -160,7 +107,7 @@ def _across_stages(shards: list[Shard], whole: Callable[[Shard], Tensor]) -> Ite
                 shape, kind = header[0]
                 full = torch.empty(shape, dtype=kind, device=_device())
             dist.broadcast(full, src=ranks[owner], group=group)
-            yield Shard(f"{owner}/{name}", name, full, expert_index), full
+            yield Shard(f"{owner}/{name}", name, full, full, expert_index=expert_index), full
 
 
 def _across_experts(shard: Shard, full: Tensor, num_experts: int | None) -> Iterator[tuple[str, Tensor]]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.hf_to_megatron import iter_global_parameters, load_hf_weights
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.backends.megatron_utils.parameters import iter_global_parameters
 from tests.unit.backends.megatron_utils.megatron_case import (
     FAMILIES,
     hf_flags,
@@ -79,9 +80,9 @@ def test_the_gradient_of_every_parameter_equals_that_of_transformers(
     expected = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
     # A gradient is laid out as its parameter is, so the exporter brings it to the HF layout.
     actual = {}
-    for name, parameter in iter_global_parameters([model]):
-        assert parameter.grad is not None, name
-        actual.update(convert_to_hf(args, args_model_name(args), name, parameter.grad))
+    for name, shard in iter_global_parameters([model]):
+        assert shard.parameter.grad is not None, name
+        actual.update(convert_to_hf(args, args_model_name(args), name, shard.part_of(shard.parameter.grad)))
     assert actual.keys() == expected.keys()
     global_norm = torch.cat([grad.flatten() for grad in expected.values()]).norm()
     for name, grad in expected.items():

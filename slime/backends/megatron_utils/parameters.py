@@ -1,0 +1,110 @@
+"""This rank's parameters under the names that they have in the whole model.
+
+Layers are counted over all pipeline stages and experts over all expert-parallel ranks, so that a name means the same
+on every rank and in every layout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_LOCAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+_GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part of one parameter (or of a buffer that an engine needs)."""
+
+    key: str
+    """``{chunk}.{name in the chunk}``: unique on this rank, but for the experts stacked in one parameter."""
+    name: str
+    """Name in the whole model without a prefix; ``{}`` stands for the number of an expert."""
+    tensor: Tensor
+    """The live tensor, or this expert's view of a stacked one."""
+    parameter: Any
+    """The live tensor itself, with its ``main_grad``."""
+    split_dim: int | None = None
+    """Dimension that tensor parallelism cuts; None for a tensor that every rank holds whole."""
+    expert_index: int | None = None
+    """Position among the experts of this rank; None for a parameter that is not an expert's."""
+    is_stacked: bool = False
+    """The live parameter holds all experts of this rank, one behind the other in its first dimension."""
+
+    @property
+    def is_expert(self) -> bool:
+        return self.expert_index is not None
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """This shard's part of a tensor that belongs to the live parameter: a host copy, a gradient."""
+        return value[self.expert_index] if self.is_stacked else value
+
+    def global_name(self, num_local_experts: int, expert_rank: int) -> str:
+        """The name with the expert's number in the whole model."""
+        if self.expert_index is None:
+            return self.name
+        return self.name.format(expert_rank * num_local_experts + self.expert_index)
+
+
+def iter_shards(model: Sequence[torch.nn.Module]) -> Iterator[Shard]:
+    """This rank's parameters, and its expert-bias buffers, under global names."""
+    for chunk_index, chunk in enumerate(model):
+        inner = unwrap_model(chunk)
+        # What this stage calls layer i is layer ``layer_number - 1`` of the model.
+        decoder = getattr(inner, "decoder", None)
+        layers = [layer.layer_number - 1 for layer in decoder.layers] if decoder is not None else []
+        shares_embedding = getattr(inner, "share_embeddings_and_output_weights", False)
+        named = [*inner.named_parameters(), *((n, b) for n, b in inner.named_buffers() if "expert_bias" in n)]
+        for local_name, tensor in named:
+            if shares_embedding and local_name == "output_layer.weight":
+                continue  # a copy of the embedding on the last stage
+            match = _LAYER.match(local_name)
+            name = f"decoder.layers.{layers[int(match[1])]}.{match[2]}" if match else local_name
+            yield from _shards_of(f"{chunk_index}.{local_name}", name, tensor)
+
+
+def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
+    """One shard, or one for each of the experts stacked in ``tensor``."""
+    split_dim = None
+    if getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "parallel_mode", None) != "duplicated":
+        split_dim = tensor.partition_dim
+    if getattr(tensor, "is_stacked_experts", False):
+        for index in range(tensor.size(0)):
+            dim = None if split_dim is None else split_dim - 1
+            yield Shard(key, f"{name}{{}}", tensor[index], tensor, dim, expert_index=index, is_stacked=True)
+        return
+    expert_index = None
+    if match := _LOCAL_EXPERT.match(name):
+        name, expert_index = f"{match[1]}.{match[3]}.{match[4]}{{}}", int(match[2])
+    elif match := _GROUPED_EXPERT.match(name):
+        name, expert_index = f"{match[1]}.{match[2]}.{match[3]}{{}}", int(match[4])
+    if expert_index is not None and split_dim is not None and ".linear_fc2.weight" in name:
+        split_dim = 1  # megatron-core's experts report dimension 0 here too, but it is the input that is cut
+    yield Shard(key, name, tensor, tensor, split_dim, expert_index)
+
+
+def iter_global_parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Shard]]:
+    """:func:`iter_shards` with the experts' numbers in the names."""
+    shards = list(iter_shards(model))
+    num_local = 1 + max((shard.expert_index for shard in shards if shard.expert_index is not None), default=-1)
+    expert_rank = mpu.get_expert_model_parallel_rank() if num_local else 0
+    for shard in shards:
+        yield shard.global_name(num_local, expert_rank), shard
+
+
+def tensor_parallel_group(shard: Shard) -> torch.distributed.ProcessGroup:
+    """The ranks over which a shard's parameter is cut: experts have a group of their own."""
+    return mpu.get_expert_tensor_parallel_group() if shard.is_expert else mpu.get_tensor_model_parallel_group()

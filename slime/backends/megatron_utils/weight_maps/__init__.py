@@ -1,0 +1,37 @@
+"""Which table of weights serves which model; one file per family.
+
+To add a family: write its :class:`~.rule.WeightMap` in a file here, name its ``model_type`` in :data:`MAPS`, and prove
+it with a case in ``tests/matrix/families``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from slime.backends.megatron_utils.weight_maps.dense import DENSE
+from slime.backends.megatron_utils.weight_maps.rule import WeightMap
+from slime.utils.errors import ConfigError
+
+MAPS: dict[str, WeightMap] = {
+    # model_type of config.json
+    "llama": DENSE,
+    "qwen2": DENSE,
+    "qwen3": DENSE,
+}
+
+
+def find_weight_map(model_name: str) -> WeightMap:
+    """The table of a model type, an architecture or a config class, in any spelling: ``qwen3``, ``Qwen3Config``.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    key = re.sub(r"[-_]", "", model_name).lower()
+    key = key.removesuffix("config").removesuffix("forcausallm")
+    known = {model_type.replace("_", ""): weight_map for model_type, weight_map in MAPS.items()}
+    if key not in known:
+        raise ConfigError(
+            f"The model type (--model-name, or config.json of --hf-checkpoint) is {model_name!r}; weights can be "
+            f"converted for {', '.join(sorted(MAPS))}. docs/models.md says how to add a family."
+        )
+    return known[key]

@@ -1,0 +1,148 @@
+"""The correspondence of Megatron's parameters and Hugging Face's tensors, as a table that is read in both directions.
+
+A family is a :class:`WeightMap`: a list of rules, each of which says that one Megatron parameter is made of certain HF
+tensors.  Loading merges these, exporting splits it, so that the exporter is the loader's inverse by construction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from slime.backends.megatron_utils.weight_layouts import (
+    ModelShape,
+    merge_gate_up,
+    merge_qkv,
+    split_gate_up,
+    split_qkv,
+)
+
+Merge = Callable[[Sequence[Tensor], ModelShape], Tensor]
+Split = Callable[[Tensor, ModelShape], Sequence[Tensor]]
+
+_EXPERT = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
+_OUTPUT_LAYER, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+def _merge_one(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    (tensor,) = tensors
+    return tensor
+
+
+def _split_one(tensor: Tensor, shape: ModelShape) -> Sequence[Tensor]:
+    return (tensor,)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron parameter and the HF tensors it is made of."""
+
+    megatron: str
+    """Name behind the prefix of its layer; ``{expert}`` stands for the number of an expert."""
+    hf: tuple[str, ...]
+    """Names behind the HF prefix of the layer."""
+    merge: Merge = _merge_one
+    """HF tensors, in the order of ``hf``, to the whole parameter (before vocabulary padding)."""
+    split: Split = _split_one
+    """The inverse of ``merge``: moves numbers, changes none."""
+
+
+def qkv_rule(megatron: str, prefix: str, kind: str) -> Rule:
+    """Query, key and value of grouped-query attention; ``kind`` is ``weight`` or ``bias``."""
+    return Rule(
+        megatron,
+        tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv"),
+        merge=lambda tensors, shape: merge_qkv(*tensors, shape),
+        split=split_qkv,
+    )
+
+
+def gate_up_rule(megatron: str, gate: str, up: str) -> Rule:
+    """Both halves of a gated MLP's first matrix."""
+    return Rule(
+        megatron,
+        (gate, up),
+        merge=lambda tensors, shape: merge_gate_up(*tensors),
+        split=lambda tensor, shape: split_gate_up(tensor),
+    )
+
+
+def layer_behind_the_last(index: int, shape: ModelShape) -> str:
+    """Where most families keep the MTP layers: numbered on from the decoder's."""
+    return f"model.layers.{shape.num_layers + index}."
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """All parameters of a model family.  Rules with the same HF names are two spellings of one parameter."""
+
+    family: str
+    """Name for messages."""
+    top: tuple[Rule, ...]
+    """Outside of the layers; whole names on both sides."""
+    layer: tuple[Rule, ...]
+    """Behind ``decoder.layers.{i}.`` and ``layer_prefix``."""
+    mtp: tuple[Rule, ...] = ()
+    """Behind ``mtp.layers.{j}.`` and ``mtp_prefix``, beside its ``transformer_layer``, for which ``layer`` serves."""
+    layer_prefix: str = "model.layers.{layer}."
+    mtp_prefix: Callable[[int, ModelShape], str] = layer_behind_the_last
+    ignored: tuple[str, ...] = field(default=(r".*rotary_emb\.inv_freq",))
+    """Regular expressions of HF tensors that no model needs."""
+
+    def find(self, name: str, shape: ModelShape) -> tuple[Rule, tuple[str, ...]]:
+        """The rule of a Megatron parameter, and its HF names in full.
+
+        Raises:
+            KeyError: the family has no such parameter.
+        """
+        expert = ""
+        rest, prefix, rules = name, "", self.top
+        if match := _LAYER.fullmatch(name):
+            rest, prefix, rules = match[2], self.layer_prefix.format(layer=match[1]), self.layer
+        elif match := _MTP_LAYER.fullmatch(name):
+            rest, prefix, rules = match[2], self.mtp_prefix(int(match[1]), shape), self.mtp
+            if self.mtp and rest.startswith("transformer_layer."):
+                rest, rules = rest.removeprefix("transformer_layer."), self.layer
+        if match := _EXPERT.fullmatch(rest):
+            rest, expert = match[1] + "{expert}", match[2]
+        for rule in rules:
+            if rule.megatron == rest:
+                return rule, tuple(prefix + hf_name.replace("{expert}", expert) for hf_name in rule.hf)
+        raise KeyError(f"{name} is no parameter of the family {self.family}")
+
+
+def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
+    """One whole Megatron parameter, vocabulary padding cut off, as HF tensors (views where possible).
+
+    Nothing for an output layer that is the embedding.
+
+    Raises:
+        KeyError: the family has no such parameter.
+    """
+    if name == _OUTPUT_LAYER and shape.has_tied_embeddings:
+        return []
+    rule, hf_names = weight_map.find(name, shape)
+    return list(zip(hf_names, rule.split(tensor, shape), strict=True))
+
+
+def from_hf(weight_map: WeightMap, name: str, get: Callable[[str], Tensor], shape: ModelShape) -> Tensor:
+    """The whole Megatron parameter ``name``, before vocabulary padding.
+
+    Args:
+        weight_map: of the family.
+        name: global name, layers and experts counted over the whole model.
+        get: gives a HF tensor by name.
+        shape: of the model.
+
+    Raises:
+        KeyError: the family has no such parameter, or the checkpoint lacks a tensor of it.
+    """
+    if name == _OUTPUT_LAYER and shape.has_tied_embeddings:
+        name = _EMBEDDING
+    rule, hf_names = weight_map.find(name, shape)
+    return rule.merge([get(hf_name) for hf_name in hf_names], shape)
