@@ -1,0 +1,222 @@
+"""One process: the trainer's model against the reference, and the checkpoint there and back.
+
+Every check gives one :class:`Cell` with the worst number it saw and the tensor that it belongs to.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.backends.megatron_utils import initialize
+from slime.weights.named_tensors import wire_dtype
+from tests.matrix import trainer
+from tests.matrix.batch import make_train_data, reference_loss
+from tests.matrix.case import FamilyCase, gradients_by_checkpoint_name, read_config, read_tensors, write_bf16_copy
+from tests.matrix.report import Cell
+
+LOG_PROB_BOUND = 2e-5
+"""Largest difference of a log-prob, absolute."""
+GRADIENT_BOUND = 1e-4
+"""Largest relative difference of a parameter's gradient, see :func:`gradient_errors`."""
+CHECKS = ("log-probs", "gradients", "round trip", "round trip bf16", "live export", "live export bf16")
+PUSH_BUCKET_BYTES = 64 * 1024
+
+
+@contextmanager
+def one_process_world() -> Iterator[None]:
+    """A default process group of one rank, without parallel groups; both are gone behind it."""
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", world_size=1, rank=0)
+        try:
+            yield
+        finally:
+            leave_world()
+
+
+def leave_world() -> None:
+    """Destroy the parallel groups and the default group, as far as there are any."""
+    if mpu.is_initialized():
+        mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gradient_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each parameter ``|difference| / max(|gradient|, a thousandth of the global norm)``.
+
+    A parameter of zero gradient on both sides has error 0.  Names that only one side has are errors of their own,
+    unless they have no gradient: the reference leaves MTP out, which is frozen here.
+    """
+    global_norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
+    assert global_norm > 0, "the reference has no gradient at all"
+    errors = {}
+    for name in [*expected, *(name for name in actual if name not in expected)]:
+        sides = [side[name].double() for side in (actual, expected) if name in side]
+        if len(sides) == 2 and sides[0].shape != sides[1].shape:
+            errors[f"{name} (shapes {tuple(sides[0].shape)} and {tuple(sides[1].shape)})"] = math.inf
+        elif len(sides) == 2:
+            difference, norm = float((sides[0] - sides[1]).norm()), float(sides[1].norm())
+            errors[name] = difference / max(norm, 1e-3 * global_norm)
+        elif sides[0].any():
+            errors[f"{name} (on one side only)"] = math.inf
+    return errors
+
+
+def differing_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that are missing, too many, or unlike in dtype, shape or any bit; with the reason."""
+    problems = [f"{name} is missing" for name in expected if name not in actual]
+    problems += [f"{name} is too many" for name in actual if name not in expected]
+    for name, tensor in expected.items():
+        other = actual.get(name)
+        if other is None:
+            continue
+        if other.dtype != tensor.dtype:
+            problems.append(f"{name} is {other.dtype} instead of {tensor.dtype}")
+        elif other.shape != tensor.shape:
+            problems.append(f"{name} is {tuple(other.shape)} instead of {tuple(tensor.shape)}")
+        elif not torch.equal(_bits(other), _bits(tensor)):
+            problems.append(f"{name} differs by {float((other.double() - tensor.double()).abs().max()):.3g}")
+    return problems
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's bytes, so that signs of zero and nans count."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+Outcome = tuple[float, float, str]
+"""Measured, bound, detail."""
+
+
+class FamilyRun:
+    """The checks of one family over one checkpoint, each tried once whatever became of the others."""
+
+    def __init__(self, case: FamilyCase, folder: Path) -> None:
+        """Write the checkpoint, and its copy in bf16."""
+        self.case = case
+        self.folder, self.bf16_folder = folder / "hf", folder / "hf_bf16"
+        self.work = folder
+        case.write_checkpoint(self.folder)
+        write_bf16_copy(self.folder, self.bf16_folder)
+        self.data = make_train_data(case.vocab_size)
+
+    def cells(self, checks: tuple[str, ...]) -> list[Cell]:
+        """One cell per check, in order."""
+        steps: dict[str, Callable[[], Outcome]] = {
+            "log-probs": self.log_probs,
+            "gradients": self.gradients,
+            "round trip": lambda: self.round_trip(self.folder),
+            "round trip bf16": lambda: self.round_trip(self.bf16_folder),
+            "live export": lambda: self.live_export(self.folder),
+            "live export bf16": lambda: self.live_export(self.bf16_folder, "--bf16"),
+        }
+        return [run_check(self.case.name, check, steps[check]) for check in checks]
+
+    def log_probs(self) -> Outcome:
+        """Every response token's log-prob, against the reference's."""
+        expected = torch.cat(self.reference()[1])
+        assert expected.std() > 0.5, "the weights are too small to tell errors apart"
+        with self.model() as (args, model):
+            data = trainer.prepare(args, self.data)
+            mine = dict(zip(data["partition"], trainer.response_log_probs(args, model, data), strict=True))
+        actual = torch.cat([mine[index] for index in range(len(mine))])
+        difference = (actual - expected).abs()
+        worst = int(difference.argmax())
+        return float(difference[worst]), LOG_PROB_BOUND, f"response token {worst} of {len(difference)}"
+
+    def gradients(self) -> Outcome:
+        """Every parameter's gradient, against the reference's, through the trainer's own loss."""
+        loss, _, expected = self.reference()
+        with self.model() as (args, model):
+            reports = trainer.run_backward(args, model, trainer.prepare(args, self.data))
+            actual = trainer.model_gradients(args, model)
+        reported = sum(float(report["values"][1]) for report in reports) / len(set(self.data["rollout_ids"]))
+        if self.case.extra_loss is None:
+            assert abs(reported - loss) <= 1e-5 * abs(loss), f"the loss is {reported}; the reference's is {loss}"
+        errors = gradient_errors(actual, expected)
+        worst = max(errors, key=lambda name: errors[name])
+        return errors[worst], GRADIENT_BOUND, f"{worst} of {len(errors)} tensors"
+
+    def reference(self) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+        """Loss, log-probs and gradients of the plain model; computed once."""
+        if not hasattr(self, "_reference"):
+            model = self.case.load_reference(self.folder)
+            loss, log_probs = reference_loss(self.case, model, self.data)
+            loss.backward()
+            self._reference = (float(loss.detach()), log_probs, gradients_by_checkpoint_name(model))
+        return self._reference
+
+    @contextmanager
+    def model(self, folder: Path | None = None, *flags: object) -> Iterator[tuple[Namespace, list[torch.nn.Module]]]:
+        """The trainer's args, and its model with the checkpoint's weights."""
+        with one_process_world():
+            args = trainer.make_args(self.case, folder or self.folder, *flags)
+            initialize.init(args)
+            yield args, trainer.load_model(args)
+
+    def round_trip(self, source: Path) -> Outcome:
+        """Hugging Face to torch_dist and back, with the command-line tools' own functions."""
+        from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
+
+        saved, back = self.work / f"{source.name}_dist", self.work / f"{source.name}_back"
+        argv = [*self.case.flags(source), "--hf-checkpoint", str(source), "--save", str(saved)]
+        try:
+            convert_hf_to_torch_dist.convert(convert_hf_to_torch_dist.parse(argv))
+        finally:
+            leave_world()
+        argv = ["--input-dir", str(saved / "release"), "--output-dir", str(back), "--origin-hf-dir", str(source)]
+        convert_torch_dist_to_hf.convert(convert_torch_dist_to_hf.parse(argv))
+        return self._compared(read_tensors(back), read_tensors(source))
+
+    def live_export(self, source: Path, *flags: object) -> Outcome:
+        """The tensors of a weight push, in the dtype that the engines hold."""
+        with self.model(source, *flags) as (args, model):
+            dtype = wire_dtype(read_config(source))
+            exported = {name: tensor.clone() for name, tensor in trainer.export(args, model, dtype=dtype)}
+        return self._compared(exported, read_tensors(source))
+
+    def _compared(self, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Outcome:
+        problems = differing_tensors(actual, expected)
+        shown = "; ".join(problems[:4]) or f"{len(expected)} tensors"
+        return float(len(problems)), 0.0, shown
+
+
+def run_check(family: str, column: str, check: Callable[[], Outcome], kind: str = "check") -> Cell:
+    """The cell of one check; what it raises is a failure that says where."""
+    start = time.monotonic()
+    try:
+        measured, bound, detail = check()
+    except Exception as error:  # noqa: BLE001 - one family's failure must not hide another's numbers
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:600]
+        detail = f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {text}"
+        measured, bound = math.nan, 0.0
+    return Cell(family, column, measured, bound, detail, time.monotonic() - start, kind)
+
+
+def check_family(case: FamilyCase, checks: tuple[str, ...] = CHECKS) -> list[Cell]:
+    """All one-process cells of a family, in a folder of their own."""
+    with tempfile.TemporaryDirectory(prefix=f"matrix-{case.name}-") as folder:
+        try:
+            run = FamilyRun(case, Path(folder))
+        except Exception as error:  # noqa: BLE001
+            text = f"cannot write the checkpoint: {type(error).__name__}: {error}"
+            return [Cell(case.name, check, math.nan, 0.0, text) for check in checks]
+        return run.cells(checks)
