@@ -6,6 +6,7 @@ Indices in, indices out; nothing here knows what is being packed.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -63,30 +64,17 @@ def _doubled(room: list[int], capacity: int) -> list[int]:
 
 
 _Subset: TypeAlias = tuple[float, int, list[int]]
-"""Weight, number of items, items: compared in this order."""
+"""Weight, number of items, items: compared in this order, which two disjoint subsets never leave undecided."""
 
-
-class _Partial:
-    """A partial partition into k subsets, non-empty ones only, heaviest first; the missing ones are empty."""
-
-    __slots__ = ("spread", "subsets")
-
-    def __init__(self, subsets: list[_Subset], k: int) -> None:
-        self.subsets = subsets
-        self.spread = subsets[0][0] - (subsets[-1][0] if len(subsets) == k else 0)
-
-    def __lt__(self, other: _Partial) -> bool:
-        """Whether this one leaves the heap first: larger spread, then heavier first subset."""
-        if self.spread != other.spread:
-            return self.spread > other.spread
-        return self.subsets[0] > other.subsets[0]
+_Partial: TypeAlias = list[_Subset]
+"""A partial partition into k subsets: the non-empty ones, lightest first; the missing ones are empty."""
 
 
 def karmarkar_karp(weights: Sequence[float], k: int, *, equal_size: bool = False) -> list[list[int]]:
     """Indices of ``weights`` in k parts of nearly equal total weight, by the largest differencing method.
 
     Two partial partitions with the largest spread are merged at a time, the heaviest subset of one with the lightest
-    of the other, until one is left.
+    of the other, until one is left.  About O(n log n) for n items, whatever k.
 
     Args:
         weights: one non-negative number per item.
@@ -109,32 +97,63 @@ def karmarkar_karp(weights: Sequence[float], k: int, *, equal_size: bool = False
     if equal_size:
         order = sorted(range(len(weights)), key=lambda index: (weights[index], index))
         chunks = [order[start : start + k] for start in range(0, len(order), k)]
+        partials = [[(weights[index], 1, [index]) for index in chunk] for chunk in chunks]
     else:
-        chunks = [[index] for index in range(len(weights))]
-    heap = [_Partial(sorted(((weights[index], 1, [index]) for index in chunk), reverse=True), k) for chunk in chunks]
+        partials = [[(weight, 1, [index])] for index, weight in enumerate(weights)]
+    heap = [_heap_entry(partial, k) for partial in partials]
     heapq.heapify(heap)
     while len(heap) > 1:
-        first, second = heapq.heappop(heap), heapq.heappop(heap)
-        heapq.heappush(heap, _merge(first, second, k))
-    subsets = heap[0].subsets
+        first = heapq.heappop(heap)[-1]
+        second = heap[0][-1]
+        heapq.heapreplace(heap, _heap_entry(_merge(first, second, k), k))
+    subsets = heap[0][-1]
     if len(subsets) < k:  # only when weights are zero: empty subsets never outweigh
         raise DataError(f"the weights {list(weights)[:8]} left one of {k} parts empty; weights must be positive")
-    return [sorted(items) for _, _, items in subsets]
+    return [sorted(items) for _, _, items in reversed(subsets)]
+
+
+def _heap_entry(partial: _Partial, k: int) -> tuple[float, float, int, int, _Partial]:
+    """``partial`` behind what decides when it leaves the heap: larger spread first, then heavier heaviest subset.
+
+    Plain numbers compare far faster than objects with a comparison of their own.  Heaviest subsets that weigh and
+    count the same differ in their first item, for they have none in common.
+    """
+    weight, count, items = partial[-1]
+    lightest = partial[0][0] if len(partial) == k else 0
+    return lightest - weight, -weight, -count, -items[0], partial
+
+
+_FEW = 16
+"""Insert one by one when the other list is this many times longer; else sort."""
 
 
 def _merge(first: _Partial, second: _Partial, k: int) -> _Partial:
-    """Subset i of ``first`` joined with subset k-1-i of ``second``."""
-    merged = list(first.subsets)
-    for position, (weight, count, items) in enumerate(second.subsets):
-        partner = k - 1 - position
-        if partner < len(first.subsets):
-            own_weight, own_count, own_items = first.subsets[partner]
-            own_items.extend(items)
-            merged[partner] = (own_weight + weight, own_count + count, own_items)
-        else:
-            merged.append((weight, count, items))
-    merged.sort(reverse=True)
-    return _Partial(merged, k)
+    """The heaviest subset of ``first`` joined with the lightest of ``second`` and so on; both are used up.
+
+    Counting empty subsets as lightest, only the ``overlap`` lightest non-empty ones of both sides meet a non-empty
+    partner.  The longer list is kept and the rest is inserted, so that the usual merge, of many subsets with one item,
+    moves a few pointers instead of sorting k subsets.
+    """
+    longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
+    overlap = len(first) + len(second) - k
+    if overlap <= 0:
+        changed = shorter
+    else:
+        changed = []
+        for (weight, count, items), (other_weight, other_count, other_items) in zip(
+            first[:overlap], reversed(second[:overlap]), strict=True
+        ):
+            items += other_items
+            changed.append((weight + other_weight, count + other_count, items))
+        changed += shorter[overlap:]
+        del longer[:overlap]
+    if len(changed) * _FEW < len(longer):
+        for subset in changed:
+            insort(longer, subset)
+    else:
+        longer += changed
+        longer.sort()
+    return longer
 
 
 def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.train_data.context_parallel import slice_zigzag
+from slime.train_data.context_parallel import local_length, slice_zigzag
 
 CPLayout = Literal["zigzag", "allgather"]
 
@@ -70,6 +70,15 @@ def pack_thd(
         cu_seqlens = _offsets([len(piece) for piece in pieces], len(stream), cp_size, stream.device)
     max_seqlen = int(cu_seqlens.diff().max())
     return PackedTokens(stream.unsqueeze(0), cu_seqlens, max_seqlen, num_real_tokens)
+
+
+def packed_length(
+    lengths: Sequence[int], *, cp_size: int = 1, pad_multiple: int = 1, layout: CPLayout = "zigzag"
+) -> int:
+    """T of what :func:`pack_thd` makes of sequences of these lengths."""
+    if layout == "allgather":
+        return math.ceil(sum(lengths) / (cp_size * pad_multiple)) * pad_multiple
+    return math.ceil(sum(local_length(length, cp_size) for length in lengths) / pad_multiple) * pad_multiple
 
 
 def align_loss_masks(

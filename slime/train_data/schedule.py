@@ -7,6 +7,7 @@ has the same number of micro-batches in every step, which pipeline and gradient 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,7 @@ def _pack(config: ScheduleConfig, positions: list[int], total_lengths: Sequence[
         if num_bins >= len(positions):
             packed = [[index] for index in range(len(positions))]
         else:
-            packed = karmarkar_karp([config.flops.forward_flops(length) for length in lengths], num_bins)
+            packed = karmarkar_karp(_forward_flops(config.flops, lengths), num_bins)
     else:
         packed = first_fit(lengths, config.capacity_tokens)
     packed = split_until(packed, lengths, math.ceil(len(packed) / multiple) * multiple)
@@ -196,6 +197,13 @@ def _distribute(config: ScheduleConfig, bins: list[list[int]], total_lengths: Se
     if not config.balance_data:
         return [bins[rank :: config.dp_size] for rank in range(config.dp_size)]
     assert config.flops is not None
-    weights = [sum(config.flops.forward_flops(total_lengths[position]) for position in items) for items in bins]
+    sizes = iter(_forward_flops(config.flops, [total_lengths[position] for items in bins for position in items]))
+    weights = [sum(itertools.islice(sizes, len(items))) for items in bins]
     shares = karmarkar_karp(weights, config.dp_size, equal_size=True)
     return [[bins[index] for index in share] for share in shares]
+
+
+def _forward_flops(model: FlopsModel, lengths: Sequence[int]) -> list[int]:
+    """FLOPs of each sequence; equal lengths, of which a large rollout has many, are computed once."""
+    of_length = {length: model.forward_flops(length) for length in set(lengths)}
+    return [of_length[length] for length in lengths]

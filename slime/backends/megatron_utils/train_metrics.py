@@ -173,6 +173,11 @@ def perf_metrics(
             metrics[f"perf/{name}_tflops"] = passes * forward_flops / elapsed_s / world_size / 1e12
     if packed:
         metrics["perf/packing_efficiency"] = real / packed
+    if args.use_dynamic_batch_size:
+        # How full the micro-batches are, against --max-tokens-per-gpu; padding does not count.
+        num_micro_batches = len(rollout_data["micro_batch_indices"]) * mpu.get_data_parallel_world_size()
+        capacity = num_micro_batches * args.max_tokens_per_gpu * mpu.get_context_parallel_world_size()
+        metrics["perf/packing_budget_use"] = num_tokens / capacity
     if seconds.get("actor_train"):
         metrics["perf/actor_train_tok_per_s"] = num_tokens / seconds["actor_train"]
         metrics["perf/train_tok_per_s"] = metrics["perf/actor_train_tok_per_s"]

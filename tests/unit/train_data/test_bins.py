@@ -92,6 +92,49 @@ def test_differencing_partitions_and_beats_dealing_in_turn(seed):
         assert max(spread) - min(spread) <= max(max(in_turn) - min(in_turn), max(weights))
 
 
+def plain_karmarkar_karp(weights, k, equal_size):
+    """All k subsets of every state, empty ones too; the two states that come first are found by sorting all."""
+    order = sorted(range(len(weights)), key=lambda index: (weights[index], index))
+    chunks = [order[i : i + k] for i in range(0, len(order), k)] if equal_size else [[i] for i in range(len(weights))]
+    states = []
+    for chunk in chunks:
+        states.append(sorted([(weights[i], 1, [i]) for i in chunk] + [(0, 0, [])] * (k - len(chunk)), reverse=True))
+    while len(states) > 1:
+        states.sort(key=lambda state: (state[0][0] - state[-1][0], state[0]), reverse=True)
+        first, second, *rest = states
+        merged = [(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in zip(first, reversed(second), strict=True)]
+        states = [sorted(merged, reverse=True), *rest]
+    return [sorted(items) for _, _, items in states[0]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_differencing_equals_the_plain_algorithm_ties_included(seed):
+    rng = random.Random(seed)
+    k = rng.randint(1, 12)
+    largest = rng.choice([2, 9, 10**9])
+    weights = [rng.randint(1, largest) for _ in range(k * rng.randint(1, 12))]
+    for equal_size in (False, True):
+        assert karmarkar_karp(weights, k, equal_size=equal_size) == plain_karmarkar_karp(weights, k, equal_size)
+
+
+def test_differencing_into_many_parts_compares_each_weight_a_few_times():
+    class Counted(int):
+        comparisons = 0
+
+        def __lt__(self, other):
+            Counted.comparisons += 1
+            return int(self) < int(other)
+
+        def __add__(self, other):
+            return Counted(int(self) + int(other))
+
+    rng = random.Random(0)
+    weights = [Counted(int(rng.lognormvariate(7.5, 1.0)) + 10) for _ in range(8192)]
+    karmarkar_karp(weights, 700)
+    # sorting k subsets at each merge would be about 8192 * 700 comparisons
+    assert Counted.comparisons < 8192 * 40
+
+
 @pytest.mark.parametrize(("count", "k", "equal_size"), [(2, 3, False), (5, 2, True)])
 def test_parts_that_cannot_be_filled_are_refused(count, k, equal_size):
     with pytest.raises(DataError, match=f"{count} items cannot fill {k}"):

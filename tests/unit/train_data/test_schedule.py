@@ -161,6 +161,26 @@ def test_reference_distribution_fills_its_micro_batches():
     assert packing_efficiency(schedule, lengths, cp_size=2, pad_multiple=128) > 0.995
 
 
+@pytest.mark.parametrize("balance", [{}, {"balance_data": True}, {"balance_data": True, "balance_by_flops": True}])
+def test_two_thousand_samples_of_the_reference_distribution_use_97_percent_of_the_budget(balance):
+    rng = random.Random(0)
+    lengths = [min(32768, int(rng.lognormvariate(7.5, 1.0)) + 10) for _ in range(2048)]
+    settings = config(dp_size=16, cp_size=2, max_tokens_per_gpu=16384, **balance)
+    schedule = build_dp_schedule(settings, lengths, global_batch_size=2048, rollout_indices=range(2048))
+    assert round(capacity_utilisation(schedule, lengths, capacity_tokens=settings.capacity_tokens), 3) == 0.972
+    assert packing_efficiency(schedule, lengths, cp_size=2, pad_multiple=128) > 0.99
+
+
+def test_a_sample_above_the_budget_stands_alone_and_whole():
+    schedule = build_dp_schedule(
+        config(dp_size=1, max_tokens_per_gpu=400), LENGTHS, global_batch_size=8, rollout_indices=list(range(8))
+    )
+    (partition,), (micro_batches,) = schedule.partitions, schedule.micro_batch_indices
+    alone = [partition[indices[0]] for indices in micro_batches if len(indices) == 1]
+    assert {position for position, length in enumerate(LENGTHS) if length > 400} <= set(alone)
+    assert sorted(partition) == list(range(8))
+
+
 def test_old_path_takes_args_and_answers_with_assertion_errors():
     from slime.utils.dp_schedule import build_dp_schedule as old_build
 
