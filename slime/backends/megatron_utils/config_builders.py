@@ -29,11 +29,13 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     values = config_arguments(config_class, vars(args))
     values |= {
         "params_dtype": args.params_dtype,
-        "pipeline_dtype": args.params_dtype,
+        "pipeline_dtype": torch.float32 if args.fp32_residual_connection else args.params_dtype,
         "autocast_dtype": args.params_dtype,
         "variable_seq_lengths": True,
-        "deallocate_pipeline_outputs": True,
-        "batch_p2p_comm": not args.overlap_p2p_comm,
+        # A sent output is let go of before it has left: CUDA's allocator keeps the memory, gloo would send garbage.
+        "deallocate_pipeline_outputs": not (args.overlap_p2p_comm and cpu_platform.IS_INSTALLED),
+        # Batched, two virtual stages on each of two ranks would exchange their messages crosswise.
+        "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
         "calculate_per_token_loss": args.calculate_per_token_loss,
         # One generator and one device: parameters are made where they stay.
         "use_cpu_initialization": args.use_cpu_initialization or cpu_platform.IS_INSTALLED,

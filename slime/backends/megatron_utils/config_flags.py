@@ -76,6 +76,7 @@ DEFAULTS: dict[str, Any] = {
     "check_for_nan_in_loss_and_grad": True,
     "bias_swiglu_fusion": True,
     "bias_dropout_fusion": True,
+    "overlap_p2p_comm": True,
     # ours
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,

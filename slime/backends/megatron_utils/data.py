@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 from slime.train_data.columns import COLUMNS
-from slime.train_data.microbatch import align_loss_masks, pack_thd, take_micro_batch
+from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.utils.errors import DataError
 from slime.utils.types import RolloutBatch
 
@@ -110,6 +110,23 @@ class DataIterator:
         return self
 
 
+_SCHEDULE = ("micro_batch_indices", "num_microbatches", "global_batch_sizes")
+
+
+def sample_columns(rollout_data: RolloutBatch) -> list[str]:
+    """The columns with one entry per sample of this rank, those that a user added included."""
+    num_samples = len(rollout_data["tokens"])
+    of_batch = {name for name, column in COLUMNS.items() if column.scope == "batch"}
+    return [
+        name
+        for name, values in rollout_data.items()
+        if name not in of_batch
+        and name not in _SCHEDULE
+        and isinstance(values, (list, tuple, Tensor))
+        and len(values) == num_samples
+    ]
+
+
 def get_data_iterator(rollout_data: RolloutBatch, num_chunks: int) -> list[DataIterator]:
     """One iterator for each of this rank's model chunks: every virtual stage walks all micro-batches."""
     return [DataIterator(rollout_data, rollout_data["micro_batch_indices"]) for _ in range(num_chunks)]
@@ -157,6 +174,23 @@ def get_batch(
     data_iterator.token_count.real += packed.num_real_tokens
     data_iterator.token_count.packed += packed.tokens.numel() * cp_size
     return batch
+
+
+def packed_lengths(
+    data_iterator: DataIterator, num_microbatches: int, pad_multiplier: int = 128, allgather_cp: bool = False
+) -> list[int]:
+    """T of each of the next micro-batches, as :func:`get_batch` will pack them; the iterator stays where it is."""
+    total_lengths = data_iterator.rollout_data["total_lengths"]
+    start = data_iterator.offset
+    return [
+        packed_length(
+            [total_lengths[index] for index in indices],
+            cp_size=mpu.get_context_parallel_world_size(),
+            pad_multiple=mpu.get_tensor_model_parallel_world_size() * pad_multiplier,
+            layout="allgather" if allgather_cp else "zigzag",
+        )
+        for indices in data_iterator.micro_batch_indices[start : start + num_microbatches]
+    ]
 
 
 def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:

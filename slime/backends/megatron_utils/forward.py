@@ -14,10 +14,10 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from megatron.core import mpu
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from slime.backends.megatron_utils.data import DataIterator, forward_arguments, get_batch
+from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.utils.misc import load_function
 
 _KEYS = ("tokens", "multimodal_train_inputs", "total_lengths", "response_lengths", "loss_masks")
@@ -83,18 +83,9 @@ def forward_only(
             top_p_token_offsets=batch.get("rollout_top_p_token_offsets"),
         )
 
-    schedule = get_forward_backward_func()
     outputs: list[dict[str, list[Tensor]]] = []
     for count in num_microbatches:
-        outputs += schedule(
-            forward_step_func=step,
-            data_iterator=list(data_iterator),
-            model=list(model),
-            num_microbatches=count,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=True,
-        )
+        outputs += run_microbatches(args, step, model, data_iterator, count, forward_only=True)
     for chunk, training in zip(model, was_training, strict=True):
         chunk.train(training)
     if not mpu.is_pipeline_last_stage():

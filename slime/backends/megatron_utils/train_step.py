@@ -20,12 +20,12 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from slime.backends.megatron_utils.data import DataIterator, get_batch
+from slime.backends.megatron_utils.data import DataIterator, get_batch, sample_columns
 from slime.backends.megatron_utils.forward import run_model
 from slime.backends.megatron_utils.loss import loss_function
+from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.utils.errors import SlimeError
 from slime.utils.misc import load_function
@@ -48,7 +48,7 @@ _KEYS = (
     "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
 )
-"""The columns that a loss function sees."""
+"""The columns that every loss function sees, None where the data lack one; further ones of a user come with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,10 @@ def accumulate_gradients(
 ) -> list[dict[str, Any]]:
     """Fill the gradient buffers; returns the micro-batches' reports (on the last pipeline stage)."""
 
+    keys = list(dict.fromkeys((*_KEYS, *sample_columns(data_iterator[0].rollout_data))))
+
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch = get_batch(iterator, _KEYS, args.data_pad_size_multiplier, args.allgather_cp)
+        batch = get_batch(iterator, keys, args.data_pad_size_multiplier, args.allgather_cp)
         logits = run_model(args, chunk, batch)
         return logits, partial(checked_loss, batch)
 
@@ -155,15 +157,7 @@ def accumulate_gradients(
         return loss, normaliser, report
 
     try:
-        return get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=list(data_iterator),
-            model=list(model),
-            num_microbatches=num_microbatches,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=False,
-        )
+        return run_microbatches(args, step, model, data_iterator, num_microbatches, forward_only=False)
     except RuntimeError as error:
         if "in local grad norm" not in str(error):  # megatron-core's own check, which knows no step
             raise

@@ -1,0 +1,126 @@
+"""Micro-batches through the pipeline stages: megatron-core's schedules, with shapes that nobody needs to exchange.
+
+Micro-batches are packed to different lengths.  megatron-core lets each stage tell its neighbour the shape of what is
+coming, in a message of its own with a wait for the device on both sides; with two stages and virtual ones in each,
+where both neighbours are the same rank, those messages pair up wrongly.  Here every stage knows the lengths of all
+micro-batches, because all stages of a pipeline hold the same samples, and the order in which they arrive follows from
+the schedule; so nothing is sent but the tensors.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
+
+from slime.backends.megatron_utils.data import DataIterator, packed_lengths
+
+ForwardStep = Callable[[DataIterator, torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
+"""Takes the next micro-batch from the iterator; gives the chunk's output, and what makes a loss (or a reading) of it.
+"""
+
+Shape = tuple[int, int, int]
+
+
+def run_microbatches(
+    args: Namespace,
+    step: ForwardStep,
+    model: Sequence[torch.nn.Module],
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: int,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """All micro-batches of a step through this rank's chunks, forward and (unless ``forward_only``) backward.
+
+    Args:
+        args: the run's arguments.
+        step: see :data:`ForwardStep`; what it makes of the output counts on the last stage only.
+        model: this rank's chunks, one for each virtual stage.
+        data_iterator: one for each chunk, standing at the step's first micro-batch.
+        num_microbatches: of the step, the same on every rank.
+        forward_only: no gradients.
+
+    Returns:
+        what each micro-batch reported, in their order, on the last pipeline stage; nothing elsewhere.
+    """
+    options: dict[str, Any] = {}
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        config = get_model_config(model[0])
+        lengths = packed_lengths(data_iterator[0], num_microbatches, args.data_pad_size_multiplier, args.allgather_cp)
+        groups = _process_groups()
+        options["pg_collection"] = groups
+        options["p2p_communicator"] = KnownShapes(groups.pp, config, lengths, num_chunks=len(model))
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=list(data_iterator),
+        model=list(model),
+        num_microbatches=num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+        **options,
+    )
+
+
+class KnownShapes(P2PCommunicator):
+    """Moves activations and their gradients between the stages of one step; the receiver knows every shape.
+
+    A message from a neighbour is the output of one of its micro-batches, and messages of one direction arrive in the
+    order in which they were sent, which is the order of the neighbour's schedule.  The same table serves forward and
+    backward: going backward, the chunks are visited in reverse.
+
+    Args:
+        pp_group: the ranks of this pipeline, first stage first.
+        config: the model's.
+        lengths: packed tokens of each micro-batch of the step on one context-parallel rank.
+        num_chunks: virtual stages on each rank.
+    """
+
+    def __init__(self, pp_group: Any, config: TransformerConfig, lengths: Sequence[int], *, num_chunks: int) -> None:
+        super().__init__(pp_group, config)
+        split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        group_size = config.microbatch_group_size_per_vp_stage or pp_group.size()
+        table = get_schedule_table(len(lengths), num_chunks, group_size)
+        shapes: list[Shape] = [(length // split, 1, config.hidden_size) for length in lengths]
+        is_first, is_last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
+        # The stage before the first is the last one, whose last chunk ends the model and sends nothing on; likewise
+        # going backward, where it is the first stage that has nothing to pass on from its first chunk.
+        ends = num_chunks - 1
+        self._from_previous = deque(shapes[m] for m, chunk in table if not (is_first and chunk == ends))
+        self._from_next = deque(shapes[m] for m, chunk in table if not (is_last and chunk == ends))
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape, Shape]:
+        """What is about to arrive from the previous and from the next stage; called before every exchange."""
+        nothing: Shape = (0, 0, 0)
+        previous = self._from_previous.popleft() if recv_prev else nothing
+        return previous, self._from_next.popleft() if recv_next else nothing
+
+
+def _process_groups() -> ProcessGroupCollection:
+    """The groups that the schedules and the end of a backward pass use."""
+    groups: Any = ProcessGroupCollection()
+    groups.tp = mpu.get_tensor_model_parallel_group()
+    groups.cp = mpu.get_context_parallel_group()
+    groups.pp = mpu.get_pipeline_model_parallel_group()
+    groups.embd = mpu.get_embedding_group(check_initialized=False)
+    groups.pos_embd = mpu.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = mpu.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
