@@ -1,10 +1,10 @@
 """Print the matrix: every family against every check and every layout, with the numbers.
 
-    python -m tests.matrix                       # all of it
-    python -m tests.matrix --family qwen3 --check gradients
-    python -m tests.matrix --family glm5 --layout TP2
-    python -m tests.matrix --fast                # what the suite runs
-    python -m tests.matrix --write-docs          # and put the tables into docs/models.md and docs/parallelism.md
+    python -m tests.matrix                                    # all of it
+    python -m tests.matrix --family qwen3 --check gradients   # one check of one family, no layouts
+    python -m tests.matrix --family glm5 --layout TP2         # one layout, no checks
+    python -m tests.matrix --fast                             # what the suite runs
+    python -m tests.matrix --write-docs                       # and put the tables into docs/
 
 The exit status is 1 when a cell fails.
 """
@@ -12,33 +12,69 @@ The exit status is 1 when a cell fails.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 
 from tests.matrix.case import load_cases
+from tests.matrix.isolation import check_families
 from tests.matrix.report import Cell, markdown_table, summary
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; each of --check and --layout alone leaves the other's cells out."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--family", nargs="+", metavar="NAME", help="only these; default: all")
-    parser.add_argument("--check", nargs="*", metavar="NAME", help="only these one-process checks; none: no checks")
+    parser.add_argument("--family", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--check", nargs="+", metavar="NAME", help="only these checks of one process")
+    parser.add_argument("--layout", nargs="+", metavar="NAME", help="only these parallel layouts")
+    parser.add_argument("--fast", action="store_true", help="the slice that the test suite runs")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="families checked at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells there too")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the tables into docs/models.md and parallelism.md"
+    )
+    parser.add_argument("--list", action="store_true", help="name families, checks and layouts, and run nothing")
     return parser.parse_args(argv)
 
 
-def main() -> int:
-    from tests.matrix.parity import CHECKS, check_family
+def main(argv: list[str] | None = None) -> int:
+    """Run the chosen cells; gives the exit status."""
+    from tests.matrix.report import CHECKS
 
-    options = parse()
+    options = parse(argv)
+    try:
+        cases = load_cases(options.family)
+        checks = _chosen("check", options.check, CHECKS, runs=options.check or not options.layout)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.list:
+        print("families:", *cases, "\nchecks:", *CHECKS)
+        return 0
     cells: list[Cell] = []
-    for case in load_cases(options.family).values():
-        for cell in check_family(case, CHECKS if options.check is None else tuple(options.check)):
-            print(cell.describe(), flush=True)
-            cells.append(cell)
-    print("\n" + markdown_table(cells))
+    for cell in check_families(list(cases), checks, jobs=options.jobs) if checks else ():
+        print(cell.describe(), flush=True)
+        cells.append(cell)
+    order = {name: index for index, name in enumerate(cases)}
+    cells.sort(key=lambda cell: order[cell.family])
+    for kind in ("check", "layout"):
+        of_kind = [cell for cell in cells if cell.kind == kind]
+        if of_kind:
+            print("\n" + markdown_table(of_kind))
     print(summary(cells))
+    if options.json:
+        options.json.write_text(json.dumps([cell.as_dict() for cell in cells], indent=1) + "\n")
     return int(not all(cell.passed for cell in cells))
+
+
+def _chosen(what: str, wanted: list[str] | None, known: tuple[str, ...], *, runs: bool) -> tuple[str, ...]:
+    """The wanted names in their usual order, or all."""
+    unknown = [name for name in wanted or () if name not in known]
+    if unknown:
+        raise ValueError(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
+    return tuple(name for name in known if name in (wanted or known)) if runs else ()
 
 
 if __name__ == "__main__":

@@ -81,21 +81,28 @@ def load_cases(names: Sequence[str] | None = None) -> dict[str, FamilyCase]:
     """The cases of all family files, or those of the given names (of a case or of its file).
 
     Raises:
-        ValueError: there is no such family; the message lists those there are.
+        ValueError: there is no such family (the message lists those there are), or a file cannot be imported.
     """
     cases: dict[str, FamilyCase] = {}
     groups: dict[str, list[str]] = {}
+    broken: list[str] = []
     for path in sorted(FAMILIES.glob("*.py")):
-        module = importlib.import_module(f"tests.matrix.families.{path.stem}")
+        try:
+            module = importlib.import_module(f"tests.matrix.families.{path.stem}")
+        except Exception as error:  # noqa: BLE001 - matters only to who asks for this family
+            broken.append(f"{path.name} cannot be imported: {error!r}")
+            continue
         for case in getattr(module, "CASES", None) or (module.CASE,):
             assert case.name not in cases, f"two family files define {case.name}"
             cases[case.name] = case
             groups.setdefault(path.stem, []).append(case.name)
-    if not names:
+    if not names and not broken:
         return cases
+    names = names or ()
     unknown = [name for name in names if name not in cases and name not in groups]
-    if unknown:
-        raise ValueError(f"no family {', '.join(unknown)}; there are {', '.join(cases)}")
+    if unknown or not names:
+        missing = [f"no family {', '.join(unknown)}; there are {', '.join(cases)}"] if unknown else []
+        raise ValueError("; ".join([*missing, *broken]))
     chosen = [member for name in names for member in ([name] if name in cases else groups[name])]
     return {name: cases[name] for name in dict.fromkeys(chosen)}
 

@@ -28,14 +28,13 @@ from slime.weights.named_tensors import wire_dtype
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data, reference_loss
 from tests.matrix.case import FamilyCase, gradients_by_checkpoint_name, read_config, read_tensors, write_bf16_copy
-from tests.matrix.report import Cell
+from tests.matrix.comparisons import differing_tensors, gradient_errors
+from tests.matrix.report import CHECKS, Cell
 
 LOG_PROB_BOUND = 2e-5
 """Largest difference of a log-prob, absolute."""
 GRADIENT_BOUND = 1e-4
-"""Largest relative difference of a parameter's gradient, see :func:`gradient_errors`."""
-CHECKS = ("log-probs", "gradients", "round trip", "round trip bf16", "live export", "live export bf16")
-PUSH_BUCKET_BYTES = 64 * 1024
+"""Largest relative difference of a parameter's gradient, see ``comparisons.gradient_errors``."""
 
 
 @contextmanager
@@ -56,49 +55,6 @@ def leave_world() -> None:
         mpu.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def gradient_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """For each parameter ``|difference| / max(|gradient|, a thousandth of the global norm)``.
-
-    A parameter of zero gradient on both sides has error 0.  Names that only one side has are errors of their own,
-    unless they have no gradient: the reference leaves MTP out, which is frozen here.
-    """
-    global_norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
-    assert global_norm > 0, "the reference has no gradient at all"
-    errors = {}
-    for name in [*expected, *(name for name in actual if name not in expected)]:
-        sides = [side[name].double() for side in (actual, expected) if name in side]
-        if len(sides) == 2 and sides[0].shape != sides[1].shape:
-            errors[f"{name} (shapes {tuple(sides[0].shape)} and {tuple(sides[1].shape)})"] = math.inf
-        elif len(sides) == 2:
-            difference, norm = float((sides[0] - sides[1]).norm()), float(sides[1].norm())
-            errors[name] = difference / max(norm, 1e-3 * global_norm)
-        elif sides[0].any():
-            errors[f"{name} (on one side only)"] = math.inf
-    return errors
-
-
-def differing_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that are missing, too many, or unlike in dtype, shape or any bit; with the reason."""
-    problems = [f"{name} is missing" for name in expected if name not in actual]
-    problems += [f"{name} is too many" for name in actual if name not in expected]
-    for name, tensor in expected.items():
-        other = actual.get(name)
-        if other is None:
-            continue
-        if other.dtype != tensor.dtype:
-            problems.append(f"{name} is {other.dtype} instead of {tensor.dtype}")
-        elif other.shape != tensor.shape:
-            problems.append(f"{name} is {tuple(other.shape)} instead of {tuple(tensor.shape)}")
-        elif not torch.equal(_bits(other), _bits(tensor)):
-            problems.append(f"{name} differs by {float((other.double() - tensor.double()).abs().max()):.3g}")
-    return problems
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, so that signs of zero and nans count."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 Outcome = tuple[float, float, str]
