@@ -233,6 +233,8 @@ def gradients_by_checkpoint_name(model: torch.nn.Module) -> Tensors:
     with torch.no_grad():
         for target, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
             target.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for buffer in gradients.buffers():
+            buffer.zero_()  # a router's bias is saved too, and has no gradient
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         gradients.save_pretrained(folder)
         return read_tensors(Path(folder))

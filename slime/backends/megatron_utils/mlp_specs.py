@@ -6,16 +6,27 @@ from slime.backends.megatron_utils import cpu_platform, wheel_fixes  # noqa: F40
 
 # isort: split
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.experts import StackedExperts
+
 
 def mlp_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
-    """The MLP of one layer, with experts or without."""
-    return get_mlp_module_spec_for_backend(
-        LocalSpecProvider(),
-        num_experts=config.num_moe_experts if is_moe else None,
-        # Without TransformerEngine the grouped experts of megatron-core need another package: one expert at a time.
-        moe_grouped_gemm=False,
+    """The MLP of one layer: dense, or routed experts with the shared experts that the config asks for."""
+    provider = LocalSpecProvider()
+    matrices = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+    if not is_moe:
+        return ModuleSpec(module=MLP, submodules=matrices)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=StackedExperts,
+            # Built only with --moe-shared-expert-intermediate-size.
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=matrices),
+        ),
+        metainfo={"fuse_pre_mlp_layernorm": False},
     )

@@ -195,7 +195,6 @@ def _checkpoint(args: Namespace) -> dict[str, Any]:
 
 
 _NEED_TRANSFORMER_ENGINE = {
-    "moe_grouped_gemm": "experts are computed one after the other",
     "moe_permute_fusion": "tokens are permuted by plain torch",
     "moe_router_fusion": "the router is plain torch",
     "apply_rope_fusion": "rotary embeddings are plain torch",

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 
+from slime.backends.megatron_utils.weight_maps.deepseek import DEEPSEEK
 from slime.backends.megatron_utils.weight_maps.dense import DENSE
+from slime.backends.megatron_utils.weight_maps.glm4_moe import GLM4_MOE
+from slime.backends.megatron_utils.weight_maps.qwen_moe import QWEN_MOE
 from slime.backends.megatron_utils.weight_maps.rule import WeightMap
 from slime.utils.errors import ConfigError
 
@@ -17,6 +20,12 @@ MAPS: dict[str, WeightMap] = {
     "llama": DENSE,
     "qwen2": DENSE,
     "qwen3": DENSE,
+    "qwen2_moe": QWEN_MOE,
+    "qwen3_moe": QWEN_MOE,
+    "glm4_moe": GLM4_MOE,
+    "deepseek_v3": DEEPSEEK,
+    "kimi_k2": DEEPSEEK,
+    "glm4_moe_lite": DEEPSEEK,
 }
 
 

@@ -1,0 +1,92 @@
+"""GLM-4.5, 4.6 and 4.7: sigmoid routing with a bias, shared experts, dense layers first, half of each head rotated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.matrix.case import FamilyCase, read_config
+from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
+
+
+def flags(folder: Path) -> list[str]:
+    config = read_config(folder)
+    num_dense = config["first_k_dense_replace"]
+    flags = [
+        *decoder_flags(folder),
+        *grouped_query_flags(folder),
+        *("--rotary-percent", rope_setting(config, "partial_rotary_factor")),
+        *("--num-experts", config["n_routed_experts"], "--moe-ffn-hidden-size", config["moe_intermediate_size"]),
+        *("--moe-layer-freq", f"[0]*{num_dense}+[1]*{config['num_hidden_layers'] - num_dense}"),
+        *("--moe-shared-expert-intermediate-size", config["moe_intermediate_size"] * config["n_shared_experts"]),
+        *("--moe-router-topk", config["num_experts_per_tok"], "--moe-router-score-function", "sigmoid"),
+        *("--moe-router-pre-softmax", "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", 0),
+        *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", 0),
+        *("--moe-router-topk-scaling-factor", config["routed_scaling_factor"], "--moe-router-dtype", "fp32"),
+        *("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"),
+    ]
+    if config["n_group"] > 1:
+        flags += ["--moe-router-num-groups", config["n_group"], "--moe-router-group-topk", config["topk_group"]]
+    if config["attention_bias"]:
+        flags.append("--add-qkv-bias")
+    if config["use_qk_norm"]:
+        flags.append("--qk-layernorm")
+    return [str(flag) for flag in flags]
+
+
+COMMON = {
+    "model_type": "glm4_moe",
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 131,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "norm_topk_prob": True,
+}
+
+CASES = (
+    FamilyCase(
+        name="glm4_moe",
+        config={
+            **COMMON,
+            "num_hidden_layers": 5,
+            "first_k_dense_replace": 2,
+            "intermediate_size": 76,
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 10,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": True,
+        },
+        flags=flags,
+        has_experts=True,
+        about="as the 355B: query and key norms, biases on q, k, v, router bias, weights scaled by 2.5",
+    ),
+    FamilyCase(
+        name="glm4_moe-groups",
+        config={
+            **COMMON,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 60,
+            "moe_intermediate_size": 28,
+            "n_routed_experts": 12,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0,
+            "n_group": 3,
+            "topk_group": 2,
+            "use_qk_norm": False,
+        },
+        flags=flags,
+        has_experts=True,
+        about="as the 106B, without query norms; experts chosen within groups; two shared experts",
+    ),
+)
