@@ -60,6 +60,8 @@ def rank_data_of(args: Namespace, train_data: dict[str, Any]) -> dict[str, Any]:
     config = ScheduleConfig(
         dp_size=mpu.get_data_parallel_world_size(),
         cp_size=mpu.get_context_parallel_world_size(),
+        vpp_size=args.virtual_pipeline_model_parallel_size or 1,
+        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage,
         use_dynamic_batch_size=args.use_dynamic_batch_size,
         max_tokens_per_gpu=args.max_tokens_per_gpu,
         micro_batch_size=args.micro_batch_size,

@@ -1,0 +1,166 @@
+"""A pool of gloo processes that stays alive from cell to cell.
+
+A fresh process costs ten seconds of processor time for its imports, a cell often less than one.  So the processes are
+forked off one server that has imported everything, they wait for work, and each piece of work gets a default process
+group of its own over the first ``world_size`` of them.  A process that fails or hangs is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ("tests.matrix.layout_rank",)
+"""Imported once, before the processes are forked."""
+COLLECTIVE_TIMEOUT_S = 60
+"""A rank that waits longer for the others gives up."""
+GRACE_S = 3.0
+"""After the first failure the others may report their own, which often say more, for so long."""
+
+
+class RankError(Exception):
+    """A rank failed, died or gave no answer."""
+
+
+class RankPool:
+    """Runs functions on several gloo ranks at once.
+
+    Use as a context manager; the processes end with it.
+    """
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOADED))
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._drop(range(len(self._ranks)))
+
+    def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+        """``function(*arguments)`` on every rank of a fresh gloo world; the results in rank order.
+
+        Args:
+            function: importable by name; everything that travels must pickle.
+            world_size: number of ranks.
+            timeout_s: for all of them together.
+
+        Raises:
+            RankError: with the traceback of the rank that failed first.
+        """
+        while len(self._ranks) < world_size:
+            self._ranks.append(self._start())
+        with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
+            for rank in range(world_size):
+                job = (function, rank, world_size, str(Path(folder) / "store"), arguments)
+                self._ranks[rank][1].send_bytes(pickle.dumps(job))
+            return self._collect(world_size, timeout_s)
+
+    def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) + len(failures) < world_size:
+            waiting = {self._ranks[rank][1]: rank for rank in range(world_size) if rank not in results | failures}
+            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                try:
+                    value, error = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    self._ranks[rank][0].join(1)
+                    value, error = None, f"the process died, exit code {self._ranks[rank][0].exitcode}"
+                if error is None:
+                    results[rank] = value
+                else:
+                    failures[rank] = error
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if len(results) == world_size:
+            return [results[rank] for rank in range(world_size)]
+        # The ranks that answered, with an error or without, are as good as new; the others may be in a collective.
+        silent = [rank for rank in range(world_size) if rank not in results and rank not in failures]
+        self._drop([*silent, *(rank for rank in failures if not self._ranks[rank][0].is_alive())])
+        if not failures:
+            raise RankError(f"ranks {silent} of {world_size} gave no answer in {timeout_s:g} s")
+        # Of several failures, those of ranks that merely lost a peer say the least.
+        rank = min(failures, key=lambda r: ("gloo" in failures[r] or "Connection" in failures[r], r))
+        raise RankError(f"rank {rank} of {world_size}: {failures[rank]}")
+
+    def _start(self) -> tuple[BaseProcess, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _drop(self, ranks: Any) -> None:
+        """End these processes, and forget them."""
+        gone = set(ranks)
+        for rank in gone:
+            process, connection = self._ranks[rank]
+            connection.close()
+            if rank in gone and process.is_alive():
+                process.kill()
+            process.join(5)
+        self._ranks = [pair for rank, pair in enumerate(self._ranks) if rank not in gone]
+
+
+def _serve(connection: Connection) -> None:
+    """A process of the pool: job after job until the pipe closes."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # megatron-core's advice for GPUs, torch's deprecations: once a process, each
+    logging.disable(logging.INFO)
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        try:
+            function, rank, world_size, store, arguments = pickle.loads(job)
+            answer = (_in_world(function, rank, world_size, store, arguments), None)
+        except BaseException:  # noqa: BLE001 - the parent reports it
+            answer = (None, traceback.format_exc())
+        try:
+            connection.send_bytes(pickle.dumps(answer))
+        except (BrokenPipeError, OSError):
+            return
+
+
+def _in_world(function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: tuple[Any, ...]) -> Any:
+    """Call the function inside a default process group, and leave no group behind."""
+    import torch.distributed as dist
+    from megatron.core import mpu
+
+    from slime.utils import distributed_utils
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    try:
+        return function(*arguments)
+    finally:
+        if mpu.is_initialized():
+            mpu.destroy_model_parallel()
+        distributed_utils.clear_gloo_group()
+        dist.destroy_process_group()
