@@ -70,8 +70,14 @@ DEFAULTS: dict[str, Any] = {
     # Megatron's command line, where it differs from the dataclass
     "q_lora_rank": None,
     "kv_lora_rank": 32,
-    "rotary_scaling_factor": 1.0,
     "rope_type": None,
+    # None: from the HF config, see latent_arguments
+    "rotary_scaling_factor": None,
+    "original_max_position_embeddings": None,
+    "beta_fast": None,
+    "beta_slow": None,
+    "mscale": None,
+    "mscale_all_dim": None,
     "min_lr": 0.0,
     "check_for_nan_in_loss_and_grad": True,
     "bias_swiglu_fusion": True,

@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.backends.megatron_utils.latent_arguments import latent_mismatches, sigmoid_router_mismatches
 from slime.utils.errors import ConfigError
 
 _SIMPLE = {
@@ -58,7 +59,11 @@ def check_hf_config(args: Namespace) -> None:
         ConfigError: with each flag, its value and the checkpoint's.
     """
     config = read_hf_config(args.hf_checkpoint)
-    problems = [*_mismatches(args, config)]
+    problems = [
+        *_mismatches(args, config),
+        *latent_mismatches(args, config),
+        *sigmoid_router_mismatches(args, config),
+    ]
     if problems:
         raise ConfigError(
             f"The model flags disagree with {args.hf_checkpoint}/config.json:\n  "

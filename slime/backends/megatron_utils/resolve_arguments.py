@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.config_builders import (
     transformer_config_from_args,
 )
 from slime.backends.megatron_utils.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.latent_arguments import derive_rope
 from slime.backends.megatron_utils.model_provider import load_spec
 from slime.utils.errors import ConfigError
 
@@ -40,7 +41,7 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
         if not value or value < 1:
             raise ConfigError(f"{flag} is {value}; the model needs it; source a file of scripts/models or give it.")
     derived: dict[str, Any] = {}
-    for derive in (_precision, _world, _layout, _shape, _vocabulary, _schedule, _checkpoint, _kernels):
+    for derive in (_precision, _world, _layout, _shape, _rope, _vocabulary, _schedule, _checkpoint, _kernels):
         derived |= derive(args)
     return derived
 
@@ -146,8 +147,12 @@ def _shape(args: Namespace) -> dict[str, Any]:
         "seq_length": seq_length,
         "max_position_embeddings": args.max_position_embeddings or seq_length,
         "position_embedding_type": position_type,
-        "rope_type": args.rope_type or ("yarn" if args.multi_latent_attention else "rope"),
     }
+
+
+def _rope(args: Namespace) -> dict[str, Any]:
+    """Rotary positions: what the flags do not say, the HF config does."""
+    return derive_rope(args, read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None)
 
 
 def _vocabulary(args: Namespace) -> dict[str, Any]:
@@ -256,10 +261,6 @@ def _check_kernels(args: Namespace) -> None:
             )
     if args.attention_dropout:
         raise ConfigError(f"--attention-dropout is {args.attention_dropout}; packed attention has none; use 0.0.")
-    if args.mtp_num_layers:
-        raise ConfigError(
-            f"--mtp-num-layers is {args.mtp_num_layers}; the model here has no MTP layers; drop the flag."
-        )
     if args.only_train_params_name_list and args.freeze_params_name_list:
         raise ConfigError(
             "--only-train-params-name-list and --freeze-params-name-list are given; they exclude each other."

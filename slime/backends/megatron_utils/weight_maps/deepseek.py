@@ -1,0 +1,47 @@
+"""DeepSeek-V3 and what is laid out like it: R1, Kimi-K2, Moonlight, GLM-4.7-Flash.
+
+Multi-latent attention, dense layers first, then experts behind a sigmoid router with a bias, and shared experts.  The
+sparse-attention models add their indexer's rules to :data:`LATENT_ATTENTION`.
+"""
+
+from __future__ import annotations
+
+from slime.backends.megatron_utils.weight_maps.dense import MLP, NORMS, TOP
+from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap, gate_up_rule
+
+LATENT_ATTENTION = (
+    # With --q-lora-rank queries come out of a latent, without it from one projection.
+    Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",)),
+    Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",)),
+    Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",)),
+    Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",)),
+    Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",)),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
+    # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
+    Rule("self_attention.linear_q_up_proj.layer_norm_weight", ("self_attn.q_a_layernorm.weight",)),
+    Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
+    Rule("self_attention.linear_kv_up_proj.layer_norm_weight", ("self_attn.kv_a_layernorm.weight",)),
+)
+SIGMOID_EXPERTS = (
+    Rule("mlp.router.weight", ("mlp.gate.weight",)),
+    Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
+    gate_up_rule(
+        "mlp.experts.linear_fc1.weight{expert}",
+        "mlp.experts.{expert}.gate_proj.weight",
+        "mlp.experts.{expert}.up_proj.weight",
+    ),
+    Rule("mlp.experts.linear_fc2.weight{expert}", ("mlp.experts.{expert}.down_proj.weight",)),
+    gate_up_rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+    ),
+    Rule("mlp.shared_experts.linear_fc2.weight", ("mlp.shared_experts.down_proj.weight",)),
+)
+
+DEEPSEEK = WeightMap(
+    family="DeepSeek-V3 and models laid out like it",
+    top=TOP,
+    layer=(*NORMS, *LATENT_ATTENTION, *MLP, *SIGMOID_EXPERTS),
+)

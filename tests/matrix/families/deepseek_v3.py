@@ -1,0 +1,58 @@
+"""DeepSeek-V3 and R1: multi-latent attention, YaRN, group-limited sigmoid routing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.matrix.case import FamilyCase
+from tests.matrix.flags import decoder_flags, deepseek_expert_flags, latent_attention_flags
+
+
+def flags(folder: Path) -> list[str]:
+    return [*decoder_flags(folder), *latent_attention_flags(folder), *deepseek_expert_flags(folder)]
+
+
+CASE = FamilyCase(
+    name="deepseek_v3",
+    config={
+        "model_type": "deepseek_v3",
+        "hidden_size": 48,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 14,
+        "intermediate_size": 72,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 12,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 2,
+        "vocab_size": 131,
+        "max_position_embeddings": 64,
+        # Stretched by less than it could be, so that all three kinds of dimensions occur, and the samples of the
+        # matrix are longer than the original length.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 8.0,
+            "beta_fast": 2.0,
+            "beta_slow": 0.3,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.2,
+            "original_max_position_embeddings": 8,
+        },
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    flags=flags,
+    has_experts=True,
+    about="query latents, values of another width than keys, YaRN beyond its original length, 2 of 4 expert groups",
+)
