@@ -199,6 +199,7 @@ def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
     for sample in batch.get("multimodal_train_inputs") or ():
         for name, value in (sample or {}).items():
             multimodal[name] = torch.cat([multimodal[name], value]) if name in multimodal else value
+    mtp = {"mtp_inputs": batch["mtp_inputs"]} if batch.get("mtp_inputs") is not None else {}
     return {
         "input_ids": batch["tokens"],
         "position_ids": None,
@@ -206,5 +207,6 @@ def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
         "labels": None,
         "packed_seq_params": batch["packed_seq_params"],
         "loss_mask": batch["full_loss_masks"],
+        **mtp,
         **{name: value.to(batch["tokens"].device) for name, value in multimodal.items()},
     }

@@ -33,6 +33,8 @@ from slime.algorithms.value_loss import clipped_value_loss
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean, local_masks
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
+from slime.backends.megatron_utils.mtp import LogitsAndMtp
+from slime.backends.megatron_utils.mtp_loss import mtp_loss
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.misc import load_function
 
@@ -292,7 +294,7 @@ def loss_function(
     num_microbatches: int,
     step_global_batch_size: int,
     loss_type: str,
-    logits: Tensor,
+    logits: Tensor | LogitsAndMtp,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Loss of one micro-batch, scaled for Megatron's averaging; see ``algorithms.reduction.scale_for_megatron``.
 
@@ -302,12 +304,15 @@ def loss_function(
         num_microbatches: micro-batches of the step on this rank.
         step_global_batch_size: rollouts of the step on all ranks.
         loss_type: key of :data:`LOSSES`.
-        logits: the model's output, [1, T, V].
+        logits: the model's output, [1, T, V], with the log-probs of its MTP layers when these are trained.
 
     Returns:
         the scaled loss, Megatron's normaliser (1, or the number of trained tokens with
         ``--calculate-per-token-loss``), and ``{"names": [...], "values": [trained tokens, metric, ...]}``.
     """
+    mtp_log_probs: list[Tensor] = []
+    if isinstance(logits, LogitsAndMtp):
+        logits, mtp_log_probs = logits
     reducer = _reducer(args, batch, batch["loss_masks"])
     function = LOSSES[loss_type]
     if args.recompute_loss_function:
@@ -316,6 +321,10 @@ def loss_function(
         loss, metrics = function(args, batch, logits, reducer)
     if not loss.requires_grad and torch.is_grad_enabled():
         loss = loss + 0 * logits.sum()  # a rank without response tokens takes part in the backward pass all the same
+    if mtp_log_probs:
+        ahead, ahead_metrics = mtp_loss(batch["mtp_inputs"].depths, mtp_log_probs)
+        loss = loss + args.mtp_loss_scaling_factor * ahead
+        metrics = {**metrics, **ahead_metrics}
     num_tokens = num_loss_tokens(batch["loss_masks"])
     scaled = scale_for_megatron(
         loss,

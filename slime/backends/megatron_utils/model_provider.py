@@ -8,6 +8,7 @@ import logging
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layer_specs import get_block_spec
+from slime.backends.megatron_utils.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 
@@ -104,13 +106,23 @@ def freeze_parameters(
 def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
     """The standard model: megatron-core's GPTModel with the layers of ``--spec``, or ours."""
     config = transformer_config_from_args(args)
+    if role == "critic":
+        config = without_mtp(config)
+    sandwich = {
+        "post_self_attn_layernorm": args.post_self_attn_layernorm,
+        "post_mlp_layernorm": args.post_mlp_layernorm,
+    }
     spec_source = load_spec(args.spec) if args.spec else None
 
     def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
-        spec = get_block_spec(config, vp_stage=vp_stage)
+        spec = get_block_spec(config, vp_stage, **sandwich)
         if spec_source is not None:
             spec = resolve_spec(spec_source, args, config, vp_stage)
-        model = GPTModel(
+        model_class: Callable[..., GPTModel] = GPTModel
+        if config.mtp_num_layers:
+            mtp_spec = get_mtp_spec(config, spec)
+            model_class = partial(GPTModelWithMtp, mtp_spec=mtp_spec, trains_mtp=args.enable_mtp_training)
+        model = model_class(
             config=config,
             transformer_layer_spec=spec,
             vocab_size=args.padded_vocab_size,

@@ -25,6 +25,8 @@ from megatron.core.utils import get_model_config
 from slime.backends.megatron_utils.data import DataIterator, get_batch, sample_columns
 from slime.backends.megatron_utils.forward import run_model
 from slime.backends.megatron_utils.loss import loss_function
+from slime.backends.megatron_utils.mtp import send_embedding_to_mtp
+from slime.backends.megatron_utils.mtp_loss import mtp_inputs
 from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.utils.errors import SlimeError
@@ -141,10 +143,13 @@ def accumulate_gradients(
 ) -> list[dict[str, Any]]:
     """Fill the gradient buffers; returns the micro-batches' reports (on the last pipeline stage)."""
 
+    if args.enable_mtp_training:
+        send_embedding_to_mtp(model)
     keys = list(dict.fromkeys((*_KEYS, *sample_columns(data_iterator[0].rollout_data))))
 
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = get_batch(iterator, keys, args.data_pad_size_multiplier, args.allgather_cp)
+        batch["mtp_inputs"] = mtp_inputs(args, chunk, batch)
         logits = run_model(args, chunk, batch)
         return logits, partial(checked_loss, batch)
 
