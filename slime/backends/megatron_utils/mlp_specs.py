@@ -13,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.experts import StackedExperts
+from slime.backends.megatron_utils.router import Router
 
 
 def mlp_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
@@ -24,6 +25,7 @@ def mlp_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
+            router=Router,
             experts=StackedExperts,
             # Built only with --moe-shared-expert-intermediate-size.
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=matrices),

@@ -57,7 +57,7 @@ CASES = (
             "first_k_dense_replace": 2,
             "intermediate_size": 76,
             "moe_intermediate_size": 20,
-            "n_routed_experts": 10,
+            "n_routed_experts": 12,
             "n_shared_experts": 1,
             "num_experts_per_tok": 3,
             "routed_scaling_factor": 2.5,
