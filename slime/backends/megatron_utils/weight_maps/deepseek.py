@@ -7,7 +7,8 @@ sparse-attention models add their indexer's rules to :data:`LATENT_ATTENTION`.
 from __future__ import annotations
 
 from slime.backends.megatron_utils.weight_maps.dense import MLP, NORMS, TOP
-from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap, gate_up_rule
+from slime.backends.megatron_utils.weight_maps.moe import EXPERTS, ROUTER, ROUTER_BIAS, shared_expert_rules
+from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
 
 LATENT_ATTENTION = (
     # With --q-lora-rank queries come out of a latent, without it from one projection.
@@ -23,25 +24,10 @@ LATENT_ATTENTION = (
     Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
     Rule("self_attention.linear_kv_up_proj.layer_norm_weight", ("self_attn.kv_a_layernorm.weight",)),
 )
-SIGMOID_EXPERTS = (
-    Rule("mlp.router.weight", ("mlp.gate.weight",)),
-    Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
-    gate_up_rule(
-        "mlp.experts.linear_fc1.weight{expert}",
-        "mlp.experts.{expert}.gate_proj.weight",
-        "mlp.experts.{expert}.up_proj.weight",
-    ),
-    Rule("mlp.experts.linear_fc2.weight{expert}", ("mlp.experts.{expert}.down_proj.weight",)),
-    gate_up_rule(
-        "mlp.shared_experts.linear_fc1.weight",
-        "mlp.shared_experts.gate_proj.weight",
-        "mlp.shared_experts.up_proj.weight",
-    ),
-    Rule("mlp.shared_experts.linear_fc2.weight", ("mlp.shared_experts.down_proj.weight",)),
-)
+EXPERTS_BEHIND_SIGMOID = (*ROUTER, *ROUTER_BIAS, *EXPERTS, *shared_expert_rules("shared_experts"))
 
 DEEPSEEK = WeightMap(
     family="DeepSeek-V3 and models laid out like it",
     top=TOP,
-    layer=(*NORMS, *LATENT_ATTENTION, *MLP, *SIGMOID_EXPERTS),
+    layer=(*NORMS, *LATENT_ATTENTION, *MLP, *EXPERTS_BEHIND_SIGMOID),
 )
