@@ -81,6 +81,16 @@ LAYOUTS: dict[str, Layout] = {
     "PP2 first 1": Layout(2, (*_pp(), *FIRST_1), loss_flags=PER_TOKEN),
     "PP2 recompute": Layout(2, (*_pp(), *LAST_1, *RECOMPUTE)),
     "PP2 VPP2": Layout(2, (*_pp(), *VPP2), num_layers=4),
+    "PP2 VPP2 flush": Layout(
+        2,
+        (*_pp(), *VPP2, "--overlap-p2p-comm-warmup-flush", *SEVERAL_MICROBATCHES),
+        num_layers=4,
+        loss_flags=PER_TOKEN,
+    ),
+    "PP2 VPP2 group 3": Layout(
+        2, (*_pp(), *VPP2, "--microbatch-group-size-per-virtual-pipeline-stage", 3), num_layers=4
+    ),
+    "PP2 layout": Layout(2, (*_pp(), "--pipeline-model-parallel-layout", "Et|ttL")),
     "PP2 VPP2 no overlap": Layout(2, (*_pp(), *VPP2, "--no-overlap-p2p-communication"), num_layers=4),
     "CP2": Layout(2, _cp(), is_basic=True),
     "CP2 per-token": Layout(2, _cp(), loss_flags=PER_TOKEN),
@@ -211,7 +221,7 @@ def _run_cell(pool: RankPool, case: FamilyCase, name: str, layout: Layout, refer
             for what, (error, where) in worst.items()
         )
     except RankError as error:
-        measured, detail = math.nan, str(error)
+        measured, detail = math.nan, " ".join(str(error).split()[-40:])
     return Cell(case.name, name, measured, BOUND, detail, time.monotonic() - start, kind="layout")
 
 

@@ -87,6 +87,13 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "Make no gloo groups beside the NCCL ones.",
         {"action": "store_false", "dest": "enable_gloo_process_groups", "default": True},
     ),
+    OwnFlag(
+        ("--no-align-grad-reduce",),
+        "slime.backends.megatron_utils.train_step",
+        "With --overlap-grad-reduce and a pipeline, each stage reduces its gradients when they are ready instead of "
+        "all stages at the same moment.",
+        {"action": "store_false", "dest": "align_grad_reduce", "default": True},
+    ),
     _switch("--data-parallel-random-init", _INITIALIZE, "Data-parallel ranks start from different seeds."),
     # schedule of the learning rate and the weight decay
     _value(
