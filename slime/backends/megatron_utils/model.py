@@ -66,8 +66,6 @@ def build_model(args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = T
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
         for chunk in chunks:
-            _keep_router_biases_fp32(chunk)
-        for chunk in chunks:
             keep_expert_biases_fp32(chunk)
     if wrap_with_ddp:
         ddp_config = ddp_config_from_args(args)
@@ -87,16 +85,6 @@ def keep_expert_biases_fp32(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
-
-
-def _keep_router_biases_fp32(chunk: torch.nn.Module) -> None:
-    """Undo the half-precision cast of the routers' expert biases before anything is loaded into them.
-
-    They decide which experts are chosen; checkpoints and engines hold them in fp32.
-    """
-    for module in chunk.modules():
-        if (bias := getattr(module, "expert_bias", None)) is not None:
-            bias.data = bias.data.float()
 
 
 def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
