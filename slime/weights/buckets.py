@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from slime.utils.errors import ConfigError
-from slime.weights.named_tensors import NamedTensors, tensor_bytes
+from slime.utils.errors import ConfigError, WeightSyncError
+from slime.weights.named_tensors import NamedTensors, total_bytes
+
+TogetherWith = Callable[[str], tuple[str, ...]]
+"""The names, the given one included, that an engine must receive in one call; empty for a name that stands alone."""
 
 
-def iter_buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[NamedTensors]:
+def iter_buckets(
+    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, together_with: TogetherWith | None = None
+) -> Iterator[NamedTensors]:
     """Consecutive tensors in buckets of at most ``bucket_bytes``; a larger tensor travels alone.
 
-    The order is kept, no tensor is split, no bucket is empty.  Only one bucket is held at a time.
+    The order is kept but for tensors that wait for those that they must travel with; no tensor is split, no bucket is
+    empty.  Only one bucket is held at a time.
 
     Args:
         named_tensors: consumed lazily.
         bucket_bytes: the limit; ``--update-weight-buffer-size``.
+        together_with: tensors that are never parted, even when they are larger than the limit together.
 
     Raises:
         ConfigError: the limit is not positive.
+        WeightSyncError: the tensors end, and some wait for a partner that did not come.
     """
     if bucket_bytes <= 0:
         raise ConfigError(f"--update-weight-buffer-size is {bucket_bytes}; it must be a positive number of bytes")
     bucket: NamedTensors = []
     size = 0
-    for name, tensor in named_tensors:
-        added = tensor_bytes(tensor)
+    for unit in _iter_units(named_tensors, together_with):
+        added = total_bytes(unit)
         if bucket and size + added > bucket_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
+        bucket.extend(unit)
         size += added
     if bucket:
         yield bucket
+
+
+def _iter_units(
+    named_tensors: Iterable[tuple[str, Tensor]], together_with: TogetherWith | None
+) -> Iterator[NamedTensors]:
+    """Single tensors, and complete groups of those that must travel together."""
+    waiting: dict[tuple[str, ...], NamedTensors] = {}
+    for name, tensor in named_tensors:
+        group = together_with(name) if together_with is not None else ()
+        if not group:
+            yield [(name, tensor)]
+            continue
+        members = waiting.setdefault(group, [])
+        members.append((name, tensor))
+        if len(members) == len(group):
+            yield waiting.pop(group)
+    if waiting:
+        group, members = next(iter(waiting.items()))
+        missing = sorted(set(group) - {name for name, _ in members})
+        raise WeightSyncError(
+            f"{members[0][0]} must reach the engine together with {', '.join(missing)}, which the model does not have; "
+            "the table of slime.backends.megatron_utils.weight_maps is wrong"
+        )

@@ -65,8 +65,6 @@ def build_model(args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = T
     config = chunks[0].config
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-        for chunk in chunks:
-            keep_expert_biases_fp32(chunk)
     if wrap_with_ddp:
         ddp_config = ddp_config_from_args(args)
         chunks = [
@@ -75,16 +73,6 @@ def build_model(args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = T
             for index, chunk in enumerate(chunks)
         ]
     return chunks
-
-
-def keep_expert_biases_fp32(model: torch.nn.Module) -> None:
-    """Undo the cast of the routers' biases to half precision.
-
-    megatron-core does so at the first forward pass, which is too late: the checkpoint's values are loaded before.
-    """
-    for module in model.modules():
-        if hasattr(module, "_maintain_float32_expert_bias"):
-            module._maintain_float32_expert_bias()
 
 
 def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:

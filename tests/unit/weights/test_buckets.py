@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights.buckets import iter_buckets
 from slime.weights.named_tensors import cast_floating, dtype_name, total_bytes, wire_dtype
 
@@ -36,6 +36,30 @@ def test_only_one_bucket_is_made_ahead() -> None:
 
     next(iter_buckets(source(), 8))
     assert made == ["t0", "t1", "t2"]
+
+
+def in_pairs(name: str) -> tuple[str, ...]:
+    """t1 and t4 belong together, and so do t5 and t6."""
+    return next((pair for pair in (("t1", "t4"), ("t5", "t6")) if name in pair), ())
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (100, [["t0", "t2", "t3", "t1", "t4", "t5", "t6"]]),
+        (8, [["t0", "t2"], ["t3"], ["t1", "t4"], ["t5", "t6"]]),
+        (1, [["t0"], ["t2"], ["t3"], ["t1", "t4"], ["t5", "t6"]]),
+    ],
+    ids=["all fit", "one pair each", "pairs larger than a bucket"],
+)
+def test_tensors_that_belong_together_are_never_parted(limit: int, expected: list) -> None:
+    buckets = iter_buckets(tensors(*[4] * 7), limit, in_pairs)
+    assert [[name for name, _ in bucket] for bucket in buckets] == expected
+
+
+def test_a_tensor_whose_partner_never_comes_is_an_error() -> None:
+    with pytest.raises(WeightSyncError, match="t1 must reach the engine together with t4"):
+        list(iter_buckets(tensors(1, 1), 8, in_pairs))
 
 
 def test_a_limit_of_zero_is_refused() -> None:
