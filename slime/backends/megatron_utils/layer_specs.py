@@ -14,7 +14,7 @@ from slime.backends.megatron_utils import cpu_platform, wheel_fixes  # noqa: F40
 # isort: split
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,6 +31,7 @@ from slime.backends.megatron_utils.latent_attention import latent_attention_spec
 from slime.backends.megatron_utils.mlp_specs import mlp_spec
 from slime.backends.megatron_utils.norm import Norm
 from slime.backends.megatron_utils.sandwich_layer import SandwichLayer, SandwichLayerSubmodules
+from slime.backends.megatron_utils.self_attention import PackedSelfAttention
 from slime.utils.errors import ConfigError
 
 
@@ -129,7 +130,7 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
     provider = LocalSpecProvider()
     qk_norm = Norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),

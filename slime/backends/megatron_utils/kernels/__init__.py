@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA.  Each has its plain torch counterpart beside the module that launches it."""
