@@ -133,6 +133,8 @@ def convert(options: Namespace) -> Path:
     args: Any = read_model_args(source)
     if options.vocab_size is not None:
         args.vocab_size = options.vocab_size
+    # It says which copies of its tensors a checkpoint has; the folder of the run may be gone or another one by now.
+    args.hf_checkpoint = options.origin_hf_dir
     name_of_model = model_name_of(options)
     dtype = None
     if options.origin_hf_dir:

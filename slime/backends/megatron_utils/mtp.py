@@ -47,7 +47,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from slime.algorithms.log_probs import vocab_parallel_log_probs
-from slime.backends.megatron_utils.log_probs import hide_vocabulary_padding
 from slime.backends.megatron_utils.norm import Norm
 from slime.train_data.multi_token import MultiTokenDepth
 
@@ -236,11 +235,19 @@ class GPTModelWithMtp(GPTModel):
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         group = self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None
+        # The columns that pad the vocabulary are no tokens.
+        first_id = self.pg_collection.tp.rank() * len(weight)
+        num_columns = min(max(inputs.vocab_size - first_id, 0), len(weight))
 
         def read(hidden_K: Tensor, target_K: Tensor) -> Tensor:
-            logits_KV = F.linear(hidden_K, weight)
-            hide_vocabulary_padding(logits_KV, inputs.vocab_size)
-            log_prob_K, _ = vocab_parallel_log_probs(logits_KV, target_K, tp_group=group, chunk_size=inputs.chunk_size)
+            log_prob_K, _ = vocab_parallel_log_probs(
+                F.linear(hidden_K, weight),
+                target_K,
+                tp_group=group,
+                chunk_size=inputs.chunk_size,
+                num_columns=num_columns,
+                overwrite_logits=True,
+            )
             return log_prob_K
 
         hidden_R = hidden[:, 0].index_select(0, depth.row_R)

@@ -70,6 +70,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
             if name == "output_layer.weight" and shard.tensor.size(0) == 1:
                 continue
             full = from_hf(weight_map, name, tensors.get, shape)
+            _check_copies(tensors, weight_map.copies_of(name, shape), full)
             if name in _VOCABULARY:
                 full = pad_vocabulary(full, shape)
             part = local_part(shard, full)
@@ -80,7 +81,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
                 )
             shard.tensor.copy_(part)
             num_bytes += part.numel() * shard.tensor.element_size()
-        _check_all_used(tensors, weight_map)
+        _check_all_used(tensors, weight_map, shape)
     elapsed = time.monotonic() - start
     logger.info("Loaded %.2f GiB of weights from %s in %.1f s.", num_bytes / 2**30, path, elapsed)
 
@@ -95,13 +96,24 @@ def local_part(shard: Shard, full: Tensor) -> Tensor:
     )
 
 
-def _check_all_used(tensors: HfTensors, weight_map: WeightMap) -> None:
+def _check_copies(tensors: HfTensors, names: Sequence[str], original: Tensor) -> None:
+    """Say so when what ought to be copies of a parameter differ from it: there is no place for a second value."""
+    for name in names:
+        if name in tensors and not torch.equal(tensors.get(name), original):
+            logger.warning(
+                "%s: %s differs from the model's own tensor, of which it ought to be a copy; it is not used, and what "
+                "is exported under its name is the model's own.", tensors.folder, name,
+            )  # fmt: skip
+
+
+def _check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelShape) -> None:
     """Refuse a checkpoint whose layers have tensors that the model has not, such as biases or query norms.
 
     Only the layers of which something was read are looked at: others belong to other pipeline stages; and not their
     experts, most of which belong to other ranks.
     """
     prefix = re.escape(weight_map.layer_prefix).replace(r"\{layer\}", r"\d+")
+    copies = {copy for name in weight_map.mtp_copies for copy in weight_map.copies_of(name, shape)}
     layers = {match[0] for name in tensors.read if (match := re.match(prefix, name))}
     unused = [
         name
@@ -110,6 +122,7 @@ def _check_all_used(tensors: HfTensors, weight_map: WeightMap) -> None:
         and (match := re.match(prefix, name))
         and match[0] in layers
         and not _EXPERT.search(name)
+        and name not in copies
         and not any(re.fullmatch(pattern, name) for pattern in weight_map.ignored)
     ]
     if unused:

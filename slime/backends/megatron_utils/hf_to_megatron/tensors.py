@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,15 @@ from slime.utils.errors import DataError
 
 INDEX_FILE = "model.safetensors.index.json"
 FP8_BLOCK = 128
+
+
+@functools.lru_cache(maxsize=4)
+def tensor_names(folder: str) -> frozenset[str]:
+    """Names of all tensors of a checkpoint; none for a folder without safetensors."""
+    if not (Path(folder) / INDEX_FILE).is_file() and not any(Path(folder).glob("*.safetensors")):
+        return frozenset()
+    with HfTensors(folder) as tensors:
+        return frozenset(tensors.names())
 
 
 class MissingTensorError(DataError, KeyError):

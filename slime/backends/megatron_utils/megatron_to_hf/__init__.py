@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slime.backends.megatron_utils.hf_to_megatron.tensors import tensor_names
 from slime.backends.megatron_utils.weight_layouts import ModelShape, unpad_vocabulary
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import to_hf
@@ -38,7 +39,8 @@ def convert_to_hf(
 
     Returns:
         HF names and tensors (views where possible), in the order q, k, v and gate, up; nothing for an output layer
-        that is the embedding.
+        that is the embedding; embedding and output layer once more for each copy that ``--hf-checkpoint`` has in its
+        MTP layers.
 
     Raises:
         ConfigError: the architecture is not known, or its weights would have to be quantized.
@@ -56,4 +58,8 @@ def convert_to_hf(
         name = name.removeprefix("module.")
     if name in _VOCABULARY:
         param = unpad_vocabulary(param, shape)
-    return to_hf(weight_map, name, param, shape)
+    copies = weight_map.copies_of(name, shape)
+    if copies and args.hf_checkpoint:
+        in_source = tensor_names(str(args.hf_checkpoint))
+        copies = tuple(copy for copy in copies if copy in in_source)
+    return [*to_hf(weight_map, name, param, shape), *((copy, param) for copy in copies)]

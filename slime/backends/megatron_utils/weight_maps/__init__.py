@@ -10,7 +10,9 @@ import re
 
 from slime.backends.megatron_utils.weight_maps.deepseek import DEEPSEEK
 from slime.backends.megatron_utils.weight_maps.dense import DENSE
+from slime.backends.megatron_utils.weight_maps.glm4 import GLM4
 from slime.backends.megatron_utils.weight_maps.glm4_moe import GLM4_MOE
+from slime.backends.megatron_utils.weight_maps.mimo import MIMO
 from slime.backends.megatron_utils.weight_maps.qwen_moe import QWEN_MOE
 from slime.backends.megatron_utils.weight_maps.rule import WeightMap
 from slime.utils.errors import ConfigError
@@ -20,6 +22,8 @@ MAPS: dict[str, WeightMap] = {
     "llama": DENSE,
     "qwen2": DENSE,
     "qwen3": DENSE,
+    "mimo": MIMO,
+    "glm4": GLM4,
     "qwen2_moe": QWEN_MOE,
     "qwen3_moe": QWEN_MOE,
     "glm4_moe": GLM4_MOE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from slime.backends.megatron_utils.weight_maps.dense import MLP, NORMS, TOP
 from slime.backends.megatron_utils.weight_maps.moe import EXPERTS, ROUTER, ROUTER_BIAS, shared_expert_rules
+from slime.backends.megatron_utils.weight_maps.mtp import MTP, MTP_COPIES
 from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
 
 LATENT_ATTENTION = (
@@ -30,4 +31,6 @@ DEEPSEEK = WeightMap(
     family="DeepSeek-V3 and models laid out like it",
     top=TOP,
     layer=(*NORMS, *LATENT_ATTENTION, *MLP, *EXPERTS_BEHIND_SIGMOID),
+    mtp=MTP,
+    mtp_copies=MTP_COPIES,
 )

@@ -7,7 +7,7 @@ tensors.  Loading merges these, exporting splits it, so that the exporter is the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -91,8 +91,16 @@ class WeightMap:
     """Behind ``mtp.layers.{j}.`` and ``mtp_prefix``, beside its ``transformer_layer``, for which ``layer`` serves."""
     layer_prefix: str = "model.layers.{layer}."
     mtp_prefix: Callable[[int, ModelShape], str] = layer_behind_the_last
+    mtp_copies: Mapping[str, str] = field(default_factory=dict)
+    """Megatron parameter outside of the layers -> its copy in the checkpoint, behind ``mtp_prefix``."""
     ignored: tuple[str, ...] = field(default=(r".*rotary_emb\.inv_freq",))
     """Regular expressions of HF tensors that no model needs."""
+
+    def copies_of(self, name: str, shape: ModelShape) -> tuple[str, ...]:
+        """HF names under which a checkpoint may hold a Megatron parameter once more, in its MTP layers."""
+        if name not in self.mtp_copies:
+            return ()
+        return tuple(self.mtp_prefix(index, shape) + self.mtp_copies[name] for index in range(shape.num_mtp_layers))
 
     def find(self, name: str, shape: ModelShape) -> tuple[Rule, tuple[str, ...]]:
         """The rule of a Megatron parameter, and its HF names in full.

@@ -1,0 +1,46 @@
+"""MiMo-7B: Qwen2's layers, and MTP layers under names of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils.weight_layouts import ModelShape
+from slime.backends.megatron_utils.weight_maps.dense import DENSE
+from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
+
+
+def _swap_halves(weight: Tensor) -> Tensor:
+    """[h, 2 h] with the columns for hidden states and for embeddings exchanged; its own inverse.
+
+    MiMo joins [hidden; embedding], Megatron [embedding; hidden].
+    """
+    left, right = weight.chunk(2, dim=1)
+    return torch.cat([right, left], dim=1)
+
+
+def _merge(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    (weight,) = tensors
+    return _swap_halves(weight)
+
+
+def _split(tensor: Tensor, shape: ModelShape) -> Sequence[Tensor]:
+    return (_swap_halves(tensor),)
+
+
+MTP = (
+    Rule("enorm.weight", ("token_layernorm.weight",)),
+    Rule("hnorm.weight", ("hidden_layernorm.weight",)),
+    Rule("eh_proj.weight", ("input_proj.weight",), merge=_merge, split=_split),
+    Rule("final_layernorm.weight", ("final_layernorm.weight",)),
+)
+
+MIMO = WeightMap(
+    family="MiMo",
+    top=DENSE.top,
+    layer=DENSE.layer,
+    mtp=MTP,
+    mtp_prefix=lambda index, shape: f"model.mtp_layers.{index}.",
+)
