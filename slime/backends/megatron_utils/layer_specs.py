@@ -21,7 +21,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
@@ -30,6 +29,7 @@ from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.latent_attention import latent_attention_spec
 from slime.backends.megatron_utils.mlp_specs import mlp_spec
 from slime.backends.megatron_utils.norm import Norm
+from slime.backends.megatron_utils.routed_layer import RoutedLayer
 from slime.backends.megatron_utils.sandwich_layer import SandwichLayer, SandwichLayerSubmodules
 from slime.backends.megatron_utils.self_attention import PackedSelfAttention
 from slime.utils.errors import ConfigError
@@ -95,7 +95,7 @@ def get_layer_spec(
         "sharded_state_dict_keys_map": keys_map,
     }
     if not (post_self_attn_layernorm or post_mlp_layernorm):
-        return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
+        return ModuleSpec(module=RoutedLayer, submodules=TransformerLayerSubmodules(**parts))
     parts["post_self_attn_layernorm"] = Norm if post_self_attn_layernorm else IdentityOp
     parts["post_mlp_layernorm"] = Norm if post_mlp_layernorm else IdentityOp
     return ModuleSpec(module=SandwichLayer, submodules=SandwichLayerSubmodules(**parts))

@@ -7,12 +7,13 @@ from slime.backends.megatron_utils import cpu_platform, wheel_fixes  # noqa: F40
 # isort: split
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.experts import StackedExperts
+from slime.backends.megatron_utils.routed_layer import RoutedExperts
 from slime.backends.megatron_utils.router import Router
 
 
@@ -23,7 +24,7 @@ def mlp_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
     if not is_moe:
         return ModuleSpec(module=MLP, submodules=matrices)
     return ModuleSpec(
-        module=MoELayer,
+        module=RoutedExperts,
         submodules=MoESubmodules(
             router=Router,
             experts=StackedExperts,

@@ -23,7 +23,9 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from slime.backends.megatron_utils.routed_layer import RoutedLayer
 
 OutputWithBias = tuple[Tensor, Tensor | None]
 ResidualAdd = Callable[[OutputWithBias, Tensor, float], Tensor]
@@ -37,8 +39,8 @@ class SandwichLayerSubmodules(TransformerLayerSubmodules):
     post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
-class SandwichLayer(TransformerLayer):
-    """TransformerLayer whose residual adds are preceded by a norm.
+class SandwichLayer(RoutedLayer):
+    """Layer whose residual adds are preceded by a norm.
 
     megatron-core calls ``self_attn_bda`` and ``mlp_bda`` (bias, dropout, add) at just these two places, whatever is
     recomputed or sharded around them; so the norms are put in front of them.

@@ -28,6 +28,7 @@ from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.mtp import send_embedding_to_mtp
 from slime.backends.megatron_utils.mtp_loss import mtp_inputs
 from slime.backends.megatron_utils.pipeline import run_microbatches
+from slime.backends.megatron_utils.routed_samples import attach_routed_samples
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.utils.errors import SlimeError
 from slime.utils.misc import load_function
@@ -149,6 +150,7 @@ def accumulate_gradients(
 
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = get_batch(iterator, keys, args.data_pad_size_multiplier, args.allgather_cp)
+        attach_routed_samples(args, batch, num_microbatches, step_global_batch_size)
         batch["mtp_inputs"] = mtp_inputs(args, chunk, batch)
         logits = run_model(args, chunk, batch)
         return logits, partial(checked_loss, batch)

@@ -1,0 +1,95 @@
+"""What a router must know about the tokens that it sees: which sample each belongs to, and what the sample weighs.
+
+The balancing losses of a mixture of experts are means over tokens.  In a packed micro-batch a plain mean would count
+padding, mix samples of one bin, and weigh a sample by how full its bin is.  Here every sample's balancing loss weighs
+what the sample weighs in the policy loss, so that the result of a step does not depend on how it was packed:
+
+    default:                        sum over samples of (share of its rollout's trained tokens) / rollouts of the step
+    --calculate-per-token-loss:     sum over samples of (its trained tokens) / trained tokens of the step
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.train_data.microbatch import pack_thd
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedSamples:
+    """The samples of one micro-batch.  S = samples, T = tokens on this context-parallel rank, padding included."""
+
+    sample_of: Tensor
+    """[T] int64: the sample of each token; S for padding."""
+    lengths: Tensor
+    """[S] float32: tokens of each sample, on all ranks together."""
+    weights: Tensor
+    """[S] float32: what megatron-core's way of averaging must be multiplied with."""
+
+    def of_tensor_rank(self, num_tokens: int) -> Tensor:
+        """``sample_of`` [num_tokens] for what a router sees: under sequence parallelism this rank's part of T."""
+        if len(self.sample_of) == num_tokens:
+            return self.sample_of
+        return self.sample_of.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
+
+
+def routers_need_samples(args: Namespace) -> bool:
+    """Whether anything in the routers depends on more than the single token: balancing losses, a moving bias."""
+    if not args.num_experts:
+        return False
+    coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
+    moves_bias = args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate
+    return bool(any(coefficients) or args.moe_z_loss_coeff or moves_bias)
+
+
+def attach_routed_samples(
+    args: Namespace, batch: Mapping[str, Any], num_microbatches: int, step_global_batch_size: int
+) -> None:
+    """Let the packing of a batch of ``get_batch`` tell the routers its samples, where they need to know them.
+
+    Args:
+        args: the run's arguments.
+        batch: a micro-batch; its ``packed_seq_params`` get the attribute ``routed_samples``.
+        num_microbatches: of the step on this rank.
+        step_global_batch_size: rollouts of the step on all ranks.
+    """
+    if routers_need_samples(args):
+        samples = routed_samples(args, batch, num_microbatches, step_global_batch_size)
+        batch["packed_seq_params"].routed_samples = samples
+
+
+def routed_samples(
+    args: Namespace, batch: Mapping[str, Any], num_microbatches: int, step_global_batch_size: int
+) -> RoutedSamples:
+    """The samples of a batch, weighted for a step of so many micro-batches and rollouts."""
+    lengths = batch["total_lengths"]
+    device = batch["tokens"].device
+    cp_size = mpu.get_context_parallel_world_size()
+    sample_of = pack_thd(
+        [torch.full((length,), index, device=device) for index, length in enumerate(lengths)],
+        cp_rank=mpu.get_context_parallel_rank(),
+        cp_size=cp_size,
+        pad_multiple=mpu.get_tensor_model_parallel_world_size() * args.data_pad_size_multiplier,
+        pad_id=len(lengths),
+        layout="allgather" if args.allgather_cp and cp_size > 1 else "zigzag",
+    ).tokens[0]
+    trained = torch.stack([mask.sum() for mask in batch["loss_masks"]]).to(device, torch.float32)
+    if args.calculate_per_token_loss:
+        # Gradients are summed over ranks and divided by the trained tokens, which every context-parallel rank counts.
+        weights = trained * cp_size
+    else:
+        # megatron-core averages over micro-batches and data-parallel ranks; what is wanted is a sum over rollouts.
+        share = trained / batch["rollout_mask_sums"].to(device, torch.float32).clamp(min=1)
+        weights = share * (num_microbatches * mpu.get_data_parallel_world_size() / step_global_batch_size)
+    return RoutedSamples(sample_of, torch.tensor(lengths, dtype=torch.float32, device=device), weights)
