@@ -7,6 +7,7 @@ group of its own over the first ``world_size`` of them.  A process that fails or
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing as mp
 import pickle
@@ -164,3 +165,4 @@ def _in_world(function: Callable[..., Any], rank: int, world_size: int, store: s
             mpu.destroy_model_parallel()
         distributed_utils.clear_gloo_group()
         dist.destroy_process_group()
+        gc.collect()  # a model's cycles keep its groups alive, and each group has threads that poll
