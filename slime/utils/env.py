@@ -61,3 +61,11 @@ def cuda_visible_devices() -> list[str] | None:
     """``CUDA_VISIBLE_DEVICES`` as a list; None when it is unset and all devices are visible."""
     text = get_str("CUDA_VISIBLE_DEVICES")
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def indexer_rope_is_neox() -> bool | None:
+    """``INDEXER_ROPE_NEOX_STYLE``: how the indexer of sparse attention pairs dimensions; None leaves it to the model.
+
+    Patched engines read it too, so that it must reach the trainer when it reaches them.
+    """
+    return None if get_str("INDEXER_ROPE_NEOX_STYLE") is None else get_bool("INDEXER_ROPE_NEOX_STYLE")

@@ -20,6 +20,12 @@ from megatron.core import mpu
 
 from slime.algorithms.reduction import sum_of_sample_means
 from slime.train_data import context_parallel
+from slime.train_data.microbatch import CPLayout
+
+
+def cp_layout(allgather_cp: bool) -> CPLayout:
+    """How the stream of a micro-batch is cut: ``--allgather-cp`` matters only where there is something to cut."""
+    return "allgather" if allgather_cp and mpu.get_context_parallel_world_size() > 1 else "zigzag"
 
 
 def get_logits_and_tokens_offset_with_cp(
@@ -110,6 +116,45 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
         return tensor
     placed = context_parallel.place_response(tensor, total_length, response_length, cp_rank=cp_rank, cp_size=cp_size)
     return _SumOverContextRanks.apply(placed)
+
+
+def zigzag_from_contiguous(
+    columns: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> list[list[Tensor]]:
+    """Values of response tokens from where ``--allgather-cp`` computes them to where zigzag would have.
+
+    What comes after the model (advantages, losses, metrics) then need not know how the stream was cut.  One
+    all-reduce for all columns, differentiable; every context-parallel rank must call.
+
+    Args:
+        columns: [R] values of this rank's contiguous part of the stream, samples one behind the other.
+        positions: per sample, the positions in it of the tokens that those values belong to.
+        total_lengths: tokens of each sample.
+        response_lengths: response tokens of each.
+
+    Returns:
+        [column][sample] the values that ``slice_log_prob_with_cp`` would cut out of the whole response.
+    """
+    places, start = [], 0
+    for position, total, response in zip(positions, total_lengths, response_lengths, strict=True):
+        places.append(position - (total - response) + start)
+        start += response
+    mine = torch.stack(list(columns))
+    place_R = torch.cat(places).to(mine.device)
+    whole = _SumOverContextRanks.apply(mine.new_zeros(len(columns), start).index_add(1, place_R, mine))
+    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    return [
+        [
+            context_parallel.slice_response(values, total, response, cp_rank=cp_rank, cp_size=cp_size)
+            for values, total, response in zip(
+                column.split(list(response_lengths)), total_lengths, response_lengths, strict=True
+            )
+        ]
+        for column in whole
+    ]
 
 
 def get_sum_of_sample_mean(

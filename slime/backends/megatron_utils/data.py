@@ -20,7 +20,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import cp_layout, slice_log_prob_with_cp
 from slime.train_data.columns import COLUMNS
 from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.utils.errors import DataError
@@ -52,11 +52,11 @@ def prepare_rollout_data(rank_data: dict[str, Any]) -> RolloutBatch:
     data["response_lengths"] = [int(length) for length in data["response_lengths"]]
     data["loss_masks"] = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in data["loss_masks"]]
     for index, (mask, length) in enumerate(zip(data["loss_masks"], data["response_lengths"], strict=True)):
-        if mask.numel() != length or not 0 < length < data["total_lengths"][index]:
+        if mask.numel() != length or not 0 <= length < data["total_lengths"][index]:
             raise DataError(
                 f"sample {index} of this rank has {data['total_lengths'][index]} tokens, a response of {length} and a "
-                f"loss mask of {mask.numel()}; a response needs at least one token, a prompt before it, and a mask of "
-                "its own length. Look at the rollout function that made it"
+                f"loss mask of {mask.numel()}; a response needs a prompt before it and a mask of its own length. Look "
+                "at the rollout function that made it"
             )
     sums = data.get("rollout_mask_sums")
     if sums is None:
@@ -141,19 +141,20 @@ def get_batch(
         data_iterator: gives the samples.
         keys: columns to fetch; ``tokens`` is replaced by the packed tokens.
         pad_multiplier: the packed length is a multiple of this times the tensor-parallel size.
-        allgather_cp: contiguous context-parallel slices.
+        allgather_cp: contiguous context-parallel slices of the whole stream, instead of two of each sequence.
 
     Returns:
         the columns, and ``tokens`` [1, T], ``unconcat_tokens``, ``packed_seq_params``, ``full_loss_masks`` [1, T].
     """
     cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
-    if allgather_cp and cp_size > 1:
-        raise NotImplementedError("--allgather-cp with --context-parallel-size above 1 is not available yet")
     needed = {"tokens", "total_lengths", "response_lengths", "loss_masks"}
     batch = data_iterator.get_next([*keys, *sorted(needed - set(keys))])
     batch["unconcat_tokens"] = batch["tokens"]
     pad_multiple = mpu.get_tensor_model_parallel_world_size() * pad_multiplier
-    packed = pack_thd(batch["tokens"], cp_rank=cp_rank, cp_size=cp_size, pad_multiple=pad_multiple, pad_id=0)
+    layout = cp_layout(allgather_cp)
+    packed = pack_thd(
+        batch["tokens"], cp_rank=cp_rank, cp_size=cp_size, pad_multiple=pad_multiple, pad_id=0, layout=layout
+    )
     cu_seqlens = packed.cu_seqlens
     batch["tokens"] = packed.tokens
     batch["packed_seq_params"] = PackedSeqParams(
@@ -170,6 +171,7 @@ def get_batch(
         cp_rank=cp_rank,
         cp_size=cp_size,
         pad_multiple=pad_multiple,
+        layout=layout,
     )
     data_iterator.token_count.real += packed.num_real_tokens
     data_iterator.token_count.packed += packed.tokens.numel() * cp_size
@@ -187,7 +189,7 @@ def packed_lengths(
             [total_lengths[index] for index in indices],
             cp_size=mpu.get_context_parallel_world_size(),
             pad_multiple=mpu.get_tensor_model_parallel_world_size() * pad_multiplier,
-            layout="allgather" if allgather_cp else "zigzag",
+            layout=cp_layout(allgather_cp),
         )
         for indices in data_iterator.micro_batch_indices[start : start + num_microbatches]
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.latent_arguments import latent_mismatches, sigmoid_router_mismatches
+from slime.backends.megatron_utils.sparse_arguments import sparse_problems
 from slime.utils.errors import ConfigError
 
 _SIMPLE = {
@@ -21,9 +22,6 @@ _SIMPLE = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
-
-ALLGATHER_CP_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""Models whose sparse attention works over gathered, contiguous context-parallel chunks."""
 
 
 def read_hf_config(path: str) -> dict[str, Any]:
@@ -70,14 +68,8 @@ def check_hf_config(args: Namespace) -> None:
             + "\n  ".join(problems)
             + "\nSource the file of scripts/models that belongs to this checkpoint, or correct these flags."
         )
-    if args.allgather_cp and args.context_parallel_size > 1:
-        architectures = config.get("architectures") or []
-        if not set(architectures) & set(ALLGATHER_CP_ARCHITECTURES):
-            raise ConfigError(
-                f"--allgather-cp with --context-parallel-size {args.context_parallel_size}: the checkpoint is "
-                f"{', '.join(architectures) or 'of unknown architecture'}; only "
-                f"{' and '.join(ALLGATHER_CP_ARCHITECTURES)} work that way; drop --allgather-cp."
-            )
+    for problem in sparse_problems(args, config):
+        raise ConfigError(problem)
 
 
 def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:

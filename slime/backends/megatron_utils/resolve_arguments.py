@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.config_builders import (
 from slime.backends.megatron_utils.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.latent_arguments import derive_rope
 from slime.backends.megatron_utils.model_provider import load_spec
+from slime.backends.megatron_utils.sparse_arguments import check_sparse_flags, derive_indexer
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -151,8 +152,9 @@ def _shape(args: Namespace) -> dict[str, Any]:
 
 
 def _rope(args: Namespace) -> dict[str, Any]:
-    """Rotary positions: what the flags do not say, the HF config does."""
-    return derive_rope(args, read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None)
+    """Rotary positions and sparse attention's indexer: what the flags do not say, the HF config does."""
+    config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    return derive_rope(args, config) | derive_indexer(args, config)
 
 
 def _vocabulary(args: Namespace) -> dict[str, Any]:
@@ -246,6 +248,7 @@ def check_arguments(args: Namespace) -> None:
     """
     _check_kernels(args)
     _check_layout(args)
+    check_sparse_flags(args)
     check_attention_config(transformer_config_from_args(args))
     if args.spec:
         load_spec(args.spec)

@@ -29,6 +29,10 @@ class ModelShape:
     has_tied_embeddings: bool
     num_experts: int = 0
     num_mtp_layers: int = 0
+    index_head_dim: int = 128
+    """Width of a head of sparse attention's indexer."""
+    rotary_dim: int = 64
+    """Dimensions of a head that turn, in latent attention and in the indexer."""
 
     @classmethod
     def from_args(cls, args: Namespace) -> ModelShape:
@@ -45,6 +49,9 @@ class ModelShape:
             has_tied_embeddings=not args.untie_embeddings_and_output_weights,
             num_experts=args.num_experts or 0,
             num_mtp_layers=args.mtp_num_layers or 0,
+            # Absent from checkpoints of other programs, whose models have the usual sizes.
+            index_head_dim=vars(args).get("dsa_indexer_head_dim") or cls.index_head_dim,
+            rotary_dim=vars(args).get("qk_pos_emb_head_dim") or cls.rotary_dim,
         )
 
 
@@ -84,6 +91,22 @@ def split_gate_up(merged: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of :func:`merge_gate_up`."""
     gate, up = merged.chunk(2)
     return gate, up
+
+
+def turning_part_last(tensor: Tensor, shape: ModelShape) -> Tensor:
+    """Per head of sparse attention's indexer, the rows that turn from the front to the back: [heads * d, ...].
+
+    At the published sizes, 64 of 128, this swaps the halves of each head.
+    """
+    heads = tensor.unflatten(0, (-1, shape.index_head_dim))
+    return torch.cat([heads[:, shape.rotary_dim :], heads[:, : shape.rotary_dim]], dim=1).flatten(0, 1)
+
+
+def turning_part_first(tensor: Tensor, shape: ModelShape) -> Tensor:
+    """The inverse of :func:`turning_part_last`."""
+    heads = tensor.unflatten(0, (-1, shape.index_head_dim))
+    split = shape.index_head_dim - shape.rotary_dim
+    return torch.cat([heads[:, split:], heads[:, :split]], dim=1).flatten(0, 1)
 
 
 def pad_vocabulary(tensor: Tensor, shape: ModelShape) -> Tensor:

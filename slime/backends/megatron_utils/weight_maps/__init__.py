@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from slime.backends.megatron_utils.weight_maps.deepseek import DEEPSEEK
+from slime.backends.megatron_utils.weight_maps.deepseek_sparse import DEEPSEEK_SPARSE
 from slime.backends.megatron_utils.weight_maps.dense import DENSE
 from slime.backends.megatron_utils.weight_maps.glm4 import GLM4
 from slime.backends.megatron_utils.weight_maps.glm4_moe import GLM4_MOE
@@ -30,6 +31,8 @@ MAPS: dict[str, WeightMap] = {
     "deepseek_v3": DEEPSEEK,
     "kimi_k2": DEEPSEEK,
     "glm4_moe_lite": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK_SPARSE,
+    "glm_moe_dsa": DEEPSEEK_SPARSE,
 }
 
 

@@ -1,0 +1,105 @@
+"""Flags of DeepSeek sparse attention (GLM-5, GLM-5.2, DeepSeek-V3.2) against the HF config.
+
+The sizes of the indexer come from config.json of ``--hf-checkpoint``.  megatron-core has flags for them, which a model
+file need not give; they are filled in, so that a checkpoint records them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from slime.utils.errors import ConfigError
+
+SPARSE_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Models with sparse attention, which works over gathered, contiguous context-parallel parts."""
+
+_DEFAULT_HEADS = {"glm_moe_dsa": 32, "deepseek_v32": 64}
+"""``index_n_heads`` by ``model_type``, where config.json leaves it out: defaults of transformers' config classes."""
+
+_SIZES = {
+    # key of config.json -> attribute of args, default
+    "index_n_heads": ("dsa_indexer_n_heads", None),
+    "index_head_dim": ("dsa_indexer_head_dim", 128),
+    "index_topk": ("dsa_indexer_topk", 2048),
+}
+
+
+def has_indexer(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a model with sparse attention."""
+    return config.get("model_type") in _DEFAULT_HEADS
+
+
+def indexer_sizes(config: dict[str, Any]) -> dict[str, int]:
+    """Heads, width of a head and keys per query, as attributes of args; empty for a model without an indexer."""
+    if not has_indexer(config):
+        return {}
+    sizes = {}
+    for key, (attribute, default) in _SIZES.items():
+        value = config.get(key)
+        sizes[attribute] = int(value or default or _DEFAULT_HEADS[config["model_type"]])
+    return sizes
+
+
+def derive_indexer(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
+    """The sizes of the indexer that were not given.
+
+    Raises:
+        ConfigError: a flag says something else than the HF config.
+    """
+    sizes = indexer_sizes(config or {})
+    for attribute, expected in sizes.items():
+        given = vars(args)[attribute]
+        if given not in (None, expected):
+            raise ConfigError(
+                f"{_flag(attribute)} is {given}; config.json of --hf-checkpoint says {expected}; leave the flag out."
+            )
+    return sizes
+
+
+def check_sparse_flags(args: Namespace) -> None:
+    """Refuse megatron-core's own experiments with sparse attention, which would change nothing here.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if args.experimental_attention_variant is not None:
+        raise ConfigError(
+            f"--experimental-attention-variant is {args.experimental_attention_variant!r}, which the layers here do "
+            "not have; for sparse attention give --spec slime_plugins.models.glm5.glm5 get_glm5_spec."
+        )
+    for attribute in ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"):
+        if vars(args)[attribute]:
+            raise ConfigError(
+                f"{_flag(attribute)} is {vars(args)[attribute]}; the indexer is not trained: the choice of keys has "
+                "no gradient. Leave the flag out."
+            )
+
+
+def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """What does not go with the HF config: layers without an indexer, a wrong cut of the stream."""
+    if has_indexer(config) and not (args.spec or args.custom_model_provider_path):
+        yield (
+            f"--spec is not given; the checkpoint is a {config['model_type']}, whose layers attend to chosen keys "
+            "only; give --spec slime_plugins.models.glm5.glm5 get_glm5_spec."
+        )
+    if args.context_parallel_size == 1:
+        return
+    architectures = config.get("architectures") or []
+    is_sparse = bool(set(architectures) & set(SPARSE_ARCHITECTURES))
+    if args.allgather_cp and not is_sparse:
+        yield (
+            f"--allgather-cp with --context-parallel-size {args.context_parallel_size}: the checkpoint is "
+            f"{', '.join(architectures) or 'of unknown architecture'}; only {' and '.join(SPARSE_ARCHITECTURES)} work "
+            "that way; drop --allgather-cp."
+        )
+    if is_sparse and not args.allgather_cp:
+        yield (
+            f"--context-parallel-size is {args.context_parallel_size} without --allgather-cp; the sparse attention of "
+            f"{', '.join(architectures)} needs contiguous parts of the stream; give --allgather-cp."
+        )
+
+
+def _flag(attribute: str) -> str:
+    return "--" + attribute.replace("_", "-")

@@ -1,0 +1,1 @@
+"""Models that the trainer loads by path (--spec), not by import."""

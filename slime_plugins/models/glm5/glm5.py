@@ -1,0 +1,128 @@
+"""The layers of GLM-5, GLM-5.2 and DeepSeek-V3.2: latent attention to the keys that an indexer chooses.
+
+    --spec slime_plugins.models.glm5.glm5 get_glm5_spec
+
+Sizes of the indexer and the schedule of sharing are read from config.json of ``--hf-checkpoint``; everything else is
+the decoder block that the flags describe.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from slime.backends.megatron_utils.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.layer_specs import BlockSpec, get_block_spec
+from slime.backends.megatron_utils.sparse_arguments import indexer_sizes
+from slime.utils import env
+from slime.utils.errors import ConfigError
+from slime_plugins.models.glm5.attention import sparse_attention_spec
+from slime_plugins.models.glm5.indexer import IndexerSettings
+from slime_plugins.models.glm5.schedule import IndexSharing, index_sharing
+
+logger = logging.getLogger(__name__)
+
+
+def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int | None = None) -> BlockSpec:
+    """The layers of this pipeline stage.
+
+    Args:
+        args: complete flags; ``hf_checkpoint`` and ``allgather_cp`` are read.
+        config: made from them.
+        vp_stage: which virtual stage of this rank.
+
+    Raises:
+        ConfigError: the flags describe no latent attention, or context parallelism without ``--allgather-cp``.
+        PipelineSplitError: a (virtual) pipeline stage would begin with a layer that takes over an earlier one's keys.
+    """
+    _check(args, config)
+    hf_config = read_hf_config(args.hf_checkpoint)
+    settings = indexer_settings(hf_config)
+    sharing = index_sharing(hf_config, config.num_layers)
+    sharing.check_stages(first_layers_of_stages(config, vp_stage))
+    block = get_block_spec(config, vp_stage)
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+
+    def sparse(layer: ModuleSpec, number: int) -> ModuleSpec:
+        return replace_attention(layer, config, settings, sharing, number)
+
+    block.layer_specs = [sparse(layer, offset + index + 1) for index, layer in enumerate(block.layer_specs)]
+    if block.mtp_layer is not None:
+        block.mtp_layer = sparse(block.mtp_layer, config.num_layers + 1)
+    return block
+
+
+def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
+    """Sizes of the indexer and how it pairs the dimensions that turn.
+
+    Raises:
+        ConfigError: the config is not that of a model with an indexer.
+    """
+    sizes = indexer_sizes(hf_config)
+    if not sizes:
+        raise ConfigError(
+            f"config.json of --hf-checkpoint has model_type {hf_config.get('model_type')!r}; sparse attention needs a "
+            "model with an indexer, glm_moe_dsa or deepseek_v32; use another --spec."
+        )
+    is_interleaved = bool(hf_config.get("indexer_rope_interleave", False))
+    is_neox = env.indexer_rope_is_neox()
+    if is_neox is not None and is_neox == is_interleaved:
+        logger.info("INDEXER_ROPE_NEOX_STYLE=%d overrides indexer_rope_interleave=%s.", is_neox, is_interleaved)
+        is_interleaved = not is_neox
+    return IndexerSettings(
+        num_heads=sizes["dsa_indexer_n_heads"],
+        head_dim=sizes["dsa_indexer_head_dim"],
+        topk=sizes["dsa_indexer_topk"],
+        is_interleaved=is_interleaved,
+    )
+
+
+def replace_attention(
+    layer: ModuleSpec, config: MLATransformerConfig, settings: IndexerSettings, sharing: IndexSharing, number: int
+) -> ModuleSpec:
+    """Layer ``number`` (from 1, over the whole model) with sparse attention in place of its own."""
+    attention = sparse_attention_spec(
+        config, settings, source_layer=sharing.source(number), is_computing=sharing.computes(number)
+    )
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+
+
+def first_layers_of_stages(config: MLATransformerConfig, vp_stage: int | None) -> list[int]:
+    """The first layer (from 1) of every pipeline stage that has layers, virtual ones included, in no order.
+
+    A ``--pipeline-model-parallel-layout`` tells megatron-core of this rank's stage only; there it is that one.
+    """
+    if config.pipeline_model_parallel_layout is not None:
+        has_layers = get_num_layers_to_build(config, vp_stage=vp_stage) > 0
+        return [get_transformer_layer_offset(config, vp_stage=vp_stage) + 1] if has_layers else []
+    stages = config.virtual_pipeline_model_parallel_size
+    return [
+        get_transformer_layer_offset(config, vp_stage=virtual, pp_rank=rank) + 1
+        for rank in range(config.pipeline_model_parallel_size)
+        for virtual in (range(stages) if stages else (None,))
+        if get_num_layers_to_build(config, vp_stage=virtual, pp_rank=rank) > 0
+    ]
+
+
+def _check(args: Namespace, config: MLATransformerConfig) -> None:
+    if not config.multi_latent_attention or config.q_lora_rank is None:
+        raise ConfigError(
+            f"--multi-latent-attention is {config.multi_latent_attention} and --q-lora-rank "
+            f"{getattr(config, 'q_lora_rank', None)}; sparse attention needs both; source the file of scripts/models "
+            "that belongs to the checkpoint."
+        )
+    if config.context_parallel_size > 1 and not args.allgather_cp:
+        raise ConfigError(
+            f"--context-parallel-size is {config.context_parallel_size} without --allgather-cp; sparse attention "
+            "gathers contiguous parts of the stream; give --allgather-cp."
+        )

@@ -1,0 +1,107 @@
+"""Choosing the keys: the lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
+
+A small attention of its own scores every earlier key of the sequence, and the best ``topk`` are attended to:
+
+    score[t, s] = sum over h of weight[t, h] * relu(query[t, h] . key[s])
+
+No gradient flows through the choice, nor back into the trunk.
+
+Shapes: t = rows of this rank, h = indexer heads, d = width of a head, s = keys of the whole stream, k = keys chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_plugins.models.glm5.stream import PackedStream
+
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Scores of one block of rows: at 2^27 half a gigabyte."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSettings:
+    """Sizes of the indexer, as the HF config has them."""
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    is_interleaved: bool
+    """Rotary pairs are (0, 1), (2, 3), ... instead of (0, d / 2), (1, d / 2 + 1), ..."""
+
+
+def rotate_last(x: Tensor, cosines: Tensor, sines: Tensor, *, is_interleaved: bool) -> Tensor:
+    """Turn the last dimensions of every head.
+
+    The turned part may come out in another order of dimensions; products of two results do not see it.
+
+    Args:
+        x: [t, ..., d]
+        cosines, sines: [t, r / 2], fp32; the last r dimensions of x turn.
+        is_interleaved: which dimensions are pairs.
+    """
+    width = 2 * cosines.shape[-1]
+    shape = (len(x), *([1] * (x.dim() - 2)), -1)
+    cosines, sines = cosines.view(shape), sines.view(shape)
+    plain, turning = x[..., : x.shape[-1] - width], x[..., x.shape[-1] - width :]
+    if is_interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning.chunk(2, dim=-1)
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return torch.cat([plain, turned.to(x.dtype)], dim=-1)
+
+
+@torch.no_grad()
+def choose_keys(
+    query: Tensor, weight: Tensor, key: Tensor, stream: PackedStream, *, first_row: int, topk: int
+) -> Tensor:
+    """[t, k] int32 positions of the chosen keys in the stream, -1 where a row has fewer; k = min(topk, longest).
+
+    A row with at most ``topk`` keys before it (itself included) attends to all of them, and its scores are never
+    computed: with short sequences the indexer costs nothing.
+
+    Args:
+        query: [t, h, d]
+        weight: [t, h] fp32, all scales included.
+        key: [s, d]
+        stream: the sequences; a row sees the keys of its own one, up to itself.
+        first_row: position in the stream of row 0.
+        topk: keys per row.
+    """
+    count, device = query.shape[0], query.device
+    width = min(topk, stream.max_length)
+    row = torch.arange(first_row, first_row + count, device=device)
+    start = stream.start_T[first_row : first_row + count]
+    indices = start[:, None] + torch.arange(width, device=device)
+    indices = indices.masked_fill_(indices > row[:, None], -1).int()
+    for begin, end in stream.sequences():
+        rows_begin, rows_end = max(begin + topk, first_row), min(end, first_row + count)
+        block = max(_BLOCK_ELEMENTS[device.type] // _elements_per_row(query, end - begin), 1)
+        for first in range(rows_begin, rows_end, block):
+            last = min(first + block, rows_end)
+            local = slice(first - first_row, last - first_row)
+            scores = index_scores(query[local], weight[local], key[begin:last])
+            future = torch.arange(begin, last, device=device) > row[local][:, None]
+            chosen = scores.masked_fill_(future, float("-inf")).topk(width, dim=-1, sorted=False).indices
+            indices[local] = (chosen + begin).int()
+    return indices
+
+
+def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
+    """[t, s] fp32: sum over h of ``weight[t, h] * relu(query[t, h] . key[s])``."""
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        from slime_plugins.models.glm5.sparse_kernels import index_scores_kernel
+
+        return index_scores_kernel(query, weight, key)
+    dots = torch.einsum("thd,sd->ths", query.float(), key.float()).relu_()
+    return torch.einsum("ths,th->ts", dots, weight)
+
+
+def _elements_per_row(query: Tensor, num_keys: int) -> int:
+    """Scratch elements for one row: the kernel keeps one score per key, plain torch one per head."""
+    is_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return num_keys * (1 if is_kernel else query.shape[1])
