@@ -103,14 +103,14 @@ def _unstack_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, tor
 
 
 def model_name_of(options: Namespace) -> str:
-    """The HF config class's name, which chooses the converter."""
+    """The model type, which chooses the table of weights; read as JSON, for transformers does not know every one."""
     if options.model_name:
         return options.model_name
     if not options.origin_hf_dir:
         raise ConfigError("give --origin-hf-dir or --model-name: the names in the result depend on the architecture")
-    from transformers import AutoConfig
+    from slime.backends.megatron_utils.hf_config_check import read_hf_config
 
-    return type(AutoConfig.from_pretrained(options.origin_hf_dir, trust_remote_code=True)).__name__.lower()
+    return read_hf_config(options.origin_hf_dir)["model_type"]
 
 
 def origin_tensors(folder: Path, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

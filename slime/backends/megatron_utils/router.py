@@ -8,6 +8,7 @@ Shapes: T = tokens that this rank routes, S = samples of the micro-batch, E = ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,18 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
         self.samples: RoutedSamples | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """What ``.bfloat16()``, ``.to()`` and their like call: ``expert_bias`` stays fp32 whatever the model's dtype.
+
+        megatron-core restores its dtype at the next forward pass only, when a checkpoint that was loaded into the
+        buffer has been rounded already.
+        """
+        bias = self.expert_bias
+        super()._apply(fn, *args, **kwargs)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Any = None) -> Tensor:
         """Logits [T, E] that carry the gradient of ``logsumexp(logits)^2``, averaged over each sample's tokens."""
