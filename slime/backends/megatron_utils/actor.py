@@ -16,7 +16,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils import checkpoint, initialize, memory, train_metrics
+from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, train_metrics
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.forward import Reader, forward_only
@@ -60,6 +60,8 @@ class MegatronTrainRayActor(TrainWorker):
         self.join_process_group(args)
         initialize.init(args)
         memory.choose_memory_saver_hook()
+        if args.offload_train and memory.is_memory_saver_active():
+            reloadable_groups.make_groups_reloadable()
         self._hf_config = _read_hf_config(args)
         with timer("init"):
             self.model, self.optimizer, self.scheduler, iteration = initialize_model_and_optimizer(args, role)
@@ -120,6 +122,7 @@ class MegatronTrainRayActor(TrainWorker):
             return
         with timer("sleep"):
             memory.report("awake")
+            reloadable_groups.release_communicators()
             memory.pause_memory()
             memory.report("asleep")
         self._is_asleep = True
@@ -348,6 +351,8 @@ class MegatronTrainRayActor(TrainWorker):
             raise WeightSyncError("no engine is connected to this trainer; call connect_rollout_engines first")
         with timer("update_weights"):
             report = self._sender.update_weights()
+            if self._is_asleep:
+                reloadable_groups.release_communicators()  # those that joined the shards
         if args.keep_old_actor:
             if args.update_weights_interval == 1:
                 self.weights.copy("rollout_actor", "old_actor")

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.data import DataIterator, packed_lengths
+from slime.backends.megatron_utils.reloadable_groups import plain_group
 
 ForwardStep = Callable[[DataIterator, torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
 """Takes the next micro-batch from the iterator; gives the chunk's output, and what makes a loss (or a reading) of it.
@@ -93,7 +94,7 @@ class KnownShapes(P2PCommunicator):
     """
 
     def __init__(self, pp_group: Any, config: TransformerConfig, lengths: Sequence[int], *, num_chunks: int) -> None:
-        super().__init__(pp_group, config)
+        super().__init__(plain_group(pp_group), config)
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         group_size = config.microbatch_group_size_per_vp_stage or pp_group.size()
         table = get_schedule_table(len(lengths), num_chunks, group_size)

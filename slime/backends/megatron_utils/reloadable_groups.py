@@ -1,0 +1,157 @@
+"""Process groups whose communicators can be given back while the trainer sleeps.
+
+A NCCL communicator keeps 0.5 GiB and more on the card, and only goes with its process group; but megatron-core, the
+model, the gradient buffers and the optimizer all hold the group objects that they were given.  So they are given
+stand-ins: :class:`ReloadableProcessGroup` passes every call on to a group behind it, and exchanges that one.
+
+    make_groups_reloadable()          # after the parallel groups exist, before a model holds any
+    ...
+    release_communicators()           # nothing may be under way; each group's next call makes its communicator anew
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import distributed_c10d as c10d
+
+logger = logging.getLogger(__name__)
+
+_NOT_PASSED_ON = {"BackendType", "boxed", "unbox", "rank", "size", *dist.ProcessGroup.BackendType.__members__}
+
+
+class ReloadableProcessGroup(dist.ProcessGroup):
+    """A process group that takes the place of ``original`` in torch's books and in those who hold it.
+
+    Its own calls work as before.  Only what insists on the exact class must be given :attr:`inner` instead:
+    ``torch.distributed.batch_isend_irecv`` groups its messages into one NCCL operation for nothing else.
+    """
+
+    alive: weakref.WeakSet[ReloadableProcessGroup] = weakref.WeakSet()
+
+    def __init__(self, original: dist.ProcessGroup) -> None:
+        super().__init__(original.rank(), original.size())
+        self.inner: dist.ProcessGroup = original
+        """The group that does the work now."""
+        self._ranks = c10d._world.pg_group_ranks[original]
+        self._name = original.group_name
+        self._store = c10d._world.pg_map[original][1]
+        self._generation = 0
+        self._take_place_of(original)
+        self.alive.add(self)
+
+    def _take_place_of(self, original: dist.ProcessGroup) -> None:
+        world = c10d._world
+        for book in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
+            if original in book:
+                book[self] = book.pop(original)
+        world.pg_group_ranks[self] = self._ranks  # the original stays here, for those who use it as ``inner``
+        for groups in world.tags_to_pg.values():
+            groups[:] = [self if group is original else group for group in groups]
+        if original is world.default_pg:
+            c10d._update_default_pg(self)
+
+    def release(self) -> None:
+        """Shut the communicators down; the next call makes new ones.  Every rank of the group must do so.
+
+        With gloo, which connects when a group is made, this waits for the other ranks.
+        """
+        old, self._generation = self.inner, self._generation + 1
+        # Keys of another generation: a rank must not find the address of a communicator that is gone.
+        store = dist.PrefixStore(f"generation{self._generation}/", self._store)
+        self.inner = _like(old, str(dist.get_backend(self)), store, self._name)
+        c10d._world.pg_group_ranks[self.inner] = c10d._world.pg_group_ranks.pop(old)
+        old.shutdown()
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    return method
+
+
+def _passed_on_value(name: str) -> property:
+    return property(lambda self: getattr(self.inner, name))
+
+
+for _name in dir(dist.ProcessGroup):
+    if _name.startswith("__") or _name.startswith("_pybind11") or _name in _NOT_PASSED_ON:
+        continue
+    _is_value = isinstance(getattr(dist.ProcessGroup, _name), property)
+    setattr(ReloadableProcessGroup, _name, _passed_on_value(_name) if _is_value else _passed_on(_name))
+
+
+def _like(group: dist.ProcessGroup, kind: str, store: dist.Store, name: str) -> dist.ProcessGroup:
+    """A group of the same ranks and options, that has not communicated yet."""
+    made = dist.ProcessGroup(store, group.rank(), group.size())
+    devices = list(group._device_types)
+    old: Any = group._get_backend(devices[0])
+    backend_store = dist.PrefixStore(f"{devices[0].type}/", store)
+    if kind == "nccl":
+        backend_type = dist.ProcessGroup.BackendType.NCCL
+        backend: Any = c10d.ProcessGroupNCCL(backend_store, group.rank(), group.size(), old.options)
+    else:
+        backend_type = dist.ProcessGroup.BackendType.GLOO
+        timeout = old.options._timeout
+        backend = c10d.ProcessGroupGloo(backend_store, group.rank(), group.size(), timeout=timeout)
+    made._set_default_backend(backend_type)
+    backend._set_sequence_number_for_group()
+    for device in devices:
+        made._register_backend(device, backend_type, backend)
+    made._set_group_name(name)
+    return made
+
+
+def make_groups_reloadable(backend: str = "nccl") -> int:
+    """Put stand-ins in the place of the default group and of all of megatron-core's groups over ``backend``.
+
+    Call it on every rank, before anything has kept a group; a second call finds nothing to do.
+
+    Returns:
+        the number of groups.
+    """
+    made: dict[dist.ProcessGroup, ReloadableProcessGroup] = {}
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, list):
+            value[:] = [stand_in(item) for item in value]
+            return value
+        if type(value) is not dist.ProcessGroup or value not in c10d._world.pg_map:
+            return made.get(value, value) if type(value) is dist.ProcessGroup else value
+        if dist.get_backend(value) != backend:
+            return value
+        made[value] = ReloadableProcessGroup(value)
+        return made[value]
+
+    stand_in(c10d._get_default_group())
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup | list):
+            setattr(parallel_state, name, stand_in(value))
+    return len(made)
+
+
+def release_communicators() -> None:
+    """Give back what the communicators of all reloadable groups hold on the card; does nothing without such groups.
+
+    Every rank must call it, with nothing under way on any of the groups.
+    """
+    groups = sorted(ReloadableProcessGroup.alive, key=lambda group: c10d._world.pg_names.get(group, ""))
+    if groups and torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in groups:
+        group.release()
+
+
+def plain_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group itself, or the one behind a stand-in: for callees that want the exact class."""
+    return group.inner if isinstance(group, ReloadableProcessGroup) else group

@@ -1,0 +1,9 @@
+"""The old path of ``slime.backends.megatron_utils.reloadable_groups``, kept for code written for it."""
+
+from slime.backends.megatron_utils.reloadable_groups import (
+    ReloadableProcessGroup,
+    make_groups_reloadable,
+    release_communicators,
+)
+
+__all__ = ["ReloadableProcessGroup", "make_groups_reloadable", "release_communicators"]
