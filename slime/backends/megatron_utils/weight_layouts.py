@@ -29,6 +29,8 @@ class ModelShape:
     has_tied_embeddings: bool
     num_experts: int = 0
     num_mtp_layers: int = 0
+    has_query_latent: bool = False
+    """Queries of multi-latent attention come out of a latent of their own."""
     index_head_dim: int = 128
     """Width of a head of sparse attention's indexer."""
     rotary_dim: int = 64
@@ -49,6 +51,7 @@ class ModelShape:
             has_tied_embeddings=not args.untie_embeddings_and_output_weights,
             num_experts=args.num_experts or 0,
             num_mtp_layers=args.mtp_num_layers or 0,
+            has_query_latent=vars(args).get("q_lora_rank") is not None,
             # Absent from checkpoints of other programs, whose models have the usual sizes.
             index_head_dim=vars(args).get("dsa_indexer_head_dim") or cls.index_head_dim,
             rotary_dim=vars(args).get("qk_pos_emb_head_dim") or cls.rotary_dim,

@@ -23,6 +23,8 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
+from slime.backends.megatron_utils.weight_layouts import ModelShape
+from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import iter_buckets
 from slime.weights.named_tensors import NamedTensors
@@ -167,7 +169,10 @@ def iter_hf_buckets(
     host_weights: HostWeights | None = None,
     across_stages: bool = True,
 ) -> Iterator[NamedTensors]:
-    """:func:`iter_hf_tensors` in buckets of at most ``bucket_bytes``, the same on every rank of the pipeline stage."""
+    """:func:`iter_hf_tensors` in buckets of at most ``bucket_bytes``, the same on every rank of the pipeline stage.
+
+    Tensors that engines fuse while they load share a bucket.
+    """
     tensors = iter_hf_tensors(
         args,
         model,
@@ -177,4 +182,5 @@ def iter_hf_buckets(
         host_weights=host_weights,
         across_stages=across_stages,
     )
-    return iter_buckets(tensors, bucket_bytes)
+    weight_map, shape = find_weight_map(model_name), ModelShape.from_args(args)
+    return iter_buckets(tensors, bucket_bytes, lambda name: weight_map.together_with(name, shape))

@@ -25,6 +25,10 @@ LATENT_ATTENTION = (
     Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
     Rule("self_attention.linear_kv_up_proj.layer_norm_weight", ("self_attn.kv_a_layernorm.weight",)),
 )
+FUSED_BY_ENGINES = (
+    # SGLang joins the two in one parameter, and drops whichever comes in a call without the other.
+    ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+)
 EXPERTS_BEHIND_SIGMOID = (*ROUTER, *ROUTER_BIAS, *EXPERTS, *shared_expert_rules("shared_experts"))
 
 DEEPSEEK = WeightMap(
@@ -33,4 +37,5 @@ DEEPSEEK = WeightMap(
     layer=(*NORMS, *LATENT_ATTENTION, *MLP, *EXPERTS_BEHIND_SIGMOID),
     mtp=MTP,
     mtp_copies=MTP_COPIES,
+    together=FUSED_BY_ENGINES,
 )

@@ -95,6 +95,17 @@ class WeightMap:
     """Megatron parameter outside of the layers -> its copy in the checkpoint, behind ``mtp_prefix``."""
     ignored: tuple[str, ...] = field(default=(r".*rotary_emb\.inv_freq",))
     """Regular expressions of HF tensors that no model needs."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """HF modules of one layer whose tensors an engine must receive in one call, where the model has all of them."""
+
+    def together_with(self, hf_name: str, shape: ModelShape) -> tuple[str, ...]:
+        """The HF tensors that must travel with this one, itself included; empty for one that travels alone."""
+        for modules in self.together if shape.has_query_latent else ():
+            for module in modules:
+                prefix, found, rest = hf_name.partition(f".{module}.")
+                if found:
+                    return tuple(f"{prefix}.{member}.{rest}" for member in modules)
+        return ()
 
     def copies_of(self, name: str, shape: ModelShape) -> tuple[str, ...]:
         """HF names under which a checkpoint may hold a Megatron parameter once more, in its MTP layers."""
