@@ -37,6 +37,7 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         # Batched, two virtual stages on each of two ranks would exchange their messages crosswise.
         "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
         "calculate_per_token_loss": args.calculate_per_token_loss,
+        "mtp_num_layers": args.mtp_num_layers or None,
         # One generator and one device: parameters are made where they stay.
         "use_cpu_initialization": args.use_cpu_initialization or cpu_platform.IS_INSTALLED,
     }

@@ -1,0 +1,54 @@
+"""MiMo-7B: Qwen2.5's layers with MTP, which transformers does not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.matrix.case import FamilyCase
+from tests.matrix.flags import decoder_flags, grouped_query_flags
+from tests.matrix.references.mtp import ModelWithMtp, MtpFormat, mtp_extra_loss, mtp_flags, write_with_mtp
+
+MIMO_FORMAT = MtpFormat(
+    prefix=lambda index, num_layers: f"model.mtp_layers.{index}.",
+    enorm="token_layernorm.weight",
+    hnorm="hidden_layernorm.weight",
+    eh_proj="input_proj.weight",
+    final_norm="final_layernorm.weight",
+    hidden_first=True,
+    copies=(),
+    model_type="qwen2",
+)
+
+
+def flags(folder: Path) -> list[str]:
+    return [*decoder_flags(folder), *grouped_query_flags(folder), "--add-qkv-bias", *mtp_flags(folder)]
+
+
+def write(case: FamilyCase, folder: Path, seed: int) -> None:
+    write_with_mtp(case, folder, seed, MIMO_FORMAT)
+
+
+CASE = FamilyCase(
+    name="mimo",
+    config={
+        "model_type": "mimo",
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 72,
+        "vocab_size": 131,
+        "max_position_embeddings": 512,
+        "rope_theta": 640000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    architecture="MiMoForCausalLM",
+    flags=flags,
+    write=write,
+    reference=lambda folder: ModelWithMtp(folder, MIMO_FORMAT),
+    extra_loss=mtp_extra_loss,
+    about="two MTP layers, trained; their projection takes the halves the other way round",
+)
