@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
+from tests.matrix import docs
 from tests.matrix.case import load_cases
 from tests.matrix.isolation import check_families
-from tests.matrix.report import Cell, markdown_table, summary
+from tests.matrix.report import CHECKS, Cell, summary
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -41,31 +43,43 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the chosen cells; gives the exit status."""
-    from tests.matrix.report import CHECKS
+    from tests.matrix.layouts import FAST_LAYOUTS, FULL_FAMILIES, LAYOUTS, layouts_of, run_layouts
 
     options = parse(argv)
     try:
         cases = load_cases(options.family)
-        checks = _chosen("check", options.check, CHECKS, runs=options.check or not options.layout)
+        checks = _chosen("check", options.check, CHECKS, runs=bool(options.check) or not options.layout)
+        fast = list(FAST_LAYOUTS) if options.fast and not options.layout else options.layout
+        layouts = _chosen("layout", fast, tuple(LAYOUTS), runs=bool(options.layout) or not options.check)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.list:
-        print("families:", *cases, "\nchecks:", *CHECKS)
+        for name, case in cases.items():
+            print(f"{name}: {case.about}\n    layouts: {', '.join(layouts_of(case))}")
+        print("checks:", ", ".join(CHECKS), "\nlayouts:", ", ".join(LAYOUTS))
         return 0
+    start = time.monotonic()
     cells: list[Cell] = []
-    for cell in check_families(list(cases), checks, jobs=options.jobs) if checks else ():
+
+    def on_cell(cell: Cell) -> None:
         print(cell.describe(), flush=True)
         cells.append(cell)
-    order = {name: index for index, name in enumerate(cases)}
-    cells.sort(key=lambda cell: order[cell.family])
-    for kind in ("check", "layout"):
-        of_kind = [cell for cell in cells if cell.kind == kind]
-        if of_kind:
-            print("\n" + markdown_table(of_kind))
-    print(summary(cells))
+
+    for cell in check_families(list(cases), checks, jobs=options.jobs) if checks else ():
+        on_cell(cell)
+    if layouts:
+        named = layouts if options.layout or options.fast else None
+        run_layouts(list(cases.values()), named, on_cell=on_cell)
+    tables = docs.result_tables(cells, cases, FULL_FAMILIES)
+    for title, table in tables.items():
+        print(f"\n{title}\n\n{table}")
+    print(f"{summary(cells)} in {time.monotonic() - start:.0f} s")
     if options.json:
         options.json.write_text(json.dumps([cell.as_dict() for cell in cells], indent=1) + "\n")
+    if options.write_docs:
+        flags = {name: (*layout.flags, *layout.loss_flags) for name, layout in LAYOUTS.items()}
+        docs.write_pages({**tables, **docs.reference_tables(cases, flags)})
     return int(not all(cell.passed for cell in cells))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,22 +52,6 @@ def format_number(cell: Cell) -> str:
     if cell.passed and cell.bound == 0:
         return "equal"
     return f"{cell.measured:.1e}" if cell.passed else f"**{cell.measured:.1e}**"
-
-
-def markdown_table(cells: Sequence[Cell], columns: Sequence[str] | None = None) -> str:
-    """Families down, checks or layouts across; a dash where a family has no such cell."""
-    columns = columns or list(dict.fromkeys(cell.column for cell in cells))
-    families = list(dict.fromkeys(cell.family for cell in cells))
-    by_place = {(cell.family, cell.column): cell for cell in cells}
-    rows = [
-        ["family", *columns],
-        ["---"] * (len(columns) + 1),
-        *(
-            [family, *(format_number(by_place[family, c]) if (family, c) in by_place else "-" for c in columns)]
-            for family in families
-        ),
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
 def summary(cells: Iterable[Cell]) -> str:

@@ -9,7 +9,8 @@ import torch
 
 from tests.matrix.case import FamilyCase, gradients_by_checkpoint_name, load_cases
 from tests.matrix.comparisons import differing_tensors, gradient_errors
-from tests.matrix.report import Cell, markdown_table, replace_between_markers, summary
+from tests.matrix.docs import result_tables
+from tests.matrix.report import Cell, replace_between_markers, summary
 
 
 def test_the_error_of_a_gradient_is_relative_to_its_own_norm() -> None:
@@ -54,7 +55,20 @@ def test_a_failure_is_described_with_family_tensor_number_and_bound() -> None:
     cells = [Cell("qwen3", "gradients", 0.5, 1e-4, "lm_head.weight"), Cell("qwen3", "log-probs", 1e-6, 2e-5)]
     assert "FAILED qwen3 / gradients: 0.5 (bound 0.0001), lm_head.weight" in summary(cells)
     assert "1 of 2 cells passed" in summary(cells)
-    assert "| qwen3 | **5.0e-01** | 1.0e-06 |" in markdown_table(cells)
+
+
+def test_tables_have_families_down_or_layouts_down_where_there_are_many() -> None:
+    cells = [
+        Cell("qwen3", "gradients", 0.5, 1e-4),
+        Cell("qwen3", "round trip", 0, 0),
+        Cell("qwen3", "TP2", 1e-6, 1e-5, kind="layout"),
+        Cell("qwen3", "PP4", 2e-6, 1e-5, kind="layout"),
+        Cell("mimo", "TP2", 3e-6, 1e-5, kind="layout"),
+    ]
+    tables = result_tables(cells, ["mimo", "qwen3"], ["qwen3"])
+    assert tables["checks"].splitlines()[2:] == ["| qwen3 | **5.0e-01** | equal |"]
+    assert tables["families in layouts"].splitlines()[2:] == ["| mimo | 3.0e-06 |", "| qwen3 | 1.0e-06 |"]
+    assert tables["layouts in full"].splitlines()[2:] == ["| TP2 | 1.0e-06 |", "| PP4 | 2.0e-06 |"]
 
 
 def test_a_table_replaces_what_stands_between_its_markers() -> None:

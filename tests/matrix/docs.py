@@ -1,0 +1,92 @@
+"""The measured matrix as tables: printed at the end of a run, and put into the documents with ``--write-docs``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from tests.matrix.case import FamilyCase
+from tests.matrix.report import CHECKS, Cell, format_number, replace_between_markers
+
+PAGES = Path(__file__).resolve().parents[2] / "docs"
+PAGE_OF = {
+    # table -> the page in which it stands between its markers
+    "families": "models.md",
+    "checks": "models.md",
+    "families in layouts": "parallelism.md",
+    "layouts in full": "parallelism.md",
+    "flags of the layouts": "parallelism.md",
+}
+
+Places = Mapping[tuple[str, str], Cell]
+"""Cells by family and column."""
+
+
+def result_tables(cells: Sequence[Cell], families: Iterable[str], full_families: Sequence[str]) -> dict[str, str]:
+    """The tables that the cells fill.
+
+    Args:
+        cells: of a run.
+        families: all that it tried, in order.
+        full_families: those that are tried in every layout; they have a table of their own, layouts down.
+    """
+    families = list(families)
+    tables = {}
+    if checks := _places(cells, "check"):
+        tables["checks"] = _by_family(checks, families, [check for check in CHECKS if _has_column(checks, check)])
+    if layouts := _places(cells, "layout"):
+        columns = list(dict.fromkeys(column for _, column in layouts))
+        others = [name for name in families if name not in full_families]
+        # Columns that some family outside of the full ones has; without such families all are listed below.
+        shared = [column for column in columns if any((name, column) in layouts for name in others)]
+        if shared:
+            tables["families in layouts"] = _by_family(layouts, families, shared)
+        full = [name for name in families if name in full_families and any(name == other for other, _ in layouts)]
+        if full:
+            rows = [[column, *(_number(layouts, name, column) for name in full)] for column in columns]
+            tables["layouts in full"] = _table(["layout", *full], [row for row in rows if set(row[1:]) != {"-"}])
+    return tables
+
+
+def reference_tables(cases: Mapping[str, FamilyCase], flags: Mapping[str, Sequence[object]]) -> dict[str, str]:
+    """What the names stand for: the families' cases, and the flags of the layouts."""
+    families = [[name, f"`{case.config['model_type']}`", case.about] for name, case in cases.items()]
+    layouts = [[name, f"`{' '.join(map(str, words))}`" if words else "none"] for name, words in flags.items()]
+    return {
+        "families": _table(["family", "`model_type`", "what is awkward about its case"], families),
+        "flags of the layouts": _table(["layout", "flags"], layouts),
+    }
+
+
+def write_pages(tables: Mapping[str, str]) -> None:
+    """Put the tables between their markers in the pages.
+
+    Raises:
+        ValueError: a page has no such markers.
+    """
+    for name, table in tables.items():
+        path = PAGES / PAGE_OF[name]
+        path.write_text(replace_between_markers(path.read_text(), name, table))
+
+
+def _places(cells: Iterable[Cell], kind: str) -> Places:
+    return {(cell.family, cell.column): cell for cell in cells if cell.kind == kind}
+
+
+def _has_column(places: Places, column: str) -> bool:
+    return any(column == other for _, other in places)
+
+
+def _number(places: Places, family: str, column: str) -> str:
+    cell = places.get((family, column))
+    return "-" if cell is None else format_number(cell)
+
+
+def _by_family(places: Places, families: Sequence[str], columns: Sequence[str]) -> str:
+    rows = [[name, *(_number(places, name, column) for column in columns)] for name in families]
+    return _table(["family", *columns], [row for row in rows if set(row[1:]) != {"-"}])
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
