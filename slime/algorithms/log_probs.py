@@ -1,32 +1,63 @@
 """Log-probability and entropy of chosen tokens under vocabulary-sharded logits, with an exact gradient.
 
-One pass over the logits each way, in chunks of rows, so that beside the logits (and their gradient) never more than
-one chunk of them lives in float32.  Tensor-parallel ranks exchange two vectors of length T per call, whatever the
-number of chunks: each shard is reduced against its own maximum, and the shards are put on a common one afterwards.
+One pass over the logits each way.  Beside the logits at most one chunk of them lives in float32 (none at all with the
+fused kernels of ``log_probs_kernels``, which CUDA tensors take), and the gradient can take the place of the logits, so
+that a vocabulary of 150k costs one copy of its logits and not four.  Tensor-parallel ranks exchange two vectors of
+length R per call, whatever the number of chunks: each shard is reduced against its own maximum, and the shards are put
+on a common one afterwards.
 
-Shapes: T = rows (positions), V = columns of this rank's vocabulary shard, K = rows of one chunk.
+Shapes: T = rows of the logits (positions), R = rows that are asked for, V = columns of this rank's vocabulary shard,
+K = rows of one chunk, N = kept (row, token) pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CHUNK_BYTES = 256 * 2**20
+"""float32 logits that are alive at a time when no chunk size is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Which tokens sampling could have chosen in each row (its nucleus), as pairs instead of a [R, V] mask."""
+
+    row_N: Tensor
+    """Row of each pair, in 0 .. R - 1, ascending."""
+    column_N: Tensor
+    """Its token's column in this rank's shard."""
+    is_recorded_R: Tensor
+    """bool [R]; a row without a record keeps every token."""
+
+    def mask(self, rows: slice, num_columns: int) -> Tensor:
+        """[K, num_columns] bool of some rows."""
+        bounds = torch.tensor([rows.start, rows.stop], device=self.row_N.device)
+        first, last = torch.searchsorted(self.row_N, bounds).tolist()
+        keep_KV = (~self.is_recorded_R[rows, None]).repeat(1, num_columns)
+        keep_KV[self.row_N[first:last] - rows.start, self.column_N[first:last]] = True
+        return keep_KV
+
 
 def vocab_parallel_log_probs(
     logits_TV: Tensor,
-    target_T: Tensor,
+    target_R: Tensor,
     *,
+    rows_R: Tensor | None = None,
     tp_group: dist.ProcessGroup | None = None,
     chunk_size: int = -1,
     with_entropy: bool = False,
     entropy_grad: bool = True,
-    keep_mask_TV: Tensor | None = None,
+    keep: Tensor | KeptTokens | None = None,
     temperature: float = 1.0,
+    num_columns: int | None = None,
+    overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probability of each target token and, on request, the entropy of each row:
 
@@ -38,161 +69,231 @@ def vocab_parallel_log_probs(
 
     Args:
         logits_TV: this rank's columns of the logits; rank k of the group has the ids ``[k * V, (k+1) * V)``.
-        target_T: int64 ids in the whole vocabulary.
+        target_R: int64 ids in the whole vocabulary.
+        rows_R: int64, the row of ``logits_TV`` that predicts each target, each row at most once; None is all rows.
+            The other rows are not read, and get a gradient of 0.
         tp_group: the tensor-parallel group; None when this rank has the whole vocabulary.
-        chunk_size: rows handled at a time; -1 is all at once.
+        chunk_size: rows handled at a time; -1 is as many as fit into 256 MiB of float32.  Without effect on results,
+            and on CUDA, where the fused kernels hold no chunk.
         with_entropy: whether to compute the entropy.
         entropy_grad: whether the entropy carries a gradient; without it the entropy is a mere metric.
-        keep_mask_TV: bool, False where sampling could not have chosen the token (outside the nucleus).  Applies to
-            the log-probability only, and the target is always kept.
+        keep: what sampling could have chosen, a [R, V] bool mask or pairs.  Applies to the log-probability only, and
+            the target is always kept.
         temperature: what sampling divided the logits by.
+        num_columns: columns from this one on are padding of the vocabulary: no probability, no gradient.
+        overwrite_logits: the backward pass writes the gradient over the logits instead of into a tensor of the same
+            size.  Right when nobody reads the logits after the backward pass has begun: the producer's own backward
+            must not need them (that of a matrix product does not; autograd raises where it would), and backward can
+            run only once.  Ignored for logits that are a leaf of the graph or a view of one.
 
     Returns:
-        ``(log_prob_T, entropy_T)``, the second None unless asked for.
+        ``(log_prob_R, entropy_R)``, the second None unless asked for.
     """
-    num_rows, _ = logits_TV.shape
-    assert target_T.shape == (num_rows,), (target_T.shape, logits_TV.shape)
-    assert keep_mask_TV is None or keep_mask_TV.shape == logits_TV.shape, (keep_mask_TV.shape, logits_TV.shape)
-    log_prob_T, entropy_T = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        logits_TV, target_T, tp_group, chunk_size, with_entropy, entropy_grad, keep_mask_TV, temperature
+    num_rows, shard = logits_TV.shape
+    assert target_R.shape == ((num_rows,) if rows_R is None else rows_R.shape), (target_R.shape, logits_TV.shape)
+    assert not isinstance(keep, Tensor) or keep.shape == (len(target_R), shard), (keep.shape, logits_TV.shape)
+    base = logits_TV if logits_TV._base is None else logits_TV._base
+    tp_rank = dist.get_rank(tp_group) if tp_group is not None else 0
+    problem = _Problem(
+        rows_R=torch.arange(num_rows, device=logits_TV.device) if rows_R is None else rows_R,
+        local_target_R=target_R - tp_rank * shard,
+        tp_group=tp_group,
+        rows_per_chunk=chunk_size if chunk_size > 0 else max(CHUNK_BYTES // (4 * shard), 1),
+        keep=keep,
+        temperature=temperature,
+        num_columns=shard if num_columns is None else num_columns,
+        kernels=_kernels_for(logits_TV) if keep is None else None,
     )
-    return log_prob_T, entropy_T if with_entropy else None
+    log_prob_R, entropy_R = _LogProbs.apply(  # type: ignore[no-untyped-call]
+        logits_TV, problem, with_entropy, with_entropy and entropy_grad, overwrite_logits and not base.is_leaf
+    )
+    return log_prob_R, entropy_R if with_entropy else None
+
+
+class _Problem(NamedTuple):
+    """What forward and backward share beside the logits."""
+
+    rows_R: Tensor
+    local_target_R: Tensor
+    tp_group: dist.ProcessGroup | None
+    rows_per_chunk: int
+    keep: Tensor | KeptTokens | None
+    temperature: float
+    num_columns: int
+    kernels: ModuleType | None
 
 
 class _Normaliser(NamedTuple):
     """What turns a row of scaled logits into probabilities, and what comes off on the way."""
 
-    log_sum_exp_T: Tensor
-    target_logit_T: Tensor
-    entropy_T: Tensor
+    log_sum_exp_R: Tensor
+    target_logit_R: Tensor
+    entropy_R: Tensor
 
 
 class _LogProbs(torch.autograd.Function):
-    """Keeps the logits themselves and two numbers per row; probabilities are recomputed chunk by chunk on the way
-    back."""
+    """Keeps the logits themselves and two numbers per row; probabilities are recomputed on the way back."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_TV: Tensor,
-        target_T: Tensor,
-        tp_group: dist.ProcessGroup | None,
-        chunk_size: int,
-        with_entropy: bool,
-        entropy_grad: bool,
-        keep_mask_TV: Tensor | None,
-        temperature: float,
+        ctx: Any, logits_TV: Tensor, problem: _Problem, with_entropy: bool, has_entropy_grad: bool, overwrite: bool
     ) -> tuple[Tensor, Tensor]:
-        tp_rank = dist.get_rank(tp_group) if tp_group is not None else 0
-        local_target_T = target_T - tp_rank * logits_TV.shape[1]
-        masked = _normalise(logits_TV, local_target_T, tp_group, chunk_size, temperature, keep_mask_TV, with_entropy)
+        masked = _normalise(logits_TV, problem, with_entropy)
         plain = masked
-        if with_entropy and keep_mask_TV is not None:
-            plain = _normalise(logits_TV, local_target_T, tp_group, chunk_size, temperature, None, True)
-        log_prob_T = masked.target_logit_T - masked.log_sum_exp_T
-        ctx.save_for_backward(
-            logits_TV, local_target_T, keep_mask_TV, masked.log_sum_exp_T, plain.log_sum_exp_T, plain.entropy_T
-        )
-        ctx.chunk_size, ctx.temperature = chunk_size, temperature
-        ctx.has_entropy_grad = with_entropy and entropy_grad
-        if not ctx.has_entropy_grad:
-            ctx.mark_non_differentiable(plain.entropy_T)
-        return log_prob_T, plain.entropy_T
+        if with_entropy and problem.keep is not None:
+            plain = _normalise(logits_TV, problem._replace(keep=None), True)
+        ctx.save_for_backward(logits_TV, masked.log_sum_exp_R, plain.log_sum_exp_R, plain.entropy_R)
+        ctx.problem, ctx.has_entropy_grad, ctx.overwrite = problem, has_entropy_grad, overwrite
+        if not has_entropy_grad:
+            ctx.mark_non_differentiable(plain.entropy_R)
+        return masked.target_logit_R - masked.log_sum_exp_R, plain.entropy_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_log_prob_T, grad_entropy_T = grads
-        logits_TV, local_target_T, keep_mask_TV, masked_lse_T, plain_lse_T, entropy_T = ctx.saved_tensors
-        grad_TV = torch.empty_like(logits_TV)
-        for rows in _row_blocks(len(logits_TV), ctx.chunk_size, num_buffers=2 if ctx.has_entropy_grad else 1):
-            target_K = local_target_T[rows]
-            grad_K = grad_log_prob_T[rows]
+        logits_TV, masked_lse_R, plain_lse_R, entropy_R = ctx.saved_tensors
+        problem: _Problem = ctx.problem
+        # The detached logits share the version counter, so another reader of them in the backward pass is told.
+        grad_TV = logits_TV.detach() if ctx.overwrite else torch.empty_like(logits_TV)
+        grad_log_prob_R, grad_entropy_R = grads[0].contiguous(), grads[1].contiguous()
+        if problem.kernels is not None:
+            problem.kernels.write_gradient(
+                logits_TV.detach(),
+                grad_TV,
+                rows_R=problem.rows_R,
+                local_target_R=problem.local_target_R,
+                log_sum_exp_R=masked_lse_R,
+                grad_log_prob_R=grad_log_prob_R,
+                entropy_R=entropy_R if ctx.has_entropy_grad else None,
+                grad_entropy_R=grad_entropy_R,
+                temperature=problem.temperature,
+                num_columns=problem.num_columns,
+            )
+            grad_TV[:0].zero_()  # the kernel wrote behind autograd's back: count that as a change
+            return grad_TV, None, None, None, None
+        num_buffers = 2 if ctx.has_entropy_grad else 1
+        for rows in _row_blocks(len(problem.rows_R), problem.rows_per_chunk, num_buffers=num_buffers):
+            target_K = problem.local_target_R[rows]
+            grad_K = grad_log_prob_R[rows]
             # d log_prob / d z = onehot(target) - p, with p over the kept tokens
-            grad_KV = _scaled_rows(logits_TV, rows, ctx.temperature)
-            if keep_mask_TV is not None:
-                _mask_rows(grad_KV, keep_mask_TV[rows], target_K)
-            grad_KV.sub_(masked_lse_T[rows, None]).exp_().mul_(-grad_K[:, None])
-            is_local_K, column_K = _local_columns(target_K, grad_KV.shape[1])
-            grad_KV.scatter_add_(1, column_K[:, None], (grad_K * is_local_K)[:, None])
+            grad_KV = _scaled_rows(logits_TV, problem, rows)
+            _mask_rows(grad_KV, problem, rows)
+            grad_KV.sub_(masked_lse_R[rows, None]).exp_().mul_(-grad_K[:, None])
+            is_local_K, column_K = _local_columns(target_K, problem.num_columns)
+            if problem.num_columns:
+                grad_KV.scatter_add_(1, column_K[:, None], (grad_K * is_local_K)[:, None])
             if ctx.has_entropy_grad:
                 # d entropy / d z = -p (log p + entropy) = entr(p) - p * entropy
-                p_KV = _scaled_rows(logits_TV, rows, ctx.temperature).sub_(plain_lse_T[rows, None]).exp_()
-                weight_K = grad_entropy_T[rows]
-                grad_KV.addcmul_(p_KV, (-weight_K * entropy_T[rows])[:, None])
+                p_KV = _scaled_rows(logits_TV, problem, rows).sub_(plain_lse_R[rows, None]).exp_()
+                weight_K = grad_entropy_R[rows]
+                grad_KV.addcmul_(p_KV, (-weight_K * entropy_R[rows])[:, None])
                 grad_KV.addcmul_(torch.special.entr(p_KV, out=p_KV), weight_K[:, None])
                 del p_KV
-            grad_TV[rows] = grad_KV.div_(ctx.temperature)
-            del grad_KV
-        return grad_TV, None, None, None, None, None, None, None
+            chunk_KV = grad_KV.div_(problem.temperature).to(grad_TV.dtype)
+            grad_TV[:, : problem.num_columns].index_copy_(0, problem.rows_R[rows], chunk_KV)
+            del grad_KV, chunk_KV
+        is_other_T = torch.ones(len(grad_TV), dtype=torch.bool, device=grad_TV.device)
+        is_other_T[problem.rows_R] = False
+        grad_TV[is_other_T] = 0
+        grad_TV[:, problem.num_columns :] = 0
+        return grad_TV, None, None, None, None
 
 
-def _normalise(
-    logits_TV: Tensor,
-    local_target_T: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    chunk_size: int,
-    temperature: float,
-    keep_mask_TV: Tensor | None,
-    with_entropy: bool,
-) -> _Normaliser:
+def _normalise(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> _Normaliser:
     """Reduce every row of the local shard against its own maximum, then put the shards on the common maximum."""
-    num_rows = len(logits_TV)
+    if problem.kernels is not None:
+        max_R, sums_3R = problem.kernels.row_sums(
+            logits_TV,
+            rows_R=problem.rows_R,
+            local_target_R=problem.local_target_R,
+            with_entropy=with_entropy,
+            temperature=problem.temperature,
+            num_columns=problem.num_columns,
+        )
+    else:
+        max_R, sums_3R = _row_sums(logits_TV, problem, with_entropy)
+    if problem.tp_group is not None:
+        local_max_R = max_R.clone()
+        dist.all_reduce(max_R, op=dist.ReduceOp.MAX, group=problem.tp_group)
+        shift_R = local_max_R - max_R
+        if with_entropy:
+            # of a shard without any column the maximum is the lowest number there is, and 0 times that is not 0
+            sums_3R[2] -= torch.where(sums_3R[0] > 0, shift_R * sums_3R[0], 0.0)
+            sums_3R[2] *= shift_R.exp()
+        sums_3R[0] *= shift_R.exp()
+        dist.all_reduce(sums_3R, group=problem.tp_group)
+    log_sum_R = sums_3R[0].log()
+    entropy_R = log_sum_R + sums_3R[2] / sums_3R[0] if with_entropy else torch.empty_like(max_R)
+    return _Normaliser(max_R + log_sum_R, sums_3R[1], entropy_R)
+
+
+def _row_sums(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """[R] maximum of each row of this shard, and [3, R] sums against it:
+
+    0: sum exp(z - max);  1: the target's z on the rank that has it, 0 elsewhere;  2: -sum exp(z - max) (z - max).
+    """
+    num_rows = len(problem.rows_R)
     dtype = torch.promote_types(logits_TV.dtype, torch.float32)
-    max_T = logits_TV.new_empty(num_rows, dtype=dtype)
-    # rows of sums: 0 sum exp(z - max), 1 the target's logit on the rank that has it, 2 -sum exp(z - max) (z - max)
-    sums_3T = logits_TV.new_zeros((3 if with_entropy else 2, num_rows), dtype=dtype)
-    for rows in _row_blocks(num_rows, chunk_size, num_buffers=1):
-        z_KV = _scaled_rows(logits_TV, rows, temperature)
-        is_local_K, column_K = _local_columns(local_target_T[rows], z_KV.shape[1])
-        if keep_mask_TV is not None:
-            _mask_rows(z_KV, keep_mask_TV[rows], local_target_T[rows])
+    lowest = torch.finfo(dtype).min
+    max_R = logits_TV.new_full((num_rows,), lowest, dtype=dtype)
+    sums_3R = logits_TV.new_zeros((3 if with_entropy else 2, num_rows), dtype=dtype)
+    if problem.num_columns == 0:
+        return max_R, sums_3R
+    for rows in _row_blocks(num_rows, problem.rows_per_chunk, num_buffers=1):
+        z_KV = _scaled_rows(logits_TV, problem, rows)
+        _mask_rows(z_KV, problem, rows)
+        is_local_K, column_K = _local_columns(problem.local_target_R[rows], problem.num_columns)
         target_logit_K = z_KV.gather(1, column_K[:, None]).squeeze(1)
-        sums_3T[1, rows] = torch.where(is_local_K, target_logit_K, 0.0)
+        sums_3R[1, rows] = torch.where(is_local_K, target_logit_K, 0.0)
         # a shard may have no kept token at all: any finite maximum does for it
-        max_K = z_KV.amax(dim=1).clamp_min(torch.finfo(dtype).min)
-        max_T[rows] = max_K
+        max_K = z_KV.amax(dim=1).clamp_min(lowest)
+        max_R[rows] = max_K
         z_KV.sub_(max_K[:, None]).exp_()
-        sums_3T[0, rows] = z_KV.sum(dim=1)
+        sums_3R[0, rows] = z_KV.sum(dim=1)
         if with_entropy:
-            sums_3T[2, rows] = torch.special.entr(z_KV, out=z_KV).sum(dim=1)
+            sums_3R[2, rows] = torch.special.entr(z_KV, out=z_KV).sum(dim=1)
         del z_KV
-    if tp_group is not None:
-        local_max_T = max_T.clone()
-        dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp_group)
-        shift_T = local_max_T - max_T
-        if with_entropy:
-            sums_3T[2] -= shift_T * sums_3T[0]
-            sums_3T[2] *= shift_T.exp()
-        sums_3T[0] *= shift_T.exp()
-        dist.all_reduce(sums_3T, group=tp_group)
-    log_sum_T = sums_3T[0].log()
-    entropy_T = log_sum_T + sums_3T[2] / sums_3T[0] if with_entropy else torch.empty_like(max_T)
-    return _Normaliser(max_T + log_sum_T, sums_3T[1], entropy_T)
+    return max_R, sums_3R
 
 
-def _row_blocks(num_rows: int, chunk_size: int, *, num_buffers: int) -> Iterator[slice]:
+def _row_blocks(num_rows: int, rows_per_chunk: int, *, num_buffers: int) -> Iterator[slice]:
     """Row ranges small enough that ``num_buffers`` float32 copies of one are together no more than a chunk."""
-    rows = max(num_rows, 1) if chunk_size <= 0 else max(chunk_size // num_buffers, 1)
+    rows = max(rows_per_chunk // num_buffers, 1)
     for start in range(0, num_rows, rows):
         yield slice(start, min(start + rows, num_rows))
 
 
-def _scaled_rows(logits_TV: Tensor, rows: slice, temperature: float) -> Tensor:
-    """A copy of some rows in the dtype of the computation, divided by the temperature."""
-    z_KV = logits_TV[rows].to(torch.promote_types(logits_TV.dtype, torch.float32), copy=True)
-    return z_KV if temperature == 1.0 else z_KV.div_(temperature)
+def _scaled_rows(logits_TV: Tensor, problem: _Problem, rows: slice) -> Tensor:
+    """A copy of some rows in the dtype of the computation, without padding, divided by the temperature."""
+    rows_KV = logits_TV[:, : problem.num_columns].index_select(0, problem.rows_R[rows])
+    z_KV = rows_KV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    return z_KV if problem.temperature == 1.0 else z_KV.div_(problem.temperature)
 
 
 def _local_columns(local_target_K: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
     """Whether each target lies in this shard, and a column that is safe to index either way."""
     is_local_K = (local_target_K >= 0) & (local_target_K < num_columns)
-    return is_local_K, local_target_K.clamp(0, num_columns - 1)
+    return is_local_K, local_target_K.clamp(0, max(num_columns - 1, 0))
 
 
-def _mask_rows(z_KV: Tensor, keep_mask_KV: Tensor, local_target_K: Tensor) -> None:
+def _mask_rows(z_KV: Tensor, problem: _Problem, rows: slice) -> None:
     """Set to -inf, in place, what could not have been sampled; the target itself always could."""
-    is_local_K, column_K = _local_columns(local_target_K, z_KV.shape[1])
-    target_logit_K = z_KV.gather(1, column_K[:, None])
-    z_KV.masked_fill_(~keep_mask_KV, float("-inf"))
-    masked_K = z_KV.gather(1, column_K[:, None])
-    z_KV.scatter_(1, column_K[:, None], torch.where(is_local_K[:, None], target_logit_K, masked_K))
+    if problem.keep is None or problem.num_columns == 0:
+        return
+    if isinstance(problem.keep, KeptTokens):
+        keep_KV = problem.keep.mask(rows, problem.num_columns)
+    else:
+        keep_KV = problem.keep[rows, : problem.num_columns].clone()
+    is_local_K, column_K = _local_columns(problem.local_target_R[rows], problem.num_columns)
+    keep_KV.scatter_(1, column_K[:, None], keep_KV.gather(1, column_K[:, None]) | is_local_K[:, None])
+    z_KV.masked_fill_(keep_KV.logical_not_(), float("-inf"))
+
+
+def _kernels_for(logits_TV: Tensor) -> ModuleType | None:
+    """The fused kernels where they apply: CUDA, at most float32, columns side by side, Triton there."""
+    if not logits_TV.is_cuda or logits_TV.dtype == torch.float64 or logits_TV.stride(1) != 1:
+        return None
+    try:
+        from slime.algorithms import log_probs_kernels
+    except ImportError:
+        return None
+    return log_probs_kernels

@@ -99,7 +99,7 @@ def _loss_mask(sample: Sample) -> list[int]:
 
 def _check_lengths(sample: Sample) -> None:
     response = sample.response_length
-    if response < 0 or response >= max(len(sample.tokens), 1):
+    if not 0 <= response < len(sample.tokens):
         raise DataError(
             f"sample {sample.index} has response_length {response} and {len(sample.tokens)} tokens; tokens hold the "
             "prompt and the response, and at least one prompt token; check the rollout function"

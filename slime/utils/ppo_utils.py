@@ -72,8 +72,12 @@ def compute_opsm_mask(
     advantages: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """``off_policy_sequence_mask`` with the threshold ``args.opsm_delta``."""
-    return off_policy_sequence_mask(full_log_probs, full_old_log_probs, loss_masks, advantages, delta=args.opsm_delta)
+    """``off_policy_sequence_mask`` with the threshold ``args.opsm_delta``, and the sum over samples of the fraction of
+    trained tokens that it drops."""
+    keep = off_policy_sequence_mask(full_log_probs, full_old_log_probs, loss_masks, advantages, delta=args.opsm_delta)
+    dropped = (1 - keep).split([len(mask) for mask in loss_masks])
+    fractions = [(row * mask).sum() / mask.sum().clamp(min=1) for row, mask in zip(dropped, loss_masks, strict=True)]
+    return keep, torch.stack(fractions).sum()
 
 
 def get_grpo_returns(rewards: Tensor, kl: Sequence[Tensor]) -> list[Tensor]:
@@ -152,5 +156,5 @@ def calculate_log_probs_and_entropy(
         chunk_size=chunk_size,
         with_entropy=with_entropy,
         entropy_grad=with_entropy_grad,
-        keep_mask_TV=log_prob_keep_mask,
+        keep=log_prob_keep_mask,
     )

@@ -47,7 +47,7 @@ def evaluate(setting: dict, tp_rank: int, tp_size: int, group: dist.ProcessGroup
         chunk_size=setting["chunk_size"],
         with_entropy=setting["with_entropy"],
         temperature=setting["temperature"],
-        keep_mask_TV=keep[:, columns] if setting["masked"] else None,
+        keep=keep[:, columns] if setting["masked"] else None,
     )
     loss = (log_prob * weights[0]).sum()
     if entropy is not None:

@@ -35,6 +35,8 @@ class Example:
     """... under the policy to stay close to."""
     values: list[float] = field(default_factory=list)
     """What the critic expected before each response token."""
+    nucleus: list[list[int]] = field(default_factory=list)
+    """The tokens that top-p sampling chose each response token from; empty where that was not recorded."""
 
     @property
     def prompt_length(self) -> int:
@@ -53,11 +55,20 @@ def log_softmax(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return scaled - torch.logsumexp(scaled, dim=-1, keepdim=True)
 
 
-def response_log_probs(example: Example, logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each response token, from the [L, V] logits of the whole sequence."""
+def response_log_probs(example: Example, logits: Tensor, temperature: float = 1.0, top_p: bool = False) -> Tensor:
+    """Log-probability of each response token, from the [L, V] logits of the whole sequence.
+
+    With top_p among the tokens of its nucleus alone, the chosen one included.
+    """
     chosen = []
     for position in range(example.prompt_length, len(example.tokens)):
-        chosen.append(log_softmax(logits[position - 1], temperature)[example.tokens[position]])
+        token, row = example.tokens[position], logits[position - 1]
+        nucleus = example.nucleus[position - example.prompt_length] if top_p else []
+        if nucleus:
+            others = [other for other in nucleus if other != token]
+            chosen.append(log_softmax(row[[token, *others]], temperature)[0])
+        else:
+            chosen.append(log_softmax(row, temperature)[token])
     return torch.stack(chosen) if chosen else logits.double().sum() * torch.zeros(0, dtype=torch.float64)
 
 
@@ -70,14 +81,14 @@ def response_entropies(example: Example, logits: Tensor, temperature: float = 1.
     return torch.stack(entropies) if entropies else logits.double().sum() * torch.zeros(0, dtype=torch.float64)
 
 
-def kl(log_prob: Tensor, base: Tensor, kind: str) -> Tensor:
-    """Estimate of the KL divergence from base, per token."""
+def kl(log_prob: Tensor, base: Tensor, kind: str, ratio: Tensor | float = 1.0) -> Tensor:
+    """Estimate of the KL divergence from base, per token; ``ratio`` corrects for an older sampling policy."""
     difference = log_prob - base
     if kind == "k1":
-        return difference
+        return ratio * difference
     if kind == "k2":
-        return difference**2 / 2
-    k3 = torch.exp(-difference) - 1 + difference
+        return ratio * difference**2 / 2
+    k3 = ratio * (torch.exp(-difference) - 1 + difference)
     return k3.clamp(-10, 10) if kind == "low_var_kl" else k3
 
 
@@ -166,6 +177,15 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     return torch.stack(losses) if losses else ratio
 
 
+def is_clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """1 where the clipped term is the larger loss: a gain beyond the trust region."""
+    gains = [
+        (advantage > 0 and r > 1 + high) or (advantage < 0 and r < 1 - low)
+        for r, advantage in zip(ratio.tolist(), advantages.tolist(), strict=True)
+    ]
+    return f64([float(gain) for gain in gains])
+
+
 def ppo_losses(example: Example, log_prob: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     return clipped_surrogate((log_prob - f64(example.old)).exp(), advantages, low, high)
 
@@ -185,7 +205,7 @@ def cispo_losses(example: Example, log_prob: Tensor, advantages: Tensor, low: fl
 def opsm_keeps(example: Example, log_prob: Tensor, advantages: Tensor, delta: float) -> Tensor:
     """0 for punished tokens of a sequence that has moved away by more than delta, else 1."""
     drift = mean_over_trained_tokens(f64(example.old) - log_prob.detach(), example)
-    return f64([0.0 if advantage < 0 and drift > delta else 1.0 for advantage in advantages])
+    return f64([0.0 if advantage < 0 and drift > delta else 1.0 for advantage in advantages.tolist()])
 
 
 def mismatch_weights(example: Example, low: float, high: float, drop: bool) -> Tensor:
@@ -198,7 +218,7 @@ def mismatch_weights(example: Example, low: float, high: float, drop: bool) -> T
 
 def value_losses(values: Tensor, example: Example, returns: Tensor, clip: float) -> Tensor:
     old = f64(example.values)
-    bounded = torch.stack([v.clamp(o - clip, o + clip) for v, o in zip(values, old, strict=True)])
+    bounded = torch.minimum(torch.maximum(values, old - clip), old + clip)
     return torch.maximum((values - returns) ** 2, (bounded - returns) ** 2)
 
 

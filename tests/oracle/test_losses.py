@@ -101,7 +101,7 @@ def test_off_policy_sequences_are_dropped(seed):
     advantages = advantages_of(examples, seed)
     old = [torch.tensor(example.old) for example in examples]
     masks = [torch.tensor(example.mask) for example in examples]
-    keep, _ = off_policy_sequence_mask(product, old, masks, advantages, delta=0.1)
+    keep = off_policy_sequence_mask(product, old, masks, advantages, delta=0.1)
     expected = [
         reference.opsm_keeps(example, twin, advantage, 0.1)
         for example, twin, advantage in zip(examples, twins, advantages, strict=True)

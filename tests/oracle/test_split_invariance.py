@@ -7,6 +7,7 @@ micro-batches, average over ranks) is done by hand.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -49,6 +50,7 @@ class Layout:
     pad_multiple: int = 1
     chunk_size: int = -1
     balance: bool = False
+    by_flops: bool = False
 
     def schedule_config(self):
         flops = None
@@ -73,7 +75,7 @@ class Layout:
             max_tokens_per_gpu=self.max_tokens,
             micro_batch_size=self.micro_batch_size,
             balance_data=self.balance,
-            balance_by_flops=False,
+            balance_by_flops=self.by_flops,
             flops=flops,
         )
 
@@ -82,16 +84,34 @@ LAYOUTS = [
     Layout(),
     Layout(max_tokens=40, pad_multiple=8, chunk_size=5),
     Layout(dp_size=2, max_tokens=64),
-    Layout(dp_size=4, max_tokens=20, pad_multiple=4),
-    Layout(dp_size=2, max_tokens=30, vpp_group=2),
+    Layout(dp_size=4, max_tokens=40, pad_multiple=4),
+    Layout(dp_size=2, max_tokens=60, vpp_group=2),
     Layout(cp_size=2, max_tokens=40, pad_multiple=4),
     Layout(dp_size=2, cp_size=3, max_tokens=16, chunk_size=2),
     Layout(cp_size=4, max_tokens=64, balance=True, dp_size=2),
+    Layout(cp_size=2, max_tokens=64, balance=True, dp_size=2, by_flops=True),
 ]
 
 
+def random_layout(rng, num_samples):
+    """Any way to cut a batch whose smallest step has ``num_samples`` samples."""
+    dp_size = rng.choice([size for size in (1, 2, 3, 4) if size <= num_samples])
+    is_static = rng.random() < 0.2 and dp_size == 1
+    return Layout(
+        dp_size=dp_size,
+        cp_size=rng.choice([1, 1, 2, 3, 4]),
+        max_tokens=None if is_static else rng.choice([60, 80, 200]),
+        micro_batch_size=rng.choice([1, 2, 3]),
+        vpp_group=rng.choice([1, 2]) if 2 * dp_size <= num_samples and not is_static else 1,
+        pad_multiple=rng.choice([1, 4, 16]),
+        chunk_size=rng.choice([-1, 1, 7]),
+        balance=(balance := rng.random() < 0.5),
+        by_flops=balance and not is_static and rng.random() < 0.5,
+    )
+
+
 def expected_steps(examples, theta, estimator, per_token):
-    """[step] loss and gradient by the reference."""
+    """[step] loss, gradient and mean metrics by the reference."""
     results = []
     losses_of = {"grpo": reference.ppo_losses, "gspo": reference.gspo_losses, "cispo": reference.cispo_losses}[
         estimator
@@ -101,16 +121,19 @@ def expected_steps(examples, theta, estimator, per_token):
         chosen = [example for example in examples if example.rollout_id in ids]
         parameters = theta.clone().requires_grad_()
         token_losses = []
+        kls, entropies = [], []
         for example in chosen:
             logits = parameters[torch.tensor(example.tokens)]
             log_prob = reference.response_log_probs(example, logits)
+            kls.append(reference.kl(log_prob, reference.f64(example.reference), "k3"))
+            entropies.append(reference.response_entropies(example, logits))
             losses = losses_of(example, log_prob, reference.reward_on_every_token(example), CLIP.low, CLIP.high)
-            losses = losses + KL_COEF * reference.kl(log_prob, reference.f64(example.reference), "k3")
-            token_losses.append(losses - ENTROPY_COEF * reference.response_entropies(example, logits))
+            token_losses.append(losses + KL_COEF * kls[-1] - ENTROPY_COEF * entropies[-1])
         mean = reference.mean_over_tokens if per_token else reference.mean_over_rollouts
         loss = mean(token_losses, chosen)
         loss.backward()
-        results.append((loss.detach(), parameters.grad))
+        metrics = {"kl": mean(kls, chosen).item(), "entropy": mean(entropies, chosen).item()}
+        results.append((loss.detach(), parameters.grad, metrics))
     return results
 
 
@@ -122,8 +145,11 @@ def columns(examples, rank):
     return rank
 
 
-def micro_batch_loss(batch, parameters, layout, estimator, per_token) -> list[Tensor]:
-    """[context-parallel rank] reduced loss of one micro-batch; ranks meet only where the product lets them."""
+def micro_batch_loss(batch, parameters, layout, estimator, per_token, metrics) -> list[Tensor]:
+    """[context-parallel rank] reduced loss of one micro-batch; ranks meet only where the product lets them.
+
+    Reduced metrics are added to ``metrics``.
+    """
     totals, responses = batch["total_lengths"], batch["response_lengths"]
     log_probs: list[list[Tensor]] = []
     entropies: list[Tensor] = []
@@ -175,10 +201,12 @@ def micro_batch_loss(batch, parameters, layout, estimator, per_token) -> list[Te
             loss_T, _ = cispo_loss(log_ratio_T, log_prob_T, advantage_T, CLIP)
         else:
             loss_T, _ = clipped_policy_loss(log_ratio_T, advantage_T, CLIP)
-        loss_T = loss_T + KL_COEF * approx_kl(log_prob_T, torch.cat(local(batch["reference"])), "k3")
-        loss_T = loss_T - ENTROPY_COEF * entropies[cp_rank]
+        kl_T = approx_kl(log_prob_T, torch.cat(local(batch["reference"])), "k3")
+        loss_T = loss_T + KL_COEF * kl_T - ENTROPY_COEF * entropies[cp_rank]
         reduce = sum_of_sample_means(local(batch["loss_masks"]), batch["rollout_mask_sums"], per_token=per_token)
         losses.append(reduce(loss_T))
+        metrics["kl"] += reduce(kl_T).item()
+        metrics["entropy"] += reduce(entropies[cp_rank]).item()
     return losses
 
 
@@ -195,7 +223,7 @@ def gathered(log_probs, index, total, response):
 
 
 def product_steps(examples, theta, layout, estimator, per_token):
-    """[step] loss and gradient by the product."""
+    """[step] loss, gradient and mean metrics by the product."""
     samples = as_samples(examples)
     rewards = [example.reward for example in examples]
     train_data = samples_to_train_data(samples, rewards, rewards)
@@ -213,10 +241,11 @@ def product_steps(examples, theta, layout, estimator, per_token):
         parameters = theta.float().requires_grad_()
         total = torch.zeros(())
         num_tokens = torch.zeros(())
+        metrics = {"kl": 0.0, "entropy": 0.0}
         for rank in ranks:
             for indices in rank["micro_batch_indices"][first : first + num_microbatches]:
                 batch = take_micro_batch(rank, indices, (*keys, "old", "reference"))
-                for loss in micro_batch_loss(batch, parameters, layout, estimator, per_token):
+                for loss in micro_batch_loss(batch, parameters, layout, estimator, per_token, metrics):
                     scaled = scale_for_megatron(
                         loss,
                         per_token=per_token,
@@ -230,9 +259,23 @@ def product_steps(examples, theta, layout, estimator, per_token):
                     num_tokens = num_tokens + num_loss_tokens(batch["loss_masks"])
         total = total / num_tokens if per_token else total / (layout.dp_size * layout.cp_size)
         total.backward()
-        results.append((total.detach(), parameters.grad))
+        # as the trainer's metrics: over the rollouts of the step, or the tokens, which each context rank counts
+        denominator = num_tokens.item() / layout.cp_size if per_token else step_size
+        results.append((total.detach(), parameters.grad, {name: sums / denominator for name, sums in metrics.items()}))
         first += num_microbatches
     return results
+
+
+def assert_steps_agree(examples, theta, layout, estimator, per_token):
+    expected = expected_steps(examples, theta, estimator, per_token)
+    actual = product_steps(examples, theta, layout, estimator, per_token)
+    assert len(actual) == len(expected) == 2
+    for (loss, gradient, metrics), (wanted_loss, wanted_gradient, wanted_metrics) in zip(
+        actual, expected, strict=True
+    ):
+        torch.testing.assert_close(loss.double(), wanted_loss, rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=2e-4, atol=2e-6)
+        assert metrics == pytest.approx(wanted_metrics, rel=2e-5, abs=2e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -241,13 +284,18 @@ def product_steps(examples, theta, layout, estimator, per_token):
 def test_any_split_gives_the_loss_and_gradient_of_the_reference(layout, estimator, per_token):
     for seed in range(3):
         examples = random_examples(seed)
-        theta = bigram_policy(seed)
-        expected = expected_steps(examples, theta, estimator, per_token)
-        actual = product_steps(examples, theta, layout, estimator, per_token)
-        assert len(actual) == len(expected) == 2
-        for (loss, gradient), (wanted_loss, wanted_gradient) in zip(actual, expected, strict=True):
-            torch.testing.assert_close(loss.double(), wanted_loss, rtol=2e-5, atol=2e-6)
-            torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=2e-4, atol=2e-6)
+        assert_steps_agree(examples, bigram_policy(seed), layout, estimator, per_token)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_split_of_a_random_batch_gives_what_the_reference_gives(seed):
+    rng = random.Random(seed)
+    examples = random_examples(100 + seed)
+    steps = [{example.rollout_id for example in examples} & set(range(s, s + 4)) for s in (0, 4)]
+    smallest = min(sum(example.rollout_id in ids for example in examples) for ids in steps)
+    layout = random_layout(rng, smallest)
+    estimator, per_token = rng.choice(["grpo", "gspo", "cispo"]), rng.random() < 0.5
+    assert_steps_agree(examples, bigram_policy(seed), layout, estimator, per_token)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])

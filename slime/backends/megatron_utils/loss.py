@@ -31,7 +31,7 @@ from slime.algorithms.policy_losses.ppo_clip import ClipConfig, clipped_policy_l
 from slime.algorithms.reduction import num_loss_tokens, scale_for_megatron
 from slime.algorithms.value_loss import clipped_value_loss
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
-from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean, local_masks
+from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.mtp import LogitsAndMtp
 from slime.backends.megatron_utils.mtp_loss import mtp_loss
@@ -67,6 +67,8 @@ def _log_probs(
         with_entropy=with_entropy,
         top_p_token_ids=batch.get("rollout_top_p_token_ids"),
         top_p_token_offsets=batch.get("rollout_top_p_token_offsets"),
+        # These losses read nothing else of the logits, which the output layer does not need in its backward pass.
+        overwrite_logits=True,
     )
     return result["log_probs"], result.get("entropy", [])
 
@@ -136,8 +138,9 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     metrics: dict[str, Tensor] = {}
     reduce_loss = sum_of_sample_mean
     if args.use_opsm:
-        keep_T, metrics["opsm_clipfrac"] = _opsm(args, batch, log_probs, old_log_probs)
+        keep_T = _opsm(args, batch, log_probs, old_log_probs)
         loss_T = loss_T * keep_T
+        metrics_T["opsm_clipfrac"] = 1 - keep_T
     if args.use_tis or args.get_mismatch_metrics:
         corrected_T, masks, tis_T = _mismatch(args, batch, loss_T, old_log_probs)
         metrics_T |= tis_T
@@ -191,16 +194,13 @@ def _whole(batch: Batch, column: list[Tensor]) -> list[Tensor]:
     return [all_gather_with_cp(tensor, *length) for tensor, length in zip(column, lengths, strict=True)]
 
 
-def _opsm(
-    args: Namespace, batch: Batch, log_probs: list[Tensor], old_log_probs: list[Tensor]
-) -> tuple[Tensor, Tensor]:
+def _opsm(args: Namespace, batch: Batch, log_probs: list[Tensor], old_log_probs: list[Tensor]) -> Tensor:
     return off_policy_sequence_mask(
         _whole(batch, [log_prob.detach() for log_prob in log_probs]),
         _whole(batch, old_log_probs),
         batch["loss_masks"],
         batch["advantages"],
         delta=args.opsm_delta,
-        local_mask_N=local_masks(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]),
     )
 
 

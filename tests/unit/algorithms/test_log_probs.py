@@ -39,7 +39,7 @@ def test_values_equal_those_of_a_plain_softmax(chunk_size, temperature, masked):
     logits, targets, keep = random_rows()
     keep = keep if masked else None
     log_prob, entropy = vocab_parallel_log_probs(
-        logits, targets, chunk_size=chunk_size, with_entropy=True, keep_mask_TV=keep, temperature=temperature
+        logits, targets, chunk_size=chunk_size, with_entropy=True, keep=keep, temperature=temperature
     )
     expected = plain(logits, targets, temperature, keep)
     torch.testing.assert_close(log_prob, expected[0])
@@ -59,7 +59,7 @@ def test_gradient_is_that_of_the_formula(masked, with_entropy, chunk_size):
             targets,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
-            keep_mask_TV=keep if masked else None,
+            keep=keep if masked else None,
             temperature=0.7,
         )
         return (log_prob, entropy) if with_entropy else log_prob
@@ -92,9 +92,7 @@ def test_the_logits_themselves_are_left_alone():
     logits, targets, keep = random_rows(dtype=torch.float32)
     before = logits.clone()
     logits.requires_grad_()
-    log_prob, entropy = vocab_parallel_log_probs(
-        logits, targets, with_entropy=True, keep_mask_TV=keep, temperature=0.5
-    )
+    log_prob, entropy = vocab_parallel_log_probs(logits, targets, with_entropy=True, keep=keep, temperature=0.5)
     (log_prob.sum() + entropy.sum()).backward()
     assert torch.equal(logits.detach(), before)
 
@@ -122,7 +120,7 @@ def test_columns_at_minus_infinity_do_not_exist():
 
 def test_target_is_kept_even_when_the_mask_drops_everything():
     log_prob, _ = vocab_parallel_log_probs(
-        torch.randn(2, 5), torch.tensor([1, 3]), keep_mask_TV=torch.zeros(2, 5, dtype=torch.bool)
+        torch.randn(2, 5), torch.tensor([1, 3]), keep=torch.zeros(2, 5, dtype=torch.bool)
     )
     torch.testing.assert_close(log_prob, torch.zeros(2))
 

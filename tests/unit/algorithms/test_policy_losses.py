@@ -1,6 +1,7 @@
 """PPO clip, GSPO, CISPO, OPSM: values by hand, gradients, refusals."""
 
 import math
+from argparse import Namespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from slime.algorithms.policy_losses.gspo import sequence_log_ratio, spread_over_
 from slime.algorithms.policy_losses.opsm import off_policy_sequence_mask
 from slime.algorithms.policy_losses.ppo_clip import ClipConfig, clipped_policy_loss
 from slime.utils.errors import ConfigError
+from slime.utils.ppo_utils import compute_opsm_mask
 
 
 def log_ratio(ratio):
@@ -73,7 +75,8 @@ def test_punished_sequences_that_drifted_are_dropped():
     new = [torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, 1.0]), torch.tensor([-9.0])]
     mask = [torch.tensor([1, 1]), torch.tensor([1, 0]), torch.tensor([1, 1]), torch.tensor([0])]
     advantage = [torch.tensor([-1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0]), torch.ones(1)]
-    keep, dropped = off_policy_sequence_mask(new, old, mask, advantage, delta=0.5)
+    keep = off_policy_sequence_mask(new, old, mask, advantage, delta=0.5)
     # first: one of two tokens has A < 0; second: both, of which one is trained; third moved towards; fourth untrained
     assert keep.tolist() == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
-    assert dropped.item() == 0.5 + 1.0
+    # the old path also counts: half of the first, all that is trained of the second
+    assert compute_opsm_mask(Namespace(opsm_delta=0.5), new, old, advantage, mask)[1].item() == 0.5 + 1.0

@@ -1,0 +1,122 @@
+"""What a whole training step must give, put together from ``reference``: advantages, loss, metrics.
+
+``args`` are the trainer's own flags, and only here are they looked at; the formulas are all in ``reference``.  The
+policy is a table: the logits after a token are a row of it, so that every part of the gradient can be told apart.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+from torch import Tensor
+
+from tests.oracle import reference
+from tests.oracle.reference import Example, f64
+
+
+def advantages_and_returns(args: Namespace, examples: list[Example]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of every example of the rollout, all steps together."""
+    kind = args.advantage_estimator
+    advantages, returns = [], []
+    for example in examples:
+        ours = f64(example.rollout if args.use_rollout_logprobs else example.old)
+        penalty = reference.kl(ours, f64(example.reference), args.kl_loss_type) * (1.0 if args.kl_coef else 0.0)
+        if kind == "ppo":
+            advantage, target = reference.gae(example, penalty, args.kl_coef, args.gamma, args.lambd)
+        elif kind == "reinforce_plus_plus":
+            advantage = target = reference.reinforce_plus_plus(example, penalty, args.kl_coef, args.gamma)
+        elif kind == "reinforce_plus_plus_baseline":
+            advantage = target = reference.reinforce_plus_plus_baseline(example, penalty, args.kl_coef)
+        else:
+            advantage = target = reference.reward_on_every_token(example)
+        advantages.append(advantage)
+        returns.append(target)
+    if args.normalize_advantages:
+        advantages = reference.whitened(advantages, examples)
+    return advantages, returns
+
+
+def policy_tokens(args: Namespace, example: Example, logits: Tensor, advantage: Tensor) -> dict[str, Tensor]:
+    """Per-token loss and metrics of one sample; what is reduced over the step."""
+    log_prob = reference.response_log_probs(example, logits, args.rollout_temperature, args.rollout_top_p != 1.0)
+    entropy = reference.response_entropies(example, logits, args.rollout_temperature)
+    if args.use_rollout_logprobs:
+        old = f64(example.rollout)
+    elif args.reuse_log_probs:
+        old = log_prob.detach()
+    else:
+        old = f64(example.old)
+    sample = Example(**{**vars(example), "old": old.tolist()})
+    low, high = args.eps_clip, args.eps_clip_high
+    ratio = (log_prob - old).exp()
+    if args.advantage_estimator == "gspo":
+        log_ratio = reference.mean_over_trained_tokens(log_prob - old, example)
+        ratio = log_ratio.exp().expand(example.response_length)
+    clipped = reference.is_clipped(ratio.detach(), advantage, low, high)
+    if args.advantage_estimator == "cispo":
+        loss = reference.cispo_losses(sample, log_prob, advantage, low, high)
+        clipped = ((ratio < 1 - low) | (ratio > 1 + high)).double()
+    else:
+        loss = reference.clipped_surrogate(ratio, advantage, low, high, args.eps_clip_c)
+    found = {"pg_clipfrac": clipped, "ppo_kl": -ratio.detach().log(), "entropy_loss": entropy}
+    if args.use_opsm:
+        keeps = reference.opsm_keeps(sample, log_prob, advantage, args.opsm_delta)
+        loss = loss * keeps
+        found["opsm_clipfrac"] = 1 - keeps
+    if args.use_tis:
+        weight = (old - f64(example.rollout)).exp()
+        is_icepop = args.custom_tis_function_path is not None
+        used = reference.mismatch_weights(sample, args.tis_clip_low, args.tis_clip, drop=is_icepop)
+        loss = loss * used
+        found |= {"ois": weight, "tis": weight, "tis_abs": (weight - 1).abs()}
+        found["tis_clipfrac"] = ((weight < args.tis_clip_low) | (weight > args.tis_clip)).double()
+    found["pg_loss"] = loss
+    loss = loss - args.entropy_coef * entropy
+    if args.use_kl_loss:
+        correction = (log_prob - old).exp() if args.use_unbiased_kl else 1.0
+        found["kl_loss"] = reference.kl(log_prob, f64(example.reference), args.kl_loss_type, correction)
+        loss = loss + args.kl_loss_coef * found["kl_loss"]
+    ours = log_prob.detach() if args.use_rollout_logprobs else old
+    found["train_rollout_logprob_abs_diff"] = (ours - f64(example.rollout)).abs()
+    return {"loss": loss, **found}
+
+
+def step_tokens(
+    args: Namespace, example: Example, logits: Tensor, advantage: Tensor, target: Tensor
+) -> dict[str, Tensor]:
+    """Per-token loss and metrics of one sample under ``--loss-type`` (``value_loss`` is the critic's)."""
+    if args.loss_type == "sft_loss":
+        return {"loss": -reference.response_log_probs(example, logits, args.rollout_temperature)}
+    if args.loss_type == "value_loss":
+        start = example.prompt_length - 1
+        values = logits[start : start + example.response_length, 0]
+        losses = reference.value_losses(values, example, target, args.value_clip)
+        return {"value_loss": losses, "value_clipfrac": (losses > (values - target) ** 2).double()}
+    return policy_tokens(args, example, logits, advantage)
+
+
+def expected_steps(
+    args: Namespace, examples: list[Example], table: Tensor, rollouts_per_step: int
+) -> list[tuple[dict[str, float], Tensor]]:
+    """[step] the metrics (loss among them) and the gradient of the loss with respect to ``table``."""
+    advantages, targets = advantages_and_returns(args, examples)
+    rows = list(zip(examples, advantages, targets, strict=True))
+    mean = reference.mean_over_tokens if args.calculate_per_token_loss else reference.mean_over_rollouts
+    rollout_ids = list(dict.fromkeys(example.rollout_id for example in examples))
+    steps = []
+    for first in range(0, len(rollout_ids) // rollouts_per_step * rollouts_per_step, rollouts_per_step):
+        chosen = set(rollout_ids[first : first + rollouts_per_step])
+        parameters = table.clone().requires_grad_()
+        real = parameters[:, : args.vocab_size]  # without the columns that pad the vocabulary
+        tokens = [
+            (example, step_tokens(args, example, real[torch.tensor(example.tokens)], advantage, target))
+            for example, advantage, target in rows
+            if example.rollout_id in chosen
+        ]
+        of_step = [example for example, _ in tokens]
+        means = {name: mean([found[name] for _, found in tokens], of_step) for name in tokens[0][1]}
+        loss = means.get("loss", means.get("value_loss"))
+        loss.backward()
+        steps.append(({name: value.item() for name, value in means.items()}, parameters.grad))
+    return steps
