@@ -62,6 +62,8 @@ def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> Check
         raise ConfigError(f"{flag}: {folder} is not a folder. Give a Megatron or a Hugging Face checkpoint.")
     if is_iteration_folder(folder):
         return CheckpointFolder("megatron", int(path.name.removeprefix("iter_")))
+    if path.name == "release" and (path / "metadata.json").is_file():
+        return CheckpointFolder("megatron", "release")
     if (path / TRACKER).is_file():
         iteration = read_tracker(path / TRACKER, flag)
         wanted = iteration if step is None else step

@@ -57,8 +57,6 @@ NOT_YET: dict[str, Missing] = {
     "rollout_external_engine_addrs": Missing(reason="engines of somebody else cannot be adopted yet"),
     "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),
     "use_distributed_post": Missing(reason="requests are posted from one process only, so far"),
-    "async_save": Missing(reason="checkpoints are written while training waits, so far"),
-    "freeze_indexer": Missing(reason="DeepSeek sparse attention is not built yet"),
     "qwen_gdn_backend": Missing(reason="the gated delta net is not built yet", used=lambda value: value != "fla"),
     "use_stateless_adam": Missing(reason="this optimizer is not built yet"),
     "rollout_buffer_url": Missing(reason=NO_BUFFER_SERVICE, used=_is_given),

@@ -18,6 +18,7 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, train_metrics
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
+from slime.backends.megatron_utils.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.forward import Reader, forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
@@ -72,6 +73,7 @@ class MegatronTrainRayActor(TrainWorker):
         self._sender: WeightSender | None = None
         self._last_rollout_id: int | None = None
         self._is_asleep = False
+        self._background_save = BackgroundSave(checkpoint.publish_checkpoint) if args.async_save else None
         memory.report(f"of {role} rank {self.rank} after loading")
         memory.freeze_long_lived_objects()
         self._rest()
@@ -294,7 +296,12 @@ class MegatronTrainRayActor(TrainWorker):
         args = self.args
         with timer("save_model"):
             self.wake_up()
-            checkpoint.save_checkpoint(args, rollout_id, self.model, self.optimizer, self.scheduler)
+            if self._background_save is not None:
+                self._background_save.wait()
+            background = None if force_sync else self._background_save
+            checkpoint.save_checkpoint(
+                args, rollout_id, self.model, self.optimizer, self.scheduler, background=background
+            )
             if args.save_hf and self.role == "actor":
                 self._save_hf(rollout_id)
             self._rest()
@@ -312,7 +319,10 @@ class MegatronTrainRayActor(TrainWorker):
         )
 
     def publish_checkpoint(self, rollout_id: int) -> None:
-        """Make the checkpoint count; rank 0 writes, all ranks wait for it."""
+        """Make the checkpoint count, with ``--async-save`` once it is on disk; rank 0 writes."""
+        if self._background_save is not None:
+            self._background_save.publish(self.args.save, rollout_id)
+            return
         if dist.get_rank() == 0:
             checkpoint.publish_checkpoint(self.args.save, rollout_id)
         dist.barrier(group=get_gloo_group())  # over NCCL it would allocate, and the trainer may be asleep

@@ -30,10 +30,16 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime.backends.megatron_utils.checkpoint_fit import check_fit
+from slime.backends.megatron_utils.checkpoint_writer import BackgroundSave, sync_folder, write_checkpoint
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
-from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
+from slime.backends.megatron_utils.optimizer_state import (
+    load_optimizer_state,
+    optimizer_state,
+    refresh_master_weights,
+)
 from slime.backends.megatron_utils.rng_state import load_rng_state, rng_state
-from slime.backends.megatron_utils.torch_dist_strategy import InProcessSaveStrategy
+from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -108,42 +114,59 @@ def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "-
 
 
 def save_checkpoint(
-    args: Namespace, iteration: int | str, model: list[torch.nn.Module], optimizer: Any, opt_param_scheduler: Any
+    args: Namespace,
+    iteration: int | str,
+    model: list[torch.nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    *,
+    background: BackgroundSave | None = None,
 ) -> Path:
     """Write the checkpoint of ``iteration`` (or ``"release"``), whole but not yet counting.  Collective.
 
-    Returns its folder.
-
     What a run that was killed in the middle of this save left in the folder is removed first.
+
+    Args:
+        args: complete flags; ``--save`` says where, ``--no-save-optim`` and ``--no-save-rng`` what not.
+        iteration: of the folder's name.
+        model: this rank's chunks.
+        optimizer: None where nothing was trained.
+        opt_param_scheduler: None where there is no optimizer.
+        background: copies the state, writes it while training goes on, and publishes it (``--async-save``).
+
+    Returns:
+        The checkpoint's folder.
     """
     folder = checkpoint_folder(args.save, iteration)
     start = time.monotonic()
+    if background is not None:
+        background.wait()
+    make_empty_folder(folder)
+    for chunk in model:
+        if hasattr(chunk, "start_param_sync"):
+            chunk.start_param_sync(force_sync=True)  # with overlapped gathers a rank may hold stale weights
+    state = common_state(args, iteration)
+    weights = model_state(model)
+    state.update(weights)
+    if optimizer is not None and not args.no_save_optim:
+        state["optimizer"] = optimizer_state(optimizer, weights)
+        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    if not args.no_save_rng:
+        state["rng_state"] = rng_state()
+    write_checkpoint(state, folder, background=background)
+    if dist.get_rank() == 0:
+        verb = "copied" if background is not None else "wrote"
+        logger.info("%s checkpoint %s in %.1f s", verb, folder, time.monotonic() - start)
+    return folder
+
+
+def make_empty_folder(folder: Path) -> None:
+    """An empty folder in the place of whatever is there.  Collective."""
     if dist.get_rank() == 0:
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-    dist.barrier()
-    for chunk in model:
-        if hasattr(chunk, "start_param_sync"):
-            chunk.start_param_sync(force_sync=True)  # with overlapped gathers a rank may hold stale weights
-    state = _common_state(args, iteration)
-    model_state = _model_state(model)
-    state.update(model_state)
-    if optimizer is not None and not args.no_save_optim:
-        state["optimizer"] = optimizer_state(optimizer, model_state)
-        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
-    if not args.no_save_rng:
-        state["rng_state"] = rng_state()
-    dist_checkpointing.save(
-        state,
-        str(folder),
-        InProcessSaveStrategy(),
-        preprocess_common_before_consistancy_check=_without_rank,
-        content_metadata={"format": "slime"},
-    )
-    if dist.get_rank() == 0:
-        logger.info("wrote checkpoint %s in %.1f s", folder, time.monotonic() - start)
-    return folder
+    dist.barrier(group=init_gloo_group())
 
 
 def publish_checkpoint(save_dir: str | Path, iteration: int | str) -> None:
@@ -155,24 +178,17 @@ def publish_checkpoint(save_dir: str | Path, iteration: int | str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, root / TRACKER_FILE)
-    descriptor = os.open(root, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(root)
 
 
-def _without_rank(common: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal on all ranks: the arguments hold each rank's own number."""
-    return {key: value for key, value in common.items() if key != "args"}
-
-
-def _common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
+def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
+    """What a checkpoint holds beside its tensors."""
     return {
         "args": Namespace(**{name: _plain(value) for name, value in vars(args).items()}),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 1 if iteration == RELEASE else iteration,
         "num_floating_point_operations_so_far": getattr(args, "num_floating_point_operations_so_far", 0),
+        "content_metadata": {"format": "slime"},
     }
 
 
@@ -192,7 +208,7 @@ def _plain(value: Any) -> Any:
     return repr(value)
 
 
-def _model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
+def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
     """Sharded state of every chunk: ``model``, or ``model0``, ``model1`` ... with virtual pipeline stages."""
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     chunks = unwrap_model(model)
@@ -228,19 +244,19 @@ def load_checkpoint(
         raise DataError(f"{flag} is {root!r}: there is no such folder, or it is empty")
     if read_tracker(root) is None and not _is_checkpoint_folder(Path(root)) and supports_hf_weight_loading(root):
         load_hf_weights(args, unwrap_model(model), root)
-        _refresh_master_weights(optimizer)
+        _refresh(optimizer)
         return 0
     folder, iteration = find_checkpoint(root, args.ckpt_step, flag=flag)
-    _load_model(folder, model, flag)
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    _load_model(args, folder, common.get("args"), model, flag)
     is_weights_only = iteration == RELEASE or args.finetune
     if is_weights_only:
-        _refresh_master_weights(optimizer)
+        _refresh(optimizer)
         logger.info("loaded the weights of %s", folder)
         return 0
-    common = dist_checkpointing.load_common_state_dict(str(folder))
     if optimizer is not None:
         if args.no_load_optim:
-            _refresh_master_weights(optimizer)
+            _refresh(optimizer)
         else:
             _load_optimizer(args, folder, common, model, optimizer, opt_param_scheduler)
     if not args.no_load_rng:
@@ -253,18 +269,19 @@ def _is_checkpoint_folder(path: Path) -> bool:
     return bool(_ITERATION_FOLDER.fullmatch(path.name)) or path.name == RELEASE
 
 
-def _load_model(folder: Path, model: list[torch.nn.Module], flag: str) -> None:
+def _load_model(
+    args: Namespace, folder: Path, common: dict[str, Any], model: list[torch.nn.Module], flag: str
+) -> None:
+    wanted = model_state(model)
+    check_fit(args, folder, wanted, common.get("args"), flag)
     try:
-        state = dist_checkpointing.load(_model_state(model), str(folder))
+        state = dist_checkpointing.load(wanted, str(folder))
         chunks = unwrap_model(model)
         for index, chunk in enumerate(chunks):
             name = "model" if len(chunks) == 1 else f"model{index}"
             chunk.load_state_dict(state[name])
     except (CheckpointException, CheckpointingException, KeyError, RuntimeError, ValueError) as error:
-        raise DataError(
-            f"{flag}: the checkpoint {folder} does not fit the model that the flags describe: {_first_cause(error)}. "
-            "Compare the MODEL_ARGS of this run with those it was made with."
-        ) from error
+        raise DataError(f"{flag}: the checkpoint {folder} cannot be loaded: {_first_cause(error)}") from error
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -289,7 +306,14 @@ def _load_optimizer(
             "go on with a fresh optimizer"
         )
     flags_rule = not args.use_checkpoint_opt_param_scheduler
-    load_optimizer_state(optimizer, _model_state(model), str(folder), keep_learning_rates=flags_rule)
+    try:
+        load_optimizer_state(optimizer, model_state(model), str(folder), keep_learning_rates=flags_rule)
+    except (CheckpointException, CheckpointingException, KeyError) as error:
+        raise DataError(
+            f"--load: the optimizer state of {folder} cannot be loaded: {_first_cause(error)}. Were other parameters "
+            "trained (--freeze-params-name-list, --only-train-params-name-list)? Pass --no-load-optim to go on with a "
+            "fresh optimizer."
+        ) from error
     if opt_param_scheduler is not None:
         # After the optimizer: both write the learning rate, and the scheduler has the last word.
         saved = common["opt_param_scheduler"]
@@ -321,7 +345,7 @@ def _load_generators(folder: Path, common: dict[str, Any]) -> None:
     load_rng_state(state["rng_state"])
 
 
-def _refresh_master_weights(optimizer: Any) -> None:
+def _refresh(optimizer: Any) -> None:
     """Copy freshly loaded weights into the optimizer's fp32 masters."""
     if optimizer is not None:
-        optimizer.reload_model_params()
+        refresh_master_weights(optimizer)

@@ -3,21 +3,19 @@
 megatron-core 0.16.1 over ``torch.optim.AdamW`` (what it uses without TransformerEngine and Apex) cannot load the state
 that it saves: it puts ONE step counter into the state of all parameters, which AdamW then advances once a parameter
 (``distrib_optimizer.py:821``), and with several gradient buckets it writes shifted values (``:1474``).  So the state
-of the distributed optimizer is written and read here, through public calls.  Since every tensor is stored whole and
-sliced on load, TP, PP, EP, DP and the bucket sizes may change between save and load.  The tensors have the names of
-the wheel's ``fully_reshardable`` format: ``optimizer.state.{param, exp_avg, exp_avg_sq}.<parameter>``.
+of the distributed optimizer is written and read here.  Since every tensor is stored whole and sliced on load, TP, PP,
+EP, DP, the bucket sizes and ``--optimizer-cpu-offload`` may change between save and load.  The tensors have the names
+of the wheel's ``fully_reshardable`` format: ``optimizer.state.{param, exp_avg, exp_avg_sq}.<parameter>``.
 
     state = {"model": module.sharded_state_dict()}
     state["optimizer"] = optimizer_state(optimizer, state)       # collective
     ...
     load_optimizer_state(optimizer, state, path)                 # collective; the weights are loaded before
-
-Optimizers that are not distributed are right in the wheel and are left to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,9 +28,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
+from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
@@ -41,6 +41,9 @@ Entries = dict[torch.nn.Parameter, Entry]
 MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 STATE_NAMES = (MASTER, *MOMENTS)
 """Per parameter: the fp32 master weight and Adam's two moments."""
+
+GROUP_NUMBERS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr")
+"""What a parameter group takes from a checkpoint; which kernel steps it is this run's business."""
 
 
 class Part(NamedTuple):
@@ -63,7 +66,7 @@ class Bucket(NamedTuple):
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> dict[str, Any]:
-    """The sharded state of an optimizer, for ``dist_checkpointing.save``.  Collective.
+    """The sharded state of an optimizer, for ``dist_checkpointing.save``.  Collective; the tensors are on the host.
 
     Args:
         optimizer: what ``get_megatron_optimizer`` returned.
@@ -71,14 +74,14 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -
     """
     members = _members(optimizer)
     entries = _model_entries(model_state)
-    ours = [member for member in members if _is_ours(member)]
-    steps = dict(zip(map(id, ours), _agreed_steps(ours), strict=True))
-    return {
-        str(index): _member_state(member, steps[id(member)], entries)
-        if id(member) in steps
-        else member.sharded_state_dict(model_state)
-        for index, member in enumerate(members)
-    }
+    tensors: dict[str, Entry] = {}
+    for member in members:
+        tensors |= _member_tensors(member, entries)
+    state: dict[str, Any] = {"optimizer": {"param_groups": _groups_of_all_ranks(members)}, "param_state": tensors}
+    scaler = next((member.grad_scaler for member in members if member.grad_scaler), None)
+    if scaler is not None:
+        state["grad_scaler"] = scaler.state_dict()
+    return state
 
 
 def load_optimizer_state(
@@ -99,32 +102,36 @@ def load_optimizer_state(
     """
     members = _members(optimizer)
     entries = _model_entries(model_state)
-    request = {
-        str(index): {"param_state": _request(member, entries)}
-        if _is_ours(member)
-        else member.sharded_state_dict(model_state, is_loading=True)
-        for index, member in enumerate(members)
-    }
+    request: dict[str, Entry] = {}
+    for member in members:
+        request |= _request(member, entries)
     # Each rank asks for the parameters it holds a part of, so "each tensor is asked for once" does not hold.
-    loaded = dist_checkpointing.load({"optimizer": request}, path, validate_access_integrity=False)["optimizer"]
-    saved_groups = [
-        group for state in loaded.values() if "optimizer" in state for group in state["optimizer"]["param_groups"]
-    ]
-    for index, member in enumerate(members):
-        if _is_ours(member):
-            _restore_member(member, loaded[str(index)], saved_groups, keep_learning_rates)
+    loaded = dist_checkpointing.load({"optimizer": {"param_state": request}}, path, validate_access_integrity=False)
+    state = loaded["optimizer"]
+    groups = list(_groups_in(state))
+    for member in members:
+        _restore_member(member, state["param_state"], groups, keep_learning_rates)
+        if member.grad_scaler and "grad_scaler" in state:
+            member.grad_scaler.load_state_dict(state["grad_scaler"])
+
+
+@torch.no_grad()
+def refresh_master_weights(optimizer: MegatronOptimizer) -> None:
+    """Copy the model's weights, freshly loaded, into the optimizer's fp32 masters."""
+    for member in _members(optimizer):
+        if isinstance(member.optimizer, HybridDeviceOptimizer):
+            # Its own way forgets the host copies of parameters that are fp32 in the model.
+            for held, master in member.optimizer.param_to_inner_param.items():
+                if master is not held:
+                    master.copy_(held)
         else:
-            member.load_state_dict(loaded[str(index)])
+            member.reload_model_params()
 
 
-def _members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Experts have an optimizer of their own, chained to that of the dense parameters."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _is_ours(member: MegatronOptimizer) -> bool:
-    """Whether this module, not the wheel, keeps the member's state."""
-    return isinstance(member, DistributedOptimizer) and type(member.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+def _members(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """Experts have an optimizer of their own, chained to that of the dense parameters.  Empty ones are left out."""
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [member for member in members if not getattr(member, "is_stub_optimizer", False)]
 
 
 def _model_entries(model_state: dict[str, Any]) -> Entries:
@@ -145,34 +152,78 @@ def _buckets(member: DistributedOptimizer) -> Iterator[Bucket]:
             yield Bucket(bucket.grad_data.numel(), bucket.grad_data.device, parts, local["param_map"])
 
 
-def _live_state(member: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """This rank's flat slices of one parameter: master weight, moments, and its own step counter.
+class _LiveStates:
+    """What one member knows of its parameters, on this rank: flat slices of master weights and moments."""
 
-    Adam's state is created the way Adam does at its first step, if it is not there yet.
+    def __init__(self, member: DistributedOptimizer) -> None:
+        self._member = member
+        self._hybrid = member.optimizer if isinstance(member.optimizer, HybridDeviceOptimizer) else None
+        # With --optimizer-cpu-offload there is a torch optimizer per parameter, over its copy on the host.
+        parts = self._hybrid.sub_optimizers if self._hybrid else [member.optimizer]
+        self._home = {
+            master: (part, group) for part in parts for group in part.param_groups for master in group["params"]
+        }
+
+    def held(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The slice that the distributed optimizer steps: with offload it is the model's own memory."""
+        group_index, order = self._member.model_param_group_index_map[parameter]
+        return self._member.optimizer.param_groups[group_index]["params"][order]
+
+    def of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Master weight, moments, and the parameter's own step counter.
+
+        Adam's state is created the way Adam does at its first step, if it is not there yet.
+        """
+        master = self.held(parameter)
+        if self._hybrid:
+            master = self._hybrid.param_to_inner_param[master]
+        part, group = self._home[master]
+        state = part.state[master]
+        if "step" not in state:
+            on_device = group.get("fused") or group.get("capturable")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
+        return {MASTER: master.detach(), "step": state["step"], **{name: state[name] for name in MOMENTS}}
+
+    def steps(self) -> set[float]:
+        """The step counters that there are."""
+        states = [part.state[master] for master, (part, _) in self._home.items() if master in part.state]
+        return {float(state["step"]) for state in states if "step" in state}
+
+
+def _groups_of_all_ranks(members: Iterable[DistributedOptimizer]) -> list[dict[str, Any]]:
+    """Every rank's parameter groups, each role once, with the step counter that all agree on.
+
+    A rank need not have them all: a pipeline stage may have no experts, or nothing that is trained.
     """
-    group_index, order = member.model_param_group_index_map[parameter]
-    group = member.optimizer.param_groups[group_index]
-    master = group["params"][order]
-    state = member.optimizer.state[master]
-    if not state:
-        on_device = group.get("fused") or group.get("capturable")
-        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
-        for name in MOMENTS:
-            state[name] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
-    return {MASTER: master.detach(), "step": state["step"], **{name: state[name] for name in MOMENTS}}
+    members = list(members)
+    own = {
+        "steps": set().union(*(_LiveStates(member).steps() for member in members)),
+        "groups": [
+            {name: group[name] for name in (*param_group_identifier_keys, *GROUP_NUMBERS) if name in group}
+            for member in members
+            for group in member.optimizer.param_groups
+        ],
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own, group=init_gloo_group())
+    steps = set().union(*(rank["steps"] for rank in everyone))
+    if len(steps) > 1:
+        raise DataError(f"parameters of one optimizer have different step counters: {sorted(steps)}")
+    step = max(steps, default=0.0)
+    by_role = {_role(group): {**group, "step": step} for rank in reversed(everyone) for group in rank["groups"]}
+    return list(by_role.values())
 
 
-def _agreed_steps(members: list[DistributedOptimizer]) -> list[float]:
-    """The step counter of each member, agreed by all ranks: a rank may hold no parameter of a member."""
-    own = []
-    for member in members:
-        counters = {float(state["step"]) for state in member.optimizer.state.values() if state}
-        if len(counters) > 1:
-            raise DataError(f"parameters of one optimizer have different step counters: {sorted(counters)}")
-        own.append(counters.pop() if counters else 0.0)
-    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
-    return [max(steps) for steps in zip(*everyone, strict=True)]
+def _role(group: dict[str, Any], ignored: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in param_group_identifier_keys if key not in ignored)
+
+
+def _groups_in(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The saved parameter groups, also where each chained optimizer has its own entry."""
+    for part in (state, *(value for name, value in state.items() if name.isdigit())):
+        yield from part.get("optimizer", {}).get("param_groups", [])
 
 
 def _slot(parameter: torch.nn.Parameter, name: str) -> str:
@@ -189,15 +240,15 @@ def _like(entry: Entry, name: str, data: torch.Tensor) -> Entry:
 
 
 @torch.no_grad()
-def _member_state(member: DistributedOptimizer, step: float, entries: Entries) -> dict[str, Any]:
+def _member_tensors(member: DistributedOptimizer, entries: Entries) -> dict[str, Entry]:
     tensors: dict[str, Entry] = {}
-    group = member.data_parallel_group
+    group, live = member.data_parallel_group, _LiveStates(member)
     for bucket in _buckets(member):
         for name in STATE_NAMES:
             share = torch.zeros(bucket.size // group.size(), dtype=torch.float32, device=bucket.device)
             for parameter, ranges in bucket.local.items():
                 where = ranges["gbuf_local"]
-                share[where.start : where.end] = _live_state(member, parameter)[name]
+                share[where.start : where.end] = live.of(parameter)[name]
             whole = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
             dist.all_gather_into_tensor(whole, share, group=group)
             for parameter, part in bucket.parts.items():
@@ -205,11 +256,7 @@ def _member_state(member: DistributedOptimizer, step: float, entries: Entries) -
                 if is_main_replica(entry.replica_id):  # the other replicas are not written
                     data = whole[part.start : part.end].view(parameter.shape).to("cpu", copy=True)
                     tensors[_slot(parameter, name)] = _like(entry, name, data)
-    groups = [{k: v for k, v in g.items() if k != "params"} | {"step": step} for g in member.optimizer.param_groups]
-    state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": tensors}
-    if member.grad_scaler:
-        state["grad_scaler"] = member.grad_scaler.state_dict()
-    return state
+    return tensors
 
 
 def _request(member: DistributedOptimizer, entries: Entries) -> dict[str, Entry]:
@@ -224,33 +271,37 @@ def _request(member: DistributedOptimizer, entries: Entries) -> dict[str, Entry]
 
 @torch.no_grad()
 def _restore_member(
-    member: DistributedOptimizer, state: dict[str, Any], saved_groups: list[dict[str, Any]], keep_learning_rates: bool
+    member: DistributedOptimizer,
+    tensors: dict[str, torch.Tensor],
+    saved_groups: list[dict[str, Any]],
+    keep_learning_rates: bool,
 ) -> None:
     steps = {group["step"] for group in saved_groups}
     if len(steps) != 1:
         raise DataError(f"parameter groups of the checkpoint have different step counters: {sorted(steps)}")
     (step,) = steps
+    kept = ("max_lr", "min_lr") if keep_learning_rates else ()
     for group in member.optimizer.param_groups:
         saved = _matching_group(group, saved_groups)
-        kept = {"step", "is_expert_parallel", *(("max_lr", "min_lr") if keep_learning_rates else ())}
-        group.update({k: v for k, v in saved.items() if k not in kept})
+        group.update({name: saved[name] for name in GROUP_NUMBERS if name in saved and name not in kept})
+    live = _LiveStates(member)
     for bucket in _buckets(member):
         for parameter, ranges in bucket.local.items():
-            live = _live_state(member, parameter)
-            live["step"].fill_(step)
+            state = live.of(parameter)
+            state["step"].fill_(step)
             piece = ranges["param"]
             for name in STATE_NAMES:
-                live[name].copy_(state["param_state"][_slot(parameter, name)].flatten()[piece.start : piece.end])
-    if member.grad_scaler and "grad_scaler" in state:
-        member.grad_scaler.load_state_dict(state["grad_scaler"])
+                state[name].copy_(tensors[_slot(parameter, name)].flatten()[piece.start : piece.end])
+            held = live.held(parameter)
+            if held.device != state[MASTER].device:
+                held.copy_(state[MASTER])
 
 
 def _matching_group(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """The saved group of the same role.  Experts have groups of their own only when EP or ETP exceeds one."""
     for ignored in ((), ("is_expert_parallel",)):
-        keys = [key for key in param_group_identifier_keys if key not in ignored]
         for candidate in saved:
-            if all(candidate.get(key) == group.get(key) for key in keys):
+            if _role(candidate, ignored) == _role(group, ignored):
                 return candidate
     role = {key: group.get(key) for key in param_group_identifier_keys}
     raise DataError(

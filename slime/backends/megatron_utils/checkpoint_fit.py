@@ -1,0 +1,138 @@
+"""Does a checkpoint fit the model that the flags describe?  Asked before anything is loaded, so that the answer can
+name what differs: flags, shapes, tensors that are missing, tensors without a place.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.errors import DataError
+
+NOT_WEIGHTS = ("optimizer.", "rng_state")
+"""Beginnings of names in a checkpoint that are no part of the model."""
+
+SAME_SHAPE = ("num_attention_heads", "num_query_groups", "kv_channels", "qk_head_dim", "qk_pos_emb_head_dim")
+"""Flags that say what the rows of a matrix mean: two models that differ in them may have the same shapes."""
+
+SHAPE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", *SAME_SHAPE, "v_head_dim", "q_lora_rank", "kv_lora_rank"),
+    *("vocab_size", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq"),
+    *("mtp_num_layers", "multi_latent_attention", "qk_layernorm", "add_qkv_bias", "swiglu"),
+    "untie_embeddings_and_output_weights",
+)
+"""Flags that decide which tensors there are, in the order in which they are named."""
+
+Shapes = dict[str, tuple[tuple[int, ...], bool]]
+"""Name on disk -> shape of the whole tensor, and whether its vocabulary may be padded to another length."""
+
+
+def check_fit(args: Namespace, folder: Path, model_state: Mapping[str, Any], saved_args: Any, flag: str) -> None:
+    """Refuse a checkpoint that does not fit.  Collective; rank 0 looks.
+
+    Tensors of MTP layers that the model does not have are left unread.
+
+    Args:
+        args: complete flags of this run.
+        folder: of the checkpoint.
+        model_state: sharded state of this rank's chunks.
+        saved_args: the arguments in the checkpoint, or None.
+        flag: that named the checkpoint.
+
+    Raises:
+        DataError: on every rank, with all that differs.
+    """
+    group = init_gloo_group()
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(_shapes_of(model_state), everyone, dst=0, group=group)
+    verdict = [""]
+    if everyone is not None:
+        wanted: Shapes = {}
+        for shapes in everyone:
+            wanted |= shapes
+        lines = [*_flag_lines(args, saved_args, SAME_SHAPE)]
+        differences = list(_tensor_lines(wanted, _saved_shapes(folder), args.vocab_size))
+        if differences:
+            lines = [*_flag_lines(args, saved_args, SHAPE), *differences]
+        verdict = ["\n  ".join(lines)]
+    dist.broadcast_object_list(verdict, src=0, group=group)
+    if verdict[0]:
+        raise DataError(
+            f"{flag}: the checkpoint {folder} does not fit the model that the flags describe:\n  {verdict[0]}\n"
+            "Compare the MODEL_ARGS of this run with those it was made with."
+        )
+
+
+def _shapes_of(model_state: Mapping[str, Any]) -> Shapes:
+    sharded, _, _ = load_preprocess(dict(model_state))
+    return {
+        entry.key: (tuple(entry.global_shape), bool(entry.allow_shape_mismatch))
+        for entry in nested_values(sharded)
+        if isinstance(entry, ShardedTensor)
+    }
+
+
+def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        key: tuple(entry.size)
+        for key, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith(NOT_WEIGHTS)
+    }
+
+
+def _flag_lines(args: Namespace, saved_args: Any, names: Iterable[str]) -> Iterator[str]:
+    """One line for each flag whose value the checkpoint knows to be another."""
+    if saved_args is None:
+        return
+    ours, theirs = vars(args), vars(saved_args)
+    for name in names:
+        is_default_groups = name == "num_query_groups" and not theirs.get("group_query_attention")
+        saved = theirs.get("num_attention_heads" if is_default_groups else name)
+        if saved is not None and name in theirs and ours.get(name) is not None and ours[name] != saved:
+            yield f"--{name.replace('_', '-')} is {ours[name]}; the checkpoint has {saved}"
+
+
+def _tensor_lines(wanted: Shapes, saved: Mapping[str, tuple[int, ...]], vocab_size: int) -> Iterator[str]:
+    shapes = [
+        f"{key} is {list(saved[key])} in the checkpoint and {list(shape)} by the flags"
+        for key, (shape, is_vocabulary) in sorted(wanted.items())
+        if key in saved and not _fits(shape, saved[key], vocab_size if is_vocabulary else None)
+    ]
+    yield from _some(shapes, "shapes differ")
+    missing = [f"{key} is not in the checkpoint" for key in sorted(wanted) if key not in saved]
+    yield from _some(missing, "tensors are missing")
+    has_mtp = any(key.startswith("mtp.") for key in wanted)
+    extra = [
+        f"{key} of the checkpoint has no place in the model"
+        for key in sorted(saved)
+        if key not in wanted and not key.endswith("_extra_state") and (has_mtp or not key.startswith("mtp."))
+    ]
+    yield from _some(extra, "tensors have no place")
+
+
+def _fits(wanted: tuple[int, ...], saved: tuple[int, ...], vocab_size: int | None) -> bool:
+    if wanted == saved or vocab_size is None:
+        return wanted == saved
+    # Rows are padded to a multiple that depends on the layout; a critic's head has one row instead.
+    rows, saved_rows = wanted[0], saved[0]
+    return wanted[1:] == saved[1:] and (rows == 1 or min(rows, saved_rows) >= vocab_size)
+
+
+def _some(lines: list[str], what: str) -> Iterator[str]:
+    yield from lines[:3]
+    if len(lines) > 3:
+        yield f"({len(lines)} {what} in all)"
