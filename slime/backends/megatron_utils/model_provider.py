@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 ModelProvider = Callable[..., torch.nn.Module]
 
+_INDEXER = r"self_attention\.(?:(?:wq_b|wk|k_norm|weights_proj)\.|(?:\w+\.)*\w*indexer)"
+"""Parameters of the indexer of sparse attention."""
+
 
 class ValueHead(torch.nn.Linear):
     """The critic's output layer: one value per token instead of vocabulary logits, replicated over tensor ranks."""
@@ -77,6 +80,8 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
     def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> torch.nn.Module:
         model = build(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         freeze_parameters(model, only_train=args.only_train_params_name_list, freeze=args.freeze_params_name_list)
+        if vars(args).get("freeze_indexer"):
+            freeze_indexer(model)
         return model
 
     return provider
@@ -101,6 +106,21 @@ def freeze_parameters(
             parameter.requires_grad_(False)
         num_trainable += parameter.requires_grad
     return num_trainable
+
+
+def freeze_indexer(model: torch.nn.Module) -> None:
+    """Take the indexer of sparse attention out of training.
+
+    Raises:
+        ConfigError: there is attention, but no indexer.
+    """
+    names = [name for name, _ in model.named_parameters() if ".self_attention." in name]
+    if names and not any(re.search(_INDEXER, name) for name in names):
+        raise ConfigError(
+            "--freeze-indexer is given, but no parameter of the model's attention belongs to an indexer; give it with "
+            "sparse attention only (--spec slime_plugins.models.glm5.glm5 get_glm5_spec)."
+        )
+    freeze_parameters(model, freeze=[_INDEXER])
 
 
 def _gpt_provider(args: Namespace, role: str) -> ModelProvider:

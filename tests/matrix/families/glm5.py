@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.matrix.case import FamilyCase
 from tests.matrix.flags import decoder_flags, deepseek_expert_flags, latent_attention_flags
+from tests.matrix.references.mtp import ModelWithMtp, mtp_extra_loss, mtp_flags, write_with_mtp
 
 SPARSE = ("--spec", "slime_plugins.models.glm5.glm5", "get_glm5_spec", "--allgather-cp")
 
@@ -48,10 +49,13 @@ CONFIG = {
 CASES = (
     FamilyCase(
         name="glm5",
-        config={**CONFIG, "num_hidden_layers": 3, "first_k_dense_replace": 1, "index_topk_freq": 1},
-        flags=flags,
+        config={**CONFIG, "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+        flags=lambda folder: [*flags(folder), *mtp_flags(folder)],
+        write=write_with_mtp,
+        reference=ModelWithMtp,
+        extra_loss=mtp_extra_loss,
         has_experts=True,
-        about="7 keys per query of up to 65, indexer heads that turn in 8 of 20 dimensions, a dense layer first",
+        about="7 keys per query of up to 65; 8 of 20 dimensions of an indexer's head turn; an MTP layer, trained",
     ),
     FamilyCase(
         name="glm5_2",
