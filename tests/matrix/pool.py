@@ -1,13 +1,12 @@
-"""A pool of gloo processes that stays alive from cell to cell.
+"""Gloo processes for cell after cell, forked off one server that has imported everything.
 
-A fresh process costs ten seconds of processor time for its imports, a cell often less than one.  So the processes are
-forked off one server that has imported everything, they wait for work, and each piece of work gets a default process
-group of its own over the first ``world_size`` of them.  A process that fails or hangs is replaced.
+A fresh process costs ten seconds of processor time for its imports, a cell often less than one.  A fork of the server
+costs next to nothing, so every piece of work gets new ones: megatron-core's autograd hooks keep a model and all of its
+process groups alive for good, and each gloo group has threads, so that a process that is used again soon has hundreds.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing as mp
 import pickle
@@ -49,7 +48,7 @@ class RankPool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._drop(range(len(self._ranks)))
+        self._drop()
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
         """``function(*arguments)`` on every rank of a fresh gloo world; the results in rank order.
@@ -62,13 +61,15 @@ class RankPool:
         Raises:
             RankError: with the traceback of the rank that failed first.
         """
-        while len(self._ranks) < world_size:
-            self._ranks.append(self._start())
+        self._ranks = [self._start() for _ in range(world_size)]
         with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
             for rank in range(world_size):
                 job = (function, rank, world_size, str(Path(folder) / "store"), arguments)
                 self._ranks[rank][1].send_bytes(pickle.dumps(job))
-            return self._collect(world_size, timeout_s)
+            try:
+                return self._collect(world_size, timeout_s)
+            finally:
+                self._drop()
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -93,9 +94,7 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if len(results) == world_size:
             return [results[rank] for rank in range(world_size)]
-        # The ranks that answered, with an error or without, are as good as new; the others may be in a collective.
         silent = [rank for rank in range(world_size) if rank not in results and rank not in failures]
-        self._drop([*silent, *(rank for rank in failures if not self._ranks[rank][0].is_alive())])
         if not failures:
             raise RankError(f"ranks {silent} of {world_size} gave no answer in {timeout_s:g} s")
         # Of several failures, those of ranks that merely lost a peer say the least.
@@ -109,47 +108,41 @@ class RankPool:
         theirs.close()
         return process, ours
 
-    def _drop(self, ranks: Any) -> None:
-        """End these processes, and forget them."""
-        gone = set(ranks)
-        for rank in gone:
-            process, connection = self._ranks[rank]
+    def _drop(self) -> None:
+        """End the processes of this piece of work."""
+        for process, connection in self._ranks:
             connection.close()
-            if rank in gone and process.is_alive():
+            if process.is_alive():
                 process.kill()
             process.join(5)
-        self._ranks = [pair for rank, pair in enumerate(self._ranks) if rank not in gone]
+        self._ranks = []
 
 
 def _serve(connection: Connection) -> None:
-    """A process of the pool: job after job until the pipe closes."""
+    """A process: one job, one answer."""
     import torch
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # megatron-core's advice for GPUs, torch's deprecations: once a process, each
     logging.disable(logging.INFO)
-    while True:
-        try:
-            job = connection.recv_bytes()
-        except (EOFError, OSError):
-            return
-        try:
-            function, rank, world_size, store, arguments = pickle.loads(job)
-            answer = (_in_world(function, rank, world_size, store, arguments), None)
-        except BaseException:  # noqa: BLE001 - the parent reports it
-            answer = (None, traceback.format_exc())
-        try:
-            connection.send_bytes(pickle.dumps(answer))
-        except (BrokenPipeError, OSError):
-            return
+    try:
+        job = connection.recv_bytes()
+    except (EOFError, OSError):
+        return
+    try:
+        function, rank, world_size, store, arguments = pickle.loads(job)
+        answer = (_in_world(function, rank, world_size, store, arguments), None)
+    except BaseException:  # noqa: BLE001 - the parent reports it
+        answer = (None, traceback.format_exc())
+    try:
+        connection.send_bytes(pickle.dumps(answer))
+    except (BrokenPipeError, OSError):
+        return
 
 
 def _in_world(function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: tuple[Any, ...]) -> Any:
-    """Call the function inside a default process group, and leave no group behind."""
+    """Call the function inside a default process group."""
     import torch.distributed as dist
-    from megatron.core import mpu
-
-    from slime.utils import distributed_utils
 
     dist.init_process_group(
         "gloo",
@@ -158,11 +151,4 @@ def _in_world(function: Callable[..., Any], rank: int, world_size: int, store: s
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
-    try:
-        return function(*arguments)
-    finally:
-        if mpu.is_initialized():
-            mpu.destroy_model_parallel()
-        distributed_utils.clear_gloo_group()
-        dist.destroy_process_group()
-        gc.collect()  # a model's cycles keep its groups alive, and each group has threads that poll
+    return function(*arguments)
