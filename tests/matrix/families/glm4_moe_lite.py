@@ -1,9 +1,17 @@
-"""GLM-4.7-Flash: DeepSeek-V3's layout with values wider than the unrotated keys and plain rotary positions."""
+"""GLM-4.7-Flash: DeepSeek-V3's layout with values wider than keys, plain rotary positions and a trained MTP layer."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.matrix.case import FamilyCase
-from tests.matrix.families.deepseek_v3 import flags
+from tests.matrix.families import deepseek_v3
+from tests.matrix.references.mtp import ModelWithMtp, mtp_extra_loss, mtp_flags, write_with_mtp
+
+
+def flags(folder: Path) -> list[str]:
+    return [*deepseek_v3.flags(folder), *mtp_flags(folder)]
+
 
 CASE = FamilyCase(
     name="glm4_moe_lite",
@@ -11,6 +19,7 @@ CASE = FamilyCase(
         "model_type": "glm4_moe_lite",
         "hidden_size": 40,
         "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 1,
         "num_attention_heads": 10,
         "num_key_value_heads": 10,
         "q_lora_rank": 18,
@@ -35,6 +44,9 @@ CASE = FamilyCase(
         "tie_word_embeddings": False,
     },
     flags=flags,
+    write=write_with_mtp,
+    reference=ModelWithMtp,
+    extra_loss=mtp_extra_loss,
     has_experts=True,
-    about="values wider than keys, no scaling factor anywhere, 4 of 8 experts, one dense layer",
+    about="values wider than keys, no scaling factor anywhere, 4 of 8 experts, MTP",
 )
