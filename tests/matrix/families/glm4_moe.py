@@ -1,4 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: sigmoid routing with a bias, shared experts, dense layers first, half of each head rotated."""
+"""GLM-4.5, 4.6 and 4.7: sigmoid routing with a bias, shared experts, dense layers first, half of each head rotated,
+an MTP layer."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 
 from tests.matrix.case import FamilyCase, read_config
 from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
+from tests.matrix.references.mtp import ModelWithMtp, mtp_extra_loss, mtp_flags, write_with_mtp
 
 
 def flags(folder: Path) -> list[str]:
@@ -54,6 +56,7 @@ CASES = (
         config={
             **COMMON,
             "num_hidden_layers": 5,
+            "num_nextn_predict_layers": 1,
             "first_k_dense_replace": 2,
             "intermediate_size": 76,
             "moe_intermediate_size": 20,
@@ -65,15 +68,19 @@ CASES = (
             "topk_group": 1,
             "use_qk_norm": True,
         },
-        flags=flags,
+        flags=lambda folder: [*flags(folder), *mtp_flags(folder)],
+        write=write_with_mtp,
+        reference=ModelWithMtp,
+        extra_loss=mtp_extra_loss,
         has_experts=True,
-        about="as the 355B: query and key norms, biases on q, k, v, router bias, weights scaled by 2.5",
+        about="as the 355B: query and key norms, biases on q, k, v, router bias, weights scaled by 2.5; trained MTP",
     ),
     FamilyCase(
         name="glm4_moe-groups",
         config={
             **COMMON,
             "num_hidden_layers": 3,
+            "num_nextn_predict_layers": 1,
             "first_k_dense_replace": 1,
             "intermediate_size": 60,
             "moe_intermediate_size": 28,
@@ -85,8 +92,10 @@ CASES = (
             "topk_group": 2,
             "use_qk_norm": False,
         },
-        flags=flags,
+        flags=lambda folder: [*flags(folder), *mtp_flags(folder, is_trained=False)],
+        write=write_with_mtp,
+        reference=ModelWithMtp,
         has_experts=True,
-        about="as the 106B, without query norms; experts chosen within groups; two shared experts",
+        about="as the 106B, without query norms; experts chosen within groups; two shared experts; frozen MTP",
     ),
 )

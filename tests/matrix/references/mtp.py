@@ -215,6 +215,7 @@ def mtp_extra_loss(model: torch.nn.Module, samples: Sequence[Mapping[str, Any]])
     return LOSS_FACTOR * torch.stack(mtp_losses(model, samples)).mean()
 
 
-def mtp_flags(folder: Path) -> list[str]:
-    """Build the MTP layers and train them."""
-    return ["--mtp-num-layers", str(num_mtp_layers(read_config(folder))), "--enable-mtp-training"]
+def mtp_flags(folder: Path, *, is_trained: bool = True) -> list[str]:
+    """Build the MTP layers, and train them or leave them frozen."""
+    built = ["--mtp-num-layers", str(num_mtp_layers(read_config(folder)))]
+    return [*built, "--enable-mtp-training"] if is_trained else built
