@@ -269,11 +269,9 @@ def _is_checkpoint_folder(path: Path) -> bool:
     return bool(_ITERATION_FOLDER.fullmatch(path.name)) or path.name == RELEASE
 
 
-def _load_model(
-    args: Namespace, folder: Path, common: dict[str, Any], model: list[torch.nn.Module], flag: str
-) -> None:
+def _load_model(args: Namespace, folder: Path, saved_args: Any, model: list[torch.nn.Module], flag: str) -> None:
     wanted = model_state(model)
-    check_fit(args, folder, wanted, common.get("args"), flag)
+    check_fit(args, folder, wanted, saved_args, flag)
     try:
         state = dist_checkpointing.load(wanted, str(folder))
         chunks = unwrap_model(model)
