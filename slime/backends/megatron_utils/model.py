@@ -77,9 +77,21 @@ def build_model(args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = T
 
 def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
     """The distributed optimizer over the model's gradient buffers."""
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         optimizer_config_from_args(args), model, use_gloo_process_groups=args.enable_gloo_process_groups
     )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _fuse_adam(part.optimizer)
+    return optimizer
+
+
+def _fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
+    """Let torch's AdamW update each parameter in one pass over its memory; megatron-core asks for its slow form."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return  # another optimizer, one with its own kernels, or none: this rank has nothing to train
+    for group in optimizer.param_groups:
+        if all(parameter.is_cuda for parameter in group["params"]):
+            group["fused"], group["foreach"] = True, False
 
 
 def total_train_iters(args: Namespace) -> int:
