@@ -84,7 +84,7 @@ def vocab_parallel_log_probs(
         overwrite_logits: the backward pass writes the gradient over the logits instead of into a tensor of the same
             size.  Right when nobody reads the logits after the backward pass has begun: the producer's own backward
             must not need them (that of a matrix product does not; autograd raises where it would), and backward can
-            run only once.  Ignored for logits that are a leaf of the graph or a view of one.
+            run only once.  Ignored for logits that are a parameter or a view of one.
 
     Returns:
         ``(log_prob_R, entropy_R)``, the second None unless asked for.
@@ -93,6 +93,7 @@ def vocab_parallel_log_probs(
     assert target_R.shape == ((num_rows,) if rows_R is None else rows_R.shape), (target_R.shape, logits_TV.shape)
     assert not isinstance(keep, Tensor) or keep.shape == (len(target_R), shard), (keep.shape, logits_TV.shape)
     base = logits_TV if logits_TV._base is None else logits_TV._base
+    is_parameter = base.is_leaf and base.requires_grad
     tp_rank = dist.get_rank(tp_group) if tp_group is not None else 0
     problem = _Problem(
         rows_R=torch.arange(num_rows, device=logits_TV.device) if rows_R is None else rows_R,
@@ -105,7 +106,7 @@ def vocab_parallel_log_probs(
         kernels=_kernels_for(logits_TV) if keep is None else None,
     )
     log_prob_R, entropy_R = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        logits_TV, problem, with_entropy, with_entropy and entropy_grad, overwrite_logits and not base.is_leaf
+        logits_TV, problem, with_entropy, with_entropy and entropy_grad, overwrite_logits and not is_parameter
     )
     return log_prob_R, entropy_R if with_entropy else None
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.algorithms.log_probs import vocab_parallel_log_probs
+from slime.algorithms.log_probs import KeptTokens, vocab_parallel_log_probs
 
 
 def plain(logits, targets, temperature=1.0, keep=None):
@@ -171,3 +171,64 @@ def test_never_more_than_one_float32_chunk_lives(with_entropy):
         loss.backward()
     assert 0 < forward_peak <= chunk * columns
     assert 0 < meter.peak <= chunk * columns
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_some_rows_without_padding_columns_equal_the_same_rows_cut_out(with_entropy, overwrite):
+    logits, _, _ = random_rows(9, 13)
+    rows = torch.tensor([7, 0, 3, 4])
+    targets = torch.tensor([1, 10, 0, 5])
+    leaf = logits.clone().requires_grad_()
+    log_prob, entropy = vocab_parallel_log_probs(
+        leaf * 1.0,
+        targets,
+        rows_R=rows,
+        num_columns=11,
+        chunk_size=3,
+        with_entropy=with_entropy,
+        overwrite_logits=overwrite,
+    )
+    twin = logits.clone().requires_grad_()
+    expected = plain(twin[rows, :11], targets)
+    torch.testing.assert_close(log_prob, expected[0])
+    weights = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loss, wanted = (log_prob * weights[0]).sum(), (expected[0] * weights[0]).sum()
+    if with_entropy:
+        torch.testing.assert_close(entropy, expected[1])
+        loss, wanted = loss + (entropy * weights[1]).sum(), wanted + (expected[1] * weights[1]).sum()
+    loss.backward()
+    wanted.backward()
+    torch.testing.assert_close(leaf.grad, twin.grad)
+
+
+def test_the_gradient_takes_the_place_of_the_logits_on_request():
+    logits, targets, _ = random_rows(dtype=torch.float32)
+    leaf = logits.clone().requires_grad_()
+    produced = leaf * 1.0
+    vocab_parallel_log_probs(produced, targets, overwrite_logits=True)[0].sum().backward()
+    assert torch.equal(produced.detach(), leaf.grad)
+
+    leaf = logits.clone().requires_grad_()
+    vocab_parallel_log_probs(leaf.view(9, 13), targets, overwrite_logits=True)[0].sum().backward()
+    assert torch.equal(leaf.detach(), logits), "a parameter is never overwritten"
+
+
+def test_another_reader_of_overwritten_logits_in_the_backward_pass_is_told():
+    logits, targets, _ = random_rows(dtype=torch.float32)
+    produced = logits.requires_grad_() * 1.0
+    other = produced.exp().log().square().sum() + produced.square().sum()  # both keep the logits for their backward
+    loss = other + vocab_parallel_log_probs(produced, targets, overwrite_logits=True)[0].sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 2])
+def test_pairs_of_kept_tokens_are_the_mask_that_they_describe(chunk_size):
+    logits, targets, keep = random_rows(9, 13)
+    keep[4] = False  # recorded, but all of it in other shards
+    is_recorded = torch.tensor([True, True, False, True, True, True, False, True, True])
+    pairs = keep.logical_and(is_recorded[:, None]).nonzero(as_tuple=True)
+    mask = keep | ~is_recorded[:, None]
+    found = vocab_parallel_log_probs(logits, targets, keep=KeptTokens(*pairs, is_recorded), chunk_size=chunk_size)
+    torch.testing.assert_close(found[0], plain(logits, targets, keep=mask)[0])
