@@ -90,7 +90,7 @@ def get_layer_spec(
         "self_attention": attention,
         "self_attn_bda": get_bias_dropout_add,
         "pre_mlp_layernorm": Norm,
-        "mlp": mlp_spec(config, is_moe=is_moe),
+        "mlp": mlp_spec(is_moe=is_moe),
         "mlp_bda": get_bias_dropout_add,
         "sharded_state_dict_keys_map": keys_map,
     }

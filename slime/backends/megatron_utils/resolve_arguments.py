@@ -117,9 +117,6 @@ def _layout(args: Namespace) -> dict[str, Any]:
         "overlap_p2p_comm": args.overlap_p2p_comm and virtual is not None,
         "sequence_parallel": sequence_parallel and is_tensor_parallel,
         "recompute_granularity": args.recompute_granularity or ("selective" if args.recompute_activations else None),
-        "moe_token_dispatcher_type": "alltoall"
-        if args.moe_token_dispatcher_type == "allgather"
-        else args.moe_token_dispatcher_type,
     }
 
 
@@ -202,7 +199,8 @@ def _checkpoint(args: Namespace) -> dict[str, Any]:
 
 
 _NEED_TRANSFORMER_ENGINE = {
-    "moe_permute_fusion": "tokens are permuted by plain torch",
+    "moe_permute_fusion": "tokens are moved by gathers of slime's own",
+    "moe_use_legacy_grouped_gemm": "experts are grouped by torch's own product (--moe-grouped-gemm)",
     "moe_router_fusion": "the router is plain torch",
     "apply_rope_fusion": "rotary embeddings are plain torch",
     "use_precision_aware_optimizer": "optimizer states are fp32",
@@ -216,7 +214,10 @@ _NEED_TRANSFORMER_ENGINE = {
 }
 """Switch -> what happens instead, with slime's own layers, which use no TransformerEngine."""
 
-_REFUSED_WITHOUT_TRANSFORMER_ENGINE = ("fp8", "fp4", "fp8_param", "fp4_param", "use_kitchen", "use_kitchen_attention")
+_REFUSED_WITHOUT_TRANSFORMER_ENGINE = (
+    *("fp8", "fp4", "fp8_param", "fp4_param", "use_kitchen", "use_kitchen_attention"),
+    "moe_latent_size",
+)
 
 
 def _kernels(args: Namespace) -> dict[str, Any]:
@@ -231,6 +232,11 @@ def _kernels(args: Namespace) -> dict[str, Any]:
         derived["transformer_impl"] = "local"
         logger.info("--transformer-impl %s: the model is built from slime's own layers.", args.transformer_impl)
     has_deepep = importlib.util.find_spec("deep_ep") is not None
+    if args.moe_token_dispatcher_type == "allgather":
+        derived["moe_token_dispatcher_type"] = "alltoall"
+        logger.info(
+            "--moe-token-dispatcher-type allgather needs micro-batches of one length; alltoall is used instead."
+        )
     if (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex") and not has_deepep:
         derived |= {"moe_enable_deepep": False, "moe_token_dispatcher_type": "alltoall"}
         logger.info("DeepEP is not installed; experts are reached by --moe-token-dispatcher-type alltoall.")
