@@ -114,7 +114,7 @@ def _check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelShape
     """
     prefix = re.escape(weight_map.layer_prefix).replace(r"\{layer\}", r"\d+")
     copies = {copy for name in weight_map.mtp_copies for copy in weight_map.copies_of(name, shape)}
-    layers = {match[0] for name in tensors.read if (match := re.match(prefix, name))}
+    layers = {match[0] for name in tensors.read - copies if (match := re.match(prefix, name))}
     unused = [
         name
         for name in tensors.names()
