@@ -1,6 +1,6 @@
 """Faults of the megatron-core 0.16.1 wheel that show when TransformerEngine is absent, on CPU and CUDA alike.
 
-Each is a module attribute that the wheel sets only when TransformerEngine imports.
+Each is a name that the wheel sets only when TransformerEngine imports, or a default that only works with it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
+from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 
@@ -20,6 +21,10 @@ def apply() -> None:
     # multi_latent_attention believes in TransformerEngine although its classes are mocks: isinstance() TypeError.
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+    # CheckpointWithoutOutput takes its default, False, for "fp8 is asked for" (it compares with None), and then wants
+    # TransformerEngine's fp8 state: NameError with --recompute-modules layernorm or moe_act.
+    if not hasattr(tensor_parallel_random, "FP8GlobalStateManager"):
+        tensor_parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 apply()
