@@ -43,13 +43,23 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     }
     if args.swiglu:
         values["activation_func"] = F.silu
+    layout = values.get("pipeline_model_parallel_layout")
+    if args.mtp_num_layers and layout and "m" not in layout:
+        # MTP layers stand before the loss, whether the layout says so or not.
+        values["pipeline_model_parallel_layout"] = layout.removesuffix("L") + "m" * args.mtp_num_layers + "L"
     try:
-        return config_class(**values)
+        config = config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"megatron-core refuses the model or layout flags: {error}. The flag names are those of "
             f"{config_class.__name__} (slime/backends/megatron_utils/config_flags.py)."
         ) from error
+    if config.mtp_standalone:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout is {layout}; MTP layers (m) must be in the last stage, before the loss "
+            "(L); leave them out, and they are put there."
+        )
+    return config
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:

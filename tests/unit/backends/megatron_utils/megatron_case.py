@@ -32,7 +32,13 @@ def build_parser() -> argparse.ArgumentParser:
         ("--load", None),
     ):
         parser.add_argument(option, default=default)
-    for option in ("--debug-rollout-only", "--allgather-cp", "--calculate-per-token-loss", "--fp32"):
+    for option in (
+        "--enable-mtp-training",
+        "--debug-rollout-only",
+        "--allgather-cp",
+        "--calculate-per-token-loss",
+        "--fp32",
+    ):
         parser.add_argument(option, action="store_true")
     for option, default in (
         ("--seed", 1234),

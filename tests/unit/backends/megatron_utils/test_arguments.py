@@ -180,7 +180,11 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
         ("--decoder-last-pipeline-num-layers 1", "need --pipeline-model-parallel-size"),
         ("--expert-model-parallel-size 1 --padded-vocab-size 99", "--padded-vocab-size is 99"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "the warm-up has one length"),
-        ("--mtp-num-layers 1", "--mtp-num-layers is 1"),
+        (
+            "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --mtp-num-layers 1 "
+            "--pipeline-model-parallel-layout Ettttm|L",
+            "must be in the last stage",
+        ),
         ("--recompute-granularity full", "megatron-core refuses"),
         ("--num-layers 0", "--num-layers is 0"),
         ("--hf-checkpoint /no/such/folder", "/no/such/folder"),
