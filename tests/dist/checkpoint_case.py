@@ -1,4 +1,4 @@
-"""A tiny MoE model with an MTP layer and frozen parameters, built under any layout, with optimizer state unlike zero."""
+"""A tiny MoE model with an MTP layer and frozen parameters, built under any layout, with optimizer state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAGS = (
     "--qk-layernorm --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--num-experts 4 --moe-layer-freq [0,1,1,1] --moe-ffn-hidden-size 24 --moe-router-topk 2 "
     "--moe-shared-expert-intermediate-size 40 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-grouped-gemm --moe-router-load-balancing-type none --mtp-num-layers 1 "
+    "--moe-grouped-gemm --moe-router-load-balancing-type none --mtp-num-layers 1 --enable-mtp-training "
     "--lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1 --clip-grad 1.0 "
     "--global-batch-size 6 --num-rollout 8 --rollout-batch-size 6 --n-samples-per-prompt 1 "
     "--freeze-params-name-list q_layernorm"
