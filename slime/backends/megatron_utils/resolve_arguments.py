@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.config_builders import (
     params_dtype,
     transformer_config_from_args,
 )
+from slime.backends.megatron_utils.expert_arguments import check_expert_arguments
 from slime.backends.megatron_utils.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.latent_arguments import derive_rope
 from slime.backends.megatron_utils.model_provider import load_spec
@@ -254,6 +255,7 @@ def check_arguments(args: Namespace) -> None:
     """
     _check_kernels(args)
     _check_layout(args)
+    check_expert_arguments(args)
     check_sparse_flags(args)
     check_attention_config(transformer_config_from_args(args))
     if args.spec:
