@@ -1,0 +1,233 @@
+"""From the model file and the HF config to layers: GLM-5.2 in its full size, and the rules around it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+from slime.backends.megatron_utils.config_builders import transformer_config_from_args
+from slime.backends.megatron_utils.layer_specs import get_block_spec
+from slime.backends.megatron_utils.model_provider import freeze_indexer, get_model_provider
+from slime.utils.errors import ConfigError
+from slime_plugins.models.glm5.glm5 import first_layers_of_stages, get_glm5_spec, indexer_settings
+from slime_plugins.models.glm5.schedule import PipelineSplitError
+from tests.matrix.families import deepseek_v32, glm5
+from tests.unit.backends.megatron_utils.megatron_case import pack, parse, start_single_process
+
+REPO = Path(__file__).parents[4]
+SEED_LAYOUT = "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8 "
+SEED_LAYOUT += "--decoder-first-pipeline-num-layers 14 --decoder-last-pipeline-num-layers 16 "
+SEED_LAYOUT += "--context-parallel-size 8 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 "
+SEED_LAYOUT += "--actor-num-nodes 32 --actor-num-gpus-per-node 8"
+TINY = next(case for case in glm5.CASES if case.name == "glm5_2")
+
+
+@pytest.fixture(scope="module")
+def full_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json of GLM-5.2, which is the default of transformers' class but for sharing and the rotary base."""
+    from transformers import GlmMoeDsaConfig
+
+    folder = tmp_path_factory.mktemp("glm5.2")
+    rope = {"rope_type": "default", "rope_theta": 8000000.0}
+    config = GlmMoeDsaConfig(
+        index_topk_freq=4, index_skip_topk_offset=3, rope_parameters=rope, architectures=["GlmMoeDsaForCausalLM"]
+    )
+    config.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def model_file(name: str) -> list[str]:
+    """MODEL_ARGS of a file of scripts/models."""
+    command = f"source scripts/models/{name}.sh; printf '%s\\n' \"${{MODEL_ARGS[@]}}\""
+    done = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def parse_full(folder: Path, *flags: str) -> Namespace:
+    return parse("--hf-checkpoint", folder, *model_file("glm5.2-744B-A40B"), *flags)
+
+
+def write_tiny(folder: Path, case: Any = TINY, **overrides: Any) -> Path:
+    case.write_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **overrides}))
+    return folder
+
+
+def build_tiny(folder: Path, case: Any = TINY, *flags: str) -> torch.nn.Module:
+    args = parse("--hf-checkpoint", folder, *case.flags(folder), *flags)
+    start_single_process(args)
+    return get_model_provider(args)()
+
+
+def layers_with_indexer(model: torch.nn.Module) -> list[int]:
+    return [int(name.split(".")[2]) + 1 for name, _ in model.named_parameters() if name.endswith("wq_b.weight")]
+
+
+def test_the_model_file_makes_glm_5_2_in_its_full_size(full_size: Path) -> None:
+    args = parse_full(full_size, "--no-initialization")
+    start_single_process(args)
+    with FakeTensorMode():
+        model = get_model_provider(args)()
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 1) == 743.4
+    assert layers_with_indexer(model) == [1, 2, 3, *range(7, 76, 4)]
+    attention = model.decoder.layers[6].self_attention
+    assert attention.wq_b.weight.shape == (32 * 128, 2048) and attention.settings.topk == 2048
+    assert attention.softmax_scale == pytest.approx(256**-0.5)
+
+
+def test_the_stages_of_the_seed_are_built_with_14_then_8_then_16_layers(full_size: Path) -> None:
+    args = parse_full(full_size, *SEED_LAYOUT.split())
+    config = transformer_config_from_args(args)
+    assert first_layers_of_stages(config, None) == [1, 15, 23, 31, 39, 47, 55, 63]
+    computing = []
+    try:
+        for rank in range(8):
+            parallel_state.set_pipeline_model_parallel_rank(rank)
+            assert get_num_layers_to_build(config) == (14, *[8] * 6, 16)[rank]
+            specs = get_glm5_spec(args, config).layer_specs
+            computing.append([spec.submodules.self_attention.params["is_computing"] for spec in specs])
+    finally:
+        parallel_state.set_pipeline_model_parallel_rank(None)
+    assert [len(stage) for stage in computing] == [14, *[8] * 6, 16]
+    assert all(stage[0] for stage in computing) and sum(map(sum, computing)) == 21
+
+
+def test_stages_that_begin_with_a_skip_layer_are_refused_on_every_rank(full_size: Path) -> None:
+    # 78 layers do not divide by 8; by 6 they do, and the second stage would begin with layer 14.
+    args = parse_full(full_size, "--pipeline-model-parallel-size", "6", "--actor-num-gpus-per-node", "6")
+    with pytest.raises(PipelineSplitError, match="DSA index-share pipeline split is invalid.*starts at layer 14.*11 "):
+        get_glm5_spec(args, transformer_config_from_args(args))
+    with pytest.raises(ConfigError, match="the 8 pipeline stages must divide it"):
+        parse_full(full_size, "--pipeline-model-parallel-size", "8", "--actor-num-gpus-per-node", "8")
+
+
+def test_virtual_stages_must_begin_with_a_computing_layer_too(full_size: Path) -> None:
+    flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 --actor-num-gpus-per-node 2"
+    args = parse_full(full_size, *flags.split())
+    config = transformer_config_from_args(args)
+    assert sorted(first_layers_of_stages(config, 0)) == [1, 14, 27, 40, 53, 66]
+    with pytest.raises(PipelineSplitError):
+        get_glm5_spec(args, config, vp_stage=0)
+
+
+def test_only_computing_layers_have_an_indexer_and_it_is_not_trained(tmp_path: Path) -> None:
+    model = build_tiny(write_tiny(tmp_path))
+    assert layers_with_indexer(model) == [1, 2, 3, 7]
+    indexer = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert {name.split("self_attention.")[1] for name in indexer} == {
+        "wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias"
+    }  # fmt: skip
+
+
+def test_a_choice_is_shared_within_a_micro_batch_and_not_across(tmp_path: Path) -> None:
+    model = build_tiny(write_tiny(tmp_path)).eval()
+    first, second = (pack([torch.randint(131, (20,))]) for _ in range(2))
+    for tokens, params in (first, second):
+        model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=params)
+    assert sorted(first[1].chosen_keys) == sorted(second[1].chosen_keys) == [1, 2, 3, 7]
+    assert not torch.equal(first[1].chosen_keys[3], second[1].chosen_keys[3])
+
+
+def test_a_skip_layer_without_its_source_says_what_is_missing(tmp_path: Path) -> None:
+    model = build_tiny(write_tiny(tmp_path))
+    _, params = pack([torch.randint(131, (4,))])
+    with pytest.raises(AssertionError, match="layer 5 attends to the keys of layer 3"):
+        model.decoder.layers[4].self_attention(torch.zeros(4, 1, 48), packed_seq_params=params)
+
+
+def test_the_sizes_of_the_indexer_come_from_the_hf_config(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, deepseek_v32.CASE)
+    args = parse("--hf-checkpoint", folder, *deepseek_v32.CASE.flags(folder))
+    assert (args.dsa_indexer_n_heads, args.dsa_indexer_head_dim, args.dsa_indexer_topk) == (16, 20, 9)
+    with pytest.raises(ConfigError, match="--dsa-indexer-topk is 8; .* says 9"):
+        parse("--hf-checkpoint", folder, *deepseek_v32.CASE.flags(folder), "--dsa-indexer-topk", 8)
+
+
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32"])
+def test_what_the_hf_config_leaves_out_is_what_its_class_says(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(model_type)
+    settings = indexer_settings({"model_type": model_type})
+    assert (settings.num_heads, settings.head_dim, settings.topk) == (
+        known.index_n_heads,
+        known.index_head_dim,
+        known.index_topk,
+    )
+
+
+def test_the_indexers_rotary_pairs_follow_the_config_unless_the_environment_overrides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {"model_type": "glm_moe_dsa"}
+    monkeypatch.delenv("INDEXER_ROPE_NEOX_STYLE", raising=False)
+    assert not indexer_settings(config).is_interleaved
+    assert indexer_settings({**config, "indexer_rope_interleave": True}).is_interleaved
+    monkeypatch.setenv("INDEXER_ROPE_NEOX_STYLE", "0")
+    assert indexer_settings(config).is_interleaved
+    monkeypatch.setenv("INDEXER_ROPE_NEOX_STYLE", "1")
+    assert not indexer_settings({**config, "indexer_rope_interleave": True}).is_interleaved
+
+
+def test_context_parallelism_needs_the_contiguous_cut_and_only_sparse_attention_knows_it(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    flags = [*TINY.flags(folder), "--context-parallel-size", "2", "--actor-num-gpus-per-node", "2"]
+    zigzag = [flag for flag in flags if flag != "--allgather-cp"]
+    with pytest.raises(ConfigError, match="--context-parallel-size is 2 without --allgather-cp"):
+        parse("--hf-checkpoint", folder, *zigzag)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["DeepseekV3ForCausalLM"]}))
+    with pytest.raises(ConfigError, match="only DeepseekV32ForCausalLM and GlmMoeDsaForCausalLM"):
+        parse("--hf-checkpoint", folder, *flags)
+
+
+def test_a_sparse_model_is_not_built_from_dense_layers(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    without_spec = [flag for flag in TINY.flags(folder) if flag not in glm5.SPARSE[:3]]
+    with pytest.raises(ConfigError, match="--spec is not given; the checkpoint is a glm_moe_dsa"):
+        parse("--hf-checkpoint", folder, *without_spec)
+
+
+def test_megatrons_own_experiments_with_sparse_attention_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    for flags in (["--dsa-indexer-loss-coeff", 0.1], ["--experimental-attention-variant", "dsa"]):
+        with pytest.raises(ConfigError, match=str(flags[0])):
+            parse("--hf-checkpoint", folder, *TINY.flags(folder), *flags)
+
+
+def test_freezing_the_indexer_needs_one(tmp_path: Path) -> None:
+    model = build_tiny(write_tiny(tmp_path))
+    model.requires_grad_(True)
+    freeze_indexer(model)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert len(frozen) == 4 * 5 and all("self_attention." in name for name in frozen)
+    dense = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 8".split()
+    with pytest.raises(ConfigError, match="no parameter of the model's attention belongs to an indexer"):
+        freeze_indexer(get_model_provider(parse(*dense))())
+
+
+def test_the_block_is_the_usual_one_but_for_its_attention(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    args = parse("--hf-checkpoint", folder, *TINY.flags(folder))
+    start_single_process(args)
+    config = transformer_config_from_args(args)
+    for usual, sparse in zip(get_block_spec(config).layer_specs, get_glm5_spec(args, config).layer_specs, strict=True):
+        parts, ours = usual.submodules, sparse.submodules
+        assert type(parts) is type(ours) and usual.module is sparse.module
+        assert getattr(parts.mlp, "module", parts.mlp) is getattr(ours.mlp, "module", ours.mlp)
+        assert parts.self_attention.module is not ours.self_attention.module
