@@ -63,6 +63,6 @@ def _iter_units(
         group, members = next(iter(waiting.items()))
         missing = sorted(set(group) - {name for name, _ in members})
         raise WeightSyncError(
-            f"{members[0][0]} must reach the engine together with {', '.join(missing)}, which the model does not have; "
-            "the table of slime.backends.megatron_utils.weight_maps is wrong"
+            f"{members[0][0]} must reach the engine together with {', '.join(missing)}, which the model has not; the "
+            "table of slime.backends.megatron_utils.weight_maps is wrong"
         )
