@@ -1,4 +1,4 @@
-# Kimi-K2 Thinking 1T-A32B: DeepSeek-V3's layout
+# Kimi-K2 Thinking 1T-A32B: DeepSeek-V3's layout. YaRN's factor and betas come from config.json
 MODEL_ARGS=(
     --num-layers 61
     --hidden-size 7168
@@ -18,7 +18,6 @@ MODEL_ARGS=(
 
     --position-embedding-type rope
     --rotary-base 50000
-    --rotary-scaling-factor 64
     --mscale 1.0
     --mscale-all-dim 1.0
     --no-rope-fusion

@@ -25,7 +25,7 @@ from tests.unit.backends.megatron_utils.megatron_case import build_parser, hf_fl
 
 REPO = Path(__file__).parents[4]
 DENSE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --swiglu".split()
-MOE = [*DENSE, *"--num-experts 4 --moe-ffn-hidden-size 32".split()]
+MOE = [*DENSE, *"--num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear".split()]
 
 SCRIPT_FLAGS = """
 accumulate-allreduce-grads-in-fp32 adam-beta1=0.9 adam-beta2=0.98 add-qkv-bias apply-layernorm-1p
@@ -38,23 +38,31 @@ moe-layer-freq=[1]*4 moe-permute-fusion moe-router-bias-update-rate=0 moe-router
 moe-router-enable-expert-bias moe-router-group-topk=1 moe-router-load-balancing-type=none moe-router-num-groups=1
 moe-router-pre-softmax moe-router-score-function=sigmoid moe-router-topk=2 moe-router-topk-scaling-factor=2.5
 moe-shared-expert-gate moe-shared-expert-intermediate-size=32 moe-token-dispatcher-type=flex
-moe-token-drop-policy=probs mscale=1.0 mscale-all-dim=1.0 no-check-for-nan-in-loss-and-grad
+moe-token-drop-policy=probs no-check-for-nan-in-loss-and-grad
 no-gradient-accumulation-fusion no-load-optim no-masked-softmax-fusion no-position-embedding no-rope-fusion
 norm-epsilon=1e-6 normalization=RMSNorm num-query-groups=2 optimizer=adam optimizer-cpu-offload
 overlap-cpu-optimizer-d2h-h2d pipeline-model-parallel-size=1 position-embedding-type=rope post-mlp-layernorm
 post-self-attn-layernorm q-lora-rank=8 qk-head-dim=16 qk-layernorm qk-pos-emb-head-dim=8 recompute-granularity=full
 recompute-method=uniform recompute-num-layers=1 rotary-base=10000 rotary-interleaved rotary-percent=0.5
-rotary-scaling-factor=40 seq-length=4096 sequence-parallel swiglu tensor-model-parallel-size=1 transformer-impl=local
+seq-length=4096 sequence-parallel swiglu tensor-model-parallel-size=1 transformer-impl=local
 untie-embeddings-and-output-weights use-distributed-optimizer use-gated-attention use-precision-aware-optimizer
 use-rope-scaling use-rotary-position-embeddings v-head-dim=16 weight-decay=0.1
 """
-"""Every Megatron flag of slime's model and run scripts that is not a flag of slime's own."""
+"""Every Megatron flag of slime's model and run scripts that is not a flag of slime's own, but for those of YaRN."""
+
+LATENT_FLAGS = """
+multi-latent-attention q-lora-rank=8 kv-lora-rank=8 qk-head-dim=16 qk-pos-emb-head-dim=8 v-head-dim=16 mscale=1.0
+mscale-all-dim=1.0 rotary-scaling-factor=40 rotary-base=10000
+"""
 
 
 def test_every_flag_of_the_scripts_makes_a_model_config() -> None:
     flags = [part for text in SCRIPT_FLAGS.split() for part in f"--{text}".split("=")]
     args = parse(*DENSE, "--num-experts", "4", "--moe-ffn-hidden-size", "32", *flags)
     assert transformer_config_from_args(args).moe_router_topk_scaling_factor == 2.5
+    latent = [part for text in LATENT_FLAGS.split() for part in f"--{text}".split("=")]
+    config = transformer_config_from_args(parse(*DENSE, *latent))
+    assert (config.rope_type, config.rotary_scaling_factor, config.mscale_all_dim) == ("yarn", 40.0, 1.0)
 
 
 def test_every_accepted_flag_has_a_reader() -> None:
@@ -114,8 +122,9 @@ def test_optimizer_and_gradient_buffers_follow_their_flags() -> None:
 def test_kernels_of_transformer_engine_are_mapped_to_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         args = parse(*MOE, *"--moe-grouped-gemm --moe-permute-fusion --use-precision-aware-optimizer".split())
-    assert not (args.moe_grouped_gemm or args.moe_permute_fusion or args.use_precision_aware_optimizer)
-    for word in ("--moe-grouped-gemm", "--moe-permute-fusion", "--use-precision-aware-optimizer"):
+    assert not (args.moe_permute_fusion or args.use_precision_aware_optimizer)
+    assert args.moe_grouped_gemm  # torch has a grouped product of its own
+    for word in ("--moe-permute-fusion", "--use-precision-aware-optimizer"):
         assert sum(word in record.message for record in caplog.records) == 1
 
 
