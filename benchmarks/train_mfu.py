@@ -13,6 +13,7 @@ plus those of causal attention; recomputed work is not counted.  The peak is 989
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 PEAK_FLOPS = 989e12
+NUM_WARM_UP = 2
 TRAINER_FLAGS = """
---debug-train-only --num-rollout 1000 --rollout-batch-size 1 --n-samples-per-prompt 1 --lr 1e-6 --lr-decay-style constant
---use-dynamic-batch-size --attention-dropout 0 --hidden-dropout 0 --disable-rollout-global-dataset
---accumulate-allreduce-grads-in-fp32 --log-probs-chunk-size 4096 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+--debug-train-only --num-rollout 1000 --rollout-batch-size 1 --n-samples-per-prompt 1 --disable-rollout-global-dataset
+--lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --use-dynamic-batch-size
+--attention-dropout 0 --hidden-dropout 0 --accumulate-allreduce-grads-in-fp32 --log-probs-chunk-size 4096
 """.split()
 
 
@@ -118,15 +121,20 @@ def model_flops(args: Namespace, num_parameters: int, lengths: list[int]) -> tup
 
 def print_profile(profile: Any, wall_s: float, top: int) -> None:
     """GPU time by kernel, and what of the wall time had no kernel running."""
-    rows = [(event.key, event.self_device_time_total / 1e6, event.count) for event in profile.key_averages()]
-    rows = sorted((row for row in rows if row[1] > 0 and not row[0].startswith(("aten::", "## "))), key=lambda r: -r[1])
+    from torch.autograd import DeviceType
+
+    events = [event for event in profile.key_averages() if event.device_type == DeviceType.CUDA]
+    rows = sorted(
+        ((event.key, event.self_device_time_total / 1e6, event.count) for event in events), key=lambda row: -row[1]
+    )
     busy = sum(row[1] for row in rows)
     print(f"\nkernels: {busy * 1e3:.0f} ms of {wall_s * 1e3:.0f} ms of wall time (with the profiler on)")
     for name, seconds, count in rows[:top]:
         print(f"  {seconds * 1e3:8.1f} ms {seconds / busy:6.1%} {count:6d} x  {name[:110]}")
 
 
-def main() -> None:
+def parse_options() -> tuple[argparse.Namespace, list[str]]:
+    """Options of the benchmark, and the flags for the trainer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6B", help="a file of scripts/models, without .sh")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of one packed micro-batch on one GPU")
@@ -134,19 +142,18 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches of one optimizer step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, behind two that warm up")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="print the N longest kernels of one step")
-    parser.add_argument("--memory", action="store_true", help="print where the memory is at its peak")
     parser.add_argument("--name", default="", help="printed in front of the result")
-    own = sys.argv[1:]
-    extra: list[str] = []
+    own, extra = sys.argv[1:], []
     if "--" in own:
-        extra = own[own.index("--") + 1 :]
-        own = own[: own.index("--")]
-    options = parser.parse_args(own)
+        own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
+    return parser.parse_args(own), extra
 
+
+def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
+    """Join the process group and make the parallel groups of the flags; gives complete args."""
     from slime.arguments import parse_args
-    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.backends.megatron_utils import initialize
-    from megatron.core import mpu
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     flags = model_flags(options.model)
@@ -162,6 +169,14 @@ def main() -> None:
     )
     worker.join_process_group(args)
     initialize.init(args)
+    return args
+
+
+def main() -> None:
+    options, extra = parse_options()
+    args = start_trainer(options, extra)
+
+    from megatron.core import mpu
 
     from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
     from slime.backends.megatron_utils.forward import forward_only
@@ -174,8 +189,8 @@ def main() -> None:
     num_parameters = count_parameters(args, model)
     dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     forward_s, train_s, all_lengths = [], [], []
-    profile = None
-    for step in range(options.steps + 2 + bool(options.profile)):
+    num_steps = NUM_WARM_UP + options.steps
+    for step in range(num_steps + bool(options.profile)):
         rank_data, lengths = make_rank_data(args, options, dp_size, dp_rank, seed=step)
         data = prepare_rollout_data(rank_data)
         iterators = get_data_iterator(data, len(model))
@@ -185,34 +200,38 @@ def main() -> None:
         synchronize()
         middle = time.perf_counter()
         if "log_probs" in data:
-            rewards = data["rewards"]
-            data["advantages"] = [torch.full_like(x, r) for x, r in zip(data["log_probs"], rewards, strict=True)]
-            data["returns"] = data["advantages"]
-        is_profiled = bool(options.profile) and step == options.steps + 2
-        if is_profiled:
-            from torch.profiler import ProfilerActivity
-            from torch.profiler import profile as torch_profile
-
-            profile = torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
-            profile.start()
-        before = time.perf_counter()
-        train_rollout(
-            args, step, model, optimizer, scheduler, iterators, data["num_microbatches"], [len(lengths)],
-            loss_type=args.loss_type, on_step=lambda *_: None,
-        )  # fmt: skip
-        synchronize()
-        if is_profiled and profile is not None:
-            profile.stop()
-            if rank == 0:
-                print_profile(profile, time.perf_counter() - before, options.profile)
-        elif step >= 2:
+            pairs = zip(data["log_probs"], data["rewards"], strict=True)
+            data["advantages"] = data["returns"] = [torch.full_like(x, reward) for x, reward in pairs]
+        with profiled(options.profile if step == num_steps else 0):
+            train_rollout(
+                args, step, model, optimizer, scheduler, iterators, data["num_microbatches"], [len(lengths)],
+                loss_type=args.loss_type, on_step=lambda *_: None,
+            )  # fmt: skip
+            synchronize()
+        if NUM_WARM_UP <= step < num_steps:
             forward_s.append(middle - start)
-            train_s.append(time.perf_counter() - before)
+            train_s.append(time.perf_counter() - middle)
             all_lengths.append(lengths)
         elif torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-    report(args, options, world_size, rank, num_parameters, forward_s, train_s, all_lengths)
+    if dist.get_rank() == 0:
+        report(args, options, num_parameters, forward_s, train_s, all_lengths)
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def profiled(top: int) -> Iterator[None]:
+    """Print the ``top`` longest kernels of what runs inside; with 0, nothing."""
+    if not top or dist.get_rank() != 0:
+        yield
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    start = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        yield
+        elapsed_s = time.perf_counter() - start
+    print_profile(trace, elapsed_s, top)
 
 
 def count_parameters(args: Namespace, model: Any) -> int:
@@ -227,12 +246,11 @@ def count_parameters(args: Namespace, model: Any) -> int:
 
 
 def report(
-    args: Namespace, options: Any, world_size: int, rank: int, num_parameters: int, forward_s: list[float],
-    train_s: list[float], all_lengths: list[list[int]],
+    args: Namespace, options: Any, num_parameters: int, forward_s: list[float], train_s: list[float],
+    all_lengths: list[list[int]],
 ) -> None:  # fmt: skip
-    """One line of numbers: medians over the measured steps."""
-    if rank != 0:
-        return
+    """One line of numbers: those of the median step."""
+    world_size = dist.get_world_size()
     middle = sorted(range(len(train_s)), key=lambda i: train_s[i])[len(train_s) // 2]
     lengths, seconds = all_lengths[middle], train_s[middle]
     num_tokens = sum(lengths)
