@@ -1,6 +1,6 @@
-"""Every model family in one process: log-probs and gradients of the reference, checkpoints there and back bit for bit.
+"""Every model family: log-probs and gradients of the reference, checkpoints bit for bit, two ranks as one process.
 
-`python -m tests.matrix` prints the same cells with their numbers, and those of all parallel layouts.
+`python -m tests.matrix` prints the same cells with their numbers, and many more parallel layouts.
 """
 
 from __future__ import annotations
@@ -9,12 +9,23 @@ import pytest
 
 from tests.matrix.case import load_cases
 from tests.matrix.isolation import check_families
+from tests.matrix.layouts import FAST_LAYOUTS, layouts_of, run_layouts
 from tests.matrix.report import CHECKS, summary
 
+pytestmark = pytest.mark.dist
+CASES = load_cases()
 
-@pytest.mark.dist
-@pytest.mark.parametrize("family", load_cases())
-def test_the_family_equals_its_reference(family: str) -> None:
+
+@pytest.mark.parametrize("family", CASES)
+def test_one_process_equals_the_reference(family: str) -> None:
     cells = list(check_families([family], CHECKS))
     assert len(cells) == len(CHECKS)
+    assert all(cell.passed for cell in cells), summary(cells)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_two_ranks_equal_one_process(family: str) -> None:
+    case = CASES[family]
+    cells = run_layouts([case], FAST_LAYOUTS)
+    assert len(cells) == len(layouts_of(case, FAST_LAYOUTS)) > 0
     assert all(cell.passed for cell in cells), summary(cells)
