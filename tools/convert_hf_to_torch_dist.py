@@ -36,16 +36,27 @@ logger = logging.getLogger(__name__)
 
 def parse(argv: Sequence[str]) -> Namespace:
     """The tool's arguments: every model and layout flag of training, ``--hf-checkpoint`` and ``--save``."""
+    args = parse_training_flags(argv, needed=("hf_checkpoint", "save"))
+    if Path(args.save).resolve() == Path(args.hf_checkpoint).resolve():
+        raise ConfigError(f"--save {args.save} is --hf-checkpoint; choose another folder")
+    return args
+
+
+def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str]) -> Namespace:
+    """All flags of a training run, of which only ``needed`` must be given.
+
+    Raises:
+        ConfigError: one of them is missing, a flag is unknown, or ``--hf-checkpoint`` is no model folder.
+    """
     parser = build_parser(with_engine_flags=False)
     for action in parser._actions:
         action.required = False  # what a training run must say (batch sizes) a conversion need not
     args, leftover = parser.parse_known_args(list(argv))
     refuse_unknown(parser, argv, leftover)
-    for flag in ("hf_checkpoint", "save"):
-        if not getattr(args, flag):
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} is missing; the conversion needs --hf-checkpoint and --save"
-            )
+    for name in needed:
+        if not getattr(args, name):
+            flags = " and ".join(f"--{other.replace('_', '-')}" for other in needed)
+            raise ConfigError(f"--{name.replace('_', '-')} is missing; the conversion needs {flags}")
     if not (Path(args.hf_checkpoint) / "config.json").exists():
         raise ConfigError(f"--hf-checkpoint {args.hf_checkpoint}: no config.json in it; name a Hugging Face folder")
     return args
@@ -90,60 +101,61 @@ def rendezvous() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
-def with_values(args: Namespace, **values: object) -> Namespace:
-    """A copy of ``args`` with some values replaced."""
+def with_layout(args: Namespace, world_size: int | None = None) -> Namespace:
+    """``args`` for so many processes (default: those there are), in pipeline stages unless flags say otherwise."""
+    world_size = world_size or rendezvous()[1]
+    values: dict[str, object] = {
+        "world_size": world_size,
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": world_size,
+        "micro_batch_size": 1,
+        "global_batch_size": world_size,
+        "save_interval": 1,
+        "no_save_optim": True,
+        "no_save_rng": True,
+    }
+    sizes = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "expert_model_parallel_size")
+    if world_size > 1 and all(getattr(args, size) == 1 for size in sizes):
+        stages, last = pipeline_split(args.num_layers, world_size)
+        values |= {"pipeline_model_parallel_size": stages, "decoder_last_pipeline_num_layers": last}
     return Namespace(**(vars(args) | values))
 
 
-def convert(args: Namespace) -> Path:
-    """Load, lay out, save; gives the checkpoint's folder."""
+def join_world(args: Namespace) -> Namespace:
+    """Complete ``args``, the default process group, and the parallel groups of this process.
+
+    Raises:
+        ConfigError: the flags disagree with each other, with the number of processes, or with the HF config.
+    """
     from slime.backends.megatron_utils import initialize
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
-    from slime.backends.megatron_utils.checkpoint import RELEASE, publish_checkpoint, save_checkpoint
-    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.model import build_model
 
     rank, world_size, local_rank = rendezvous()
-    if world_size > 1 and args.pipeline_model_parallel_size == 1 and args.tensor_model_parallel_size == 1:
-        if args.expert_model_parallel_size == 1:
-            stages, last = pipeline_split(args.num_layers, world_size)
-            args = with_values(args, pipeline_model_parallel_size=stages, decoder_last_pipeline_num_layers=last)
-    args = with_values(
-        args,
-        rank=rank,
-        world_size=world_size,
-        actor_num_nodes=1,
-        actor_num_gpus_per_node=world_size,
-        micro_batch_size=1,
-        global_batch_size=world_size,
-        no_save_optim=True,
-        no_save_rng=True,
-    )
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
+    args.rank = rank
+    validate_megatron_arguments(args)
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
+        "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
     )
-    validate_megatron_arguments(args)
     initialize.init(args)
+    return args
+
+
+def convert(args: Namespace) -> Path:
+    """Read, lay out, write, one tensor at a time; gives the checkpoint's folder."""
+    from slime.backends.megatron_utils.streamed_conversion import convert_hf_checkpoint
+
+    args = join_world(with_layout(args))
     start = time.monotonic()
-    model = build_model(args, wrap_with_ddp=False)
-    load_hf_weights(args, model, args.hf_checkpoint)
-    loaded = time.monotonic()
-    folder = save_checkpoint(args, RELEASE, model, None, None)
-    if rank == 0:
-        publish_checkpoint(args.save, RELEASE)
-        logger.info(
-            "converted %s to %s: %.1f s to load, %.1f s to save",
-            args.hf_checkpoint,
-            folder,
-            loaded - start,
-            time.monotonic() - loaded,
-        )
-    dist.barrier()
+    folder = convert_hf_checkpoint(args, args.hf_checkpoint)
+    if dist.get_rank() == 0:
+        num_bytes, elapsed = sum(path.stat().st_size for path in folder.iterdir()), time.monotonic() - start
+        logger.info("converted %s to %s: %.2f GiB in %.1f s", args.hf_checkpoint, folder, num_bytes / 2**30, elapsed)
     dist.destroy_process_group()
     return folder
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -47,13 +50,19 @@ class HfFolderWriter:
         target: the folder; it is made, and weight files of an older model in it are removed.
         assets_from: model folder whose config and tokenizer are copied; must be another folder.
         shard_bytes: a shard is closed before it grows beyond this.
+        save_workers: threads that write shards while the next is filled; each holds one in memory.
 
     Raises:
         ConfigError: ``target`` is ``assets_from``, whose weights would be lost.
     """
 
     def __init__(
-        self, target: str | Path, *, assets_from: str | Path | None, shard_bytes: int = DEFAULT_SHARD_BYTES
+        self,
+        target: str | Path,
+        *,
+        assets_from: str | Path | None,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        save_workers: int = 0,
     ) -> None:
         self.target = Path(target)
         if assets_from is not None and self.target.resolve() == Path(assets_from).resolve():
@@ -69,7 +78,20 @@ class HfFolderWriter:
         self._pending_bytes = 0
         self._weight_map: dict[str, int] = {}
         self._num_shards = 0
+        self._pool = ThreadPoolExecutor(save_workers) if save_workers else None
+        self._max_under_way = save_workers
+        self._under_way: deque[Future[None]] = deque()
         self.total_bytes = 0
+
+    def __enter__(self) -> HfFolderWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Write the rest, unless something went wrong: then the folder is left without an index."""
+        if kind is None:
+            self.close()
+        elif self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor; it is copied to the host.
@@ -92,7 +114,13 @@ class HfFolderWriter:
 
     def _flush(self) -> None:
         self._num_shards += 1
-        save_file(self._pending, self.target / f"model-{self._num_shards:05d}.safetensors", metadata={"format": "pt"})
+        path = self.target / f"model-{self._num_shards:05d}.safetensors"
+        if self._pool is None:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        else:
+            if len(self._under_way) >= self._max_under_way:
+                self._under_way.popleft().result()
+            self._under_way.append(self._pool.submit(save_file, self._pending, path, metadata={"format": "pt"}))
         for name in self._pending:
             self._weight_map[name] = self._num_shards
         self.total_bytes += self._pending_bytes
@@ -102,6 +130,10 @@ class HfFolderWriter:
         """Write the last shard and the index; gives the folder."""
         if self._pending:
             self._flush()
+        if self._pool is not None:
+            while self._under_way:
+                self._under_way.popleft().result()
+            self._pool.shutdown()
         names = {
             shard: f"model-{shard:05d}-of-{self._num_shards:05d}.safetensors"
             for shard in range(1, self._num_shards + 1)

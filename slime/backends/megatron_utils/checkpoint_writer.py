@@ -56,6 +56,7 @@ def write_checkpoint(
     background: BackgroundSave | None = None,
     planner: MCoreSavePlanner | None = None,
     writer_threads: int = WRITER_THREADS,
+    resplit: Callable[[Shards], Shards] | None = None,
 ) -> None:
     """Write ``state`` into the empty ``folder``.  Collective.
 
@@ -65,11 +66,14 @@ def write_checkpoint(
         background: go on at once; it writes what the tensors hold now.
         planner: resolves tensors in a way of its own.
         writer_threads: files that a rank writes at a time.
+        resplit: cuts what this rank writes into other pieces.
 
     Raises:
         DataError: the shards of the ranks do not make up whole tensors, or a rank could not write.
     """
     shards, common = _split(state)
+    if resplit is not None:
+        shards = resplit(shards)
     if dist.get_rank() == 0:
         torch.save(common, folder / COMMON_FILE)
     if background is not None:

@@ -31,13 +31,16 @@ ModelChunks = list[torch.nn.Module]
 """The model's parts on this rank: one, or one per virtual pipeline stage."""
 
 
-def build_model(args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = True) -> ModelChunks:
+def build_model(
+    args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = True, on_accelerator: bool = True
+) -> ModelChunks:
     """This rank's part of the model on its device, in its precision.
 
     Args:
         args: complete Megatron flags.
         role: ``"critic"`` gets a value head.
         wrap_with_ddp: gradient buffers and their reduction; without it the model can only run forward.
+        on_accelerator: move it there, if there is one.
     """
     provider = get_model_provider(args, role)
     virtual_size = mpu.get_virtual_pipeline_model_parallel_world_size()
@@ -54,7 +57,7 @@ def build_model(args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = T
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and on_accelerator:
             chunk.cuda(torch.cuda.current_device())
     num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:

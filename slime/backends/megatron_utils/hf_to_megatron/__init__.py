@@ -69,21 +69,31 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
         for name, shard in iter_global_parameters(model):
             if name == "output_layer.weight" and shard.tensor.size(0) == 1:
                 continue
-            full = from_hf(weight_map, name, tensors.get, shape)
-            _check_copies(tensors, weight_map.copies_of(name, shape), full)
-            if name in _VOCABULARY:
-                full = pad_vocabulary(full, shape)
-            part = local_part(shard, full)
-            if part.shape != shard.tensor.shape:
-                raise DataError(
-                    f"{name} is {tuple(shard.tensor.shape)} on this rank; the checkpoint {path} gives "
-                    f"{tuple(part.shape)}; the model flags are not those of the checkpoint."
-                )
+            part = read_shard(name, shard, tensors, weight_map, shape)
             shard.tensor.copy_(part)
             num_bytes += part.numel() * shard.tensor.element_size()
-        _check_all_used(tensors, weight_map, shape)
+        check_all_used(tensors, weight_map, shape)
     elapsed = time.monotonic() - start
     logger.info("Loaded %.2f GiB of weights from %s in %.1f s.", num_bytes / 2**30, path, elapsed)
+
+
+def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMap, shape: ModelShape) -> Tensor:
+    """What the checkpoint holds for a shard of this rank, in the checkpoint's dtype.
+
+    Raises:
+        DataError: a tensor is missing (also a KeyError) or has another shape.
+    """
+    full = from_hf(weight_map, name, tensors.get, shape)
+    _check_copies(tensors, weight_map.copies_of(name, shape), full)
+    if name in _VOCABULARY:
+        full = pad_vocabulary(full, shape)
+    part = local_part(shard, full)
+    if part.shape != shard.tensor.shape:
+        raise DataError(
+            f"{name} is {tuple(shard.tensor.shape)} on this rank; the checkpoint {tensors.folder} gives "
+            f"{tuple(part.shape)}; the model flags are not those of the checkpoint."
+        )
+    return part
 
 
 def local_part(shard: Shard, full: Tensor) -> Tensor:
@@ -106,7 +116,7 @@ def _check_copies(tensors: HfTensors, names: Sequence[str], original: Tensor) ->
             )  # fmt: skip
 
 
-def _check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelShape) -> None:
+def check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelShape) -> None:
     """Refuse a checkpoint whose layers have tensors that the model has not, such as biases or query norms.
 
     Only the layers of which something was read are looked at: others belong to other pipeline stages; and not their

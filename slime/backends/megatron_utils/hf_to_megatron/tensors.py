@@ -17,6 +17,7 @@ from slime.utils.errors import DataError
 
 INDEX_FILE = "model.safetensors.index.json"
 FP8_BLOCK = 128
+MAX_OPEN_FILES = 2
 
 
 @functools.lru_cache(maxsize=4)
@@ -49,8 +50,7 @@ class HfTensors:
         self.folder = Path(folder)
         self.read: set[str] = set()
         """Names asked for so far."""
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, tuple[Any, ExitStack]] = {}
         index = self.folder / INDEX_FILE
         if index.is_file():
             try:
@@ -69,8 +69,9 @@ class HfTensors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for _, stack in self._open.values():
+            stack.close()
         self._open.clear()
-        self._stack.close()
 
     def names(self) -> list[str]:
         """All names, but for the scales of quantized tensors, which belong to these."""
@@ -97,15 +98,19 @@ class HfTensors:
         return tensor
 
     def _handle(self, file: str) -> Any:
-        """The open file."""
+        """The open file.  What was read of a file counts as this process's memory until the file is closed."""
         if file not in self._open:
+            while len(self._open) >= MAX_OPEN_FILES:
+                self._open.pop(next(iter(self._open)))[1].close()
+            stack = ExitStack()
             try:
-                self._open[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
+                self._open[file] = stack.enter_context(safe_open(self.folder / file, framework="pt")), stack
             except (SafetensorError, OSError) as error:
                 raise DataError(
                     f"{self.folder / file} cannot be read ({error}); copy the checkpoint again."
                 ) from error
-        return self._open[file]
+        self._open[file] = self._open.pop(file)  # the one used longest ago is the first
+        return self._open[file][0]
 
 
 def dequantize_blocks(quantized: Tensor, scale: Tensor, block: int = FP8_BLOCK) -> Tensor:

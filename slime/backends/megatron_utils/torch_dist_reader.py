@@ -1,0 +1,202 @@
+"""The model in a ``torch_dist`` checkpoint, parameter by parameter, in one process and without a model.
+
+Layers and experts that are stacked in one tensor on disk come one by one, and are read in the pieces in which they
+were written: at most one of these is in memory.  Checkpoints of Megatron-LM are read too; classes in them that are
+not installed are passed over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from slime.utils.errors import DataError
+
+_STACKED_LAYERS = re.compile(r"^(.*\.layers)\.(?!\d+\.)(.*)$")
+_STACKED_EXPERTS = re.compile(r"^(.*\.experts)\.experts\.(linear_fc[12])\.(weight|bias)$")
+_LISTED_EXPERT = re.compile(r"^(.*\.experts)\.(?:local_experts|experts)\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+_NOT_WEIGHTS = re.compile(r"optimizer|_state")
+_KNOWN_MODULES = ("torch", "numpy", "collections", "argparse", "datetime", "pathlib", "_codecs", "copyreg")
+_KNOWN_BUILTINS = {"set", "frozenset", "slice", "complex", "bytearray", "range", "object"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor on disk that is read at once."""
+
+    key: str
+    """Name on disk."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    num_bytes: int
+
+
+class TorchDistFolder:
+    """One checkpoint folder, ``iter_0000012`` or ``release``."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read what the folder says of itself.
+
+        Raises:
+            DataError: it is no complete checkpoint.
+        """
+        self.folder = Path(folder)
+        for name in ("common.pt", ".metadata"):
+            if not (self.folder / name).exists():
+                raise DataError(
+                    f"{folder}: no {name} in it; name an iter_... or release folder of a checkpoint whose save was "
+                    "completed"
+                )
+        with open(self.folder / ".metadata", "rb") as file:
+            self._metadata: Metadata = _TolerantUnpickler(file).load()
+
+    def read_args(self) -> Namespace:
+        """The arguments of the run that saved it.
+
+        Raises:
+            DataError: it has none.
+        """
+        common = torch.load(
+            self.folder / "common.pt", map_location="cpu", weights_only=False, pickle_module=_TOLERANT_PICKLE
+        )
+        if "args" not in common:
+            raise DataError(f"{self.folder}/common.pt holds no arguments; they say what the tensors mean")
+        return common["args"]
+
+    def pieces(self) -> list[Piece]:
+        """All parts of the model's tensors."""
+        pieces = []
+        for key, entry in sorted(self._metadata.state_dict_metadata.items()):
+            if not isinstance(entry, TensorStorageMetadata) or _NOT_WEIGHTS.search(key):
+                continue
+            size = torch.empty((), dtype=entry.properties.dtype).element_size()
+            for box in itertools.product(*_cuts(entry, num_stacked_axes(key))):
+                sizes = tuple(end - start for start, end in box)
+                offsets = tuple(start for start, _ in box)
+                pieces.append(Piece(key, offsets, sizes, size * int(torch.Size(sizes).numel())))
+        return pieces
+
+    def read(self, piece: Piece) -> list[tuple[str, Tensor]]:
+        """The parameters in a piece, under the names that they have in the whole model.  Thread-safe."""
+        entry = self._metadata.state_dict_metadata[piece.key]
+        assert isinstance(entry, TensorStorageMetadata)
+        tensor = torch.empty(piece.sizes, dtype=entry.properties.dtype)
+        box = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+        reader = dcp.FileSystemReader(self.folder)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        planner = _Into(tensor)
+        reader.read_data(LoadPlan(create_read_items_for_chunk_list(piece.key, entry, [box])), planner).wait()
+        if planner.num_read != tensor.numel():
+            raise DataError(f"{self.folder}: {piece.key} is not whole; parts of it were never written")
+        return list(unstack(piece.key, tensor, piece.offsets))
+
+
+def num_stacked_axes(key: str) -> int:
+    """How many leading axes of a tensor on disk count layers or experts."""
+    return bool(_STACKED_LAYERS.match(key)) + bool(_STACKED_EXPERTS.match(key))
+
+
+def unstack(key: str, tensor: Tensor, offsets: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Name and view of every parameter in ``tensor``, which begins at ``offsets`` of the tensor ``key``."""
+    axes = num_stacked_axes(key)
+    for position in itertools.product(*(range(size) for size in tensor.shape[:axes])):
+        numbers = [offset + index for offset, index in zip(offsets, position, strict=False)]
+        name = key
+        if match := _STACKED_EXPERTS.match(name):
+            name = f"{match[1]}.{match[2]}.{match[3]}{numbers[-1]}"
+        elif match := _LISTED_EXPERT.match(name):
+            name = f"{match[1]}.{match[3]}.{match[4]}{match[2]}"
+        if match := _STACKED_LAYERS.match(name):
+            name = f"{match[1]}.{numbers[0]}.{match[2]}"
+        yield name, tensor[position]
+
+
+def _cuts(entry: TensorStorageMetadata, axes: int) -> list[list[tuple[int, int]]]:
+    """For each axis, the intervals to be read apart: as they were written where it is stacked, else all at once."""
+    cuts = []
+    for axis, size in enumerate(entry.size):
+        starts = sorted({chunk.offsets[axis] for chunk in entry.chunks}) if axis < axes else [0]
+        cuts.append(list(zip(starts, [*starts[1:], size], strict=True)))
+    return cuts
+
+
+class _Into(LoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.num_read = 0
+        self._tensor = tensor
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """The plan is made elsewhere."""
+        raise NotImplementedError
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """There is one process."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Only tensors are asked for."""
+        raise NotImplementedError
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where a stored chunk goes."""
+        part = self._tensor
+        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(axis, start, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """A chunk has arrived."""
+        self.num_read += tensor.numel()
+
+
+class _Unknown:
+    """Stands for an object whose class is not to be had."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class _TolerantUnpickler(pickle.Unpickler):
+    """Knows torch's, numpy's and Python's data classes; everything else becomes :class:`_Unknown`.
+
+    So it opens checkpoints whose arguments hold objects of other programs, and runs no code of theirs.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of a name in the file."""
+        is_known = module.split(".")[0] in _KNOWN_MODULES or (module == "builtins" and name in _KNOWN_BUILTINS)
+        if not is_known:
+            return type(name.split(".")[-1], (_Unknown,), {})
+        return super().find_class(module, name)
+
+
+_TOLERANT_PICKLE: Any = SimpleNamespace(
+    Unpickler=_TolerantUnpickler,
+    load=lambda file, **kwargs: _TolerantUnpickler(file, **kwargs).load(),
+    __name__="pickle",
+)
+"""What ``torch.load`` takes for a pickle module."""

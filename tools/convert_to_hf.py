@@ -1,0 +1,67 @@
+"""Export a checkpoint through the model: load it under any layout, join the shards, write a Hugging Face folder.
+
+    source scripts/models/qwen3-4B.sh
+    torchrun --nproc-per-node 8 tools/convert_to_hf.py ${MODEL_ARGS[@]} --tensor-model-parallel-size 8 \
+        --hf-checkpoint MODEL --load RUN --output-dir EXPORT
+
+``--load`` names a Megatron checkpoint (``--ckpt-step`` picks one) or a Hugging Face folder.  The names and tensors
+are those of ``--save-hf``.  Without a model in memory, and without a GPU, ``convert_torch_dist_to_hf.py`` does it too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch.distributed as dist
+
+from slime.observability.logging_utils import configure_logger
+from slime.utils.errors import ConfigError
+from tools.cli import clean_exit
+from tools.convert_hf_to_torch_dist import join_world, parse_training_flags, with_layout
+
+logger = logging.getLogger(__name__)
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    """The tool's arguments: every model and layout flag of training, ``--load``, and ``--output-dir``."""
+    own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    own.add_argument("--output-dir")
+    options, rest = own.parse_known_args(list(argv))
+    args = parse_training_flags(rest, needed=("hf_checkpoint", "load"))
+    if not options.output_dir:
+        raise ConfigError("--output-dir is missing; name the Hugging Face folder to write")
+    args.output_dir = options.output_dir
+    return args
+
+
+def convert(args: Namespace) -> None:
+    """Build, load, join, write."""
+    from slime.backends.megatron_utils.checkpoint import load_checkpoint
+    from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
+    from slime.backends.megatron_utils.model import build_model
+
+    args = join_world(with_layout(args))
+    model = build_model(args, wrap_with_ddp=False)
+    load_checkpoint(Namespace(**{**vars(args), "finetune": True}), model)
+    model_type = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())["model_type"]
+    save_hf_model_to_path(args, args.output_dir, model, model_name=getattr(args, "model_name", None) or model_type)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """The command line."""
+    configure_logger()
+    with clean_exit():
+        convert(parse(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

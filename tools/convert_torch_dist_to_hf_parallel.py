@@ -1,0 +1,40 @@
+"""``convert_torch_dist_to_hf`` with threads: pieces are read ahead, shards are written behind.
+
+    python tools/convert_torch_dist_to_hf_parallel.py --input-dir RUN/iter_0000012 --output-dir MODEL \
+        --origin-hf-dir ORIGINAL --load-max-workers 2 --save-max-workers 16
+
+Each reader holds a piece of the checkpoint and each writer a shard of the result (``--chunk-size``).
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.observability.logging_utils import configure_logger
+from tools.cli import clean_exit
+from tools.convert_torch_dist_to_hf import build_parser, convert
+
+
+def parse(argv: list[str]) -> Namespace:
+    """The tool's flags."""
+    parser = build_parser()
+    parser.description = __doc__
+    parser.add_argument("--load-max-workers", type=int, default=2, help="threads that read")
+    parser.add_argument("--save-max-workers", type=int, default=16, help="threads that write")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """The command line."""
+    configure_logger()
+    with clean_exit():
+        options = parse(sys.argv[1:])
+        convert(options, load_workers=options.load_max_workers, save_workers=options.save_max_workers)
+
+
+if __name__ == "__main__":
+    main()
