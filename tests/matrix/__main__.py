@@ -43,14 +43,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the chosen cells; gives the exit status."""
-    from tests.matrix.layouts import FAST_LAYOUTS, FULL_FAMILIES, LAYOUTS, layouts_of, run_layouts
+    from tests.matrix.layouts import FULL_FAMILIES, LAYOUTS, fast_layouts_of, layouts_of, run_layouts
 
     options = parse(argv)
     try:
         cases = load_cases(options.family)
         checks = _chosen("check", options.check, CHECKS, runs=bool(options.check) or not options.layout)
-        fast = list(FAST_LAYOUTS) if options.fast and not options.layout else options.layout
-        layouts = _chosen("layout", fast, tuple(LAYOUTS), runs=bool(options.layout) or not options.check)
+        layouts = _chosen("layout", options.layout, tuple(LAYOUTS), runs=bool(options.layout) or not options.check)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,8 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     for cell in check_families(list(cases), checks, jobs=options.jobs) if checks else ():
         on_cell(cell)
     if layouts:
-        named = layouts if options.layout or options.fast else None
-        run_layouts(list(cases.values()), named, on_cell=on_cell)
+        for case in cases.values():
+            names = layouts if options.layout else fast_layouts_of(case) if options.fast else layouts_of(case)
+            run_layouts([case], list(names), on_cell=on_cell)
     tables = docs.result_tables(cells, cases, FULL_FAMILIES)
     for title, table in tables.items():
         print(f"\n{title}\n\n{table}")

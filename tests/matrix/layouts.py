@@ -90,7 +90,7 @@ LAYOUTS: dict[str, Layout] = {
     "PP2 VPP2 group 3": Layout(
         2, (*_pp(), *VPP2, "--microbatch-group-size-per-virtual-pipeline-stage", 3), num_layers=4
     ),
-    "PP2 layout": Layout(2, (*_pp(), "--pipeline-model-parallel-layout", "Et|ttL")),
+    "PP2 layout": Layout(2, (*_pp(), "--pipeline-model-parallel-layout", "Et|tttL"), num_layers=4),
     "PP2 VPP2 no overlap": Layout(2, (*_pp(), *VPP2, "--no-overlap-p2p-communication"), num_layers=4),
     "CP2": Layout(2, _cp(), is_basic=True),
     "CP2 per-token": Layout(2, _cp(), loss_flags=PER_TOKEN),
@@ -130,8 +130,8 @@ LAYOUTS: dict[str, Layout] = {
 
 FULL_FAMILIES = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 """Tried in every layout: a dense family, two with experts, one with latent attention."""
-FAST_LAYOUTS = ("TP2 SP", "PP2 VPP2", "CP2", "EP2")
-"""What the suite runs."""
+FAST_LAYOUTS = ("TP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "EP2")
+"""What the suite runs; see :func:`fast_layouts_of`."""
 
 
 def layouts_of(case: FamilyCase, names: Sequence[str] | None = None) -> dict[str, Layout]:
@@ -150,6 +150,15 @@ def layouts_of(case: FamilyCase, names: Sequence[str] | None = None) -> dict[str
         and (case.has_experts or not layout.needs_experts)
         and layout.tensor <= case.max_tp
     }
+
+
+def fast_layouts_of(case: FamilyCase) -> list[str]:
+    """The suite's layouts of the case: those with other layers than its own only for the full families."""
+    return [
+        name
+        for name in layouts_of(case, FAST_LAYOUTS)
+        if LAYOUTS[name].num_layers is None or case.name in FULL_FAMILIES
+    ]
 
 
 def run_layouts(

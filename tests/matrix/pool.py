@@ -7,6 +7,7 @@ process groups alive for good, and each gloo group has threads, so that a proces
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing as mp
 import pickle
@@ -21,8 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("tests.matrix.layout_rank",)
-"""Imported once, before the processes are forked."""
+PRELOADED = ("tests.matrix.layout_rank", "tests.matrix.parity", "transformers.models.auto.modeling_auto")
+"""Imported once, before the processes are forked; a process has one such server for all who fork."""
 COLLECTIVE_TIMEOUT_S = 60
 """A rank that waits longer for the others gives up."""
 GRACE_S = 3.0
@@ -64,14 +65,15 @@ class RankPool:
         self._ranks = [self._start() for _ in range(world_size)]
         with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
             for rank in range(world_size):
-                job = (function, rank, world_size, str(Path(folder) / "store"), arguments)
+                stack = (timeout_s * 0.95, str(Path(folder) / f"stack-{rank}"))
+                job = (function, rank, world_size, str(Path(folder) / "store"), stack, arguments)
                 self._ranks[rank][1].send_bytes(pickle.dumps(job))
             try:
-                return self._collect(world_size, timeout_s)
+                return self._collect(world_size, timeout_s, Path(folder))
             finally:
                 self._drop()
 
-    def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
+    def _collect(self, world_size: int, timeout_s: float, folder: Path) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
@@ -96,7 +98,8 @@ class RankPool:
             return [results[rank] for rank in range(world_size)]
         silent = [rank for rank in range(world_size) if rank not in results and rank not in failures]
         if not failures:
-            raise RankError(f"ranks {silent} of {world_size} gave no answer in {timeout_s:g} s")
+            where = [(folder / f"stack-{rank}").read_text() for rank in silent if (folder / f"stack-{rank}").exists()]
+            raise RankError(f"ranks {silent} of {world_size} gave no answer in {timeout_s:g} s\n" + "\n".join(where))
         # Of several failures, those of ranks that merely lost a peer say the least.
         rank = min(failures, key=lambda r: ("gloo" in failures[r] or "Connection" in failures[r], r))
         raise RankError(f"rank {rank} of {world_size}: {failures[rank]}")
@@ -130,8 +133,11 @@ def _serve(connection: Connection) -> None:
     except (EOFError, OSError):
         return
     try:
-        function, rank, world_size, store, arguments = pickle.loads(job)
-        answer = (_in_world(function, rank, world_size, store, arguments), None)
+        function, rank, world_size, store, (patience_s, stack), arguments = pickle.loads(job)
+        with open(stack, "w") as file:
+            faulthandler.dump_traceback_later(patience_s, file=file)  # tells where a rank waits for ever
+            answer = (_in_world(function, rank, world_size, store, arguments), None)
+            faulthandler.cancel_dump_traceback_later()
     except BaseException:  # noqa: BLE001 - the parent reports it
         answer = (None, traceback.format_exc())
     try:
