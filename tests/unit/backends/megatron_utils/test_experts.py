@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -17,7 +21,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
 from slime.backends.megatron_utils.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.experts import StackedExperts
+from slime.backends.megatron_utils.experts import StackedExperts, StackedLinear
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
@@ -108,6 +112,74 @@ def test_checkpoint_entries_are_the_parameters_under_the_common_names() -> None:
     joined = entries[0].merge_fn({name: half.data for name, half in halves.items()})
     assert torch.equal(joined, experts.linear_fc1.weight)
     assert entries[1].global_shape == (2, NUM_EXPERTS, HIDDEN, FFN)
+
+
+@dataclass
+class Group:
+    """A process group as far as the parameters ask."""
+
+    place: int
+    count: int
+
+    def rank(self) -> int:
+        return self.place
+
+    def size(self) -> int:
+        return self.count
+
+
+def parts_of(name: str, ep: int, etp: int) -> list[StackedLinear]:
+    """One matrix of four experts as every rank of a layout holds it, from the same seed."""
+    settings, parts = config("--num-experts", 4), []
+    is_gated = name == "linear_fc1"
+    for ep_rank in range(ep):
+        for etp_rank in range(etp):
+            torch.manual_seed(11)
+            groups = SimpleNamespace(ep=Group(ep_rank, ep), expt_tp=Group(etp_rank, etp), expt_dp=Group(0, 1))
+            sizes = (HIDDEN, 2 * FFN) if is_gated else (FFN, HIDDEN)
+            options = {"split_axis": 1 if is_gated else 2, "is_gated": is_gated}
+            initial = {"init_method": settings.init_method}
+            parts.append(StackedLinear(settings, groups, 4 // ep, *sizes, **options, **initial))
+    return parts
+
+
+def assembled(parts: list[StackedLinear]) -> torch.Tensor:
+    """The whole tensor of a checkpoint, from the entries of all ranks; every element is written once."""
+    whole = times = None
+    for part in parts:
+        entry = part.sharded_entry("key", ((0, 1, 3),))
+        pieces = list(entry.build().values()) if isinstance(entry, ShardedTensorFactory) else [entry]
+        for piece in pieces:
+            if whole is None:
+                whole, times = torch.zeros(piece.global_shape[1:]), torch.zeros(piece.global_shape[1:])
+            assert piece.global_shape == (3, *whole.shape) and piece.global_offset[0] == 1
+            where = tuple(slice(o, o + n) for o, n in zip(piece.global_offset[1:], piece.data.shape))
+            whole[where] = piece.data.detach()
+            times[where] += 1
+    assert (times == 1).all()
+    return whole
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2), (2, 3), (4, 2)])
+@pytest.mark.parametrize("name", ["linear_fc1", "linear_fc2"])
+def test_every_layout_starts_from_the_same_experts_and_saves_the_same_tensor(name: str, ep: int, etp: int) -> None:
+    (whole,) = parts_of(name, 1, 1)
+    # In the checkpoint as in the whole parameter: gates before ups, whatever the ranks hold.
+    assert torch.equal(assembled([whole]), whole.weight)
+    parts = parts_of(name, ep, etp)
+    assert len({part.weight.shape for part in parts}) == 1
+    assert torch.equal(assembled(parts), whole.weight)
+
+
+def test_checkpoints_are_exchanged_with_megatron_cores_experts(tmp_path: Path) -> None:
+    ours = stacked()
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    theirs = SequentialMLP(NUM_EXPERTS, ours.config, parts, pg_collection=get_default_pg_collection())
+    dist_checkpointing.save(theirs.sharded_state_dict("mlp.experts."), str(tmp_path))
+    loaded = dist_checkpointing.load(ours.sharded_state_dict("mlp.experts."), str(tmp_path))
+    for name in ("linear_fc1", "linear_fc2"):
+        expected = torch.stack([getattr(expert, name).weight for expert in theirs.local_experts])
+        assert torch.equal(loaded[f"mlp.experts.{name}.weight"], expected)
 
 
 def test_biases_in_experts_are_refused() -> None:
