@@ -59,8 +59,13 @@ class Shard:
         return self.name.format(expert_rank * num_local_experts + self.expert_index)
 
 
-def iter_shards(model: Sequence[torch.nn.Module]) -> Iterator[Shard]:
-    """This rank's parameters, and its expert-bias buffers, under global names."""
+def iter_shards(model: Sequence[torch.nn.Module], *, with_copies: bool = False) -> Iterator[Shard]:
+    """This rank's parameters, and its expert-bias buffers, under global names.
+
+    Args:
+        model: this rank's chunks.
+        with_copies: also the last pipeline stage's copy of a tied embedding, as ``output_layer.weight``.
+    """
     for chunk_index, chunk in enumerate(model):
         inner = unwrap_model(chunk)
         # What this stage calls layer i is layer ``layer_number - 1`` of the model.
@@ -69,8 +74,8 @@ def iter_shards(model: Sequence[torch.nn.Module]) -> Iterator[Shard]:
         shares_embedding = getattr(inner, "share_embeddings_and_output_weights", False)
         named = [*inner.named_parameters(), *((n, b) for n, b in inner.named_buffers() if "expert_bias" in n)]
         for local_name, tensor in named:
-            if shares_embedding and local_name == "output_layer.weight":
-                continue  # a copy of the embedding on the last stage
+            if shares_embedding and local_name == "output_layer.weight" and not with_copies:
+                continue
             match = _LAYER.match(local_name)
             name = f"decoder.layers.{layers[int(match[1])]}.{match[2]}" if match else local_name
             yield from _shards_of(f"{chunk_index}.{local_name}", name, tensor)
@@ -96,9 +101,11 @@ def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
     yield Shard(key, name, tensor, tensor, split_dim, expert_index)
 
 
-def iter_global_parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Shard]]:
+def iter_global_parameters(
+    model: Sequence[torch.nn.Module], *, with_copies: bool = False
+) -> Iterator[tuple[str, Shard]]:
     """:func:`iter_shards` with the experts' numbers in the names."""
-    shards = list(iter_shards(model))
+    shards = list(iter_shards(model, with_copies=with_copies))
     num_local = 1 + max((shard.expert_index for shard in shards if shard.expert_index is not None), default=-1)
     expert_rank = mpu.get_expert_model_parallel_rank() if num_local else 0
     for shard in shards:

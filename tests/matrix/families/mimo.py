@@ -1,7 +1,8 @@
-"""MiMo-7B: Qwen2.5's layers with MTP, which transformers does not know."""
+"""MiMo-7B: Qwen2.5's layers with MTP, which transformers does not know; and the same with tied embeddings."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tests.matrix.case import FamilyCase
@@ -51,4 +52,13 @@ CASE = FamilyCase(
     reference=lambda folder: ModelWithMtp(folder, MIMO_FORMAT),
     extra_loss=mtp_extra_loss,
     about="two MTP layers, trained; their projection takes the halves the other way round",
+)
+CASES = (
+    CASE,
+    replace(
+        CASE,
+        name="mimo-tied",
+        config={**CASE.config, "num_nextn_predict_layers": 1, "tie_word_embeddings": True, "vocab_size": 137},
+        about="one MTP layer behind a model whose embedding is its vocabulary projection",
+    ),
 )

@@ -66,7 +66,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
     start = time.monotonic()
     num_bytes = 0
     with HfTensors(path) as tensors:
-        for name, shard in iter_global_parameters(model):
+        for name, shard in iter_global_parameters(model, with_copies=True):
             if name == "output_layer.weight" and shard.tensor.size(0) == 1:
                 continue
             part = read_shard(name, shard, tensors, weight_map, shape)
