@@ -89,6 +89,7 @@ DEFAULTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "transformer_impl": "local",
     "optimizer_offload_fraction": 1.0,
+    "use_distributed_optimizer": True,
 }
 """Attribute -> default.  Dropout is off because a policy's log-probs must not be random."""
 
@@ -114,6 +115,9 @@ NOT_FLAGS: dict[str, str] = {
         ("calculate_per_token_loss", "clip_grad", "lr", "mtp_num_layers", "mtp_loss_scaling_factor"),
         "a flag of slime's own, see slime.arguments",
     ),
+    "batch_p2p_comm": "follows --overlap-p2p-comm",
+    "deallocate_pipeline_outputs": "always on: a stage's output lives on at the next one",
+    "mtp_standalone": "set by megatron-core where an MTP layer has a stage of its own",
     "variable_seq_lengths": "always on: micro-batches are packed to different lengths",
     "async_tensor_model_parallel_allreduce": "deprecated in megatron-core, without effect",
     "moe_extended_tp": "deprecated in megatron-core, without effect",

@@ -75,7 +75,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     _value("--spec", _MODEL, "Module and function that give the layer spec.", nargs=2, metavar=("MODULE", "NAME")),
     _switch("--post-self-attn-layernorm", "slime_plugins.models.glm4", "A norm behind attention (GLM-4)."),
     _switch("--post-mlp-layernorm", "slime_plugins.models.glm4", "A norm behind the MLP (GLM-4)."),
-    _switch("--use-gated-attention", "slime_plugins.models.qwen3_next", "Gated attention (Qwen3-Next)."),
+    _switch("--use-gated-attention", _RESOLVE, "Gated attention (Qwen3-Next), which is not built."),
     _switch("--enable-experimental", _INITIALIZE, "Let megatron-core use what it calls experimental."),
     _switch("--recompute-activations", _RESOLVE, "The same as --recompute-granularity selective."),
     # layout

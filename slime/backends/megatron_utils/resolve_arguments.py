@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.config_builders import (
     transformer_config_from_args,
 )
 from slime.backends.megatron_utils.expert_arguments import check_expert_arguments
+from slime.backends.megatron_utils.field_table import refuse_what_nobody_reads, reset_what_has_no_effect
 from slime.backends.megatron_utils.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.latent_arguments import derive_rope
 from slime.backends.megatron_utils.model_provider import load_spec
@@ -81,6 +82,8 @@ def _world(args: Namespace) -> dict[str, Any]:
             f"{args.context_parallel_size} = {model_size} must divide that; change --actor-num-nodes, "
             "--actor-num-gpus-per-node or one of the sizes."
         )
+    if not args.use_distributed_optimizer:
+        logger.info("--no-use-distributed-optimizer: the optimizer is always the distributed one here.")
     return {
         "rank": vars(args).get("rank") or 0,
         "world_size": world_size,
@@ -199,36 +202,9 @@ def _checkpoint(args: Namespace) -> dict[str, Any]:
     }
 
 
-_NEED_TRANSFORMER_ENGINE = {
-    "moe_permute_fusion": "tokens are moved by gathers of slime's own",
-    "moe_use_legacy_grouped_gemm": "experts are grouped by torch's own product (--moe-grouped-gemm)",
-    "moe_router_fusion": "the router is plain torch",
-    "apply_rope_fusion": "rotary embeddings are plain torch",
-    "use_precision_aware_optimizer": "optimizer states are fp32",
-    "tp_comm_overlap": "tensor-parallel communication is not overlapped",
-    "gradient_accumulation_fusion": "gradients are accumulated by plain torch",
-    "persist_layer_norm": "the norm is slime's own",
-    "memory_efficient_layer_norm": "the norm is slime's own",
-    "masked_softmax_fusion": "attention is slime's own",
-    "use_te_rng_tracker": "random states are Megatron's own",
-    "use_te_activation_func": "activations are plain torch",
-}
-"""Switch -> what happens instead, with slime's own layers, which use no TransformerEngine."""
-
-_REFUSED_WITHOUT_TRANSFORMER_ENGINE = (
-    *("fp8", "fp4", "fp8_param", "fp4_param", "use_kitchen", "use_kitchen_attention"),
-    "moe_latent_size",
-)
-
-
 def _kernels(args: Namespace) -> dict[str, Any]:
     """Switch off what slime's layers do otherwise, and say so once."""
-    values = vars(args)
-    derived: dict[str, Any] = {}
-    for name, instead in _NEED_TRANSFORMER_ENGINE.items():
-        if values[name]:
-            derived[name] = False
-            logger.info("--%s needs TransformerEngine's layers; instead, %s.", name.replace("_", "-"), instead)
+    derived = reset_what_has_no_effect(args)
     if args.transformer_impl != "local":
         derived["transformer_impl"] = "local"
         logger.info("--transformer-impl %s: the model is built from slime's own layers.", args.transformer_impl)
@@ -265,11 +241,14 @@ def check_arguments(args: Namespace) -> None:
 
 
 def _check_kernels(args: Namespace) -> None:
-    for name in _REFUSED_WITHOUT_TRANSFORMER_ENGINE:
-        if vars(args)[name]:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} needs TransformerEngine's layers, which slime has not; drop it."
-            )
+    refuse_what_nobody_reads(args)
+    if args.use_gated_attention:
+        raise ConfigError("--use-gated-attention is given: Qwen3-Next's attention is not built; leave it out.")
+    if args.optimizer != "adam":
+        raise ConfigError(
+            f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
+            "shards Adam only; use adam (which is AdamW)."
+        )
     if args.attention_dropout:
         raise ConfigError(f"--attention-dropout is {args.attention_dropout}; packed attention has none; use 0.0.")
     if args.only_train_params_name_list and args.freeze_params_name_list:

@@ -45,7 +45,7 @@ overlap-cpu-optimizer-d2h-h2d pipeline-model-parallel-size=1 position-embedding-
 post-self-attn-layernorm q-lora-rank=8 qk-head-dim=16 qk-layernorm qk-pos-emb-head-dim=8 recompute-granularity=full
 recompute-method=uniform recompute-num-layers=1 rotary-base=10000 rotary-interleaved rotary-percent=0.5
 seq-length=4096 sequence-parallel swiglu tensor-model-parallel-size=1 transformer-impl=local
-untie-embeddings-and-output-weights use-distributed-optimizer use-gated-attention use-precision-aware-optimizer
+untie-embeddings-and-output-weights use-distributed-optimizer use-precision-aware-optimizer
 use-rope-scaling use-rotary-position-embeddings v-head-dim=16 weight-decay=0.1
 """
 """Every Megatron flag of slime's model and run scripts that is not a flag of slime's own, but for those of YaRN."""
@@ -185,9 +185,12 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
         ("--num-query-groups 2", "without --group-query-attention"),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups is 3.*divide --num-attention-heads 4"),
         ("--attention-dropout 0.1", "--attention-dropout is 0.1"),
-        ("--fp8-format e4m3", "--fp8 needs TransformerEngine"),
+        ("--fp8-format e4m3", "--fp8 is given: .* needs TransformerEngine"),
         ("--decoder-last-pipeline-num-layers 1", "need --pipeline-model-parallel-size"),
         ("--expert-model-parallel-size 1 --padded-vocab-size 99", "--padded-vocab-size is 99"),
+        ("--use-gated-attention", "Qwen3-Next"),
+        ("--optimizer sgd", "--optimizer is 'sgd'"),
+        ("--qk-l2-norm --fp8-param", "--fp8-param is given"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "the warm-up has one length"),
         (
             "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --mtp-num-layers 1 "

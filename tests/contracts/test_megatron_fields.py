@@ -1,0 +1,126 @@
+"""Every field of megatron-core's configs that is a flag has a reader in this trainer, or says that it has none."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from slime.arguments.parser import build_parser
+from slime.backends.megatron_utils.config_flags import CONFIG_CLASSES, NOT_FLAGS, attribute_of, config_fields
+from slime.backends.megatron_utils.field_table import (
+    READERS,
+    REFUSED,
+    WITHOUT_EFFECT,
+    refuse_what_nobody_reads,
+    reset_what_has_no_effect,
+)
+from slime.backends.megatron_utils.own_flags import OWN_FLAGS
+from slime.utils.errors import ConfigError
+
+FIELDS = {
+    field.name
+    for config_class in CONFIG_CLASSES
+    for field, _ in config_fields(config_class)
+    if field.name not in NOT_FLAGS
+}
+
+
+@cache
+def names_read_by(module: str) -> set[str]:
+    """Attributes that a module loads, and strings by which it may ask for one."""
+    name = module if module.startswith("slime") else f"megatron.core.{module}"
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None, f"there is no {name}"
+    nodes = list(ast.walk(ast.parse(Path(spec.origin).read_text())))
+    attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    return attributes | {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def test_every_field_stands_in_one_table_and_no_table_names_another():
+    tables = [set(READERS), set(WITHOUT_EFFECT), set(REFUSED)]
+    assert FIELDS - set.union(*tables) == set(), "a new field of megatron-core: who reads it here?"
+    assert set.union(*tables) - FIELDS == set()
+    assert sum(map(len, tables)) == len(FIELDS), "a field stands in two tables"
+
+
+@pytest.mark.parametrize("module", sorted(set(READERS.values())))
+def test_the_reader_of_a_field_reads_it(module):
+    read = names_read_by(module)
+    unread = {name for name, reader in READERS.items() if reader == module and not {name, attribute_of(name)} & read}
+    assert unread == set()
+
+
+def test_the_reader_of_a_flag_that_is_no_field_reads_it():
+    unread = [
+        (flag.options[0], flag.reader)
+        for flag in OWN_FLAGS
+        if flag.reader.startswith("slime") and flag.attribute not in names_read_by(flag.reader)
+    ]
+    assert unread == []
+
+
+VALUES = {
+    # what to give a flag that takes a value; a switch takes none
+    "fp8": "e4m3",
+    "fp8_recipe": "tensorwise",
+    "fp8_amax_compute_algo": "max",
+    "fp4": "e2m1",
+    "fp4_recipe": "custom",
+    "kitchen_attention_backend": "fa",
+    "cross_entropy_fusion_impl": "te",
+    "cp_comm_type": "p2p",
+    "tp_comm_bootstrap_backend": "mpi",
+    "main_grads_dtype": "bf16",
+    "main_params_dtype": "fp16",
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+    "muon_scale_mode": "other",
+    "muon_fp32_matmul_prec": "high",
+    "muon_tp_mode": "duplicated",
+}
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return build_parser(with_engine_flags=False)
+
+
+def words_that_set(parser, name):
+    """The flag of a field with a value that differs from its default."""
+    attribute = attribute_of(name)
+    flags = [action for action in parser._actions if action.dest == attribute]
+    for action in flags:
+        if action.nargs == 0 and action.const is not parser.get_default(attribute):
+            return [action.option_strings[0]]
+    (action,) = flags
+    if action.choices:
+        return [action.option_strings[0], next(c for c in action.choices if c != action.default)]
+    return [action.option_strings[0], VALUES.get(name, "7")]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_flag_that_nobody_reads_is_refused_with_the_reason(parser, name):
+    words = words_that_set(parser, name)
+    with pytest.raises(ConfigError, match=words[0] + " is given: .*leave it out"):
+        refuse_what_nobody_reads(parser.parse_args(words))
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
+def test_a_flag_without_effect_is_reset_and_says_so_once(parser, name, caplog):
+    words = words_that_set(parser, name)
+    args = parser.parse_args(words)
+    with caplog.at_level("INFO"):
+        derived = reset_what_has_no_effect(args)
+    assert derived == {attribute_of(name): parser.get_default(attribute_of(name))}
+    assert [record for record in caplog.records if words[0] in record.getMessage()] == caplog.records
+    assert len(caplog.records) == 1
+
+
+def test_defaults_are_neither_refused_nor_reset(parser):
+    args = parser.parse_args([])
+    refuse_what_nobody_reads(args)
+    assert reset_what_has_no_effect(args) == {}
