@@ -61,13 +61,15 @@ def run_microbatches(
         what each micro-batch reported, in their order, on the last pipeline stage; nothing elsewhere.
     """
     options: dict[str, Any] = {}
+    communicator: KnownShapes | None = None
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         config = get_model_config(model[0])
         lengths = packed_lengths(data_iterator[0], num_microbatches, args.data_pad_size_multiplier, args.allgather_cp)
         groups = _process_groups()
         options["pg_collection"] = groups
-        options["p2p_communicator"] = KnownShapes(groups.pp, config, lengths, num_chunks=len(model))
-    return get_forward_backward_func()(
+        communicator = KnownShapes(groups.pp, config, lengths, num_chunks=len(model))
+        options["p2p_communicator"] = communicator
+    reports = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=list(data_iterator),
         model=list(model),
@@ -77,6 +79,9 @@ def run_microbatches(
         forward_only=forward_only,
         **options,
     )
+    if communicator is not None:
+        communicator.finish()
+    return reports
 
 
 class KnownShapes(P2PCommunicator):
@@ -105,6 +110,7 @@ class KnownShapes(P2PCommunicator):
         ends = num_chunks - 1
         self._from_previous = deque(shapes[m] for m, chunk in table if not (is_first and chunk == ends))
         self._from_next = deque(shapes[m] for m, chunk in table if not (is_last and chunk == ends))
+        self._last_sent: dict[str, Any] = {}
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -113,6 +119,21 @@ class KnownShapes(P2PCommunicator):
         nothing: Shape = (0, 0, 0)
         previous = self._from_previous.popleft() if recv_prev else nothing
         return previous, self._from_next.popleft() if recv_next else nothing
+
+    def _communicate(self, **arguments: Any) -> tuple[Tensor | None, Tensor | None, Any]:
+        """One exchange with the neighbours; gives what arrived and, when not waited for, the requests by name."""
+        previous, following, requests = super()._communicate(**arguments)
+        if requests:
+            self._last_sent |= {name: request for name, request in requests.items() if name.startswith("send")}
+        return previous, following, requests
+
+    def finish(self) -> None:
+        """Wait for what was sent last, which the schedules leave to itself; gloo drops a message with its request."""
+        for request in self._last_sent.values():
+            if not request.is_completed():
+                request.wait()
+        self._last_sent.clear()
+        assert not self._from_previous, f"{len(self._from_previous)} messages of the previous stage never came"
 
 
 def _process_groups() -> ProcessGroupCollection:
