@@ -47,7 +47,7 @@ class LatentUpProjection(ColumnParallelLinear):
     parameters in a hook before the call.
     """
 
-    def forward(self) -> Tensor:  # type: ignore[override]
+    def forward(self) -> Tensor:
         """[n * (qk + v), c]"""
         return self.weight
 
@@ -74,20 +74,21 @@ class SparseLatentAttention(LatentAttention):
     again when the layer is recomputed, and pipelined micro-batches do not see each other's.
     """
 
-    def __init__(self, *args: Any, settings: IndexerSettings, source_layer: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, settings: IndexerSettings, source_layer: int, is_computing: bool, **kwargs: Any
+    ) -> None:
         """As the base class.
 
         Args:
             settings: sizes of the indexer.
-            source_layer: number (from 1, over the whole model) of the layer whose keys are attended to; this layer's
-                own number where it has an indexer.
-            is_computing: see ``schedule.IndexSharing``.
+            source_layer: number (from 1, over the whole model) of the layer whose keys are attended to.
+            is_computing: whether that is this layer, which then has an indexer.
         """
-        self.is_computing = bool(kwargs.pop("is_computing", True))
         super().__init__(*args, **kwargs)
         self.settings = settings
         self.source_layer = source_layer
-        if self.is_computing:
+        self.is_computing = is_computing
+        if is_computing:
             self._build_indexer()
 
     def _build_indexer(self) -> None:
@@ -206,11 +207,13 @@ class SparseLatentAttention(LatentAttention):
         num_local, num_rank = hidden_states.size(0), cosines.size(0)
         first_local = self.tp_group.rank() * num_local if self.config.sequence_parallel else 0
         rows = slice(first_local, first_local + num_local)
-        turn = {"cosines": cosines[rows], "sines": sines[rows], "is_interleaved": settings.is_interleaved}
+
+        def turned(x: Tensor) -> Tensor:
+            return rotate_last(x, cosines[rows], sines[rows], is_interleaved=settings.is_interleaved)
 
         hidden, latent = hidden_states.squeeze(1), query_latent.squeeze(1)
-        query = rotate_last(self.wq_b(latent).unflatten(-1, (settings.num_heads, settings.head_dim)), **turn)
-        key = rotate_last(self.k_norm(self.wk(hidden)), **turn)
+        query = turned(self.wq_b(latent).unflatten(-1, (settings.num_heads, settings.head_dim)))
+        key = turned(self.k_norm(self.wk(hidden)))
         weight = F.linear(hidden.float(), self.weights_proj.weight.float())
         weight = weight * (settings.num_heads * settings.head_dim) ** -0.5
         cp_group = self.pg_collection.cp
@@ -235,7 +238,7 @@ class SparseLatentAttention(LatentAttention):
             cp_group = self.pg_collection.cp
             assert stream.num_tokens == num_rank * cp_group.size(), (stream.num_tokens, num_rank, cp_group.size())
             cached = self.rotary.tables(stream.positions(cp_group.rank() * num_rank, num_rank))
-            packed_seq_params.contiguous_rotary_tables = cached  # type: ignore[attr-defined]
+            packed_seq_params.contiguous_rotary_tables = cached
         return cached
 
 

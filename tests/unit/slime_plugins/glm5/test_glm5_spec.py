@@ -134,6 +134,35 @@ def test_only_computing_layers_have_an_indexer_and_it_is_not_trained(tmp_path: P
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        ("--recompute-granularity", "selective"),
+        ("--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"),
+    ],
+    ids=["full", "attention", "projection"],
+)
+def test_recomputation_changes_no_gradient(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    folder = write_tiny(tmp_path)
+    tokens = [torch.randint(131, (length,)) for length in (20, 3, 30)]
+
+    def gradients(*flags: str) -> dict[str, torch.Tensor]:
+        model = build_tiny(folder, TINY, *flags)
+        model.load_state_dict(state)
+        packed, params = pack(tokens)
+        logits = model(input_ids=packed, position_ids=None, attention_mask=None, packed_seq_params=params)
+        logits.logsumexp(-1).mean().backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    state = build_tiny(folder).state_dict()
+    plain, recomputed = gradients(), gradients(*flags)
+    assert plain.keys() == recomputed.keys()
+    for name, gradient in plain.items():
+        if gradient is not None:
+            torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-7)
+
+
 def test_a_choice_is_shared_within_a_micro_batch_and_not_across(tmp_path: Path) -> None:
     model = build_tiny(write_tiny(tmp_path)).eval()
     first, second = (pack([torch.randint(131, (20,))]) for _ in range(2))
