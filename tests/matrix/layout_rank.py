@@ -86,8 +86,9 @@ def compare(case: FamilyCase, folder: str, flags: Sequence[object], loss_flags: 
     errors = gradient_errors(measured.gradients, gradients)
     worst["gradients"] = max((error, tensor) for tensor, error in errors.items())
     if measured.numbers:
-        # Metrics that are differences of nearly equal numbers are compared on the scale of the loss.
-        scale = abs(numbers["0/loss"])
+        # Metrics that are differences of nearly equal numbers are compared on the scale of the loss, and of its terms
+        # where these happen to cancel.
+        scale = max(abs(numbers[key]) for key in ("0/loss", "0/pg_loss") if key in numbers)
         worst["metrics"] = max(
             (_nan_is_worst(abs(measured.numbers[key] - value) / max(abs(value), scale)), key)
             for key, value in numbers.items()
