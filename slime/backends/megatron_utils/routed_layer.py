@@ -45,6 +45,8 @@ class RoutedExperts(MoELayer):
     pass, not to the layer.
     """
 
+    moe_layer_recompute: bool
+
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules | None = None, **kwargs: Any) -> None:
         """``submodules`` in place of our router and experts; shared experts are built where the config has them."""
         super().__init__(config, submodules or _parts(), **kwargs)
@@ -63,7 +65,7 @@ class RoutedExperts(MoELayer):
         return run(hidden_states)
 
     def _run(self, samples: RoutedSamples | None, hidden_states: Tensor) -> Any:
-        self.router.samples = samples  # type: ignore[union-attr]
+        self.router.samples = samples
         return super().forward(hidden_states)
 
 

@@ -29,6 +29,8 @@ from slime.backends.megatron_utils.routed_samples import RoutedSamples
 class Router(TopKRouter):
     """TopKRouter for packed samples.  ``samples`` is set by the layer in front of every pass."""
 
+    expert_bias: Tensor | None
+
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
         self.samples: RoutedSamples | None = None
