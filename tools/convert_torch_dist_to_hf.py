@@ -146,7 +146,8 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     with HfFolderWriter(
         target, assets_from=origin, shard_bytes=options.chunk_size, save_workers=save_workers
     ) as writer:
-        with tqdm(total=sum(piece.num_bytes for piece in pieces), desc="convert", unit="B", unit_scale=True) as bar:
+        total = sum(piece.num_bytes for piece in pieces)
+        with tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=None) as bar:
             for piece, tensors in _read_ahead(read, pieces, load_workers):
                 for name, tensor in tensors:
                     if name not in names:  # a parameter under two names: the checkpoint's first counts

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import Tensor
 from tqdm import tqdm
 
@@ -57,13 +58,14 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
     """
     unborn = Namespace(**{**vars(args), "use_cpu_initialization": True, "perform_initialization": False})
     model = build_model(unborn, wrap_with_ddp=False, on_accelerator=False)
+    _mark_splits(model)
     folder = checkpoint_folder(args.save, RELEASE)
     make_empty_folder(folder)
-    with HfTensors(source) as tensors, _progress(tensors) as bar:
+    with HfTensors(source) as tensors, _progress() as bar:
         weights = _Weights(args, model, tensors, bar)
         state = {**common_state(args, RELEASE), **model_state(model)}
         # One file: its tensors are written in their order, so that what is read serves those that follow.
-        write_checkpoint(state, folder, planner=_Planner(weights), writer_threads=1, resplit=weights.part_experts)
+        write_checkpoint(state, folder, planner=_Planner(weights), writer_threads=1, resplit=weights.in_reading_order)
         _check_unused(tensors, args)
     if dist.get_rank() == 0:
         publish_checkpoint(args.save, RELEASE)
@@ -71,9 +73,20 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
     return folder
 
 
-def _progress(tensors: HfTensors) -> tqdm:
-    """A bar over this rank's bytes; rank 0 shows it."""
-    return tqdm(desc="convert", unit="B", unit_scale=True, disable=dist.get_rank() != 0)
+def _mark_splits(model: Sequence[torch.nn.Module]) -> None:
+    """Say how tensor parallelism cuts each matrix; megatron-core says it while it initializes them."""
+    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for chunk in model:
+        for module in chunk.modules():
+            dim = next((dim for kind, dim in dims.items() if isinstance(module, kind)), None)
+            weight: Any = getattr(module, "weight", None)
+            if dim is not None and weight is not None:
+                weight.tensor_model_parallel, weight.partition_dim = True, dim
+
+
+def _progress() -> tqdm:
+    """A bar over this rank's bytes; rank 0 shows it, on a terminal."""
+    return tqdm(desc="convert", unit="B", unit_scale=True, disable=None if dist.get_rank() == 0 else True)
 
 
 def _check_unused(tensors: HfTensors, args: Namespace) -> None:
@@ -127,11 +140,14 @@ class _Weights:
         self._bar.update(view.nbytes)
         return whole.as_strided(view.shape, view.stride(), offset)
 
-    def part_experts(self, shards: Shards) -> Shards:
+    def in_reading_order(self, shards: Shards) -> Shards:
         """Experts that are stacked in one parameter become entries of their own, in the order of their numbers."""
-        return {
+        parted = {
             key: sorted((p for e in entries for p in self._parts(e)), key=_order) for key, entries in shards.items()
         }
+        tensors = (entry.data for entries in parted.values() for entry in entries if isinstance(entry, ShardedTensor))
+        self._bar.total = sum(tensor.nbytes for tensor in tensors)
+        return parted
 
     def _parts(self, entry: Any) -> list[Any]:
         span = self._find(entry.data.data_ptr()) if isinstance(entry, ShardedTensor) else None
