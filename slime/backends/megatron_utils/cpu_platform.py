@@ -55,6 +55,11 @@ REPLACEMENTS: tuple[tuple[str, str, str], ...] = (
         "also turns CPU tensors into numpy arrays",
         "all_to_all needs its split sizes as plain integers",
     ),
+    (
+        "torch.distributed.all_gather, reduce_scatter in tensor_parallel.mappings",
+        "the same over parts padded to one size",
+        "gloo refuses parts of different sizes, which experts cut by tensor parallelism exchange",
+    ),
 )
 
 _FACTORIES = (
@@ -170,8 +175,36 @@ def _patch_moe_utils(module: types.ModuleType) -> None:
     module.maybe_move_tensor_to_cpu = to_host  # type: ignore[attr-defined]
 
 
+def _all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+    """``torch.distributed.all_gather`` of tensors whose first dimensions may differ, as those of ``parts`` do."""
+    longest = max(part.size(0) for part in parts)
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded[: tensor.size(0)] = tensor
+    gathered = [torch.empty_like(padded) for _ in parts]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    for part, received in zip(parts, gathered, strict=True):
+        part.copy_(received[: part.size(0)])
+
+
+def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], group: Any = None) -> None:
+    """``torch.distributed.reduce_scatter`` of parts whose first dimensions may differ."""
+    longest = max(part.size(0) for part in parts)
+    padded = output.new_zeros(len(parts), longest, *output.shape[1:])
+    for row, part in zip(padded, parts, strict=True):
+        row[: part.size(0)] = part
+    received = torch.empty_like(padded[0])
+    torch.distributed.reduce_scatter_tensor(received, padded.flatten(0, 1), group=group)
+    output.copy_(received[: output.size(0)])
+
+
+def _patch_mappings(module: types.ModuleType) -> None:
+    distributed = _Facade(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    module.torch = _Facade(module.torch, distributed=distributed)
+
+
 _MODULE_PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _patch_jit,
+    "megatron.core.tensor_parallel.mappings": _patch_mappings,
     "megatron.core.tensor_parallel.random": _patch_random,
     "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,
 }
