@@ -222,7 +222,10 @@ def _run_cell(pool: RankPool, case: FamilyCase, name: str, layout: Layout, refer
         deep_case, folder = references.folder(layout)
         start = time.monotonic()
         ranks = pool.run(
-            compare, layout.world_size, deep_case.name, deep_case.config, folder, layout.flags, layout.loss_flags
+            compare,
+            layout.world_size,
+            *(deep_case.name, deep_case.config, folder, layout.flags, layout.loss_flags),
+            timeout_s=120 + 30 * layout.world_size,
         )
         measured, detail = max(
             (error, f"{what} of {where} on rank {rank}")

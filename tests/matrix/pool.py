@@ -24,7 +24,7 @@ from typing import Any
 
 PRELOADED = ("tests.matrix.layout_rank", "tests.matrix.parity", "transformers.models.auto.modeling_auto")
 """Imported once, before the processes are forked; a process has one such server for all who fork."""
-COLLECTIVE_TIMEOUT_S = 60
+COLLECTIVE_TIMEOUT_S = 100
 """A rank that waits longer for the others gives up."""
 GRACE_S = 3.0
 """After the first failure the others may report their own, which often say more, for so long."""
