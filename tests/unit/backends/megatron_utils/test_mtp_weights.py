@@ -1,0 +1,106 @@
+"""The MTP layers of a checkpoint: under which names they are found, and their copies of the model's own tensors."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import initialize
+from slime.backends.megatron_utils.weight_layouts import ModelShape
+from slime.backends.megatron_utils.weight_maps import find_weight_map
+from tests.matrix import trainer
+from tests.matrix.case import Tensors, load_cases, read_tensors, write_tensors
+from tests.matrix.parity import one_process_world
+
+CASE = load_cases(["glm4_moe-groups"])["glm4_moe-groups"]
+EMBEDDING_COPY, HEAD_COPY = "model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    CASE.write_checkpoint(tmp_path)
+    return tmp_path
+
+
+def load_and_export(folder: Path) -> Tensors:
+    with one_process_world():
+        args = trainer.make_args(CASE, folder)
+        initialize.init(args)
+        return dict(trainer.export(args, trainer.load_model(args), dtype=None))
+
+
+def shape_of(num_layers: int, num_mtp_layers: int) -> ModelShape:
+    sizes = dict.fromkeys(("num_heads", "num_query_groups", "head_dim", "hidden_size"), 2)
+    return ModelShape(
+        num_layers=num_layers,
+        num_mtp_layers=num_mtp_layers,
+        vocab_size=8,
+        padded_vocab_size=8,
+        has_tied_embeddings=False,
+        **sizes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "hf_names"),
+    [
+        ("glm4_moe", "mtp.layers.1.eh_proj.weight", ["model.layers.93.eh_proj.weight"]),
+        ("deepseek_v3", "mtp.layers.0.final_layernorm.weight", ["model.layers.92.shared_head.norm.weight"]),
+        (
+            "glm4_moe_lite",
+            "mtp.layers.0.transformer_layer.mlp.experts.linear_fc2.weight7",
+            ["model.layers.92.mlp.experts.7.down_proj.weight"],
+        ),
+        ("mimo", "mtp.layers.1.eh_proj.weight", ["model.mtp_layers.1.input_proj.weight"]),
+        (
+            "mimo",
+            "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight",
+            ["model.mtp_layers.0.mlp.gate_proj.weight", "model.mtp_layers.0.mlp.up_proj.weight"],
+        ),
+    ],
+)
+def test_names_of_mtp_tensors(model: str, name: str, hf_names: list[str]) -> None:
+    assert list(find_weight_map(model).find(name, shape_of(92, 2))[1]) == hf_names
+
+
+def test_mimo_joins_hidden_and_embedding_the_other_way_round() -> None:
+    rule, _ = find_weight_map("mimo").find("mtp.layers.0.eh_proj.weight", shape_of(3, 1))
+    ours, theirs = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[3, 4, 1, 2]])
+    assert torch.equal(rule.merge([theirs], shape_of(3, 1)), ours)
+    assert torch.equal(rule.split(ours, shape_of(3, 1))[0], theirs)
+
+
+def test_the_export_has_the_copies_that_its_source_has(folder: Path) -> None:
+    source = read_tensors(folder)
+    assert {EMBEDDING_COPY, HEAD_COPY} <= source.keys()
+    assert load_and_export(folder).keys() == source.keys()
+
+
+@pytest.mark.parametrize("absent", [{HEAD_COPY}, {EMBEDDING_COPY, HEAD_COPY}], ids=["one copy", "no copies"])
+def test_no_copy_is_made_up(folder: Path, tmp_path_factory: pytest.TempPathFactory, absent: set[str]) -> None:
+    other = tmp_path_factory.mktemp("without")
+    for file in folder.glob("*.json"):
+        (other / file.name).write_text(file.read_text())
+    write_tensors(other, {name: tensor for name, tensor in read_tensors(folder).items() if name not in absent})
+    assert load_and_export(other).keys() == read_tensors(other).keys()
+
+
+def test_a_copy_that_differs_is_reported_and_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = read_tensors(folder)
+    write_tensors(folder, source | {HEAD_COPY: source[HEAD_COPY] + 1})
+    with caplog.at_level(logging.WARNING):
+        exported = load_and_export(folder)
+    assert [HEAD_COPY in record.getMessage() for record in caplog.records if "copy" in record.getMessage()] == [True]
+    assert torch.equal(exported[HEAD_COPY], source["lm_head.weight"])
+
+
+def test_layers_that_are_not_built_leave_their_tensors_alone(folder: Path) -> None:
+    with one_process_world():
+        args: Namespace = trainer.make_args(CASE, folder, "--mtp-num-layers", 0)
+        initialize.init(args)
+        exported = dict(trainer.export(args, trainer.load_model(args), dtype=None))
+    assert exported.keys() == {name for name in read_tensors(folder) if not name.startswith("model.layers.3.")}
