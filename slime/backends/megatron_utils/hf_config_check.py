@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.latent_arguments import latent_mismatches, sigmoid_router_mismatches
 from slime.backends.megatron_utils.sparse_arguments import sparse_problems
+from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.utils.errors import ConfigError
 
 _SIMPLE = {
@@ -70,6 +71,25 @@ def check_hf_config(args: Namespace) -> None:
         )
     for problem in sparse_problems(args, config):
         raise ConfigError(problem)
+    _check_that_weights_can_be_pushed(args, config)
+
+
+def _check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
+    """What the first push of weights would find out: no name map for the model, or a quantized one.
+
+    Nothing is pushed by ``--debug-train-only`` and by the tools, which have no such flag.
+    """
+    if vars(args).get("debug_train_only", True):
+        return
+    model_name = args.model_name or config.get("model_type")
+    if model_name is not None:
+        find_weight_map(model_name)
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method is not None:
+        raise ConfigError(
+            f"--hf-checkpoint is quantized ({method}); only unquantized weights can be pushed to its engines; point "
+            "--hf-checkpoint at an unquantized checkpoint."
+        )
 
 
 def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:

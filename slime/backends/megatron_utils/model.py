@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from slime.backends.megatron_utils.checkpoint import load_checkpoint
 from slime.backends.megatron_utils.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.model_provider import get_model_provider
-from slime.utils.errors import ConfigError
+from slime.backends.megatron_utils.resolve_arguments import warmup_and_decay_steps
 
 logger = logging.getLogger(__name__)
 
@@ -109,20 +109,12 @@ def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerP
     Flags count optimizer steps; the schedule counts samples, so every length is multiplied by the global batch size.
 
     Raises:
-        ConfigError: the warm-up is as long as the whole decay.
+        ConfigError: the warm-up is as long as the whole decay.  Found here when the length of the run, and with it
+            that of the decay, is only known now (``--num-epoch``); else when the flags are checked.
     """
     unit = args.global_batch_size
     train_iters = max(total_train_iters(args), 1)
-    decay_steps = (args.lr_decay_iters or train_iters) * unit
-    if args.lr_warmup_fraction is not None:
-        warmup_steps = args.lr_warmup_fraction * decay_steps
-    else:
-        warmup_steps = args.lr_warmup_iters * unit
-    if warmup_steps >= decay_steps:
-        raise ConfigError(
-            f"the learning rate warms up for {warmup_steps / unit:g} of {decay_steps / unit:g} optimizer steps; lower "
-            "--lr-warmup-iters or --lr-warmup-fraction, or raise --lr-decay-iters"
-        )
+    warmup_steps, decay_steps = (steps * unit for steps in warmup_and_decay_steps(args, train_iters))
     wsd_iters = args.lr_wsd_decay_iters
     return OptimizerParamScheduler(
         optimizer,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from argparse import Namespace
 from typing import Any
 
@@ -191,6 +192,36 @@ def _schedule(args: Namespace) -> dict[str, Any]:
     }
 
 
+def warmup_and_decay_steps(args: Namespace, train_iters: int) -> tuple[float, float]:
+    """Optimizer steps over which the learning rate rises, and over which it falls.
+
+    Args:
+        args: the flags.
+        train_iters: optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: the warm-up is as long as the whole decay.
+    """
+    decay = args.lr_decay_iters or train_iters
+    warmup = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay
+    if warmup >= decay:
+        raise ConfigError(
+            f"The learning rate warms up for {warmup:g} of {decay:g} optimizer steps; lower --lr-warmup-iters or "
+            "--lr-warmup-fraction, or raise --lr-decay-iters or --num-rollout."
+        )
+    return warmup, decay
+
+
+def _check_schedule(args: Namespace) -> None:
+    """The lengths of warm-up and decay, where the flags alone say how long the run is."""
+    values = vars(args)
+    sizes = [values.get(name) for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt")]
+    if all(sizes) and values.get("global_batch_size"):
+        warmup_and_decay_steps(args, max(math.prod(sizes) // args.global_batch_size, 1))
+    elif args.lr_decay_iters:
+        warmup_and_decay_steps(args, args.lr_decay_iters)
+
+
 def _checkpoint(args: Namespace) -> dict[str, Any]:
     """How Megatron checkpoints are written; recorded in them."""
     return {
@@ -231,6 +262,7 @@ def check_arguments(args: Namespace) -> None:
     """
     _check_kernels(args)
     _check_layout(args)
+    _check_schedule(args)
     check_expert_arguments(args)
     check_sparse_flags(args)
     check_attention_config(transformer_config_from_args(args))

@@ -18,8 +18,9 @@ from slime.backends.megatron_utils.config_builders import (
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from slime.backends.megatron_utils.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.hf_config_check import check_hf_config, read_hf_config
 from slime.backends.megatron_utils.own_flags import OWN_FLAGS
+from slime.backends.megatron_utils.resolve_arguments import check_arguments
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import build_parser, hf_flags, parse, write_hf_model
 
@@ -189,6 +190,7 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
         ("--decoder-last-pipeline-num-layers 1", "need --pipeline-model-parallel-size"),
         ("--expert-model-parallel-size 1 --padded-vocab-size 99", "--padded-vocab-size is 99"),
         ("--use-gated-attention", "Qwen3-Next"),
+        ("--lr-warmup-iters 8 --lr-decay-iters 8", "warms up for 8 of 8 optimizer steps"),
         ("--optimizer sgd", "--optimizer is 'sgd'"),
         ("--qk-l2-norm --fp8-param", "--fp8-param is given"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "the warm-up has one length"),
@@ -259,6 +261,36 @@ def test_the_dense_size_of_a_model_of_experts_alone_is_not_compared(tmp_path: Pa
     parse(*MOE, "--hf-checkpoint", str(tmp_path), "--moe-layer-freq", "[1]*4")
     with pytest.raises(ConfigError, match="intermediate_size is 5"):
         parse(*MOE, "--hf-checkpoint", str(tmp_path), "--moe-layer-freq", "[0]+[1]*3")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mamba"}, "'mamba'; weights can be converted for .*qwen3"),
+        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, "is quantized .fp8."),
+    ],
+)
+def test_weights_that_could_not_be_pushed_are_refused_when_flags_are_read(
+    tmp_path: Path, config: dict[str, object], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = parse(*DENSE, "--hf-checkpoint", str(tmp_path))  # a tool, which pushes nothing
+    args.debug_train_only, args.model_name = False, None
+    with pytest.raises(ConfigError, match=message):
+        check_hf_config(args)
+    args.debug_train_only = True
+    check_hf_config(args)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused_when_flags_are_read() -> None:
+    args = parse(*DENSE, "--lr-warmup-iters", "4")
+    args.num_rollout, args.rollout_batch_size, args.n_samples_per_prompt, args.global_batch_size = 2, 4, 2, 4
+    with pytest.raises(ConfigError, match="warms up for 4 of 4 optimizer steps"):
+        check_arguments(args)
+    args.num_rollout = 3
+    check_arguments(args)
+    args.num_rollout, args.num_epoch = None, 1  # the length of the run is known later
+    check_arguments(args)
 
 
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:

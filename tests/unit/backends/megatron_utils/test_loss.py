@@ -35,7 +35,8 @@ def world() -> None:
 def make_args(**overrides: Any) -> Namespace:
     """What a loss reads; plain GRPO unless overridden."""
     defaults: dict[str, Any] = {
-        "vocab_size": VOCAB, "allgather_cp": False, "rollout_temperature": 1.0, "log_probs_chunk_size": -1, "entropy_coef": 0.0,
+        "vocab_size": VOCAB, "allgather_cp": False, "rollout_temperature": 1.0, "log_probs_chunk_size": -1,
+        "entropy_coef": 0.0,
         "use_rollout_logprobs": False, "advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28,
         "eps_clip_c": None, "use_opsm": False, "opsm_delta": 1e-4, "use_tis": False, "get_mismatch_metrics": False,
         "tis_clip": 2.0, "tis_clip_low": 0.0, "custom_tis_function_path": None,
