@@ -160,7 +160,7 @@ def accumulate_gradients(
             args, batch, num_microbatches, step_global_batch_size, loss_type, logits
         )
         if args.check_for_nan_in_loss_and_grad and not torch.isfinite(loss):
-            raise _not_finite(moment, "loss", float(loss))
+            raise _not_finite(moment, "loss", loss.item())
         return loss, normaliser, report
 
     try:
