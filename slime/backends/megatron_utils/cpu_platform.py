@@ -14,15 +14,16 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import sys
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils import megatron_wheel
 from slime.utils.errors import ConfigError
 
 SUPPORTED_VERSION = "0.16.1"
@@ -226,14 +227,17 @@ def _patch_tensor_methods() -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Hands each module of megatron.core the facade as soon as its body has run."""
 
-    def __init__(self, facade: _Facade) -> None:
+    def __init__(self, facade: _Facade, wheel_folder: Path | None) -> None:
         self.facade = facade
+        self.wheel_folder = wheel_folder
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
             return None
+        if fullname == "megatron.core" and self.wheel_folder is not None:
+            path = [str(self.wheel_folder)]
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return spec
@@ -259,12 +263,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _check_version() -> None:
     """Raise ConfigError unless the installed megatron-core is the tested one."""
-    try:
-        found = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
+    wheel = megatron_wheel.find_wheel()
+    if wheel is None:
         raise ConfigError(
             f"megatron-core is not installed; training needs it; pip install megatron-core=={SUPPORTED_VERSION}."
-        ) from None
+        )
+    found = wheel.version
     if found != SUPPORTED_VERSION:
         raise ConfigError(
             f"megatron-core is {found}; without CUDA it runs through replacements tested with {SUPPORTED_VERSION} "
@@ -278,6 +282,7 @@ def install() -> bool:
     Raises:
         ConfigError: megatron-core is missing or of another version, or was imported before this module.
     """
+    wheel_folder = megatron_wheel.pin()
     if torch.cuda.is_available():
         return False
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -289,7 +294,7 @@ def install() -> bool:
             "CUDA; in the module that imports megatron.core, import cpu_platform above it."
         )
     _patch_tensor_methods()
-    sys.meta_path.insert(0, _Finder(_torch_facade()))
+    sys.meta_path.insert(0, _Finder(_torch_facade(), wheel_folder))
     return True
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slime.backends.megatron_utils import cpu_platform
+from slime.backends.megatron_utils import cpu_platform, megatron_wheel
 
 # isort: split
 from megatron.core import tensor_parallel
@@ -81,7 +81,7 @@ def test_split_sizes_become_plain_arrays() -> None:
 
 
 def test_another_version_of_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
+    monkeypatch.setattr(megatron_wheel, "find_wheel", lambda: SimpleNamespace(version="0.17.0"))
     with pytest.raises(ConfigError, match="0.17.0.*0.16.1.*pip install megatron-core==0.16.1"):
         cpu_platform._check_version()
 
