@@ -28,7 +28,7 @@ from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.train_step import accumulate_gradients
-from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_buckets, iter_hf_tensors
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
 from slime.utils.types import RolloutBatch
@@ -36,6 +36,8 @@ from tests.matrix.batch import GLOBAL_BATCH_SIZE
 from tests.matrix.case import FamilyCase, read_config
 
 Chunks = list[torch.nn.Module]
+PUSH_BUCKET_BYTES = 16 * 1024
+"""Small enough that even a tiny model is pushed in several buckets."""
 
 
 def make_args(case: FamilyCase, folder: Path, *flags: object, world_size: int = 1) -> Namespace:
@@ -121,10 +123,15 @@ def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[s
     for shard in iter_shards(model):
         gradient = getattr(shard.parameter, "main_grad", None)
         gradients[shard.key] = torch.zeros_like(shard.parameter) if gradient is None else gradient.detach()
-    return {name: tensor.clone() for name, tensor in export(args, model, dtype=None, host_weights=gradients)}
-
-
-def export(args: Namespace, model: Sequence[torch.nn.Module], **options: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a weight push, whole and named as in the checkpoint.  Collective."""
     model_name = read_config(Path(args.hf_checkpoint))["model_type"]
-    return iter_hf_tensors(args, model, model_name=model_name, **options)
+    tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=None, host_weights=gradients)
+    return {name: tensor.clone() for name, tensor in tensors}
+
+
+def export(
+    args: Namespace, model: Sequence[torch.nn.Module], *, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a weight push, whole and named as in the checkpoint, bucket after small bucket.  Collective."""
+    model_name = read_config(Path(args.hf_checkpoint))["model_type"]
+    for bucket in iter_hf_buckets(args, model, bucket_bytes=PUSH_BUCKET_BYTES, model_name=model_name, dtype=dtype):
+        yield from bucket

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import os
 import tempfile
 from pathlib import Path
@@ -20,6 +20,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.arguments import add_megatron_arguments, validate_megatron_arguments
 from slime.backends.megatron_utils.initialize import init
+from tests.matrix.case import hide_broken_torchvision, load_cases, read_config
+
+__all__ = ["CASES", "FAMILIES", "hf_flags", "hide_broken_torchvision", "packed_logits", "parse", "write_hf_model"]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -97,122 +100,21 @@ def packed_logits(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list
     return list(logits[0].split([len(sequence) for sequence in sequences]))
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {
-        "model_type": "qwen3",
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 80,
-        "vocab_size": 131,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "qwen2": {
-        "model_type": "qwen2",
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "intermediate_size": 72,
-        "vocab_size": 131,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    },
-    "llama": {
-        "model_type": "llama",
-        "hidden_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-        "intermediate_size": 56,
-        "vocab_size": 131,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-    "llama-scaled-rope": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 56,
-        "vocab_size": 131,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 16384,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-}
-
-
-def hide_broken_torchvision() -> None:
-    """Tell transformers that there is no torchvision when the installed one does not fit this torch.
-
-    Text models need none, but transformers imports it beside them wherever it finds the package.
-    """
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError, OSError):
-        import transformers.utils
-        import transformers.utils.import_utils
-
-        for module in (transformers.utils, transformers.utils.import_utils):
-            module.is_torchvision_available = lambda: False
+CASES = load_cases(["qwen2", "qwen3", "llama"])
+FAMILIES: dict[str, dict[str, Any]] = {name: dict(case.config) for name, case in CASES.items()}
+"""Configs of the dense families of the matrix, small and awkward."""
 
 
 def write_hf_model(folder: Path, name: str, seed: int = 0, **overrides: Any) -> torch.nn.Module:
     """A random HF model of the family, saved to ``folder``, with weights large enough to show errors."""
-    hide_broken_torchvision()
-    import transformers
-
-    settings = {**FAMILIES[name], **overrides}
-    model_type = settings.pop("model_type")
-    config = transformers.AutoConfig.for_model(model_type, **settings, attn_implementation="eager")
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            parameter.normal_(0.0, 0.12)
-            if "norm" in parameter_name:
-                parameter.add_(1.0)
-    model.save_pretrained(folder)
-    return model.eval()
+    case = dataclasses.replace(CASES[name], config={**CASES[name].config, **overrides})
+    folder.mkdir(parents=True, exist_ok=True)
+    case.write_checkpoint(folder, seed)
+    return case.load_reference(folder)
 
 
 def hf_flags(folder: Path) -> list[str]:
     """The model flags that belong to a dense HF checkpoint."""
-    config = json.loads((folder / "config.json").read_text())
-    heads = config["num_attention_heads"]
-    rope_theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-    flags = [
-        *("--hf-checkpoint", str(folder)),
-        *("--num-layers", config["num_hidden_layers"], "--hidden-size", config["hidden_size"]),
-        *("--ffn-hidden-size", config["intermediate_size"], "--num-attention-heads", heads),
-        *("--group-query-attention", "--num-query-groups", config["num_key_value_heads"]),
-        *("--kv-channels", config.get("head_dim") or config["hidden_size"] // heads),
-        *("--vocab-size", config["vocab_size"], "--make-vocab-size-divisible-by", 8),
-        *("--rotary-base", rope_theta, "--norm-epsilon", config["rms_norm_eps"]),
-        *("--swiglu", "--use-rotary-position-embeddings", "--disable-bias-linear", "--normalization", "RMSNorm"),
-    ]
-    if not config["tie_word_embeddings"]:
-        flags.append("--untie-embeddings-and-output-weights")
-    if config["model_type"] == "qwen2":
-        flags.append("--add-qkv-bias")
-    if config["model_type"] == "qwen3":
-        flags.append("--qk-layernorm")
-    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
-        flags.append("--use-rope-scaling")
-    return [str(flag) for flag in flags]
+    model_type = read_config(folder)["model_type"]
+    case = next(case for case in CASES.values() if case.config["model_type"] == model_type)
+    return ["--hf-checkpoint", str(folder), *case.flags(folder)]
