@@ -24,15 +24,16 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
-from slime.backends.megatron_utils.data import get_data_iterator
+from slime.backends.megatron_utils.data import current_device, get_data_iterator
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout, wire_schedules
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.utils.types import RolloutBatch
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
-from tests.matrix.case import FamilyCase, read_tensors
+from tests.matrix.case import FamilyCase, read_config, read_tensors
 from tests.matrix.parity import differing_tensors, gradient_errors
 
 COMMON: tuple[object, ...] = (
@@ -55,6 +56,8 @@ class Measured:
     """Of the first step, by checkpoint name."""
     log_probs: list[Tensor] = field(default_factory=list)
     """Of every sample, before training and after."""
+    export_problems: list[str] = field(default_factory=list)
+    """Tensors of a weight push that are not those of the checkpoint."""
 
 
 def one_process(case: FamilyCase, folder: str, flags: Sequence[object]) -> None:
@@ -85,6 +88,7 @@ def compare(case: FamilyCase, folder: str, flags: Sequence[object], loss_flags: 
     worst: dict[str, tuple[float, str]] = {}
     errors = gradient_errors(measured.gradients, gradients)
     worst["gradients"] = max((error, tensor) for tensor, error in errors.items())
+    worst["weight push"] = (float(len(measured.export_problems)), "; ".join(measured.export_problems[:3]))
     if measured.numbers:
         # Metrics that are differences of nearly equal numbers are compared on the scale of the loss, and of its terms
         # where these happen to cancel.
@@ -108,14 +112,17 @@ def _nan_is_worst(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def export_differences(case: FamilyCase, folder: str, flags: Sequence[object]) -> list[str]:
-    """The tensors of a live export that are not bit for bit those of the checkpoint."""
-    source = Path(folder) / "hf"
-    args = start(case, source, flags)
-    model = build_model(args)
-    load_hf_weights(args, model, source)
-    exported = {name: tensor.clone() for name, tensor in trainer.export(args, model, dtype=None)}
-    return differing_tensors(exported, read_tensors(source))
+def export_differences(args: Namespace, model: Sequence[torch.nn.Module], source: Path) -> list[str]:
+    """The tensors of a live export that are not bit for bit those of the checkpoint: all on every rank, or each
+    stage's own, as the two ways of a weight push want them."""
+    expected = read_tensors(source)
+    model_name = read_config(source)["model_type"]
+    everywhere = {n: t.clone() for n, t in iter_hf_tensors(args, model, model_name=model_name, dtype=None)}
+    own = iter_hf_tensors(args, model, model_name=model_name, dtype=None, across_stages=False)
+    stages: list[dict[str, Tensor]] = [{}] * mpu.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(stages, {n: t.clone() for n, t in own}, group=mpu.get_pipeline_model_parallel_group())
+    joined = {name: tensor for stage in stages for name, tensor in stage.items()}
+    return [*differing_tensors(everywhere, expected), *differing_tensors(joined, expected)]
 
 
 def start(case: FamilyCase, source: Path, flags: Sequence[object]) -> Namespace:
@@ -134,7 +141,7 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured
     scheduler = build_scheduler(args, optimizer)
     wire_schedules(args, model, optimizer)
     data = trainer.prepare(args, make_train_data(case.vocab_size))
-    result = Measured()
+    result = Measured(export_problems=export_differences(args, model, source))
 
     log_probs = trainer.response_log_probs(args, model, data)
     result.log_probs.append(whole_log_probs(data, log_probs))
@@ -144,7 +151,7 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured
     reports = trainer.run_backward(args, model, data)
     note_step(args, data, reports, result, "before")
     gather_sharded_gradients(model)
-    result.gradients = trainer.model_gradients(args, model)
+    result.gradients = {name: gradient.cpu() for name, gradient in trainer.model_gradients(args, model).items()}
 
     def on_step(_: int, outcome: StepResult) -> None:
         result.numbers[f"{rollout}/grad_norm"] = outcome.grad_norm
@@ -209,11 +216,11 @@ def response_positions(data: RolloutBatch, position: int, num_local: int) -> Ten
 
 def whole_log_probs(data: RolloutBatch, log_probs: Sequence[Tensor]) -> Tensor:
     """Log-probs of all samples [samples, longest response] over context- and data-parallel ranks, zeros elsewhere."""
-    table = torch.zeros(64, 256)
+    table = torch.zeros(64, 256, device=current_device())
     for position, log_prob in zip(data["partition"], log_probs, strict=bool(log_probs)):
         table[position, response_positions(data, position, len(log_prob))] = log_prob
     dist.all_reduce(table, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    return table
+    return table.cpu()
 
 
 def gather_sharded_gradients(model: Sequence[torch.nn.Module]) -> None:

@@ -55,6 +55,14 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
     return torch.cat(parts, dim=dim)
 
 
+def whole_shape(shard: Shard) -> torch.Size:
+    """Shape of what :func:`gather_tensor_parallel` makes of the shard."""
+    shape = list(shard.tensor.shape)
+    if shard.split_dim is not None:
+        shape[shard.split_dim] *= tensor_parallel_group(shard).size()
+    return torch.Size(shape)
+
+
 def iter_full_tensors(
     model: Sequence[torch.nn.Module],
     *,
@@ -73,40 +81,54 @@ def iter_full_tensors(
     config = unwrap_model(model[0]).config
     is_gated = config.gated_linear_unit
 
+    def value_of(shard: Shard) -> Tensor:
+        return shard.tensor.detach() if host_weights is None else shard.part_of(host_weights[shard.key])
+
+    def sent_dtype(shard: Shard) -> torch.dtype:
+        value = value_of(shard)
+        is_cast = dtype is not None and value.is_floating_point() and "expert_bias" not in shard.name
+        return dtype if is_cast and dtype is not None else value.dtype
+
     def whole(shard: Shard) -> Tensor:
-        value = shard.tensor.detach()
-        if host_weights is not None:
-            value = shard.part_of(host_weights[shard.key]).to(value.device, non_blocking=True)
-        if dtype is not None and value.is_floating_point() and "expert_bias" not in shard.name:
-            value = value.to(dtype)
+        value = value_of(shard).to(shard.tensor.device, non_blocking=True).to(sent_dtype(shard))
         return gather_tensor_parallel(shard, value, is_gated=is_gated)
 
     shards = list(iter_shards(model))
     if across_stages and mpu.get_pipeline_model_parallel_world_size() > 1:
-        stream = _across_stages(shards, whole)
+        stream = _across_stages(shards, whole, sent_dtype)
     else:
         stream = ((shard, whole(shard)) for shard in shards)
     seen: set[str] = set()
     for shard, full in stream:
         for name, tensor in _across_experts(shard, full, config.num_moe_experts):
-            if name not in seen:  # stages may share a parameter: the first one's counts
+            if name not in seen:  # chunks may share a parameter: the first one's counts
                 seen.add(name)
                 yield name, tensor
 
 
-def _across_stages(shards: list[Shard], whole: Callable[[Shard], Tensor]) -> Iterator[tuple[Shard, Tensor]]:
+def _across_stages(
+    shards: list[Shard], whole: Callable[[Shard], Tensor], sent_dtype: Callable[[Shard], torch.dtype]
+) -> Iterator[tuple[Shard, Tensor]]:
+    """The tensors of all pipeline stages, stage after stage; what each will send is told once, beforehand.
+
+    A parameter that several stages hold (a tied embedding) is sent by the first of them.
+    """
     group = mpu.get_pipeline_model_parallel_group()
     stage = mpu.get_pipeline_model_parallel_rank()
     ranks = dist.get_process_group_ranks(group)
+    headers = [(shard.name, shard.expert_index, whole_shape(shard), sent_dtype(shard)) for shard in shards]
     stages: list[Any] = [None] * group.size()
-    dist.all_gather_object(stages, [(shard.name, shard.expert_index) for shard in shards], group=group)
-    for owner, names in enumerate(stages):
-        for position, (name, expert_index) in enumerate(names):
-            full = whole(shards[position]).contiguous() if owner == stage else None
-            header: list[Any] = [(full.shape, full.dtype) if full is not None else None]
-            dist.broadcast_object_list(header, src=ranks[owner], group=group)
-            if full is None:
-                shape, kind = header[0]
+    dist.all_gather_object(stages, headers, group=group)
+    sent: set[tuple[str, int | None]] = set()
+    for owner, listed in enumerate(stages):
+        for position, (name, expert_index, shape, kind) in enumerate(listed):
+            if (name, expert_index) in sent:
+                continue
+            sent.add((name, expert_index))
+            if owner == stage:
+                full = whole(shards[position]).contiguous()
+                assert (full.shape, full.dtype) == (shape, kind), (name, full.shape, full.dtype, shape, kind)
+            else:
                 full = torch.empty(shape, dtype=kind, device=_device())
             dist.broadcast(full, src=ranks[owner], group=group)
             yield Shard(f"{owner}/{name}", name, full, full, expert_index=expert_index), full
