@@ -6,7 +6,7 @@
     python -m tests.matrix --fast                             # what the suite runs
     python -m tests.matrix --write-docs                       # and put the tables into docs/
 
-The exit status is 1 when a cell fails.
+The exit status is 1 when a cell fails, or when none was run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check", nargs="+", metavar="NAME", help="only these checks of one process")
     parser.add_argument("--layout", nargs="+", metavar="NAME", help="only these parallel layouts")
     parser.add_argument("--fast", action="store_true", help="the slice that the test suite runs")
+    parser.add_argument("--bf16", action="store_true", help="layouts in bf16 instead of fp32, with a wider bound")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="families checked at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the cells there, beside those of earlier runs")
     parser.add_argument(
         "--write-docs", action="store_true", help="put the tables into docs/models.md and parallelism.md"
     )
@@ -70,17 +71,25 @@ def main(argv: list[str] | None = None) -> int:
     if layouts:
         for case in cases.values():
             names = layouts if options.layout else fast_layouts_of(case) if options.fast else layouts_of(case)
-            run_layouts([case], list(names), on_cell=on_cell)
-    tables = docs.result_tables(cells, cases, FULL_FAMILIES)
-    for title, table in tables.items():
+            run_layouts([case], list(names), in_bf16=options.bf16, on_cell=on_cell)
+    for title, table in docs.result_tables(cells, cases, FULL_FAMILIES, LAYOUTS).items():
         print(f"\n{title}\n\n{table}")
     print(f"{summary(cells)} in {time.monotonic() - start:.0f} s")
-    if options.json:
-        options.json.write_text(json.dumps([cell.as_dict() for cell in cells], indent=1) + "\n")
+    known = merged(options.json, cells) if options.json else cells
     if options.write_docs:
+        everything = load_cases()
         flags = {name: (*layout.flags, *layout.loss_flags) for name, layout in LAYOUTS.items()}
-        docs.write_pages({**tables, **docs.reference_tables(cases, flags)})
-    return int(not all(cell.passed for cell in cells))
+        results = docs.result_tables(known, everything, FULL_FAMILIES, LAYOUTS)
+        docs.write_pages({**results, **docs.reference_tables(everything, flags)})
+    return int(not cells or not all(cell.passed for cell in cells))
+
+
+def merged(path: Path, cells: list[Cell]) -> list[Cell]:
+    """The file's cells with these in place of older ones, written back."""
+    known = [Cell(**entry) for entry in json.loads(path.read_text())] if path.exists() else []
+    by_place = {(cell.family, cell.column): cell for cell in [*known, *cells]}
+    path.write_text(json.dumps([cell.as_dict() for cell in by_place.values()], indent=1) + "\n")
+    return list(by_place.values())
 
 
 def _chosen(what: str, wanted: list[str] | None, known: tuple[str, ...], *, runs: bool) -> tuple[str, ...]:

@@ -22,20 +22,23 @@ Places = Mapping[tuple[str, str], Cell]
 """Cells by family and column."""
 
 
-def result_tables(cells: Sequence[Cell], families: Iterable[str], full_families: Sequence[str]) -> dict[str, str]:
+def result_tables(
+    cells: Sequence[Cell], families: Iterable[str], full_families: Sequence[str], layout_order: Iterable[str]
+) -> dict[str, str]:
     """The tables that the cells fill.
 
     Args:
         cells: of a run.
         families: all that it tried, in order.
         full_families: those that are tried in every layout; they have a table of their own, layouts down.
+        layout_order: all layouts there are.
     """
     families = list(families)
     tables = {}
     if checks := _places(cells, "check"):
         tables["checks"] = _by_family(checks, families, [check for check in CHECKS if _has_column(checks, check)])
     if layouts := _places(cells, "layout"):
-        columns = list(dict.fromkeys(column for _, column in layouts))
+        columns = [column for column in layout_order if _has_column(layouts, column)]
         others = [name for name in families if name not in full_families]
         # Columns that some family outside of the full ones has; without such families all are listed below.
         shared = [column for column in columns if any((name, column) in layouts for name in others)]

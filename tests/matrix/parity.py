@@ -94,7 +94,7 @@ class FamilyRun:
         with self.model() as (args, model):
             data = trainer.prepare(args, self.data)
             mine = dict(zip(data["partition"], trainer.response_log_probs(args, model, data), strict=True))
-        actual = torch.cat([mine[index] for index in range(len(mine))])
+        actual = torch.cat([mine[index] for index in range(len(mine))]).cpu()
         difference = (actual - expected).abs()
         worst = int(difference.argmax())
         return float(difference[worst]), LOG_PROB_BOUND, f"response token {worst} of {len(difference)}"
@@ -110,7 +110,8 @@ class FamilyRun:
             assert abs(reported - loss) <= 1e-5 * abs(loss), f"the loss is {reported}; the reference's is {loss}"
         errors = gradient_errors(actual, expected)
         worst = max(errors, key=lambda name: errors[name])
-        return errors[worst], GRADIENT_BOUND, f"{worst} of {len(errors)} tensors"
+        without = sum(not tensor.any() for tensor in expected.values())
+        return errors[worst], GRADIENT_BOUND, f"{worst} of {len(errors)} tensors, {without} without gradient"
 
     def reference(self) -> tuple[float, list[Tensor], dict[str, Tensor]]:
         """Loss, log-probs and gradients of the plain model; computed once."""
@@ -147,7 +148,7 @@ class FamilyRun:
         """The tensors of a weight push, in the dtype that the engines hold."""
         with self.model(source, *flags) as (args, model):
             dtype = wire_dtype(read_config(source))
-            exported = {name: tensor.clone() for name, tensor in trainer.export(args, model, dtype=dtype)}
+            exported = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.export(args, model, dtype=dtype)}
         return self._compared(exported, read_tensors(source))
 
     def _compared(self, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Outcome:

@@ -147,11 +147,14 @@ def _serve(connection: Connection) -> None:
 
 
 def _in_world(function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: tuple[Any, ...]) -> Any:
-    """Call the function inside a default process group."""
+    """Call the function inside a default process group, with a GPU for each rank where there are GPUs."""
+    import torch
     import torch.distributed as dist
 
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,

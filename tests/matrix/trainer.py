@@ -117,7 +117,7 @@ def prepare(args: Namespace, train_data: dict[str, Any]) -> RolloutBatch:
 def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     """Whole gradients by checkpoint name, through the code that exports weights.  Collective.
 
-    A gradient is laid out as its parameter is.  Frozen parameters and buffers give zeros.
+    On the CPU.  A gradient is laid out as its parameter is.  Frozen parameters and buffers give zeros.
     """
     gradients = {}
     for shard in iter_shards(model):
@@ -125,7 +125,7 @@ def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[s
         gradients[shard.key] = torch.zeros_like(shard.parameter) if gradient is None else gradient.detach()
     model_name = read_config(Path(args.hf_checkpoint))["model_type"]
     tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=None, host_weights=gradients)
-    return {name: tensor.clone() for name, tensor in tensors}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
 
 
 def export(

@@ -65,7 +65,7 @@ def test_tables_have_families_down_or_layouts_down_where_there_are_many() -> Non
         Cell("qwen3", "PP4", 2e-6, 1e-5, kind="layout"),
         Cell("mimo", "TP2", 3e-6, 1e-5, kind="layout"),
     ]
-    tables = result_tables(cells, ["mimo", "qwen3"], ["qwen3"])
+    tables = result_tables(cells, ["mimo", "qwen3"], ["qwen3"], ["TP2", "PP2", "PP4"])
     assert tables["checks"].splitlines()[2:] == ["| qwen3 | **5.0e-01** | equal |"]
     assert tables["families in layouts"].splitlines()[2:] == ["| mimo | 3.0e-06 |", "| qwen3 | 1.0e-06 |"]
     assert tables["layouts in full"].splitlines()[2:] == ["| TP2 | 1.0e-06 |", "| PP4 | 2.0e-06 |"]
