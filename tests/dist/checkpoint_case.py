@@ -55,7 +55,7 @@ def take_step(model: list, optimizer: Any, scheduler: Any, seed: int) -> None:
     for chunk in model:
         chunk.zero_grad_buffer()
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            buffer.grad_data.normal_(generator=generator)
+            buffer.grad_data.copy_(torch.randn(buffer.grad_data.shape, generator=generator))
     optimizer.step()
     scheduler.step(increment=6)
 

@@ -66,7 +66,14 @@ def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
     """Optimizer kind, its numbers, sharding and offload."""
     values = config_arguments(OptimizerConfig, vars(args))
     values |= {"params_dtype": args.params_dtype, "lr": args.lr, "clip_grad": args.clip_grad}
-    return _build(OptimizerConfig, values)
+    config = _build(OptimizerConfig, values)
+    if config.optimizer_cpu_offload:
+        # Master weights on the host only, instead of there and on the card: what the precision-aware optimizer does.
+        # Set afterwards, because with the flag itself the config asks for TransformerEngine's version.
+        config.use_precision_aware_optimizer = True
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
+    return config
 
 
 def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:

@@ -6,6 +6,7 @@ Deliberately elsewhere: which layers the model has (``model_provider``), what a 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from argparse import Namespace
 
@@ -80,9 +81,10 @@ def build_model(
 
 def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
     """The distributed optimizer over the model's gradient buffers."""
-    optimizer = get_megatron_optimizer(
-        optimizer_config_from_args(args), model, use_gloo_process_groups=args.enable_gloo_process_groups
-    )
+    config = optimizer_config_from_args(args)
+    # Shards of fp32 parameters are views, which the offloading optimizer takes only as leaves.
+    with torch.no_grad() if config.optimizer_cpu_offload else contextlib.nullcontext():
+        optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=args.enable_gloo_process_groups)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _fuse_adam(part.optimizer)
     return optimizer

@@ -293,8 +293,8 @@ def _restore_member(
             for name in STATE_NAMES:
                 state[name].copy_(tensors[_slot(parameter, name)].flatten()[piece.start : piece.end])
             held = live.held(parameter)
-            if held.device != state[MASTER].device:
-                held.copy_(state[MASTER])
+            if held.data_ptr() != state[MASTER].data_ptr():
+                held.copy_(state[MASTER])  # the master is a copy on the host
 
 
 def _matching_group(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
