@@ -102,7 +102,7 @@ def without_mtp(config: TransformerConfig) -> TransformerConfig:
 class MtpLayer(MultiTokenPredictionLayer):
     """One layer: ``norm(transformer_layer(eh_proj([enorm(embedding); hnorm(hidden)])))``."""
 
-    def forward(self, hidden: Tensor, embedded: Tensor, **layer_arguments: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, embedded: Tensor, **layer_arguments: Any) -> Tensor:
         """[t, 1, h] (a slice of the tokens under sequence parallelism) to the same.
 
         Args:
@@ -126,7 +126,7 @@ class MtpLayer(MultiTokenPredictionLayer):
 class MtpBlock(MultiTokenPredictionBlock):
     """The layers, each fed with the hidden states of the one before."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden: Tensor,
         inputs: Sequence[Tensor],
@@ -199,7 +199,7 @@ class GPTModelWithMtp(GPTModel):
         finally:
             self._mtp_inputs = None
 
-    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """The hook of megatron-core's forward between decoder and logits."""
         output = super()._postprocess(hidden_states, **kwargs)
         inputs = self._mtp_inputs

@@ -29,6 +29,8 @@ from slime.backends.megatron_utils.routed_layer import RoutedLayer
 
 OutputWithBias = tuple[Tensor, Tensor | None]
 ResidualAdd = Callable[[OutputWithBias, Tensor, float], Tensor]
+GetResidualAdd = Callable[[bool, bool], ResidualAdd]
+"""(training, fused) to the function: what megatron-core calls bias-dropout-add."""
 
 
 @dataclass
@@ -53,14 +55,14 @@ class SandwichLayer(RoutedLayer):
         size = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.post_self_attn_layernorm = build_module(submodules.post_self_attn_layernorm, config=config, **size)
         self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, config=config, **size)
-        self.self_attn_bda = _norm_first(self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = _norm_first(self.post_mlp_layernorm, self.mlp_bda)
+        self.self_attn_bda: GetResidualAdd = _norm_first(self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda: GetResidualAdd = _norm_first(self.post_mlp_layernorm, self.mlp_bda)
         # The stock handler turns gradients on, which does no harm to an add of tensors that need none.  A norm has a
         # weight: a pass without gradients, or the first pass of a recomputed layer, would keep a graph for it.
         self.bias_dropout_add_exec_handler = nullcontext
 
 
-def _norm_first(norm: torch.nn.Module, get_residual_add: Callable[..., ResidualAdd]) -> Callable[..., ResidualAdd]:
+def _norm_first(norm: torch.nn.Module, get_residual_add: GetResidualAdd) -> GetResidualAdd:
     """``get_residual_add`` with ``norm`` applied to what is added."""
 
     def get_norm_and_add(training: bool, fused: bool) -> ResidualAdd:
