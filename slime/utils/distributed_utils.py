@@ -18,9 +18,14 @@ def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     Args:
         timeout: longest wait of one collective; torch's default when None.
     """
-    if "gloo" not in _GROUPS:
+    if "gloo" not in _GROUPS or not _is_alive(_GROUPS["gloo"]):
         _GROUPS["gloo"] = dist.new_group(backend="gloo", timeout=timeout)
     return _GROUPS["gloo"]
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group: a process may leave one training group and join another."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def get_gloo_group() -> dist.ProcessGroup:

@@ -283,8 +283,8 @@ def _check_kernels(args: Namespace) -> None:
         )
     if args.optimizer_cpu_offload and args.fp32 and args.optimizer_offload_fraction < 1:
         raise ConfigError(
-            f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core never steps "
-            "the fp32 parameters that stay on the card; use 1.0, or --bf16."
+            f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
+            "fp32 parameter that stays on the card; use 1.0, or --bf16."
         )
     if args.attention_dropout:
         raise ConfigError(f"--attention-dropout is {args.attention_dropout}; packed attention has none; use 0.0.")
