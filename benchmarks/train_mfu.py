@@ -156,6 +156,8 @@ def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if "LOCAL_RANK" in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]  # a trainer sees one GPU, as Ray gives it
     flags = model_flags(options.model)
     with tempfile.TemporaryDirectory() as folder:
         write_hf_config(Path(folder), flags)

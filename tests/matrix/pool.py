@@ -22,6 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 PRELOADED = ("tests.matrix.layout_rank", "tests.matrix.parity", "transformers.models.auto.modeling_auto")
 """Imported once, before the processes are forked; a process has one such server for all who fork."""
 COLLECTIVE_TIMEOUT_S = 100
@@ -41,8 +44,10 @@ class RankPool:
     """
 
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADED))
+        # A fork of a process that has looked at CUDA cannot use it.
+        self._context: Any = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        if not torch.cuda.is_available():
+            self._context.set_forkserver_preload(list(PRELOADED))
         self._ranks: list[tuple[BaseProcess, Connection]] = []
 
     def __enter__(self) -> RankPool:
@@ -123,8 +128,6 @@ class RankPool:
 
 def _serve(connection: Connection) -> None:
     """A process: one job, one answer."""
-    import torch
-
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # megatron-core's advice for GPUs, torch's deprecations: once a process, each
     logging.disable(logging.INFO)
@@ -148,9 +151,6 @@ def _serve(connection: Connection) -> None:
 
 def _in_world(function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: tuple[Any, ...]) -> Any:
     """Call the function inside a default process group, with a GPU for each rank where there are GPUs."""
-    import torch
-    import torch.distributed as dist
-
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     dist.init_process_group(
