@@ -1,10 +1,18 @@
-"""An engine in a process of its own: a transformers model behind the ``WeightReceiver`` protocol."""
+"""An engine in a process of its own: a transformers model behind the ``WeightReceiver`` protocol.
+
+Every trainer rank may talk to it, each over its own connection; it answers one request at a time.
+"""
 
 from __future__ import annotations
 
 import base64
 import os
 import pickle
+import re
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 import torch
@@ -13,6 +21,7 @@ import torch.multiprocessing as mp
 from slime.utils.errors import EngineError
 
 ANSWER_TIMEOUT_S = 60
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
 class _Answer:
@@ -31,19 +40,29 @@ class _Answer:
 
 
 class FakeEngine:
-    """Every method of the protocol becomes a message to the process."""
+    """Every method of the protocol becomes a message to the process.
+
+    Args:
+        folder: the HF model; None reaches the engine that another rank starts at ``address``.
+        address: path of the engine's socket; the engine has it to itself when None.
+    """
 
     index = 0
     gpu_offset = 0
 
-    def __init__(self, folder: str, *, num_gpus: int, is_colocated: bool) -> None:
+    def __init__(self, folder: str | None, *, num_gpus: int, is_colocated: bool, address: str | None = None) -> None:
         self.num_gpus, self.is_colocated = num_gpus, is_colocated
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.fault = ""
-        context = mp.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, folder), daemon=True)
-        self.process.start()
+        address = address or f"{tempfile.mkdtemp()}/engine"
+        self.process: Any = None
+        if folder is not None:
+            self.process = mp.get_context("spawn").Process(target=_serve, args=(address, folder), daemon=True)
+            self.process.start()
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not os.path.exists(address) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.pipe = Client(address)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -62,8 +81,10 @@ class FakeEngine:
         return [torch.tensor(values) for values in answer]
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.join(5)
+        self.pipe.close()
+        if self.process is not None:
+            self.process.kill()
+            self.process.join(5)
 
 
 class NoEngine:
@@ -117,6 +138,9 @@ class _Server:
             group_name=group_name,
         )
 
+    def destroy_weights_update_group(self, group_name: str) -> None:
+        torch.distributed.destroy_process_group(self.groups.pop(group_name))
+
     def update_weights_from_tensor(
         self, serialized_named_tensors: list[str], load_format: str, weight_version: str, flush_cache: bool
     ) -> None:
@@ -131,7 +155,7 @@ class _Server:
                 parameter.data.fill_(torch.nan)
             return
         if load_format.endswith(".find_poison"):
-            left = [name for name, parameter in self.parameters.items() if parameter.data.isnan().any()]
+            left = [name for name, parameter in self.parameters.items() if parameter.isnan().any()]
             if left:
                 raise RuntimeError(f"never pushed: {left}")
             return
@@ -166,16 +190,26 @@ class _Server:
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], version: str) -> None:
         for name, tensor in named_tensors:
             if not (self.fault == "loses a tensor" and name == "model.norm.weight"):
-                self.parameters[name].data.copy_(tensor)
+                self.place_of(name).copy_(tensor)
         if self.fault != "stale version":
             self.version = version
+
+    def place_of(self, name: str) -> torch.Tensor:
+        """Where the tensor of a checkpoint lies; transformers stacks experts, and gate on up."""
+        match = _EXPERT.match(name)
+        if match is None or name in self.parameters:
+            return self.parameters[name].data
+        experts, index, matrix = match[1], int(match[2]), match[3]
+        if matrix == "down":
+            return self.parameters[f"{experts}.down_proj"].data[index]
+        return self.parameters[f"{experts}.gate_up_proj"].data[index].chunk(2)[matrix == "up"]
 
     def compare(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         if self.fault == "differs":
             self.parameters["model.norm.weight"].data[0] += 1
         if self.fault == "loses a tensor":
             return  # what a sender that forgot it would not have compared either
-        different = [n for n, tensor in named_tensors if not torch.equal(self.parameters[n].data, tensor)]
+        different = [n for n, tensor in named_tensors if not torch.equal(self.place_of(n), tensor)]
         if different:
             raise RuntimeError(f"differing tensors: {different}")
 
@@ -189,16 +223,30 @@ class _Server:
         return result
 
 
-def _serve(pipe: Any, folder: str) -> None:
+def _serve(address: str, folder: str) -> None:
     from slime.backends.sglang_utils import cpu_shim
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     cpu_shim.install()
-    server = _Server(folder)
+    server, turn = _Server(folder), threading.Lock()
+    with Listener(address) as listener:
+        while True:
+            connection = listener.accept()
+            threading.Thread(target=_answer, args=(connection, server, turn), daemon=True).start()
+
+
+def _answer(pipe: Connection, server: _Server, turn: threading.Lock) -> None:
+    """Request after request of one rank, until it hangs up."""
     while True:
-        name, positional, keyword, server.fault, server.num_gpus = pipe.recv()
         try:
-            pipe.send((getattr(server, name)(*positional, **keyword), None))
-        except Exception as error:  # the edge of the engine's process: the sender hears of it
-            pipe.send((None, f"{type(error).__name__}: {error}"))
+            name, positional, keyword, fault, num_gpus = pipe.recv()
+        except (EOFError, OSError):
+            return
+        with turn, torch.no_grad():
+            server.fault, server.num_gpus = fault, num_gpus
+            try:
+                answer = (getattr(server, name)(*positional, **keyword), None)
+            except Exception as error:  # the edge of the engine's process: the sender hears of it
+                answer = (None, f"{type(error).__name__}: {error}")
+        pipe.send(answer)

@@ -15,13 +15,19 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fake_engine import FakeEngine, NoEngine
-from trainer_case import cut, make_args, make_train_data, run_workers, write_model
+from trainer_case import cut, make_args, make_train_data, run_workers, start_worker, write_model
 
 pytestmark = pytest.mark.dist
 
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 SMALL_BUCKETS = ("--update-weight-buffer-size", "20000")
 CARRIERS = {"shared": "update_weights_from_tensor", "broadcast": "update_weights_from_distributed"}
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+LAYOUTS = {
+    "two stages": PIPELINE,
+    "two virtual stages on each of two ranks": (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"),
+    "experts on two ranks": ("--expert-model-parallel-size", "2"),
+}
 FAULTS = ("stale version", "refuses", "differs", "loses a tensor")
 
 
@@ -69,23 +75,77 @@ def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[s
         engine.close()
 
 
+def push_from_layouts(rank: int, world_size: int, port: int, folder: str) -> dict[str, float]:
+    """From each layout both ways, before and after a step; every rank reaches the engine, as every stage may have to.
+
+    Gives the largest difference in log-probs of each.
+    """
+    from slime.backends.sglang_utils import cpu_shim
+
+    cpu_shim.install()
+    engine = FakeEngine(
+        folder if rank == 0 else None, num_gpus=world_size, is_colocated=True, address=f"{folder}/engine"
+    )
+    train_data = make_train_data()
+    result: dict[str, float] = {}
+    try:
+        for layout, flags in LAYOUTS.items():
+            args = make_args(
+                *(Path(folder), "--actor-num-gpus-per-node", world_size),
+                *(*flags, *SMALL_BUCKETS, "--check-weight-update-equal"),
+            )
+            worker = start_worker(args, rank, world_size, port)
+            parallel = worker.get_parallel_config()
+            rank_data = cut(args, train_data, parallel)[parallel["dp_rank"]]
+            for carrier in CARRIERS:
+                args.colocate = engine.is_colocated = carrier == "shared"
+                engine.num_gpus = world_size if args.colocate else 1
+                worker._sender = None
+                worker.connect_rollout_engines([engine], 1)
+                before = push_and_compare(worker, engine, rank_data, train_data)
+                worker.train(0, rank_data)
+                after = push_and_compare(worker, engine, rank_data, train_data)
+                result[f"{layout}, {carrier}"] = max(before, after)
+                if carrier == "broadcast":  # the next layout's groups have the same names
+                    worker._sender._group._leave([engine])
+        return result
+    finally:
+        engine.close()
+
+
 def push_and_compare(worker: Any, engine: Any, rank_data: dict[str, Any], train_data: dict[str, Any]) -> float:
-    """Push, and give the largest difference between the trainer's and the engine's log-probs (on rank 0)."""
+    """Push, and give the largest difference between the trainer's and the engine's log-probs, where there are any."""
     from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
     from slime.backends.megatron_utils.forward import forward_only
     from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 
     worker.update_weights()
     data = prepare_rollout_data(rank_data)
-    iterators = get_data_iterator(data, 1)
+    iterators = get_data_iterator(data, len(worker.model))
     ours = forward_only(get_log_probs_and_entropy, worker.args, worker.model, iterators, data["num_microbatches"])
-    if worker.rank != 0:
+    if isinstance(engine, NoEngine) or not ours:
         return 0.0
     theirs = engine.log_probs(train_data["tokens"], train_data["response_lengths"])
     return max(
         float((log_prob - theirs[position]).abs().max())
         for log_prob, position in zip(ours["log_probs"], data["partition"], strict=True)
     )
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    folder = tmp_path_factory.mktemp("moe")
+    write_model(folder, "qwen3_moe", num_hidden_layers=4)
+    return run_workers(push_from_layouts, 2, str(folder), timeout_s=240)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_engine_computes_the_log_probs_of_a_trainer_in_stages_or_with_experts_apart(
+    layouts: list[dict[str, float]], layout: str, carrier: str
+) -> None:
+    differences = [rank[f"{layout}, {carrier}"] for rank in layouts]
+    assert max(differences) < 2e-5
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,11 @@ LENGTHS = ((3, 9), (2, 1), (7, 20), (5, 5), (1, 13), (4, 2), (6, 31), (3, 3), (3
 """Prompt and response tokens of the samples: ragged, down to a response of one token."""
 
 
-def write_model(folder: Path, **overrides: Any) -> None:
-    """A random Qwen3 whose sizes divide by two tensor ranks."""
+def write_model(folder: Path, family: str = "qwen3", **overrides: Any) -> None:
+    """A random model whose sizes divide by two tensor ranks."""
     from megatron_case import write_hf_model
 
-    write_hf_model(folder, "qwen3", **overrides)
+    write_hf_model(folder, family, **overrides)
     (folder / "tokenizer.json").write_text("{}")  # the flags' check wants one; nothing here tokenizes
 
 
@@ -80,6 +80,8 @@ def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -
     config = ScheduleConfig(
         dp_size=parallel["dp_size"],
         cp_size=parallel["cp_size"],
+        vpp_size=parallel["vpp_size"],
+        microbatch_group_size_per_vp_stage=parallel["microbatch_group_size_per_vp_stage"],
         use_dynamic_batch_size=args.use_dynamic_batch_size,
         max_tokens_per_gpu=args.max_tokens_per_gpu,
         micro_batch_size=args.micro_batch_size,
@@ -91,6 +93,29 @@ def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -
         rollout_indices=train_data["rollout_ids"],
     )
     return split_by_rank(train_data, schedule)
+
+
+def start_worker(args: Namespace, rank: int, world_size: int, port: int, **options: Any) -> Any:
+    """An actor; in a process that had one before, a new one in the same default group and in groups of its own."""
+    import torch.distributed as dist
+    from megatron.core import mpu
+
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.observability.timer import Timer
+
+    class Worker(MegatronTrainRayActor):
+        def join_process_group(self, args: Namespace) -> None:
+            if not dist.is_initialized():
+                super().join_process_group(args)
+
+    if mpu.is_initialized():
+        mpu.destroy_model_parallel()
+    if Timer().is_running("train_wait"):
+        Timer().end("train_wait")
+    worker = Worker()
+    worker.set_rendezvous(world_size, rank, "127.0.0.1", port)
+    worker.init(args, "actor", **options)
+    return worker
 
 
 def _main(function: Any, rank: int, world_size: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:

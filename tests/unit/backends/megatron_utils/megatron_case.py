@@ -100,8 +100,8 @@ def packed_logits(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list
     return list(logits[0].split([len(sequence) for sequence in sequences]))
 
 
-CASES = load_cases(["qwen2", "qwen3", "llama"])
-FAMILIES: dict[str, dict[str, Any]] = {name: dict(case.config) for name, case in CASES.items()}
+CASES = load_cases(["qwen2", "qwen3", "llama", "qwen3_moe"])
+FAMILIES: dict[str, dict[str, Any]] = {name: dict(case.config) for name, case in CASES.items() if not case.has_experts}
 """Configs of the dense families of the matrix, small and awkward."""
 
 
@@ -114,7 +114,7 @@ def write_hf_model(folder: Path, name: str, seed: int = 0, **overrides: Any) -> 
 
 
 def hf_flags(folder: Path) -> list[str]:
-    """The model flags that belong to a dense HF checkpoint."""
+    """The model flags that belong to a HF checkpoint of one of :data:`CASES`."""
     model_type = read_config(folder)["model_type"]
     case = next(case for case in CASES.values() if case.config["model_type"] == model_type)
     return ["--hf-checkpoint", str(folder), *case.flags(folder)]
