@@ -2,8 +2,9 @@
 
 SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``torchvision`` (image models) and ``triton`` at the
 top of its modules.  A text model on a CPU calls none of their functions: SGLang takes its native torch path.  So the
-shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  No file of SGLang is
-changed, a package that is installed and works is left alone, and nothing happens on a machine with CUDA.
+shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  Only Mooncake's transfer
+engine is more than names, because prefill/decode disaggregation does call it.  No file of SGLang is changed, a package
+that is installed and works is left alone, and nothing happens on a machine with CUDA.
 
 Three ways in, for three kinds of process:
 
@@ -15,6 +16,7 @@ Three ways in, for three kinds of process:
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -70,6 +72,8 @@ def install() -> bool:
         _tell_transformers()
     if not _is_installed("triton"):
         _install_triton_stub()
+    if not _is_installed("mooncake"):
+        _install_transfer_engine()
     return True
 
 
@@ -131,6 +135,20 @@ def _tell_transformers() -> None:
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         setattr(transformers, "AutoImageProcessor", AutoImageProcessor)  # noqa: B010 (a module, not our class)
+
+
+def _install_transfer_engine() -> None:
+    """Let prefill and decode engines of this machine move keys and values; see ``transfer_engine``."""
+    from slime.backends.sglang_utils.cpu_shim import transfer_engine
+
+    package = ModuleType("mooncake", "Only the part that SGLang's prefill/decode disaggregation imports.")
+    package.__path__ = []  # a package: any other submodule is not found
+    package.__spec__ = importlib.machinery.ModuleSpec("mooncake", None, is_package=True)
+    engine = ModuleType("mooncake.engine")
+    engine.__spec__ = importlib.machinery.ModuleSpec("mooncake.engine", None)
+    engine.TransferEngine = transfer_engine.TransferEngine  # type: ignore[attr-defined]
+    package.engine = engine  # type: ignore[attr-defined]
+    sys.modules |= {"mooncake": package, "mooncake.engine": engine}
 
 
 def _install_triton_stub() -> None:

@@ -1,0 +1,67 @@
+"""Memory written by a peer: values arrive, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from slime.backends.sglang_utils.cpu_shim.transfer_engine import FAILED, TransferEngine, _is_same_user
+
+
+@pytest.fixture(scope="module")
+def engine() -> TransferEngine:
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "rdma", "") == 0
+    return engine
+
+
+@pytest.fixture
+def session(engine: TransferEngine) -> str:
+    return f"127.0.0.1:{engine.get_rpc_port()}"
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def test_ranges_land_where_they_were_sent_and_nowhere_else(engine, session):
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
+    assert engine.batch_register_memory([address(target)], [64]) == 0
+    sources, targets, lengths = [address(source), address(source) + 32], [address(target) + 8, address(target)], [4, 2]
+    assert engine.batch_transfer_sync_write(session, sources, targets, lengths) == 0
+    assert list(target[:12]) == [32, 33, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3]
+    assert not target[12:].any()
+    assert engine.batch_unregister_memory([address(target)]) == 0
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 4), (14, 4), (0, 17)])
+def test_a_write_that_leaves_the_registered_region_is_refused(engine, session, offset, length):
+    source, target = np.full(32, 7, dtype=np.uint8), np.zeros(32, dtype=np.uint8)
+    engine.register_memory(address(target) + 8, 16)
+    where = address(target) + 8 + offset
+    assert engine.transfer_sync_write(session, address(source), where, length) == FAILED
+    assert not target.any()
+    assert engine.unregister_memory(address(target) + 8) == 0
+    assert engine.send_probe(session) == 0  # over a new connection
+
+
+def test_memory_that_was_unregistered_is_not_written(engine, session):
+    target = np.zeros(8, dtype=np.uint8)
+    engine.register_memory(address(target), 8)
+    engine.unregister_memory(address(target))
+    assert engine.unregister_memory(address(target)) == FAILED
+    assert engine.transfer_sync_write(session, address(np.ones(8, dtype=np.uint8)), address(target), 8) == FAILED
+
+
+def test_a_peer_that_is_gone_fails_the_write(engine):
+    assert engine.send_probe(f"127.0.0.1:{os.getpid() + 4_000_000}") == FAILED
+
+
+def test_only_processes_of_the_same_user_are_let_in():
+    import socket
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert _is_same_user(ours)
