@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.backends.megatron_utils.hf_plain_check import attention_mismatches, softmax_router_mismatches
 from slime.backends.megatron_utils.latent_arguments import latent_mismatches, sigmoid_router_mismatches
 from slime.backends.megatron_utils.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.weight_maps import find_weight_map
@@ -60,6 +61,8 @@ def check_hf_config(args: Namespace) -> None:
     config = read_hf_config(args.hf_checkpoint)
     problems = [
         *_mismatches(args, config),
+        *attention_mismatches(args, config),
+        *softmax_router_mismatches(args, config),
         *latent_mismatches(args, config),
         *sigmoid_router_mismatches(args, config),
     ]

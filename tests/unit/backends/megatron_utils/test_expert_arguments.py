@@ -37,7 +37,7 @@ def test_a_layer_pattern_executes_nothing(text: str) -> None:
         (("--moe-router-num-groups", 6, "--moe-router-group-topk", 1), "2 experts each"),
         (("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", 0.1), "seq_aux_loss"),
         (("--add-bias-linear",), "--disable-bias-linear"),
-        (("--moe-latent-size", 4), "TransformerEngine"),
+        (("--moe-latent-size", 4), "experts work on the whole hidden size"),
     ],
 )
 def test_what_cannot_work_is_refused(flags: tuple[Any, ...], message: str) -> None:

@@ -1,0 +1,258 @@
+"""scripts/models/*.sh against the configs that the models are published with, written down here by hand.
+
+Every file goes through the trainer's own checks beside a config.json of these values: a number that differs, positions
+that are stretched otherwise, experts that are weighed otherwise are all errors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.utils.errors import ConfigError
+from tests.unit.backends.megatron_utils.megatron_case import parse
+
+REPO = Path(__file__).parents[3]
+
+
+def shape(layers: int, hidden: int, ffn: int, heads: int, groups: int | None = None, **more: Any) -> dict[str, Any]:
+    values = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        **more,
+    }
+    return values if groups is None else {**values, "num_key_value_heads": groups}
+
+
+def qwen25(*sizes: int, tied: bool, vocab: int = 151936, eps: float = 1e-6, base: float = 1e6) -> dict[str, Any]:
+    more = {"rms_norm_eps": eps, "rope_theta": base, "vocab_size": vocab, "tie_word_embeddings": tied}
+    return shape(*sizes, model_type="qwen2", **more)
+
+
+def qwen3(*sizes: int, tied: bool, base: float = 1e6) -> dict[str, Any]:
+    more = {"rms_norm_eps": 1e-6, "rope_theta": base, "vocab_size": 151936, "tie_word_embeddings": tied}
+    return shape(*sizes, 8, model_type="qwen3", head_dim=128, attention_bias=False, **more)
+
+
+def qwen3_moe(*sizes: int, expert: int) -> dict[str, Any]:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "norm_topk_prob": True}
+    return {**qwen3(*sizes, tied=False), "num_key_value_heads": 4, "model_type": "qwen3_moe", **experts}
+
+
+def llama(*sizes: int, head: int, factor: float, tied: bool) -> dict[str, Any]:
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return shape(
+        *sizes,
+        8,
+        model_type="llama",
+        head_dim=head,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling={**scaling, "original_max_position_embeddings": 8192},
+        max_position_embeddings=131072,
+        vocab_size=128256,
+        tie_word_embeddings=tied,
+        attention_bias=False,
+    )
+
+
+def sigmoid_experts(count: int, chosen: int, size: int, dense: int, scaling: float, **more: Any) -> dict[str, Any]:
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": size,
+        "first_k_dense_replace": dense,
+        "routed_scaling_factor": scaling,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def latents(q: int | None, nope: int, rope: int, v: int) -> dict[str, Any]:
+    sizes = {"q_lora_rank": q, "kv_lora_rank": 512, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope}
+    return {**sizes, "v_head_dim": v}
+
+
+def yarn(factor: float, beta_fast: float) -> dict[str, Any]:
+    scaling = {"type": "yarn", "factor": factor, "mscale": 1.0, "mscale_all_dim": 1.0}
+    return {**scaling, "beta_fast": beta_fast, "beta_slow": 1, "original_max_position_embeddings": 4096}
+
+
+GLM4 = {
+    "model_type": "glm4",
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 151552,
+    "tie_word_embeddings": False,
+}
+GLM45 = {**GLM4, "model_type": "glm4_moe", "rope_theta": 1e6, "attention_bias": True}
+GLM45_355B = shape(92, 5120, 12288, 96, 8, use_qk_norm=True, **sigmoid_experts(160, 8, 1536, 3, 2.5) | GLM45)
+GLM5 = {
+    **shape(78, 6144, 12288, 64),
+    **latents(2048, 192, 64, 256),
+    **sigmoid_experts(256, 8, 2048, 3, 2.5),
+    "model_type": "glm_moe_dsa",
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 154880,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+}
+DEEPSEEK = {
+    **shape(61, 7168, 18432, 128),
+    **latents(1536, 128, 64, 128),
+    **sigmoid_experts(256, 8, 2048, 3, 2.5, n_group=8, topk_group=4, scoring_func="sigmoid"),
+    "model_type": "deepseek_v3",
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 129280,
+    "rope_theta": 10000,
+    "rope_scaling": yarn(40, 32),
+    "max_position_embeddings": 163840,
+}
+KIMI = {
+    **DEEPSEEK,
+    **sigmoid_experts(384, 8, 2048, 1, 2.827, scoring_func="sigmoid"),
+    "model_type": "kimi_k2",
+    "num_attention_heads": 64,
+    "vocab_size": 163840,
+    "rope_theta": 50000.0,
+}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5B": qwen25(24, 896, 4864, 14, 2, tied=True),
+    "qwen2.5-1.5B": qwen25(28, 1536, 8960, 12, 2, tied=True, base=10000.0),
+    "qwen2.5-3B": qwen25(36, 2048, 11008, 16, 2, tied=True),
+    "qwen2.5-7B": qwen25(28, 3584, 18944, 28, 4, tied=False, vocab=152064),
+    "qwen2.5-32B": qwen25(64, 5120, 27648, 40, 8, tied=False, vocab=152064, eps=1e-5),
+    "qwen3-0.6B": qwen3(28, 1024, 3072, 16, tied=True),
+    "qwen3-1.7B": qwen3(28, 2048, 6144, 16, tied=True),
+    "qwen3-4B": qwen3(36, 2560, 9728, 32, tied=True),
+    "qwen3-4B-Instruct-2507": qwen3(36, 2560, 9728, 32, tied=True, base=5e6),
+    "qwen3-8B": qwen3(36, 4096, 12288, 32, tied=False),
+    "qwen3-14B": qwen3(40, 5120, 17408, 40, tied=False),
+    "qwen3-32B": qwen3(64, 5120, 25600, 64, tied=False),
+    "qwen3-30B-A3B": qwen3_moe(48, 2048, 6144, 32, expert=768),
+    "qwen3-235B-A22B": qwen3_moe(94, 4096, 12288, 64, expert=1536),
+    "llama3.1-8B-Instruct": llama(32, 4096, 14336, 32, head=128, factor=8.0, tied=False),
+    "llama3.2-1B-Instruct": llama(16, 2048, 8192, 32, head=64, factor=32.0, tied=True),
+    "llama3.2-3B-Instruct": llama(28, 3072, 8192, 24, head=128, factor=32.0, tied=True),
+    "glm4-9B": shape(40, 4096, 13696, 32, 2, **GLM4, attention_bias=True),
+    "glm4-32B": shape(64, 6144, 23040, 48, 8, **GLM4, attention_bias=False),
+    "glm4.5-355B-A32B": GLM45_355B,
+    "glm4.6-355B-A32B": GLM45_355B,
+    "glm4.7-355B-A32B": GLM45_355B,
+    "glm4.5-106B-A12B": shape(
+        46, 4096, 10944, 96, 8, use_qk_norm=False, **sigmoid_experts(128, 8, 1408, 1, 1.0) | GLM45
+    ),
+    "glm4.7-30B-A3B": {
+        **shape(47, 2048, 10240, 20),
+        **latents(768, 192, 64, 256),
+        **sigmoid_experts(64, 4, 1536, 1, 1.8),
+        "model_type": "glm4_moe_lite",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "vocab_size": 154880,
+    },
+    "glm5-744B-A40B": {**GLM5, "rope_theta": 1e6},
+    "glm5.2-744B-A40B": {**GLM5, "rope_theta": 8e6, "index_topk_freq": 4, "index_skip_topk_offset": 3},
+    "deepseek-v3": DEEPSEEK,
+    "deepseek-v3-5layer": {**DEEPSEEK, "num_hidden_layers": 5},
+    "deepseek-v3-20layer": {**DEEPSEEK, "num_hidden_layers": 20},
+    "kimi-k2": {**KIMI, "rope_scaling": yarn(32, 1.0)},
+    "kimi-k2-thinking": {**KIMI, "rope_scaling": yarn(64, 32.0)},
+    "moonlight": {
+        **shape(27, 2048, 11264, 16),
+        **latents(None, 128, 64, 128),
+        **sigmoid_experts(64, 6, 1408, 1, 2.446, n_shared_experts=2, scoring_func="sigmoid"),
+        "model_type": "deepseek_v3",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+        "vocab_size": 163840,
+    },
+    "mimo-7B-rl": shape(
+        *(36, 4096, 11008, 32, 8),
+        model_type="mimo",
+        rms_norm_eps=1e-5,
+        rope_theta=640000,
+        vocab_size=151680,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        max_position_embeddings=32768,
+        num_nextn_predict_layers=1,
+    ),
+}
+NOT_BUILT = {"minimax-m2", "qwen3-next-80B-A3B", "qwen3.5-35B-A3B"}
+"""Files of models whose layers do not exist here; using one says so."""
+OURS = {"tiny-arithmetic"}
+
+
+def model_args(name: str, **environment: str) -> list[str]:
+    """MODEL_ARGS as a recipe would pass them."""
+    path = REPO / f"scripts/models/{name}.sh"
+    script = f'set -eu; source {shlex.quote(str(path))}; printf "%s\\0" "${{MODEL_ARGS[@]}}"'
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MODEL_ARGS")}
+    run = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True, env=clean | environment)
+    return run.stdout.split("\0")[:-1]
+
+
+def test_every_model_file_is_checked_here():
+    files = {path.stem for path in (REPO / "scripts/models").glob("*.sh")}
+    assert files == set(PUBLISHED) | NOT_BUILT | OURS
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_file_agrees_with_the_published_config(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    args = parse(*model_args(name), "--hf-checkpoint", str(tmp_path))
+    assert args.vocab_size == PUBLISHED[name]["vocab_size"]
+    assert (args.mtp_num_layers or 0) == PUBLISHED[name].get("num_nextn_predict_layers", 0)
+
+
+BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama3.2-1B-Instruct", {"rope_scaling": BY_EIGHT}, "--rope-scaling-factor is 32"),
+        ("llama3.1-8B-Instruct", {"rope_scaling": None}, "--use-rope-scaling is given; rope_type is default"),
+        ("qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
+        ("qwen3-30B-A3B", {"norm_topk_prob": False}, "--moe-router-pre-softmax is not given"),
+        ("qwen3-30B-A3B", {"num_experts_per_tok": 4}, "--moe-router-topk is 8"),
+        ("glm4-9B", {"partial_rotary_factor": 1.0}, "--rotary-percent is 0.5"),
+        ("glm4-9B", {"attention_bias": False}, "--add-qkv-bias is given"),
+        ("glm4.5-106B-A12B", {"use_qk_norm": True}, "--qk-layernorm is not given"),
+        ("deepseek-v3", {"rope_scaling": yarn(64, 32)}, "--rotary-scaling-factor is 40"),
+    ],
+)
+def test_what_would_only_give_wrong_log_probs_is_an_error(name, change, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED[name], **change}))
+    with pytest.raises(ConfigError, match=message):
+        parse(*model_args(name), "--hf-checkpoint", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", sorted(NOT_BUILT))
+def test_a_model_whose_layers_do_not_exist_says_so(name):
+    with pytest.raises(ConfigError, match="--spec|not built"):
+        parse(*model_args(name))
+
+
+def test_the_rotary_base_of_a_relative_comes_from_the_environment(tmp_path):
+    for name, base in (("qwen2.5-1.5B", "1000000"), ("qwen3-4B", "5000000")):
+        (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED[name], "rope_theta": float(base)}))
+        parse(*model_args(name, MODEL_ARGS_ROTARY_BASE=base), "--hf-checkpoint", str(tmp_path))
