@@ -25,6 +25,7 @@ from aiohttp import web
 from tests.scripted_engine.script import Fault, Request, Script, split_prompt, text_of
 
 START_TIMEOUT_S = 30.0
+PIECE_BYTES = 1 << 16
 
 
 class ThreadedServer:
@@ -118,9 +119,17 @@ class ScriptedEngine(ThreadedServer):
     """One engine.  ``payloads`` has every ``/generate`` body, ``calls`` counts requests by path, over restarts."""
 
     def __init__(
-        self, script: Script | None = None, *, host: str = "127.0.0.1", port: int = 0, record: bool = True
+        self,
+        script: Script | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        record: bool = True,
+        cached_bodies: int = 0,
     ) -> None:
         super().__init__(host=host, port=port)
+        self._cached_bodies = cached_bodies
+        self._bodies: dict[tuple[Any, ...], bytes] = {}
         self.script = script or Script()
         self.weight_version = "default"
         self.peers: list[str] = []
@@ -166,6 +175,7 @@ class ScriptedEngine(ThreadedServer):
             "/destroy_weights_update_group": lambda body: {"success": True, "message": ""},
             "/release_memory_occupation": lambda body: {},
             "/resume_memory_occupation": lambda body: {},
+            "/script": self._rewrite,
         }
         gets: dict[str, Callable[[], Any]] = {
             "/health": lambda: {},
@@ -224,6 +234,14 @@ class ScriptedEngine(ThreadedServer):
             self.weight_version = str(version)
         return {"success": True, "message": "scripted"}
 
+    def _rewrite(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Not SGLang's: change plain fields of the script of an engine in another process."""
+        for name, value in body.items():
+            setattr(self.script, name, value)
+        self._gathered = False
+        self._all_here.clear()
+        return {"script": repr(self.script)}
+
     def _loads(self) -> dict[str, Any]:
         return {"loads": [{"dp_rank": 0, "num_running_reqs": self.in_flight, "num_waiting_reqs": 0}]}
 
@@ -267,10 +285,36 @@ class ScriptedEngine(ThreadedServer):
         if request.payload.get("stream"):
             return await self._stream(web_request, request, fault)
         count, kind = await self._draw(request)
-        body = self.render(request, count, kind, began)
+        body = self._body(request, count, kind, began)
         if fault is not None and fault.kind == "half":
             return await self._send_half(web_request, body, "application/json")
-        return web.Response(body=body, content_type="application/json")
+        if len(body) <= PIECE_BYTES:
+            return web.Response(body=body, content_type="application/json")
+        return await self._send_in_pieces(web_request, body)
+
+    async def _send_in_pieces(self, web_request: web.Request, body: bytes) -> web.StreamResponse:
+        """Send a long body as fast as the client reads it, so that thousands of them do not lie in our buffers."""
+        response = web.StreamResponse()
+        response.content_type = "application/json"
+        response.content_length = len(body)
+        await response.prepare(web_request)
+        view = memoryview(body)
+        for start in range(0, len(body), PIECE_BYTES):
+            await response.write(view[start : start + PIECE_BYTES])
+        await response.write_eof()
+        return response
+
+    def _body(self, request: Request, count: int, kind: str, began: float) -> bytes:
+        """The answer; with ``cached_bodies`` an earlier one to the same request, its id and times included."""
+        if not self._cached_bodies:
+            return self.render(request, count, kind, began)
+        key = (request.prompt, request.earlier, request.seed, request.limit, count, kind)
+        body = self._bodies.get(key)
+        if body is None:
+            body = self.render(request, count, kind, began)
+            if len(self._bodies) < self._cached_bodies:
+                self._bodies[key] = body
+        return body
 
     async def _gather(self) -> None:
         """Hold the first ``script.gather`` requests until all of them are here."""
@@ -378,7 +422,8 @@ class ScriptedEngine(ThreadedServer):
                     for k, (value, token) in enumerate(zip(self.script.log_probs_of(ids, 0), ids, strict=True))
                 ][start:]
             meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(log_probs, tokens)]
-        return json.dumps({"text": text_of(tokens), "output_ids": tokens, "meta_info": meta}).encode()
+        answer = {"text": text_of(tokens), "output_ids": tokens, "meta_info": meta}
+        return json.dumps(answer, separators=(",", ":")).encode()
 
 
 def read_request(payload: dict[str, Any], number: int) -> Request:
