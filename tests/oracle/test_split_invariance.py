@@ -131,7 +131,7 @@ def expected_steps(examples, theta, estimator, per_token):
             token_losses.append(losses + KL_COEF * kls[-1] - ENTROPY_COEF * entropies[-1])
         mean = reference.mean_over_tokens if per_token else reference.mean_over_rollouts
         loss = mean(token_losses, chosen)
-        loss.backward()
+        (loss + 0 * parameters.sum()).backward()  # a step may have nothing to train
         metrics = {"kl": mean(kls, chosen).item(), "entropy": mean(entropies, chosen).item()}
         results.append((loss.detach(), parameters.grad, metrics))
     return results
@@ -258,7 +258,7 @@ def product_steps(examples, theta, layout, estimator, per_token):
                     total = total + (scaled if per_token else scaled / num_microbatches)
                     num_tokens = num_tokens + num_loss_tokens(batch["loss_masks"])
         total = total / num_tokens if per_token else total / (layout.dp_size * layout.cp_size)
-        total.backward()
+        (total + 0 * parameters.sum()).backward()
         # as the trainer's metrics: over the rollouts of the step, or the tokens, which each context rank counts
         denominator = num_tokens.item() / layout.cp_size if per_token else step_size
         results.append((total.detach(), parameters.grad, {name: sums / denominator for name, sums in metrics.items()}))
