@@ -62,7 +62,7 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         "--log-probs-chunk-size",
         type=int,
         default=-1,
-        help="Tokens a log-prob computation takes at a time (bounds its fp32 memory); -1 takes all at once.",
+        help="Tokens a log-prob computation takes at a time (bounds its fp32 memory); -1: as many as fit in 256 MiB.",
     )
     group.add_argument(
         "--allgather-cp",
