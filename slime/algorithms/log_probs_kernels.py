@@ -9,6 +9,8 @@ Shapes as in ``log_probs``.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
@@ -108,6 +110,11 @@ def _gradient_kernel(
     tl.store(pointer, grad.to(grad_ptr.dtype.element_ty), mask=column < shard)
 
 
+def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Where kernels are launched; Triton's interpreter, which tests use, takes CPU tensors and has no device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
 def row_sums(
     logits_TV: Tensor,
     *,
@@ -122,7 +129,7 @@ def row_sums(
     max_R = logits_TV.new_empty(num_rows, dtype=torch.float32)
     sums_3R = logits_TV.new_zeros((3 if with_entropy else 2, num_rows), dtype=torch.float32)
     if num_rows:
-        with torch.cuda.device(logits_TV.device):
+        with _device_of(logits_TV):
             _row_sums_kernel[(num_rows,)](
                 logits_TV,
                 logits_TV.stride(0),
@@ -164,7 +171,7 @@ def write_gradient(
     slot_T = rows_R.new_full((num_rows,), -1)
     slot_T[rows_R] = torch.arange(len(rows_R), device=rows_R.device)
     num_blocks = triton.cdiv(shard, BLOCK)
-    with torch.cuda.device(logits_TV.device):
+    with _device_of(logits_TV):
         _gradient_kernel[(num_rows * num_blocks,)](
             logits_TV,
             logits_TV.stride(0),
