@@ -5,6 +5,10 @@ samples (fan-out) counts once, because all its samples divide by the trained tok
 that denominator is known before micro-batches are formed, the sum over micro-batches and ranks does not depend on how
 the samples were packed.  With ``--calculate-per-token-loss``: the mean over all trained tokens of the step.
 
+A rollout without a trained token (masked, removed, an empty response) adds nothing to the sum but still counts among
+the rollouts of the step, so that what a filter drops does not make the others weigh more; per token, a sample without
+one counts as one token.
+
 Shapes: T = response tokens of the micro-batch on this rank, samples concatenated; N = samples.
 """
 
