@@ -3,7 +3,7 @@
     python tools/convert_torch_dist_to_hf_parallel.py --input-dir RUN/iter_0000012 --output-dir MODEL \
         --origin-hf-dir ORIGINAL --load-max-workers 2 --save-max-workers 16
 
-Each reader holds a piece of the checkpoint and each writer a shard of the result (``--chunk-size``).
+Each reader holds a piece of the checkpoint, each writer a shard of the result (``--chunk-size``) twice.
 """
 
 from __future__ import annotations
