@@ -13,6 +13,7 @@ from slime.backends.megatron_utils import cpu_platform
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slime.backends.megatron_utils.config_flags import config_arguments
@@ -60,6 +61,17 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
             "(L); leave them out, and they are put there."
         )
     return config
+
+
+def num_stages_of_layout(layout: str) -> int:
+    """Stages of all ranks, virtual ones included, that a ``--pipeline-model-parallel-layout`` describes."""
+    try:
+        return PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+    except (ValueError, AssertionError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout {layout!r} cannot be read: {error}; stages stand between bars, E is "
+            "the embedding, t a layer, m an MTP layer, L the loss, as in 'Ett|tttL'."
+        ) from error
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:

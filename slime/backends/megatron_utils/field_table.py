@@ -63,7 +63,7 @@ _FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
         *("activation_func_clamp_value", "activation_func_fp8_input_store", "gated_linear_unit"),
     ),
     f"{_SLIME}.token_dispatcher": (
-        *("moe_shared_expert_overlap", "moe_expert_capacity_factor", "overlap_moe_expert_parallel_comm"),
+        *("moe_shared_expert_overlap", "moe_expert_capacity_factor"),
         "moe_token_dispatcher_type",
     ),
     f"{_SLIME}.resolve_arguments": ("moe_enable_deepep", "transformer_impl", "overlap_p2p_comm"),
@@ -78,7 +78,7 @@ _FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
     "config_logger": ("config_logger_dir",),
     "tensor_parallel.layers": ("perform_initialization", "use_cpu_initialization", "sequence_parallel"),
     "pipeline_parallel.schedules": (
-        *("enable_autocast", "num_microbatches_with_partial_activation_checkpoints", "overlap_p2p_comm_warmup_flush"),
+        *("enable_autocast", "overlap_p2p_comm_warmup_flush"),
         "microbatch_group_size_per_vp_stage",
     ),
     "pipeline_parallel.p2p_communication": ("batch_p2p_sync",),
@@ -222,6 +222,9 @@ REFUSED: dict[str, str] = {
         "micro-batches are packed by --max-tokens-per-gpu, for one context-parallel size",
     ),
     "pipeline_model_parallel_comm_backend": "pipeline stages use the backend of all other groups",
+    "num_microbatches_with_partial_activation_checkpoints": "a layer recomputes in every micro-batch or in none; "
+    "--recompute-method block with --recompute-num-layers chooses the layers",
+    "overlap_moe_expert_parallel_comm": "its schedule takes layers of TransformerEngine apart",
     "use_ring_exchange_p2p": "it needs a torch of NVIDIA's own",
     "apply_residual_connection_post_layernorm": "the layers take the residual before the norm",
     "window_attn_skip_freq": "packed attention has no window",

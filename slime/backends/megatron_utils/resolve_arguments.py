@@ -16,6 +16,7 @@ import torch
 from slime.backends.megatron_utils.attention import check_attention_config
 from slime.backends.megatron_utils.config_builders import (
     ddp_config_from_args,
+    num_stages_of_layout,
     optimizer_config_from_args,
     params_dtype,
     transformer_config_from_args,
@@ -106,6 +107,14 @@ def _layout(args: Namespace) -> dict[str, Any]:
                 f"divide the layers of a pipeline rank, {args.num_layers} / {pipeline}."
             )
         virtual = per_rank // args.num_layers_per_virtual_pipeline_stage
+    if args.pipeline_model_parallel_layout:
+        stages = num_stages_of_layout(args.pipeline_model_parallel_layout)
+        if stages % pipeline:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout} has {stages} stages; "
+                f"--pipeline-model-parallel-size {pipeline} must divide that."
+            )
+        virtual = stages // pipeline
     virtual = virtual if virtual and virtual > 1 else None
     if virtual and pipeline == 1:
         raise ConfigError("Virtual pipeline stages need --pipeline-model-parallel-size of at least 2; it is 1.")
@@ -324,8 +333,10 @@ def _check_layout(args: Namespace) -> None:
         )
     if all(count is None for count in uneven) and args.pipeline_model_parallel_layout is None:
         stages = pipeline * (args.virtual_pipeline_model_parallel_size or 1)
-        if args.num_layers % stages:
+        counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+        if (args.num_layers + counted) % stages:
+            also = f" and the {counted} that count as layers" if counted else ""
             raise ConfigError(
-                f"--num-layers is {args.num_layers}; the {stages} pipeline stages must divide it, or give "
+                f"--num-layers is {args.num_layers}; the {stages} pipeline stages must divide it{also}, or give "
                 "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers."
             )
