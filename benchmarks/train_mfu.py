@@ -156,8 +156,6 @@ def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if "LOCAL_RANK" in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]  # a trainer sees one GPU, as Ray gives it
     flags = model_flags(options.model)
     with tempfile.TemporaryDirectory() as folder:
         write_hf_config(Path(folder), flags)
@@ -176,6 +174,9 @@ def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
 
 def main() -> None:
     options, extra = parse_options()
+    if "LOCAL_RANK" in os.environ:
+        # A trainer sees one GPU, as Ray gives it to a job; to be said before CUDA is looked at.
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
     args = start_trainer(options, extra)
 
     from megatron.core import mpu
@@ -214,7 +215,7 @@ def main() -> None:
             forward_s.append(middle - start)
             train_s.append(time.perf_counter() - middle)
             all_lengths.append(lengths)
-        elif torch.cuda.is_available():
+        elif torch.cuda.is_available() and step < NUM_WARM_UP:
             torch.cuda.reset_peak_memory_stats()
     if dist.get_rank() == 0:
         report(args, options, num_parameters, forward_s, train_s, all_lengths)

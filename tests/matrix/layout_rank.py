@@ -211,8 +211,8 @@ def add_policies(data: RolloutBatch, log_probs: Sequence[Tensor]) -> None:
     data["ref_log_probs"], data["log_probs"] = [], []
     for position, log_prob in zip(data["partition"], log_probs, strict=True):
         kept = response_positions(data, position, len(log_prob))
-        data["ref_log_probs"].append(log_prob + 0.3 * noise[512 * position + kept])
-        data["log_probs"].append(log_prob + 0.2 * noise[512 * position + 256 + kept])
+        data["ref_log_probs"].append(log_prob + 0.3 * noise[512 * position + kept].to(log_prob.device))
+        data["log_probs"].append(log_prob + 0.2 * noise[512 * position + 256 + kept].to(log_prob.device))
 
 
 def response_positions(data: RolloutBatch, position: int, num_local: int) -> Tensor:
