@@ -91,5 +91,6 @@ def _by_family(places: Places, families: Sequence[str], columns: Sequence[str]) 
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+    escaped = [[word.replace("|", "\\|") for word in row] for row in rows]
+    lines = [header, ["---"] * len(header), *escaped]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
