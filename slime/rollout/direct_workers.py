@@ -22,6 +22,7 @@ from slime.rollout.control_client import control_get
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 from slime.utils.misc import SingletonMeta
+from slime.utils.sglang_meta import decode_generate_answer
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,9 @@ async def post_to_worker(args: Namespace, payload: dict[str, Any], *, routing_ke
         url = picker.choose(fresh, routing_key)
         picker.in_flight[url] += 1
         try:
-            return await post(f"{url}/generate", payload, max_retries=_POST_RETRIES_PER_WORKER)
+            return await post(
+                f"{url}/generate", payload, max_retries=_POST_RETRIES_PER_WORKER, decode=decode_generate_answer
+            )
         except EngineError as error:
             logger.warning("Worker %s failed (%s); trying another.", url, error)
             failed.append(url)

@@ -15,6 +15,7 @@ from slime.rollout.replaceable import entry_points
 from slime.utils.errors import DataError, EngineError
 from slime.utils.http_utils import post
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
+from slime.utils.sglang_meta import decode_generate_answer, read_output_tokens
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ async def _send(args: Namespace, sample: Sample, payload: dict[str, Any]) -> Any
     if getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id:
         headers["X-SMG-Routing-Key"] = sample.session_id
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    return await post(url, payload, headers=headers)
+    return await post(url, payload, headers=headers, decode=decode_generate_answer)
 
 
 def _append_output(args: Namespace, sample: Sample, output: Any) -> None:
@@ -134,11 +135,11 @@ def _append_output(args: Namespace, sample: Sample, output: Any) -> None:
             f"The engine's answer for sample {sample.index} has no finish_reason: {str(meta_info)[:300]}. "
             "Look at the log of the engine."
         )
-    items = meta_info.get("output_token_logprobs") or []
+    tokens, log_probs = read_output_tokens(meta_info)
     sample.append_response_tokens(
         args,
-        tokens=[item[1] for item in items],
-        log_probs=[item[0] for item in items],
+        tokens=tokens,
+        log_probs=log_probs,
         meta_info=meta_info,
         text=output.get("text") or "",
     )

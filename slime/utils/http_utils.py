@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import orjson
 
 from slime.utils.errors import EngineError
 from slime.utils.net import find_available_port, get_host_info, is_port_available
@@ -25,6 +26,8 @@ __all__ = [
     "HttpStatusError",
     "PostTransportUnavailable",
     "close_http_client",
+    "decode_json",
+    "encode_json",
     "find_available_port",
     "get",
     "get_host_info",
@@ -46,9 +49,12 @@ HEADROOM = 64
 """Connections beyond one for each generation, so that other requests need not wait for one to end."""
 KEEPALIVE_S = 4.0
 """Below the 5 s after which SGLang's server drops an idle connection, so that we rarely write into a closed one."""
+READ_BUFFER_BYTES = 1 << 18
+"""A long answer is taken from its socket in pieces of this size."""
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, asyncio.TimeoutError)
 
+Decoder = Callable[[bytes], Any]
 PostTransport = Callable[[str, Any, int, Mapping[str, str] | None], Awaitable[Any]]
 
 
@@ -108,6 +114,8 @@ def _session() -> aiohttp.ClientSession:
         limit = _CLIENT.max_connections + HEADROOM if _CLIENT.max_connections else 0
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=READ_BUFFER_BYTES,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             trust_env=False,
         )
@@ -129,6 +137,7 @@ async def post(
     headers: Mapping[str, str] | None = None,
     *,
     timeout_s: float = POST_TIMEOUT_S,
+    decode: Decoder | None = None,
 ) -> Any:
     """POST ``payload`` as JSON; the answer decoded from JSON, or as text when it is not JSON.
 
@@ -138,6 +147,8 @@ async def post(
         max_retries: further attempts after the first one failed, one second apart.
         headers: additional headers.
         timeout_s: deadline of the whole call in seconds, retries included.
+        decode: makes the answer of the body's bytes in place of ``decode_json``.  A transport that was set decodes by
+            itself.
 
     Raises:
         EngineError: the deadline passed or the last attempt failed; ``HttpStatusError`` when a server refused.
@@ -147,7 +158,9 @@ async def post(
             return await asyncio.wait_for(_CLIENT.transport(url, payload, max_retries, headers), timeout_s)
         except PostTransportUnavailable as error:
             logger.warning("Posting from this process: %s", error)
-    return await _request("POST", url, payload, headers, max_retries, timeout_s)
+    headers = {**(headers or {}), "Content-Type": "application/json"}
+    body = encode_json(payload)
+    return await _request("POST", url, body, headers, max_retries, timeout_s, decode or decode_json)
 
 
 async def get(
@@ -158,11 +171,37 @@ async def get(
     timeout_s: float = GET_TIMEOUT_S,
 ) -> Any:
     """GET ``url``; the answer decoded from JSON, or as text when it is not JSON.  Arguments as for ``post``."""
-    return await _request("GET", url, None, headers, max_retries, timeout_s)
+    return await _request("GET", url, None, headers, max_retries, timeout_s, decode_json)
+
+
+def encode_json(payload: Any) -> bytes:
+    """``payload`` as JSON; what the fast encoder refuses, such as keys that are numbers, by the standard one."""
+    try:
+        return orjson.dumps(payload)
+    except TypeError:
+        return json.dumps(payload).encode()
+
+
+def decode_json(body: bytes) -> Any:
+    """The value of a JSON text; the text itself when it is no JSON."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        text = body.decode(errors="replace")
+    try:
+        return json.loads(text)  # takes NaN and Infinity, which the fast parser refuses
+    except json.JSONDecodeError:
+        return text
 
 
 async def _request(
-    method: str, url: str, payload: Any, headers: Mapping[str, str] | None, max_retries: int, timeout_s: float
+    method: str,
+    url: str,
+    body: bytes | None,
+    headers: Mapping[str, str] | None,
+    max_retries: int,
+    timeout_s: float,
+    decode: Decoder,
 ) -> Any:
     """One request with its retries, all before one deadline."""
     began = time.monotonic()
@@ -171,7 +210,8 @@ async def _request(
         attempt += 1
         remaining_s = timeout_s - (time.monotonic() - began)
         try:
-            return await asyncio.wait_for(_attempt(method, url, payload, headers), max(remaining_s, 0.001))
+            async with asyncio.timeout(max(remaining_s, 0.001)):
+                return await _attempt(method, url, body, headers, decode)
         except HttpStatusError as error:
             if error.status not in RETRIED_STATUSES:
                 raise
@@ -189,15 +229,14 @@ async def _request(
         await asyncio.sleep(RETRY_WAIT_S)
 
 
-async def _attempt(method: str, url: str, payload: Any, headers: Mapping[str, str] | None) -> Any:
-    async with _session().request(method, url, json=payload, headers=headers) as response:
-        body = await response.text(errors="replace")
+async def _attempt(
+    method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None, decode: Decoder
+) -> Any:
+    async with _session().request(method, url, data=body, headers=headers) as response:
+        answer = await response.read()
         if response.status >= 400:
-            raise HttpStatusError(method, url, response.status, body)
-    try:
-        return json.loads(body)
-    except json.JSONDecodeError:
-        return body
+            raise HttpStatusError(method, url, response.status, answer.decode(errors="replace"))
+    return decode(answer)
 
 
 def _describe(error: Exception) -> str:

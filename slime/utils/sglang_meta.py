@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from torch import Tensor
 
 from slime.utils.errors import DataError
+from slime.utils.http_utils import decode_json
 
 TOP_P_IDS_KEYS = ("top_p_token_ids", "top_p_kept_token_ids")
 TOP_P_OFFSETS_KEYS = ("top_p_token_offsets", "top_p_kept_token_offsets")
@@ -48,13 +52,103 @@ def decode_int32_meta_array(meta: Mapping[str, Any], keys: str | Sequence[str]) 
     return None
 
 
+class TokenLogProbs(Sequence[Any]):
+    """The list of ``[log_prob, token_id, None]`` that an engine sent, kept as two columns.
+
+    A long response has tens of thousands of entries; as lists they would take five times the memory and would be
+    walked again and again by the garbage collector.
+    """
+
+    def __init__(self, ids: list[int], log_probs: list[float]) -> None:
+        self.ids = ids
+        self.log_probs = log_probs
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return TokenLogProbs(self.ids[index], self.log_probs[index])
+        return [self.log_probs[index], self.ids[index], None]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
 def read_output_tokens(meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     """``(token ids, log-probs)`` of the generated tokens; both empty when nothing was generated.
 
-    ``output_token_logprobs`` is a list of ``[log_prob, token_id, ...]``.
+    ``output_token_logprobs`` is a list of ``[log_prob, token_id, ...]``, or the ``TokenLogProbs`` made of it.
     """
     entries = meta.get("output_token_logprobs") or []
+    if isinstance(entries, TokenLogProbs):
+        return entries.ids, entries.log_probs
     return [int(entry[1]) for entry in entries], [float(entry[0]) for entry in entries]
+
+
+_LOG_PROBS_START = b'"output_token_logprobs":[['
+_IDS_START = b'"output_ids":['
+
+
+def decode_generate_answer(body: bytes) -> Any:
+    """The JSON that ``/generate`` answered, its ``output_token_logprobs`` as ``TokenLogProbs``.
+
+    The entries are cut out of the text and parsed as one flat row of numbers, four times as fast as as lists.  In the
+    text the marks are unmistakable: inside a JSON string their quotes would have backslashes.  ``output_ids``, which
+    says the same ids once more, is left out where it was.  Answers that are written otherwise (blanks between values,
+    texts beside the ids) are decoded in the ordinary way.
+    """
+    start = body.find(_LOG_PROBS_START)
+    stop = body.find(b"]]", start)
+    if start < 0 or stop < 0:
+        return decode_json(body)
+    entries = body[start + len(_LOG_PROBS_START) : stop]
+    columns = _parse_entries(entries)
+    if columns is None:
+        return decode_json(body)
+    head, tail = body[: start + len(_LOG_PROBS_START) - 2], body[stop + 2 :]
+    answer = decode_json(_without_ids(head) + b"0" + tail)
+    if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+        return decode_json(body)
+    answer["meta_info"]["output_token_logprobs"] = columns
+    return answer
+
+
+def _without_ids(head: bytes) -> bytes:
+    """The text without the items of its ``output_ids``."""
+    start = head.find(_IDS_START)
+    stop = head.find(b"]", start)
+    return head if start < 0 or stop < 0 else head[: start + len(_IDS_START)] + head[stop:]
+
+
+def _parse_entries(entries: bytes) -> TokenLogProbs | None:
+    """The columns of ``log_prob,id,null],[log_prob,id,null ...``; None when the text is anything else."""
+    count = entries.count(b"],[") + 1
+    flat = entries.replace(b",null],[", b",").removesuffix(b",null")
+    try:
+        values = orjson.loads(b"[%b]" % flat)
+    except orjson.JSONDecodeError:
+        return None
+    ids, log_probs = values[1::2], values[0::2]
+    if len(values) != 2 * count or set(map(type, ids)) != {int} or set(map(type, log_probs)) != {float}:
+        return None
+    return TokenLogProbs(share_ids(ids), log_probs)
+
+
+SHARED_IDS = 1 << 18
+"""Token ids below this, which is above today's vocabularies, are the same object wherever they occur."""
+
+
+@functools.cache
+def _shared_ids() -> list[int]:
+    return list(range(SHARED_IDS))
+
+
+def share_ids(ids: list[int]) -> list[int]:
+    """Equal ids, as objects that are shared by all samples: 8 bytes a token instead of 40."""
+    if len(ids) < 2 or max(ids) >= SHARED_IDS or min(ids) < 0:
+        return ids
+    return list(operator.itemgetter(*ids)(_shared_ids()))
 
 
 def read_top_p_spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Tensor, Tensor] | None:

@@ -237,7 +237,7 @@ class Sample:
         Raises:
             ValueError: the pieces do not fit each other or the response so far.
         """
-        new_tokens = None if tokens is None else [int(token) for token in tokens]
+        new_tokens = None if tokens is None else _list_of(int, tokens)
         grown = self._grown_columns(new_tokens, log_probs, trainable)
         if meta_info is not None:
             grown |= self._grown_replay(args, meta_info, new_tokens or [])
@@ -279,7 +279,7 @@ class Sample:
                 )
             earlier_log_probs = [0.0] * self.response_length
         earlier_mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
-        new_log_probs = [0.0] * num_new if log_probs is None else [float(value) for value in log_probs]
+        new_log_probs = [0.0] * num_new if log_probs is None else _list_of(float, log_probs)
         return {
             "tokens": list(self.tokens) + tokens,
             "response_length": self.response_length + num_new,
@@ -334,6 +334,13 @@ class Sample:
                     f"{name} would have {len(after[name])} entries for a response of {length} tokens; "
                     f"{length + extra} are needed."
                 )
+
+
+def _list_of(kind: type, values: Sequence[Any]) -> list[Any]:
+    """The values as a list of ``kind``.  Most are so already, and then they are not made anew one by one."""
+    if isinstance(values, list) and set(map(type, values)) <= {kind}:
+        return values
+    return [kind(value) for value in values]
 
 
 _SAMPLE_FIELDS = tuple(spec.name for spec in fields(Sample))

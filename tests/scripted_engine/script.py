@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-FIRST_RESPONSE_TOKEN = 1_000_000
-"""Above every vocabulary, so that no real prompt token is mistaken for a response token."""
+FIRST_RESPONSE_TOKEN = 200_000
+"""Above the prompt tokens of every test, so that none of them is mistaken for a response token."""
 VOCABULARY = 50_000
 """Different response tokens."""
 

@@ -1,0 +1,77 @@
+"""Answers of ``/generate`` are read the fast way exactly as the ordinary way reads them."""
+
+import json
+
+import pytest
+
+from slime.utils.sglang_meta import (
+    SHARED_IDS,
+    TokenLogProbs,
+    decode_generate_answer,
+    read_output_tokens,
+    share_ids,
+)
+
+
+def answer(entries, *, text="hello", **more):
+    ids = [entry[1] for entry in entries if len(entry) > 1]
+    meta = {"id": "a", "finish_reason": {"type": "stop"}, **more, "output_token_logprobs": entries, "cached_tokens": 3}
+    return {"text": text, "output_ids": ids, "meta_info": meta}
+
+
+def compact(value):
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+ENTRIES = [[-0.25, 7, None], [-0.0, 151000, None], [-1e-9, SHARED_IDS + 5, None]]
+
+
+@pytest.mark.parametrize("entries", [ENTRIES, ENTRIES[:1], []])
+def test_columns_stand_for_the_list_that_was_sent(entries):
+    decoded = decode_generate_answer(compact(answer(entries)))
+    columns = decoded["meta_info"]["output_token_logprobs"]
+    assert list(columns) == entries and len(columns) == len(entries)
+    assert read_output_tokens(decoded["meta_info"]) == ([e[1] for e in entries], [e[0] for e in entries])
+    assert decoded["meta_info"]["cached_tokens"] == 3 and decoded["text"] == "hello"
+
+
+def test_the_fast_way_is_taken_where_it_can_be_and_slices_stay_columns():
+    columns = decode_generate_answer(compact(answer(ENTRIES)))["meta_info"]["output_token_logprobs"]
+    assert isinstance(columns, TokenLogProbs)
+    assert columns[1:] == ENTRIES[1:] and columns[-1] == ENTRIES[-1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps(answer(ENTRIES)).encode(),  # blanks between values
+        compact(answer([[-0.5, 7, "],["], [-0.5, 8, "b"]])),
+        compact(answer([[None, 7, None], [-0.5, 8, None]])),
+        compact(answer([[-0.5, 7, None, 1], [-0.5, 8, None, 2]])),
+        compact(answer([[-0.5, 7, None], [-0.5]])),
+        compact(answer([[[-0.5], 7, None]])),
+        compact([answer(ENTRIES)]),
+        compact({"text": "", "output_token_logprobs": [[-0.5, 7, None]]}),
+    ],
+)
+def test_everything_else_is_decoded_as_json_is(body):
+    assert decode_generate_answer(body) == json.loads(body)
+
+
+def test_marks_inside_the_text_are_text():
+    text = '"output_ids":[1],"output_token_logprobs":[[-9.0,1,null]] \\'
+    decoded = decode_generate_answer(compact(answer(ENTRIES, text=text)))
+    assert decoded["text"] == text
+    assert list(decoded["meta_info"]["output_token_logprobs"]) == ENTRIES
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b'{"meta_info":{"output_token_logprobs":[[-0.5,7,null],[-0'])
+def test_half_an_answer_is_text(body):
+    assert decode_generate_answer(body) == body.decode()
+
+
+def test_shared_ids_are_equal_and_the_same_object():
+    ids = [int(text) for text in ("1000", "200000", "1000")]
+    shared = share_ids(ids)
+    assert shared == ids and shared[0] is shared[2] is share_ids([1000, 2])[0]
+    assert share_ids([-1, 5]) == [-1, 5] and share_ids([SHARED_IDS, 5]) == [SHARED_IDS, 5] and share_ids([9]) == [9]
