@@ -44,11 +44,11 @@ def train(flags: str, folder: Path, steps: range, load: Path | None = None) -> t
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """fp32 states differ by the rounding of another kernel; bf16 weights by their last bit."""
+    """fp32 states differ by the rounding of another kernel; bf16 weights by their last bit, near zero by more of it."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         is_fp32 = tensor.dtype == torch.float32
-        tolerance = {"rtol": 2e-5, "atol": 1e-7} if is_fp32 else {"rtol": 2**-7, "atol": 0}
+        tolerance = {"rtol": 2e-5, "atol": 1e-7} if is_fp32 else {"rtol": 2**-7, "atol": 1e-6}
         torch.testing.assert_close(actual[name], tensor, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
