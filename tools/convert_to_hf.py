@@ -11,7 +11,6 @@ are those of ``--save-hf``.  Without a model in memory, and without a GPU, ``con
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from argparse import Namespace
@@ -51,8 +50,7 @@ def convert(args: Namespace) -> None:
     args = join_world(with_layout(args))
     model = build_model(args, wrap_with_ddp=False)
     load_checkpoint(Namespace(**{**vars(args), "finetune": True}), model)
-    model_type = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())["model_type"]
-    save_hf_model_to_path(args, args.output_dir, model, model_name=getattr(args, "model_name", None) or model_type)
+    save_hf_model_to_path(args, args.output_dir, model, model_name=args.model_name)
     dist.destroy_process_group()
 
 

@@ -15,11 +15,13 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_tensors
+from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError
 from slime.weights.hf_files import HfFolderWriter
-from slime.weights.named_tensors import wire_dtype
+from slime.weights.named_tensors import tensor_bytes, wire_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +31,21 @@ def save_hf_model_to_path(
     output_dir: str | Path,
     model: Sequence[torch.nn.Module],
     *,
-    model_name: str,
+    model_name: str | None = None,
     quantization_config: dict[str, Any] | None = None,
     host_weights: HostWeights | None = None,
+    progress_desc: str = "export",
 ) -> None:
     """Write the model under its HF names, in the dtype of ``--hf-checkpoint``'s config.  Collective; rank 0 writes.
+
+    Args:
+        args: complete flags.
+        output_dir: the folder to write.
+        model: this rank's chunks.
+        model_name: chooses the names; default: the model type of ``--hf-checkpoint``.
+        quantization_config: of the HF config.
+        host_weights: instead of the live parameters.
+        progress_desc: what the progress bar says, on a terminal.
 
     Raises:
         ConfigError: ``--hf-checkpoint`` is not a local folder, or is the target itself.
@@ -42,19 +54,23 @@ def save_hf_model_to_path(
     if not source.is_dir():
         raise ConfigError(f"--hf-checkpoint {source} is not a folder; config and tokenizer are copied from it")
     start = time.monotonic()
-    dtype = wire_dtype(json.loads((source / "config.json").read_text()))
+    config = json.loads((source / "config.json").read_text())
+    dtype = wire_dtype(config)
     writer = HfFolderWriter(output_dir, assets_from=source) if dist.get_rank() == 0 else None
     tensors = iter_hf_tensors(
         args,
         model,
-        model_name=model_name,
+        model_name=model_name or config["model_type"],
         dtype=dtype,
         quantization_config=quantization_config,
         host_weights=host_weights,
     )
-    for name, tensor in tensors:
-        if writer is not None:
-            writer.add(name, tensor)
+    is_hidden = None if writer is not None else True
+    with tqdm(desc=progress_desc, unit="B", unit_scale=True, disable=is_hidden) as bar:
+        for name, tensor in tensors:
+            if writer is not None:
+                writer.add(name, tensor)
+                bar.update(tensor_bytes(tensor))
     if writer is not None:
         writer.close()
         logger.info(
@@ -63,4 +79,4 @@ def save_hf_model_to_path(
             writer.total_bytes / 2**30,
             time.monotonic() - start,
         )
-    dist.barrier()
+    dist.barrier(group=init_gloo_group())
