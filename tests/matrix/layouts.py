@@ -69,6 +69,8 @@ PER_TOKEN: Flags = ("--calculate-per-token-loss",)
 RECOMPUTE: Flags = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
 SELECTIVE: Flags = ("--recompute-granularity", "selective")
 VPP2: Flags = ("--num-virtual-stages-per-pipeline-rank", 2)
+BIAS_UPDATE: Flags = ("--moe-router-bias-update-rate", 0.01)
+"""The router's bias changes from step to step, by what all ranks counted (where the model has such a bias)."""
 SEVERAL_MICROBATCHES: Flags = ("--max-tokens-per-gpu", 24)
 
 LAYOUTS: dict[str, Layout] = {
@@ -94,13 +96,14 @@ LAYOUTS: dict[str, Layout] = {
         2, (*_pp(), *VPP2, "--microbatch-group-size-per-virtual-pipeline-stage", 3), num_layers=4
     ),
     "PP2 layout": Layout(2, (*_pp(), "--pipeline-model-parallel-layout", "Et|tttL"), num_layers=4),
+    "PP2 VPP2 by layout": Layout(2, (*_pp(), "--pipeline-model-parallel-layout", "Et|t|tt|L"), num_layers=4),
     "PP2 VPP2 no overlap": Layout(2, (*_pp(), *VPP2, "--no-overlap-p2p-communication"), num_layers=4),
     "CP2": Layout(2, _cp(), is_basic=True),
     "CP2 per-token": Layout(2, _cp(), loss_flags=PER_TOKEN),
     "CP2 recompute": Layout(2, (*_cp(), *RECOMPUTE)),
     "EP2": Layout(2, _ep(), needs_experts=True, is_basic=True),
     "EP2 overlap": Layout(2, (*_ep(), *OVERLAP, *SMALL_BUCKETS), needs_experts=True),
-    "EP2 recompute": Layout(2, (*_ep(), *RECOMPUTE), needs_experts=True),
+    "EP2 recompute": Layout(2, (*_ep(), *RECOMPUTE), loss_flags=BIAS_UPDATE, needs_experts=True),
     "EP2 selective": Layout(2, (*_ep(), *SELECTIVE, "--recompute-modules", "moe"), needs_experts=True),
     "TP2 EP2 SP": Layout(2, (*_tp(), *_ep()), tensor=2, needs_experts=True),
     "TP2 ETP2 SP": Layout(2, (*_tp(), *_ep(1, 2)), tensor=2, needs_experts=True),
@@ -121,7 +124,10 @@ LAYOUTS: dict[str, Layout] = {
     "TP2 EP2 ETP2 DP2": Layout(4, (*_tp(), *_ep(2, 2)), tensor=2, needs_experts=True),
     "PP2 EP2": Layout(4, (*_pp(), *LAST_1, *_ep()), needs_experts=True),
     "PP2 EP2 recompute overlap": Layout(
-        4, (*_pp(), *LAST_1, *_ep(), *RECOMPUTE, *OVERLAP, *SMALL_BUCKETS), needs_experts=True
+        4,
+        (*_pp(), *LAST_1, *_ep(), *RECOMPUTE, *OVERLAP, *SMALL_BUCKETS),
+        loss_flags=BIAS_UPDATE,
+        needs_experts=True,
     ),
     # eight
     "TP2 PP2 DP2": Layout(8, (*_tp(), *_pp(), *LAST_1, *OVERLAP), tensor=2),

@@ -325,6 +325,21 @@ def _check_layout(args: Namespace) -> None:
         )
     if not args.num_experts and args.expert_model_parallel_size > 1:
         raise ConfigError("--expert-model-parallel-size is above 1, but the model has no --num-experts.")
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    expert_size = expert_tensor * args.expert_model_parallel_size * pipeline
+    if args.num_experts and args.world_size % expert_size:
+        raise ConfigError(
+            f"The trainer has {args.world_size} GPUs; --expert-tensor-parallel-size {expert_tensor} (default: the "
+            f"tensor-parallel size) x --expert-model-parallel-size {args.expert_model_parallel_size} x "
+            f"--pipeline-model-parallel-size {pipeline} = {expert_size} must divide that; change one of the sizes, or "
+            "--actor-num-nodes and --actor-num-gpus-per-node."
+        )
+    group_size = args.microbatch_group_size_per_vp_stage
+    if args.virtual_pipeline_model_parallel_size and group_size < pipeline:
+        raise ConfigError(
+            f"--microbatch-group-size-per-vp-stage is {group_size}; it must be at least "
+            f"--pipeline-model-parallel-size {pipeline}, its default."
+        )
     uneven = [args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers]
     if pipeline == 1 and any(count is not None for count in uneven):
         raise ConfigError(

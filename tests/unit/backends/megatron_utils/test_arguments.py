@@ -176,6 +176,9 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
     args = parse(*DENSE, *layout.split(), "--num-layers-per-virtual-pipeline-stage", "1")
     assert args.virtual_pipeline_model_parallel_size == 2
     assert parse(*DENSE, *layout.split()).virtual_pipeline_model_parallel_size is None
+    args = parse(*DENSE, *layout.split(), "--pipeline-model-parallel-layout", "Et|t|t|tL")
+    assert args.virtual_pipeline_model_parallel_size == 2
+    assert args.overlap_p2p_comm and not transformer_config_from_args(args).batch_p2p_comm
 
 
 @pytest.mark.parametrize(
@@ -207,6 +210,24 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
             "--num-attention-heads is 1",
         ),
         ("--actor-num-gpus-per-node 3 --pipeline-model-parallel-size 3", "--num-layers is 4; the 3 pipeline stages"),
+        (
+            "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
+            "must divide it and the 1 that count as layers",
+        ),
+        (
+            "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --num-experts 4 --moe-ffn-hidden-size 32 "
+            "--disable-bias-linear --expert-model-parallel-size 2",
+            "--expert-tensor-parallel-size 2 .* = 4 must divide that",
+        ),
+        (
+            "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--microbatch-group-size-per-vp-stage 1",
+            "must be at least --pipeline-model-parallel-size 2",
+        ),
+        (
+            "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|t|tL",
+            "has 3 stages; --pipeline-model-parallel-size 2 must divide that",
+        ),
     ],
 )
 def test_an_impossible_combination_is_refused_by_name(flags: str, message: str) -> None:
