@@ -1,0 +1,243 @@
+"""The ledger as the rollout manager uses it: one object from start to end of a job, whether or not there is a ledger.
+
+    books = open_books(args, data_source)
+    books.start(first_rollout)                     once the data source stands where the checkpoint left it
+    books.make_samples(k, generate)                the recorded samples of rollout k, or those of generate()
+    books.trained(k); books.save(k); books.published(k)
+
+Position of a checkpoint: the first segment that a process which starts from it has to read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime.rollout import ledger as ledger_package
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.buffer import groups_from_state, groups_to_state
+from slime.rollout.ledger.compact import compact
+from slime.rollout.ledger.facts import facts_of, has_user_code
+from slime.rollout.ledger.ledger import Ledger
+from slime.rollout.ledger.reader import read_folder
+from slime.rollout.ledger.recovery import NO_SEGMENT, Recovery
+from slime.rollout.ledger.source import LedgeredSource
+from slime.rollout.ledger.story import Story
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "ledger"
+
+
+def ledger_folder(args: Namespace) -> Path | None:
+    """Where the ledger of this run lies; None when the run keeps none."""
+    is_off = getattr(args, "no_rollout_ledger", False) or not getattr(args, "save", None)
+    is_debug = any(getattr(args, name, None) for name in ("debug_train_only", "debug_rollout_only"))
+    if is_off or is_debug:
+        return None
+    return Path(getattr(args, "rollout_ledger_dir", None) or Path(args.save) / FOLDER)
+
+
+def position_path(folder: str, rollout_id: int) -> Path:
+    """The file, beside the data position, that says where in the ledger a checkpoint stands."""
+    return Path(folder) / "rollout" / f"ledger_position_{rollout_id}.pkl"
+
+
+class NoBooks:
+    """A run that keeps no ledger."""
+
+    def __init__(self, source: Any) -> None:
+        self.data_source = source
+
+    def start(self, start_rollout_id: int) -> None:
+        """Nothing to recover."""
+
+    def make_samples(self, rollout_id: int, generate: Callable[[], RolloutFnTrainOutput]) -> RolloutFnTrainOutput:
+        """What ``generate`` gives."""
+        return generate()
+
+    def trained(self, rollout_id: int) -> None:
+        """Not noted."""
+
+    def save(self, rollout_id: int) -> None:
+        """Not noted."""
+
+    def published(self, rollout_id: int) -> None:
+        """Not noted."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Books:
+    """A run that keeps a ledger.
+
+    Invariant: ``_positions[k]`` is the position just before rollout k began, like the data states that the manager
+    keeps: a save of rollout k-1 made while k already runs must find what k takes from the ledger.
+    """
+
+    def __init__(self, args: Namespace, source: Any, folder: Path, *, is_threaded: bool = True) -> None:
+        self._args = args
+        self._folder = folder
+        self._facts = facts_of(args)
+        self.ledger = Ledger(
+            folder,
+            facts=self._facts,
+            has_user_code=has_user_code(args),
+            flush_s=getattr(args, "rollout_ledger_flush_s", 0.02),
+            timeout_s=getattr(args, "rollout_ledger_timeout_s", 60.0),
+            is_threaded=is_threaded,
+        )
+        self._recovery: Recovery | None = None
+        self._positions: dict[int, tuple[int, list[Any]]] = {}
+        self._saved: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._is_started = False
+        self.data_source: Any = LedgeredSource(source, self.ledger, self._take)
+
+    def start(self, start_rollout_id: int) -> None:
+        """Take over what earlier processes noted after the checkpoint that this one starts from."""
+        self._is_started = True
+        first, open_groups = self._find_position(start_rollout_id)
+        if first < self.ledger.writer.number:
+            self._recovery = Recovery(
+                self._folder, first_segment=first, start_rollout_id=start_rollout_id, facts=self._facts
+            )
+            self.data_source.put_ahead(open_groups)
+            if found := self._recovery.describe():
+                logger.info(
+                    "The ledger %s gives %s; they are not generated again. Remove the folder to generate them anew.",
+                    self._folder,
+                    found,
+                )
+        self.ledger.live(start_rollout_id, first_segment=first)
+        ledger_package.use(self.ledger)
+
+    def _find_position(self, start_rollout_id: int) -> tuple[int, list[Any]]:
+        """The first segment to read, and the groups that were open when the checkpoint was made."""
+        own = self.ledger.writer.number
+        if start_rollout_id == 0:
+            return _fresh_position(self._folder, own), []
+        if self._args.load is None:
+            return own, []
+        path = position_path(self._args.load, start_rollout_id - 1)
+        if not path.is_file():
+            logger.info("There is no ledger position %s: nothing that came after the checkpoint is known.", path)
+            return own, []
+        position = pickle.loads(path.read_bytes())
+        if Path(position["folder"]).resolve() != self._folder.resolve() or position["first"] >= own:
+            logger.info("The checkpoint belongs to the ledger %s, not to %s.", position["folder"], self._folder)
+            return own, []
+        return position["first"], groups_from_state(position["open"])
+
+    def _take(self, group: list[Any]) -> list[Any] | None:
+        return self._recovery.take(group, self.ledger.rollout_id) if self._recovery is not None else None
+
+    def make_samples(self, rollout_id: int, generate: Callable[[], RolloutFnTrainOutput]) -> RolloutFnTrainOutput:
+        """The train data of a rollout: recorded before a crash, or made by ``generate`` and recorded now."""
+        if not self._is_started:
+            self.start(rollout_id)
+        self._remember_position(rollout_id)
+        if self._recovery is not None:
+            output = self._recovery.replay(rollout_id, self.data_source)
+            if output is not None:
+                logger.info("Rollout %d: %d groups from the ledger", rollout_id, len(output.samples))
+                self.ledger.replayed(rollout_id)
+                return output
+        self.ledger.begin(rollout_id)
+        output = generate()
+        function = getattr(self._args, "rollout_function_path", "") or ""
+        self.ledger.handed(rollout_id, output.samples, output.metrics, keeps_open=_keeps_open(function))
+        return output
+
+    def _remember_position(self, rollout_id: int) -> None:
+        position = self._position()
+        with self._lock:
+            self._positions[rollout_id] = position
+            for old in [known for known in self._positions if known < rollout_id - 1]:
+                del self._positions[old]
+
+    def _position(self) -> tuple[int, list[Any]]:
+        """The first segment still needed now, and the open groups as they were issued."""
+        open_groups = list(self.ledger.open.values())
+        first = min((issued.segment for issued in open_groups), default=self.ledger.writer.rotate())
+        if self._recovery is not None:
+            first = min(first, self._recovery.first_segment)
+        return first, open_groups
+
+    def trained(self, rollout_id: int) -> None:
+        """The optimizer took the rollout's steps."""
+        self.ledger.trained(rollout_id)
+
+    def save(self, rollout_id: int) -> None:
+        """Write the position that belongs to the checkpoint after ``rollout_id``."""
+        with self._lock:
+            ahead = self._positions.get(rollout_id + 1)
+        first, open_groups = self._position() if ahead is None else ahead
+        self.ledger.saved(rollout_id, first)
+        path = position_path(self._args.save, rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        groups = groups_to_state([[Sample.from_dict(fields) for fields in issued.fields] for issued in open_groups])
+        position = {"folder": str(self._folder.resolve()), "first": first, "open": groups}
+        _write_atomically(path, pickle.dumps(position))
+        self._saved[rollout_id] = first
+
+    def published(self, rollout_id: int) -> None:
+        """The checkpoint counts: what only earlier ones needed can go."""
+        first = self._saved.pop(rollout_id, None)
+        if first is None:
+            return
+        self.ledger.published(rollout_id, first)
+        if self._recovery is not None and self._recovery.first_segment == NO_SEGMENT:
+            self._recovery = None
+        freed = compact(self._folder, first_needed=first)
+        logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, rollout_id)
+
+    def close(self) -> None:
+        """Write what is in memory and stop noting."""
+        ledger_package.use(None)
+        self.ledger.close()
+
+
+def open_books(args: Namespace, source: Any) -> Books | NoBooks:
+    """The books of this run."""
+    folder = ledger_folder(args)
+    return NoBooks(source) if folder is None else Books(args, source, folder)
+
+
+def _fresh_position(folder: Path, own: int) -> int:
+    """Where to read from when no checkpoint is loaded.
+
+    Processes that began at rollout 0 and died before their first checkpoint are taken over.  After a published
+    checkpoint, a start at rollout 0 is a new run.
+    """
+    story = Story().read(read_folder(folder))
+    first = own
+    if not story.published:
+        for segment, start, _ in reversed(story.starts):
+            if start != 0:
+                break
+            first = segment
+    return first
+
+
+def _keeps_open(path: str) -> bool:
+    """Whether a rollout function says that groups stay in flight from one rollout to the next."""
+    return bool(path) and bool(getattr(load_function(path), "keeps_groups_in_flight", False))
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    with open(unfinished, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)

@@ -1,0 +1,369 @@
+"""Samples as bytes: per-token lists packed, everything else pickled field by field, unchanged fields left out.
+
+``snapshot`` runs on the event loop and copies references only.  ``EntryEncoder`` runs on the writer's thread; it knows
+what it wrote of an execution before and writes what is new: a response that goes on costs its new tokens.
+
+Token ids are int32, masks one byte, log-probs float32 (as the engine computed them).  Fields of a sample that cannot
+be pickled (a client, a lock that a hook attached) are left out, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import xxhash
+
+from slime.rollout.ledger.records import decode_value, encode_value
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+TRANSIENT = ("hooks_are_due", "recovered_in_rollout")
+"""Marks that recovery sets for the rollout in progress; they are nobody's property."""
+
+_DATA_FIELDS = frozenset({"prompt", "label", "multimodal_inputs", "apply_chat_template_kwargs"})
+"""From the data row: written only when they are other objects than at the issue."""
+_COPIED = frozenset({"weight_versions", "prefix_cache_info", "spec_info"})
+"""Copied by every snapshot, so that two snapshots can be compared."""
+_CONTAINERS = frozenset({"metadata", "tokens", "loss_mask", "rollout_log_probs"})
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+_MISSING = object()
+
+
+class Snapshot(NamedTuple):
+    """A sample at one moment."""
+
+    values: dict[str, Any]
+    num_tokens: int
+
+
+class Leaves(NamedTuple):
+    """An execution: its samples, and how they nest."""
+
+    samples: list[Snapshot]
+    shape: Any
+    """0 for a single Sample; else a nested list of sample positions."""
+
+
+def snapshot(entry: Sample | list[Any], *, copy_lists: bool) -> Leaves:
+    """Hold an execution as it is now.
+
+    Args:
+        entry: a Sample, or samples nested in lists.
+        copy_lists: whether user code may change lists in place before they are written.  Our own code only replaces
+            or extends them.
+    """
+    if isinstance(entry, Sample):
+        return Leaves([_snapshot_sample(entry, copy_lists)], 0)
+    samples: list[Snapshot] = []
+
+    def shape_of(item: Any) -> Any:
+        if isinstance(item, Sample):
+            samples.append(_snapshot_sample(item, copy_lists))
+            return len(samples) - 1
+        return [shape_of(part) for part in item]
+
+    return Leaves(samples, shape_of(entry))
+
+
+def _snapshot_sample(sample: Sample, copy_lists: bool) -> Snapshot:
+    values = sample.__dict__.copy()
+    # What our own code changes in place; the writer comes to it later.
+    values["status"] = sample.status.value
+    values["weight_versions"] = sample.weight_versions[:]
+    values["metadata"] = sample.metadata.copy()
+    values["prefix_cache_info"] = sample.prefix_cache_info.to_dict()
+    values["spec_info"] = sample.spec_info.to_dict()
+    if copy_lists:
+        for name, value in values.items():
+            if type(value) is list or type(value) is dict:
+                values[name] = value.copy()
+    return Snapshot(values, len(values["tokens"]))
+
+
+_DEFAULTS = Sample().to_dict()
+"""What an execution that nobody issued is compared with."""
+
+
+def _pack_ints(values: list[int]) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def _pack_floats(values: list[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+class _Packing(NamedTuple):
+    """How a list of numbers, or a text, is packed."""
+
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], Any]
+    width: int
+
+
+def _unpacker(code: str, width: int) -> Callable[[bytes], list[Any]]:
+    return lambda data: list(struct.unpack(f"<{len(data) // width}{code}", data))
+
+
+_PACKED = {
+    "tokens": _Packing(_pack_ints, _unpacker("i", 4), 4),
+    "rollout_log_probs": _Packing(_pack_floats, _unpacker("f", 4), 4),
+    "teacher_log_probs": _Packing(_pack_floats, _unpacker("f", 4), 4),
+    "loss_mask": _Packing(bytes, list, 1),
+    "response": _Packing(str.encode, bytes.decode, 1),
+}
+_PACK_ERRORS = (struct.error, TypeError, ValueError, OverflowError, UnicodeError)
+
+
+class _Known(NamedTuple):
+    """What was written last of a packed field: the object, how much of it, and the digest of its bytes."""
+
+    value: Any
+    num_items: int
+    num_bytes: int
+    digest: int
+
+
+class EntryEncoder:
+    """Encodes the executions of open groups; one for the writer's thread.
+
+    Invariant: ``apply_fields`` on the sample as it was issued, with everything this object wrote of it in order,
+    gives the sample as it was when the last of it was taken.
+    """
+
+    def __init__(self, *, trust_identity: bool) -> None:
+        self._trust_identity = trust_identity
+        self._comparable = _COPIED | _CONTAINERS if trust_identity else _COPIED
+        self._known: dict[Any, dict[str, Any]] = {}
+        self._left_out: set[str] = set()
+
+    def forget(self, keys: Iterable[Any] | None = None) -> None:
+        """Drop what is known of these executions; of all of them without ``keys``."""
+        if keys is None:
+            self._known.clear()
+            return
+        for key in keys:
+            self._known.pop(key, None)
+
+    def encode(self, key: Any, leaves: Leaves, issued: dict[str, Any] | None) -> tuple[dict[str, Any], list[bytes]]:
+        """Description (for the head) and bytes of what changed in an execution.
+
+        Args:
+            key: names the execution.
+            leaves: the execution now.
+            issued: the fields of its sample when it was issued; None writes everything.
+        """
+        is_single = leaves.shape == 0
+        chunks: list[bytes] = []
+        described = []
+        for position, leaf in enumerate(leaves.samples):
+            if is_single and key is not None:
+                if key not in self._known:
+                    self._known[key] = dict(issued or _DEFAULTS)
+                known = self._known[key]
+            else:
+                known = dict(_DEFAULTS)
+            described.append(self._encode_leaf(leaf, known, issued if is_single else None, chunks))
+            if position == 0 and not is_single:
+                self.forget([key])
+        return {"shape": leaves.shape, "leaves": described}, chunks
+
+    def _encode_leaf(
+        self, leaf: Snapshot, known: dict[str, Any], issued: dict[str, Any] | None, chunks: list[bytes]
+    ) -> dict[str, Any]:
+        packed: list[list[Any]] = []
+        small: dict[str, Any] = {}
+        pickled: dict[str, bytes] = {}
+        values = leaf.values
+        for name, value in values.items():
+            if name in TRANSIENT:
+                continue
+            earlier = known.get(name, _MISSING)
+            if issued is not None and name in _DATA_FIELDS and value is issued.get(name, _MISSING):
+                continue
+            if name in _PACKED and type(value) in (list, str) and len(value) > 0:
+                done = self._encode_packed(name, value, _length(name, leaf), earlier, packed, chunks)
+                if done is not None:
+                    known[name] = done
+                    continue
+            if type(value) in _PLAIN:
+                if not (type(earlier) is type(value) and earlier == value):
+                    small[name] = known[name] = value
+                continue
+            if name in self._comparable and type(value) is type(earlier) and value == earlier:
+                continue
+            data = self._pickle(name, value)
+            if data is not None and data != earlier:
+                pickled[name] = known[name] = data
+        gone = [name for name in known if name not in values]
+        for name in gone:
+            del known[name]
+        data = _encode_rest(small, pickled, gone) if small or pickled or gone else b""
+        chunks.append(data)
+        return _summary(values) | {"packed": packed, "rest": len(data)}
+
+    def _encode_packed(
+        self, name: str, value: Any, num_items: int, earlier: Any, packed: list[list[Any]], chunks: list[bytes]
+    ) -> _Known | None:
+        """Write what is new of a packed field; None when it holds something that the packing cannot hold."""
+        packing = _PACKED[name]
+        if type(earlier) is not _Known:
+            is_same = value is earlier and self._trust_identity and len(value) == num_items
+            earlier = self._digest(packing, earlier)
+            if is_same and earlier is not None:
+                return earlier
+        elif value is earlier.value and num_items == earlier.num_items and self._trust_identity:
+            return earlier
+        try:
+            data = packing.pack(value if len(value) == num_items else value[:num_items])
+        except _PACK_ERRORS:
+            return None
+        digest = xxhash.xxh3_64_intdigest(data)
+        start = 0
+        if earlier is not None and earlier.num_bytes <= len(data):
+            if earlier.num_bytes == len(data) and earlier.digest == digest:
+                return _Known(value, num_items, len(data), digest)
+            if earlier.num_bytes and xxhash.xxh3_64_intdigest(data[: earlier.num_bytes]) == earlier.digest:
+                start = earlier.num_bytes
+        packed.append([name, start, len(data) - start])
+        chunks.append(data[start:] if start else data)
+        return _Known(value, num_items, len(data), digest)
+
+    @staticmethod
+    def _digest(packing: _Packing, value: Any) -> _Known | None:
+        if type(value) not in (list, str) or not value:
+            return None
+        try:
+            data = packing.pack(value)
+        except _PACK_ERRORS:
+            return None
+        return _Known(value, len(value), len(data), xxhash.xxh3_64_intdigest(data))
+
+    def _pickle(self, name: str, value: Any) -> bytes | None:
+        data = try_pickle(value)
+        if data is None and name not in self._left_out:
+            self._left_out.add(name)
+            logger.warning(
+                "The ledger leaves Sample.%s out: a %s cannot be pickled. Recovered samples will not have it.",
+                name,
+                type(value).__name__,
+            )
+        return data
+
+
+def _length(name: str, leaf: Snapshot) -> int:
+    """How many items of a packed field belong to the moment of the snapshot; lists may have grown since."""
+    if name == "tokens":
+        return leaf.num_tokens
+    value = leaf.values[name]
+    if name in ("loss_mask", "rollout_log_probs"):
+        return min(len(value), leaf.values["response_length"])
+    return len(value)
+
+
+def _encode_rest(small: dict[str, Any], pickled: dict[str, bytes], gone: list[str]) -> bytes:
+    try:
+        return encode_value([small, pickled, gone])
+    except (OverflowError, TypeError, ValueError):  # an integer beyond 64 bits, a text with lone surrogates
+        as_pickles = {name: pickle.dumps(value) for name, value in small.items()}
+        return encode_value([{}, pickled | as_pickles, gone])
+
+
+def try_pickle(value: Any, *, attempts: int = 3) -> bytes | None:
+    """The pickled value; None when it cannot be pickled.  A dict that another thread fills is tried again."""
+    for _ in range(attempts):
+        try:
+            return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        except RuntimeError:
+            continue
+        except Exception:  # Anything may be raised: the objects are the user's.
+            return None
+    return None
+
+
+def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the head says of a sample."""
+    reward = values.get("reward")
+    if isinstance(reward, dict):
+        reward = {str(key): item for key, item in reward.items() if isinstance(item, int | float | bool)}
+    elif not isinstance(reward, int | float | bool):
+        reward = None
+    versions = values.get("weight_versions") or []
+    return {
+        "status": values["status"],
+        "response": values["response_length"],
+        "reward": reward,
+        "weights": [str(version) for version in versions],
+    }
+
+
+def apply_leaf(base: dict[str, Any], leaf: Mapping[str, Any], blob: memoryview) -> tuple[dict[str, Any], int]:
+    """The fields (as ``Sample.to_dict`` names them) of a sample after one record, and the bytes of ``blob`` that were used.
+
+    Applying records twice, or to a later state of the same sample, gives the same.
+
+    Raises:
+        DataError: the record continues a response that ``base`` does not hold.
+    """
+    values = dict(base)
+    offset = 0
+    for name, start, num_bytes in leaf["packed"]:
+        packing = _PACKED[name]
+        data = bytes(blob[offset : offset + num_bytes])
+        offset += num_bytes
+        if start:
+            held = packing.pack(values.get(name) or packing.unpack(b""))
+            if len(held) < start:
+                raise DataError(f"The ledger continues {name} at byte {start} where the sample has {len(held)} bytes.")
+            data = held[:start] + data
+        values[name] = packing.unpack(data)
+    if leaf["rest"]:
+        small, pickled, gone = decode_value(blob[offset : offset + leaf["rest"]])
+        offset += leaf["rest"]
+        for name in gone:
+            values.pop(name, None)
+        values |= small
+        values |= {name: pickle.loads(data) for name, data in pickled.items()}
+    return values, offset
+
+
+def apply_entry(
+    base: dict[str, Any] | None, entry: Mapping[str, Any], blob: memoryview
+) -> tuple[dict[str, Any] | list[Any], int]:
+    """An execution after one record: the fields of its sample, or nested lists of such; and the bytes used.
+
+    Args:
+        base: the fields of the sample as issued, or as an earlier record left them; None when nobody issued it.
+    """
+    offset = 0
+    leaves = []
+    for leaf in entry["leaves"]:
+        start = base if entry["shape"] == 0 and base is not None else _DEFAULTS
+        values, used = apply_leaf(start, leaf, blob[offset:])
+        leaves.append(values)
+        offset += used
+    return _arrange(entry["shape"], leaves), offset
+
+
+def _arrange(shape: Any, leaves: list[dict[str, Any]]) -> Any:
+    if isinstance(shape, list):
+        return [_arrange(part, leaves) for part in shape]
+    return leaves[shape]
+
+
+def to_entry(values: dict[str, Any] | list[Any]) -> Any:
+    """Samples from what ``apply_entry`` gave."""
+    if isinstance(values, list):
+        return [to_entry(item) for item in values]
+    return Sample.from_dict(values)
+
+
+def stripped_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of an execution without what its blob holds."""
+    leaves = [{k: v for k, v in leaf.items() if k not in ("packed", "rest")} for leaf in entry["leaves"]]
+    return {"shape": entry["shape"], "leaves": leaves}

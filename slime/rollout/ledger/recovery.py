@@ -1,0 +1,191 @@
+"""What a process takes over from the ones before it: rollouts to train again, and groups to go on with.
+
+The data source stands where the checkpoint left it, and gives the same groups again in the same order.  So nothing is
+put into it: when it gives a group that the ledger knows more about, the samples are brought to that state.  A rollout
+whose train data was complete is not generated again: its calls of the data source are repeated, and the recorded
+samples handed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.groups import leaf_samples
+from slime.rollout.ledger.ledger import group_name
+from slime.rollout.ledger.packing import apply_entry, to_entry
+from slime.rollout.ledger.reader import read_folder
+from slime.rollout.ledger.records import Record
+from slime.rollout.ledger.story import GroupState, Handed, RolloutStory, Story
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+NO_SEGMENT = 1 << 60
+
+
+class Recovery:
+    """Everything noted after a checkpoint and not used up yet.
+
+    Invariant: what is left of it lies in segments from ``first_segment`` on.
+    """
+
+    def __init__(self, folder: Path, *, first_segment: int, start_rollout_id: int, facts: dict[str, Any]) -> None:
+        """Read the ledger from ``first_segment`` on (heads only; samples are read when they are needed)."""
+        story = Story(facts).read(read_folder(folder, first_segment=first_segment))
+        for rollout in story.rollouts.values():
+            if rollout.rollout_id < start_rollout_id:
+                story.drop_gone(rollout)
+        self._story = story
+        self._groups = {name: state for name, state in story.groups.items() if state.parts}
+        self._rollouts = {k: rollout for k, rollout in story.rollouts.items() if k >= start_rollout_id}
+        self._next = start_rollout_id
+        self._given: dict[int, list[Any]] = {}
+        """Groups that the source gave to replayed rollouts and that have not come to an end."""
+        self._blobs: tuple[Record, bytes] | None = None
+        if story.other_facts:
+            changed = [k for k in facts["hard"] if facts["hard"][k] != story.other_facts.get(k)]
+            logger.warning(
+                "Samples that an earlier process left in the ledger %s are not used: it ran with another %s.",
+                folder,
+                ", ".join(changed),
+            )
+
+    @property
+    def first_segment(self) -> int:
+        """The oldest segment that is still needed; ``NO_SEGMENT`` when none is."""
+        groups = [state.first_segment for state in self._groups.values()]
+        rollouts = [rollout.segment for rollout in self._rollouts.values() if rollout.batch is not None]
+        return min(groups + rollouts, default=NO_SEGMENT)
+
+    def describe(self) -> str:
+        """One sentence for the log; empty when there is nothing to recover."""
+        complete = [k for k, rollout in sorted(self._rollouts.items()) if rollout.batch is not None]
+        handed = {handed.name for k in complete for handed in self._rollouts[k].handed}
+        open_groups = [name for name in self._groups if name not in handed]
+        if not complete and not open_groups:
+            return ""
+        parts = [f"the samples of rollouts {complete}"] if complete else []
+        if open_groups:
+            parts.append(f"answers to {len(open_groups)} further groups")
+        return " and ".join(parts)
+
+    # Groups
+
+    def take(self, group: list[Any], rollout_id: int) -> list[Any] | None:
+        """The group as far as it had come, in place of ``group``; None when nothing more is known of it.
+
+        Executions are marked for the rollout: with ``recovered_in_rollout`` when their mask was settled in this very
+        rollout, with ``hooks_are_due`` when the sample hooks have not seen the answer.
+        """
+        name = group_name(group)
+        state = self._groups.pop(name, None) if name is not None else None
+        if state is None or len(state.indices) != len(group):
+            return None
+        try:
+            return [
+                self._take_entry(entry, state, index, rollout_id)
+                for entry, index in zip(group, state.indices, strict=True)
+            ]
+        except DataError as error:
+            logger.warning("Group %s is generated anew: %s", name, error)
+            return None
+
+    def _take_entry(self, entry: Any, state: GroupState, index: int, rollout_id: int) -> Any:
+        if index not in state.parts:
+            return entry
+        recovered = self._load_entry(entry, state, index)
+        if isinstance(recovered, list) and any(s.status is Sample.Status.ABORTED for s in leaf_samples(recovered)):
+            return entry  # An interrupted fan-out cannot be continued from its parts.
+        for sample in leaf_samples(recovered):
+            if state.rollout_id == rollout_id:
+                sample.recovered_in_rollout = rollout_id
+            if index in state.generated:
+                sample.hooks_are_due = True
+        return recovered
+
+    def _load_entry(self, entry: Any, state: GroupState, index: int) -> Any:
+        values: Any = entry.to_dict() if isinstance(entry, Sample) else None
+        for part in state.parts[index]:
+            values = self._apply(values if isinstance(values, dict) else None, part.record, part.position)
+        return to_entry(values)
+
+    def _apply(self, base: dict[str, Any] | None, record: Record, position: int) -> Any:
+        blob = memoryview(self._blob(record))
+        offset = 0
+        for earlier in record.head["entries"][:position]:
+            for leaf in earlier["leaves"]:
+                offset += leaf["rest"] + sum(num_bytes for _, _, num_bytes in leaf["packed"])
+        return apply_entry(base, record.head["entries"][position], blob[offset:])[0]
+
+    def _blob(self, record: Record) -> bytes:
+        if self._blobs is None or self._blobs[0] is not record:
+            self._blobs = record, record.read_blob()
+        return self._blobs[1]
+
+    # Rollouts
+
+    def replay(self, rollout_id: int, source: Any) -> RolloutFnTrainOutput | None:
+        """The recorded result of a rollout, with the data source moved on as it was then; None to generate it.
+
+        Args:
+            source: a ``LedgeredSource``: asked again for everything it gave, and given back what it got back.
+        """
+        rollout = self._rollouts.pop(rollout_id, None)
+        is_next = rollout_id == self._next
+        self._next += 1
+        if rollout is None or rollout.batch is None or not rollout.is_replayable or not is_next:
+            self._stop(source)
+            return None
+        try:
+            samples = self._repeat(rollout, source)
+            metrics = pickle.loads(rollout.batch.read_blob())
+        except DataError as error:
+            logger.warning("Rollout %d is generated again, although its samples were kept: %s", rollout_id, error)
+            self._stop(source)
+            return None
+        for name in {handed.name for handed in rollout.handed} | set(rollout.filtered) | rollout.discarded:
+            if name is not None:
+                self._groups.pop(name, None)
+                self._given.pop(name, None)
+        return RolloutFnTrainOutput(samples=samples, metrics=metrics or None)
+
+    def _stop(self, source: Any) -> None:
+        """From here on rollouts are generated: what came later was built on one that will be another."""
+        self._rollouts.clear()
+        source.put_ahead(list(self._given.values()))
+        self._given.clear()
+
+    def _repeat(self, rollout: RolloutStory, source: Any) -> list[Any]:
+        """Ask and give back as then; the groups that were handed over."""
+        for call in rollout.calls:
+            if call.wanted is None:
+                [name], [state], [record] = call.names, call.states, call.records
+                source.add_unrecorded([self._load_group(name, state, record)])
+                if name is not None:
+                    self._given.pop(name, None)
+                continue
+            groups = source.take_unrecorded(call.wanted)
+            names = [group_name(group) for group in groups]
+            self._given |= {name: group for name, group in zip(names, groups, strict=True) if name is not None}
+            if names != call.names:
+                raise DataError(
+                    f"the data source gives the groups {names[:8]}, where it gave {call.names[:8]} before."
+                )
+        return [self._load_handed(handed) for handed in rollout.handed]
+
+    def _load_handed(self, handed: Handed) -> Any:
+        group = self._load_group(handed.name, handed.state, handed.record)
+        return group[0] if handed.record.head.get("flat") else group
+
+    def _load_group(self, name: int | None, state: GroupState | None, record: Record) -> list[Any]:
+        if record.head["i"] is None:
+            return [to_entry(self._apply(None, record, k)) for k in range(len(record.head["entries"]))]
+        if state is None or name not in self._given:
+            raise DataError(f"group {name} is not among those that the data source gave.")
+        entries = zip(self._given[name], state.indices, strict=True)
+        return [self._load_entry(entry, state, index) for entry, index in entries]

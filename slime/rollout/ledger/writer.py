@@ -1,0 +1,200 @@
+"""Appends records to segment files, from a thread of its own or from whoever cannot wait for it.
+
+Callers put items into a queue, which costs them well below a microsecond; the thread gathers what arrives within the
+flush interval, turns it into frames and writes them with one system call.  What is written survives the death of every
+process; ``flush(sync=True)`` makes it survive the machine's, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime.rollout.ledger.reader import next_number, segment_path
+from slime.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 16384
+"""Items in the queue beyond which whoever adds one writes them itself."""
+CHUNK_BYTES = 4 << 20
+SEGMENT_BYTES = 256 << 20
+RETRY_INTERVAL_S = 1.0
+
+
+class LedgerWriter:
+    """A queue in front of segment files.
+
+    Invariant: records reach the files in the order of ``put``; every file but the one being written is complete.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        encode: Callable[[Any], bytes],
+        *,
+        flush_s: float,
+        timeout_s: float,
+        segment_bytes: int = SEGMENT_BYTES,
+        is_threaded: bool = True,
+    ) -> None:
+        """Open a segment that was never used.
+
+        Args:
+            folder: of the ledger; made when it is missing.
+            encode: item -> frames; runs under the writer's lock, one item at a time, in order.
+            flush_s: how long an item may wait in memory.
+            timeout_s: how long writing may fail or block before it is given up.
+            segment_bytes: size at which the next segment is begun.
+            is_threaded: False leaves all writing to ``flush``.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.bytes_written = 0
+        self.items_written = 0
+        self._encode = encode
+        self._flush_s = flush_s
+        self._timeout_s = timeout_s
+        self._segment_bytes = segment_bytes
+        self._waiting: deque[Any] = deque()
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._failure: DataError | None = None
+        self._is_closed = False
+        self.number = next_number(folder)
+        self._file = self._open()
+        self._size = 0
+        self._thread: threading.Thread | None = None
+        if is_threaded:
+            self._thread = threading.Thread(target=self._serve, name="slime-ledger", daemon=True)
+            self._thread.start()
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(segment_path(self.folder, self.number), flags, 0o644)
+
+    def put(self, item: Any) -> None:
+        """Queue one item.
+
+        Raises:
+            DataError: an earlier write failed for good.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._waiting.append(item)
+        if not self._wake.is_set():
+            self._wake.set()
+        if len(self._waiting) > MAX_WAITING:
+            self.flush()
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Write everything queued so far; with ``sync`` down to the disk.
+
+        Raises:
+            DataError: it could not be done within the deadline.
+        """
+        if not self._lock.acquire(timeout=2 * self._timeout_s):
+            raise DataError(f"The ledger {self.folder} is still writing after {2 * self._timeout_s:.0f} s. {_REMEDY}")
+        try:
+            self._drain()
+            if self._failure is not None:
+                raise self._failure
+            if sync:
+                os.fsync(self._file)
+        finally:
+            self._lock.release()
+
+    def rotate(self) -> int:
+        """Write everything queued and go on in a new segment; gives its number."""
+        self.flush()
+        with self._lock:
+            if self._size:
+                self._next_segment()
+            return self.number
+
+    def close(self) -> None:
+        """Write what is queued and end the thread."""
+        self._is_closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(self._timeout_s)
+        self.flush(sync=True)
+        os.close(self._file)
+
+    def _next_segment(self) -> None:
+        os.fsync(self._file)
+        os.close(self._file)
+        self.number += 1
+        self._size = 0
+        self._file = self._open()
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            self._wake.wait()
+            time.sleep(self._flush_s)
+            self._wake.clear()
+            with self._lock:
+                self._drain(is_polite=True)
+            if self._failure is not None:
+                return
+
+    def _drain(self, *, is_polite: bool = False) -> None:
+        while self._waiting and self._failure is None:
+            data = self._take_chunk(is_polite)
+            if data:
+                self._write(data)
+            if self._size > self._segment_bytes:
+                self._next_segment()
+
+    def _take_chunk(self, is_polite: bool) -> bytes:
+        """Frames of queued items, up to about ``CHUNK_BYTES``."""
+        frames: list[bytes] = []
+        size = 0
+        while self._waiting and size < CHUNK_BYTES:
+            item = self._waiting.popleft()
+            try:
+                frame = self._encode(item)
+            except Exception:  # The objects of a sample are the user's; whatever they raise must not end the run.
+                logger.exception("The ledger could not encode a record and goes on without it.")
+                continue
+            frames.append(frame)
+            size += len(frame)
+            self.items_written += 1
+            if is_polite:
+                time.sleep(0)  # Lets the event loop have the interpreter between two samples.
+        return b"".join(frames)
+
+    def _write(self, data: bytes) -> None:
+        """Append ``data`` whole; on an error cut the file back and try again until the deadline."""
+        give_up_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(self._file, view) :]
+                break
+            except OSError as error:
+                os.ftruncate(self._file, self._size)
+                os.lseek(self._file, self._size, os.SEEK_SET)
+                if time.monotonic() > give_up_s:
+                    self._failure = DataError(
+                        f"The ledger cannot be written to {self.folder}: {error}, for {self._timeout_s:.0f} s. {_REMEDY}"
+                    )
+                    logger.error("%s", self._failure)
+                    return
+                logger.warning("The ledger cannot be written to %s (%s); it is tried again.", self.folder, error)
+                time.sleep(min(RETRY_INTERVAL_S, self._timeout_s))
+        self._size += len(data)
+        self.bytes_written += len(data)
+
+
+_REMEDY = (
+    "Make room there, choose another place with --rollout-ledger-dir, allow more time with "
+    "--rollout-ledger-timeout-s, or pass --no-rollout-ledger."
+)
