@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter
 
+from slime.rollout import ledger
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -64,11 +65,13 @@ class GroupCollector:
             self._submit_again(state, group)
             return
         self.seen.append(group)
+        ledger.finished(group)
         verdict = call_dynamic_filter(self._filter, self._args, group)
         drop = should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=state.remaining_batch_size, target_data_size=self.target
         )
         if drop:
+            ledger.filtered(group, verdict.reason)
             self._drops.on_dynamic_filter_drop(verdict.reason)
             self._counts["dropped"] += 1
             state.remaining_batch_size -= 1

@@ -20,6 +20,11 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
     _CURRENT["rollout_id"] = rollout_id
 
 
+def current_rollout_id() -> int | None:
+    """The rollout in progress; None before the first."""
+    return _CURRENT["rollout_id"]
+
+
 async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation: bool = False, **kwargs: Any) -> Any:
     """Run every hook, in the order of the flags, on each sample of ``value``.
 

@@ -3,8 +3,8 @@
     engine ─▶ response ─▶ finished ─▶ filtered | returned | handed ─▶ trained ─▶ saved ─▶ published
                             each is a record in an append-only segment file
 
-``books`` is what the rollout manager holds; ``ledger`` writes; ``story`` adds records up; ``recovery`` gives them to the
-next process.  The rollout path calls the functions below, which do nothing while no ledger is in use (evaluations and
+``books`` is what the rollout manager holds; ``ledger`` writes; ``story`` adds records up; ``recovery`` gives them to
+the next process.  The rollout path calls the functions below, which do nothing while no ledger is in use (evaluations and
 tools, runs without ``--save``, ``--no-rollout-ledger``).
 """
 
