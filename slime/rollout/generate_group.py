@@ -14,11 +14,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from slime.rollout import ledger
 from slime.rollout.groups import Entry, Group, is_finished, leaf_samples
 from slime.rollout.replaceable import entry_points
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks, current_rollout_id
 from slime.rollout.waiting import cancel_all
 from slime.utils.errors import HookError
+from slime.utils.misc import copy_plain
 from slime.utils.types import Sample
 
 _ANSWERED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
@@ -29,7 +31,9 @@ def mask_earlier_tokens(args: Namespace, entry: Entry) -> None:
     if not (args.partial_rollout and args.mask_offpolicy_in_partial_rollout):
         return
     for sample in leaf_samples(entry):
-        if sample.response_length > 0:
+        # What the ledger recovered into the rollout that drew it has the mask that it had there.
+        is_settled = sample.__dict__.pop("recovered_in_rollout", -1) == current_rollout_id()
+        if sample.response_length > 0 and not is_settled:
             sample.loss_mask = [0] * sample.response_length
 
 
@@ -52,6 +56,8 @@ async def generate_and_rm(
             return sample
         with state.dp_rank_context():
             entry = await _call_generate(args, sample, sampling_params, evaluation)
+    if not evaluation:
+        ledger.response(sample, entry)
     entry = await apply_rollout_sample_hooks(args, entry, evaluation=evaluation)
     return await _reward(args, entry)
 
@@ -74,7 +80,12 @@ async def _call_generate(args: Namespace, sample: Sample, sampling_params: dict[
 
 
 async def _reward(args: Namespace, entry: Entry) -> Entry:
-    """Reward the samples that have none, unless the whole group is rewarded at once or the entry was aborted."""
+    """Reward the samples that have none, unless the whole group is rewarded at once or the entry was aborted.
+
+    An answer that the ledger recovered may not have been seen by the sample hooks yet.
+    """
+    if any([sample.__dict__.pop("hooks_are_due", False) for sample in leaf_samples(entry)]):
+        entry = await apply_rollout_sample_hooks(args, entry)
     if args.group_rm:
         return entry
     leaves = list(leaf_samples(entry))
@@ -136,7 +147,7 @@ async def _generate_entries(args: Namespace, group: Group, sampling_params: dict
         for sample in leaf_samples(entry):
             sample.session_id = sample.session_id or str(uuid.uuid4())
         before.append(restart_point(args, entry))
-        params = copy.deepcopy(sampling_params)
+        params = copy_plain(sampling_params)
         if deterministic:
             params["sampling_seed"] = args.rollout_seed + position
         call = entry_points().generate_and_rm(args, entry, params, evaluation=evaluation)

@@ -7,6 +7,7 @@ A sample is born from a data row (``prompt``, ``label``, ``metadata``), grows in
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,6 +18,7 @@ import torch
 
 from slime.utils import sglang_meta
 from slime.utils.errors import DataError
+from slime.utils.misc import copy_plain
 
 RolloutBatch = dict[str, Any]
 """Train data by column: ``name -> one entry per sample``; a plain dict because hooks are promised one."""
@@ -25,6 +27,9 @@ RolloutBatch = dict[str, Any]
 @dataclass
 class _MetaSums:
     """Counters that add up over the engine calls of one sample."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.copy(self)
 
     def to_dict(self) -> dict[str, int]:
         """The counters as a plain dict."""
@@ -201,6 +206,13 @@ class Sample:
         sample = Sample(**{name: values.pop(name) for name in _SAMPLE_FIELDS if name in values})
         sample.__dict__.update(values)
         return sample
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sample:
+        """A sample that shares nothing with this one.  Data sources make one for each sample of a group."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy_plain(value, memo) for name, value in self.__dict__.items()})
+        return twin
 
     def get_reward_value(self, args: Namespace) -> Any:
         """The reward, or its entry ``args.reward_key`` when that is set."""

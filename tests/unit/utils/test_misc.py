@@ -1,5 +1,6 @@
 """The small tools that plug-ins import."""
 
+import collections
 import socket
 import subprocess
 
@@ -104,3 +105,13 @@ def test_ipv6_addresses_are_bracketed_in_urls():
     assert net.format_host_port("[::1]", 80) == "[::1]:80"
     assert net.format_host_port("10.0.0.1", 80) == "10.0.0.1:80"
     assert net.format_host_port("node-3", 80) == "node-3:80"
+
+
+def test_a_plain_copy_shares_nothing_and_keeps_what_is_not_plain():
+    value = {"stop": ["a"], "nested": [{"ids": [1, 2]}], "box": collections.OrderedDict(a=[1]), "none": None}
+    twin = misc.copy_plain(value)
+    assert twin == value and type(twin["box"]) is collections.OrderedDict
+    twin["stop"].append("b")
+    twin["nested"][0]["ids"].append(3)
+    twin["box"]["a"].append(2)
+    assert value == {"stop": ["a"], "nested": [{"ids": [1, 2]}], "box": {"a": [1]}, "none": None}

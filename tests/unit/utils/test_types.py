@@ -1,6 +1,7 @@
 """Sample: how a response grows, what it refuses, how it travels."""
 
 import base64
+import copy
 import pickle
 from argparse import Namespace
 
@@ -224,3 +225,19 @@ def test_multimodal_kinds_are_found_by_singular_and_plural():
     assert MultimodalTypes.get("images") is MultimodalTypes.IMAGE
     assert [kind.placeholder for kind in MultimodalTypes.all()] == ["<image>", "<video>", "<audio>"]
     assert MultimodalTypes.get("smell") is None
+
+
+def test_a_deep_copy_of_a_sample_shares_nothing_with_it():
+    sample = Sample(tokens=[1], metadata={"a": [1]}, multimodal_inputs={"images": [torch.zeros(1)]})
+    sample.prefix_cache_info.cached_tokens = 3
+    sample.note = {"k": [1]}
+    sample.itself = sample
+    twin = copy.deepcopy(sample)
+    assert twin.itself is twin
+    twin.tokens.append(2)
+    twin.metadata["a"].append(2)
+    twin.note["k"].append(2)
+    twin.multimodal_inputs["images"][0] += 1
+    twin.prefix_cache_info.cached_tokens += 1
+    assert (sample.tokens, sample.metadata, sample.note) == ([1], {"a": [1]}, {"k": [1]})
+    assert sample.multimodal_inputs["images"][0] == 0 and sample.prefix_cache_info.cached_tokens == 3
