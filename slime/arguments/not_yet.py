@@ -54,7 +54,6 @@ NOT_YET: dict[str, Missing] = {
     "opd_type": Missing(reason=NO_TEACHER, used=_is_given),
     "opd_teacher_load": Missing(reason=NO_TEACHER, used=_is_given),
     "opd_teacher_ckpt_step": Missing(reason=NO_TEACHER, used=_is_given),
-    "rollout_external_engine_addrs": Missing(reason="engines of somebody else cannot be adopted yet"),
     "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),
     "use_distributed_post": Missing(reason="requests are posted from one process only, so far"),
     "qwen_gdn_backend": Missing(reason="the gated delta net is not built yet", used=lambda value: value != "fla"),

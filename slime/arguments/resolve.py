@@ -65,7 +65,13 @@ def _critic(args: Namespace) -> None:
 
 
 def _external_engines(args: Namespace) -> None:
+    """Engines that somebody else runs are asked what they are; their GPUs are not ours to place anything on."""
     args.rollout_external = args.rollout_external_engine_addrs is not None
+    if args.rollout_external and not args.debug_train_only:
+        from slime.backends.sglang_utils.external_engines import record_external_engines
+
+        for name, value in record_external_engines(args).items():
+            setattr(args, name, value)
 
 
 def _offload_shorthand(args: Namespace) -> None:

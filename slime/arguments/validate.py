@@ -63,6 +63,13 @@ def _gpus(args: Namespace) -> Iterator[str]:
     if args.rollout_num_gpus is None:
         yield "--rollout-num-gpus is not given: say how many GPUs the engines get, or share them with --colocate."
         return
+    if args.rollout_external:
+        if args.colocate:
+            yield (
+                "--rollout-external-engine-addrs and --colocate exclude each other: the GPUs of external engines are "
+                "not this job's. Drop --colocate."
+            )
+        return
     per_engine = args.rollout_num_gpus_per_engine
     if getattr(args, "sglang_config", None) is None and args.rollout_num_gpus % per_engine:
         yield (

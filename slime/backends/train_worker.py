@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils import distributed_utils, env
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,16 @@ class TrainWorker(ABC):
         Raises:
             WeightSyncError: an engine refused, or holds another version after the push.
         """
+
+    def resend_weights(self) -> None:
+        """Push what the last push sent, under the same version, to the engines connected now: they started late.
+
+        Raises:
+            WeightSyncError: as ``update_weights``; always, where a trainer has no such push.
+        """
+        raise WeightSyncError(
+            f"{type(self).__name__} cannot push to engines that start late; run without --use-fault-tolerance"
+        )
 
     @abstractmethod
     def sleep(self) -> None:

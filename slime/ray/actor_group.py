@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from slime.backends.train_worker import TrainWorker
+from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.placement_group import GpuSlice, strategy_for
 from slime.ray.train_actor import remote_class
 from slime.ray.trainer_env import trainer_environment
@@ -154,7 +155,22 @@ class RayTrainGroup:
                 self._manager.clear_updatable_num_new_engines.remote(), what="the rollout manager", timeout_s=timeout_s
             )
         results = self._on_all("update_weights", what="the weight update", timeout_s=timeout_s)
+        self._admit(timeout_s)
         return next((result for result in results if result), {})
+
+    def resend_weights(self, engines: UpdatableEngines) -> None:
+        """Give engines that started late what the others got with the last push, under the same version."""
+        timeout_s = self.args.weight_update_timeout_s
+        self._on_all("connect_engines", engines, what="the trainers' connection to new engines")
+        wait_for(
+            self._manager.clear_updatable_num_new_engines.remote(), what="the rollout manager", timeout_s=timeout_s
+        )
+        self._on_all("resend_weights", what="the weights of new engines", timeout_s=timeout_s)
+        self._admit(timeout_s)
+
+    def _admit(self, timeout_s: float) -> None:
+        """The engines that took weights may get requests."""
+        wait_for(self._manager.admit_updated_engines.remote(), what="the rollout manager", timeout_s=timeout_s)
 
     def onload(self) -> None:
         """Bring the trainer's memory back to the GPUs."""

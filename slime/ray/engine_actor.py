@@ -28,7 +28,18 @@ ENGINE_ENV_DEFAULTS = {
 
 
 class EngineActor(Watched, RayActor, SGLangEngine):
-    """``SGLangEngine`` with what a Ray actor adds: a port probe and a sign of life."""
+    """``SGLangEngine`` with what a Ray actor adds: a port probe, and answers while another call is under way."""
+
+    @ray.method(concurrency_group=WATCH_GROUP)
+    def describe_exit(self) -> str | None:
+        """See ``SGLangEngine``."""
+        return super().describe_exit()
+
+    @ray.method(concurrency_group=WATCH_GROUP)
+    def kill_server(self) -> None:
+        """Kill the server's processes, even stopped ones; the actor stays."""
+        if self.process is not None:
+            self.process.stop()
 
 
 RemoteEngine = ray.remote(concurrency_groups={WATCH_GROUP: 1})(EngineActor)

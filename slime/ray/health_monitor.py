@@ -1,22 +1,36 @@
-"""A thread per server group that finds engines which no longer answer (``--use-fault-tolerance``).
+"""A thread per server group that finds engines which are of no use any more (``--use-fault-tolerance``).
 
-A dead engine is killed and its slot freed; the router sends its requests elsewhere, and the next weight update starts
-a new engine in its place.  Monitoring pauses while engines are busy with weights or have given their memory away.
+Three ways to be of no use, and how each is seen:
+
+* the process has ended: seen within ``EXIT_POLL_S``, whatever the check interval;
+* it hangs: ``/health_generate`` gives nothing within ``--rollout-health-check-timeout``.  SGLang counts any token of
+  any request as a sign of life, so that a full queue is not a hang;
+* it answers nonsense: a request for one token is answered with something else.
+
+So an engine that is of no use is found within interval + timeout.  It is taken out of service and replaced (see
+``server_group``); the router sends its requests elsewhere, or clients repeat them until there is an engine again.
+Monitoring pauses while engines take weights or have given their memory away: then they answer nothing, rightly.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from argparse import Namespace
-from typing import TYPE_CHECKING
+from typing import Any
 
+from ray.exceptions import RayError
+
+from slime.ray.server_group import EngineState, ServerGroup
 from slime.ray.waiting import wait_for
-
-if TYPE_CHECKING:
-    from slime.ray.rollout_servers import ServerGroup
+from slime.utils.errors import EngineError
 
 logger = logging.getLogger(__name__)
+
+EXIT_POLL_S = 2.0
+ACTOR_MARGIN_S = 10.0
+"""What an engine's actor gets on top of the check's own deadline, to report that it has passed."""
 
 
 class RolloutHealthMonitor:
@@ -29,17 +43,18 @@ class RolloutHealthMonitor:
         self._first_wait_s = args.rollout_health_check_first_wait
         self._running = threading.Event()
         self._stopped = threading.Event()
-        self._needs_first_wait = True
+        self._next_check_s = 0.0
         self._thread = threading.Thread(target=self._loop, name="health-monitor", daemon=True)
         self._thread.start()
 
     def resume(self) -> None:
-        """Check again, after the grace period."""
-        self._needs_first_wait = True
+        """Check again; the first full check comes after the grace period."""
+        if not self._running.is_set():
+            self._next_check_s = time.monotonic() + self._first_wait_s
         self._running.set()
 
     def pause(self) -> None:
-        """Check no more until :meth:`resume`."""
+        """Check no more until :meth:`resume`; the verdict of a check that is under way does not count."""
         self._running.clear()
 
     def stop(self) -> None:
@@ -50,22 +65,42 @@ class RolloutHealthMonitor:
     def _loop(self) -> None:
         while not self._stopped.is_set():
             self._running.wait()  # no deadline: a paused monitor waits for resume() or stop(), which both set it
-            if self._needs_first_wait:
-                self._needs_first_wait = False
-                self._stopped.wait(self._first_wait_s)
-            for index, engine in enumerate(self._group.engines):
-                if engine is not None and self._running.is_set() and not self._stopped.is_set():
-                    self._check(index, engine)
-            self._stopped.wait(self._interval_s)
+            try:
+                self._look()
+            except Exception:  # the edge of the thread: a monitor that ends in silence protects nobody
+                logger.exception("a health check failed by itself; the next one is in %.0f s", self._interval_s)
+            self._stopped.wait(min(EXIT_POLL_S, self._interval_s))
 
-    def _check(self, index: int, engine: object) -> None:
+    def _look(self) -> None:
+        for index, sentence in self._group.find_exited(timeout_s=EXIT_POLL_S).items():
+            self._replace(index, sentence)
+        if time.monotonic() >= self._next_check_s:
+            self._next_check_s = time.monotonic() + self._interval_s
+            self._check_all()
+
+    def _check_all(self) -> None:
+        """Ask every engine at once, so that a slow one does not delay the verdict on the others."""
+        asked = {
+            index: self._group.engines[index].check_health.remote(timeout_s=self._timeout_s)
+            for index in self._group.indices(EngineState.READY, EngineState.SERVING)
+            if self._group.engines[index] is not None
+        }
+        deadline_s = time.monotonic() + self._timeout_s + ACTOR_MARGIN_S
+        for index, ref in asked.items():
+            if problem := self._problem(index, ref, deadline_s):
+                self._replace(index, problem)
+
+    def _problem(self, index: int, ref: Any, deadline_s: float) -> str | None:
         try:
             wait_for(
-                engine.health_generate.remote(timeout=self._timeout_s),  # type: ignore[attr-defined]
-                what=f"the health of engine {index}",
-                timeout_s=self._timeout_s + 5,
+                ref,
+                what=f"the health of {self._group.name_of(index)}",
+                timeout_s=max(0.1, deadline_s - time.monotonic()),
             )
-        except Exception:  # whatever keeps an engine from answering, the cure is the same
-            if self._running.is_set():
-                logger.exception("engine %d is unhealthy: it is stopped and will be started again", index)
-                self._group.mark_dead(index)
+        except (EngineError, RayError) as error:
+            return f"{error}"
+        return None
+
+    def _replace(self, index: int, reason: str) -> None:
+        if self._running.is_set() and not self._stopped.is_set():
+            self._group.replace(index, reason)

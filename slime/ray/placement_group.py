@@ -52,6 +52,8 @@ def plan_gpus(args: Namespace) -> GpuPlan:
     mode, checked in this order            GPUs          rollout offset
     =====================================  ============  ===============
     ``--debug-train-only``                 A             0
+    external engines, rollout only         0             0
+    external engines                       A             A
     ``--debug-rollout-only``               R             0
     ``--colocate``                         max(A, R)     0
     otherwise (disaggregated)              A + R         A
@@ -61,6 +63,8 @@ def plan_gpus(args: Namespace) -> GpuPlan:
     rollout_gpus = args.rollout_num_gpus or 0
     if args.debug_train_only:
         return GpuPlan(actor_gpus, 0)
+    if args.rollout_external:
+        return GpuPlan(0, 0) if args.debug_rollout_only else GpuPlan(actor_gpus, actor_gpus)
     if args.debug_rollout_only:
         return GpuPlan(rollout_gpus, 0)
     if args.colocate:

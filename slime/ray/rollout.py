@@ -11,29 +11,17 @@ import pickle
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import ray
 
 from slime.observability.logging_utils import configure_logger, finish_tracking
 from slime.observability.rollout_dump import load_rollout_dump, save_rollout_dump
-from slime.ray.engine_handles import UpdatableEngines
-from slime.ray.health_monitor import RolloutHealthMonitor
-from slime.ray.placement_group import GpuSlice, plan_gpus
+from slime.ray.engine_fleet import CONTROL_GROUP, DEADLINE_MARGIN_S, EngineFleet
+from slime.ray.placement_group import GpuSlice
 from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, train_data_from_samples
 from slime.ray.rollout_logging import log_eval, log_rollout
-from slime.ray.rollout_servers import (
-    RolloutServer,
-    ServerGroup,
-    first_dead_engine,
-    start_rollout_servers,
-    wait_until_serving,
-)
-from slime.ray.utils import Lock
-from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
+from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.errors import ConfigError, EngineError
@@ -43,16 +31,11 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-CONTROL_GROUP = "control"
-"""Concurrency group of the short calls that must not queue behind a running ``generate``."""
-
-ENGINE_CHECK_INTERVAL_S = 3.0
-DEADLINE_MARGIN_S = 180.0
-"""The rollout function has its own deadline and the better message; ours comes later, the driver's last."""
+__all__ = ["DEADLINE_MARGIN_S", "RemoteRolloutManager", "RolloutManager", "create_rollout_manager"]
 
 
-class RolloutManager(Watched):
-    """Owner of engines, data source and rollout functions.
+class RolloutManager(EngineFleet, Watched):
+    """Owner of engines (see ``EngineFleet``), data source and rollout functions.
 
     Invariant: ``_data_states[k]`` is the data source's state just before ``generate(k)`` began, so that a save of
     rollout k-1 made while ``generate(k)`` already runs never counts its prompts as consumed.
@@ -61,10 +44,8 @@ class RolloutManager(Watched):
     def __init__(self, args: Namespace, gpus: GpuSlice) -> None:
         configure_logger(prefix="rollout")
         self.args = args
-        self.servers: list[RolloutServer] = []
-        self._starting: list[ray.ObjectRef] = []
+        self._start_fleet(args, gpus)
         if not args.debug_train_only:
-            self.servers, self._starting = start_rollout_servers(args, gpus)
             init_http_client(args)
         # Everything below happens while the engines boot.
         self.data_source = load_function(args.data_source_path)(args)
@@ -73,112 +54,7 @@ class RolloutManager(Watched):
         self._data_states: dict[int, bytes] = {}
         self._data_lock = threading.Lock()
         self._parallel: dict[str, int] | None = None
-        self._engine_lock = None if args.debug_train_only else Lock.remote()
-        self._monitors = (
-            [RolloutHealthMonitor(args, group) for group in self._groups] if args.use_fault_tolerance else []
-        )
         self.rollout_id = -1
-
-    # Engines
-
-    @property
-    def _groups(self) -> list[ServerGroup]:
-        return [group for server in self.servers for group in server.groups]
-
-    @property
-    def server(self) -> RolloutServer | None:
-        """The first model's engines."""
-        return self.servers[0] if self.servers else None
-
-    @property
-    def rollout_engines(self) -> list[Any]:
-        """The live engines of every model."""
-        return [engine for server in self.servers for engine in server.engines]
-
-    def wait_ready(self) -> None:
-        """Until every engine serves; gives their start-up error if one does not."""
-        wait_until_serving(self.args, self._starting)
-        self._starting = []
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_updatable_engines(self) -> UpdatableEngines:
-        """The engines of the first model that takes weight updates."""
-        offset = plan_gpus(self.args).rollout_offset
-        trainer_gpus = self.args.actor_num_nodes * self.args.actor_num_gpus_per_node
-        model = next((server for server in self.servers if server.config.update_weights), None)
-        handles, counts, offsets, num_new = [], [], [], 0
-        for group in model.groups if model else []:
-            num_new += group.num_new_engines
-            for engine, gpu_offset in zip(group.engines, group.engine_gpu_offsets, strict=True):
-                if engine is not None:
-                    handles.append(engine)
-                    counts.append(group.num_gpus_per_engine)
-                    offsets.append(offset + gpu_offset)
-        return UpdatableEngines(
-            handles=handles, gpu_counts=counts, gpu_offsets=offsets, num_new=num_new, num_trainer_gpus=trainer_gpus
-        )
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:
-        """``(engines, lock, num_new_engines, gpu_counts, gpu_offsets, parallel_configs)`` of the updatable model."""
-        engines = self.get_updatable_engines()
-        configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in engines.gpu_counts]
-        lock = self._engine_lock
-        return engines.handles, lock, engines.num_new, engines.gpu_counts, engines.gpu_offsets, configs
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def clear_updatable_num_new_engines(self) -> None:
-        """The trainers have connected to every engine."""
-        for group in self._groups:
-            group.num_new_engines = 0
-
-    def recover_updatable_engines(self) -> None:
-        """Start engines again in the place of dead ones, with the memory state that a weight update expects."""
-        for group in self._groups:
-            alive = [engine for engine in group.engines if engine is not None]
-            wait_until_serving(self.args, group.start())
-            if group.needs_offload:
-                fresh = [engine for engine in group.engines if engine not in alive]
-                self._on_engines(fresh, "release_memory_occupation")
-                self._on_engines(fresh, "resume_memory_occupation", tags=["weights"])
-
-    def offload(self) -> None:
-        """Engines on the trainers' GPUs give their memory away."""
-        self.health_monitoring_pause()
-        self._on_engines(self._offloadable(), "release_memory_occupation")
-
-    def onload(self, tags: list[str] | None = None) -> None:
-        """Engines on the trainers' GPUs take the memory of ``tags`` (None: all of it) back."""
-        self._on_engines(self._offloadable(), "resume_memory_occupation", tags=tags)
-
-    def onload_weights(self) -> None:
-        """Room for the weights, which a push then fills."""
-        self.onload(["weights"])
-
-    def onload_kv(self) -> None:
-        """Room for the KV cache and the CUDA graphs: after this an engine can generate."""
-        self.onload(["kv_cache", "cuda_graph"])
-
-    def _offloadable(self) -> list[Any]:
-        return [e for group in self._groups if group.needs_offload for e in group.engines if e is not None]
-
-    def _on_engines(self, engines: list[Any], method: str, **keywords: Any) -> list[Any]:
-        refs = [getattr(engine, method).remote(**keywords) for engine in engines]
-        return wait_for(refs, what=f"{method} of the engines", timeout_s=self.args.weight_update_timeout_s)
-
-    def check_weights(self, action: str) -> list[Any]:
-        """Ask every engine's weight checker to snapshot, reset_tensors or compare."""
-        return self._on_engines(self.rollout_engines, "check_weights", action=action)
-
-    def health_monitoring_pause(self) -> None:
-        """Engines are about to be busy with something else than requests."""
-        for monitor in self._monitors:
-            monitor.pause()
-
-    def health_monitoring_resume(self) -> None:
-        """Engines serve again."""
-        for monitor in self._monitors:
-            monitor.resume()
 
     # Work
 
@@ -203,7 +79,7 @@ class RolloutManager(Watched):
         self.rollout_id = rollout_id
         set_current_rollout_id(rollout_id)
         self._remember_data_state(rollout_id)
-        self.health_monitoring_resume()
+        self._begin_watching()
         groups, metrics = self._make_samples(rollout_id)
         check_fan_out(groups)
         samples = flatten(groups)
@@ -241,7 +117,7 @@ class RolloutManager(Watched):
             return {}
         start = time.monotonic()
         set_current_rollout_id(rollout_id)
-        self.health_monitoring_resume()
+        self._begin_watching()
         output = self._watching_engines(
             lambda: call_rollout_fn(self.eval_rollout, self.args, rollout_id, self.data_source, evaluation=True)
         )
@@ -249,44 +125,6 @@ class RolloutManager(Watched):
             samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
             save_rollout_dump(self.args.save_debug_rollout_data, rollout_id, samples, evaluation=True)
         return log_eval(self.args, rollout_id, output.data, output.metrics, time.monotonic() - start)
-
-    def _watching_engines(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` beside a check that the engines still live.
-
-        Without fault tolerance a dead engine ends the rollout at once, instead of after every request to it has been
-        retried; with it, the health monitor deals with dead engines and the router with their requests.
-        """
-        executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        future = executor.submit(work)
-        deadline = time.monotonic() + self.args.rollout_timeout_s + DEADLINE_MARGIN_S
-        try:
-            while True:
-                try:
-                    return future.result(timeout=ENGINE_CHECK_INTERVAL_S)
-                except FutureTimeout:
-                    if future.done():
-                        raise
-                if not self.args.use_fault_tolerance:
-                    dead = self._dead_router() or first_dead_engine(self._groups, timeout_s=ENGINE_CHECK_INTERVAL_S)
-                    if dead:
-                        raise EngineError(
-                            f"{dead}. The rollout cannot go on; start the job again to resume from the last "
-                            "checkpoint, or pass --use-fault-tolerance to have engines restarted."
-                        )
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"the rollout function has run for {self.args.rollout_timeout_s:.0f} s "
-                        "(--rollout-timeout-s) and has not returned"
-                    )
-        finally:
-            executor.shutdown(wait=False)
-
-    def _dead_router(self) -> str | None:
-        """A sentence about the first router that has ended; None while all of them run."""
-        for server in self.servers:
-            if server.router is not None and not server.router.is_alive():
-                return f"the router {server.router.url} of model {server.config.name!r} has ended"
-        return None
 
     # Data position
 
@@ -317,13 +155,7 @@ class RolloutManager(Watched):
 
     def dispose(self) -> None:
         """Stop engines and routers in an orderly way."""
-        for monitor in self._monitors:
-            monitor.stop()
-        refs = [engine.shutdown.remote() for engine in self.rollout_engines]
-        ray.wait(refs, num_returns=len(refs), timeout=self.args.shutdown_timeout_s) if refs else None
-        for server in self.servers:
-            if server.router is not None:
-                server.router.stop()
+        self._stop_fleet()
         finish_tracking(self.args)
 
 

@@ -12,6 +12,18 @@ from slime.utils.http_utils import find_available_port
 from slime.utils.net import get_current_node_ip
 
 
+def restart_model_router(args: Namespace, model: ModelConfig, old: RouterHandle) -> RouterHandle:
+    """A new router at the address of one that has ended; every URL that was handed out stays valid."""
+    old.stop()
+    return start_router(
+        args,
+        host=old.host.strip("[]"),
+        port=old.port,
+        prometheus_port=find_available_port(random.randint(4000, 5000)),
+        pd_disaggregation=model.has_prefill_decode,
+    )
+
+
 def start_model_router(args: Namespace, model: ModelConfig, *, is_first: bool) -> RouterHandle:
     """The router of ``model``; the first model's address becomes ``args.sglang_router_ip/port``.
 
@@ -26,7 +38,7 @@ def start_model_router(args: Namespace, model: ModelConfig, *, is_first: bool) -
             host=get_current_node_ip(),
             port=wanted or find_available_port(random.randint(3000, 4000)),
             prometheus_port=find_available_port(random.randint(4000, 5000)),
-            pd_disaggregation=any(group.worker_type in ("prefill", "decode") for group in model.server_groups),
+            pd_disaggregation=model.has_prefill_decode,
         )
     routers = dict(getattr(args, "sglang_model_routers", None) or {})
     routers[model.name] = (router.host, router.port)

@@ -24,7 +24,7 @@ from slime.ray.placement_group import GpuSlice, create_placement_groups
 from slime.ray.rollout import DEADLINE_MARGIN_S, create_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import forget_all, wait_for, watch
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, EngineError, WeightSyncError
 from slime.utils.misc import Box, should_run_periodic_action
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,20 @@ class TrainJob:
                 what="the rollout",
                 timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
                 report_every_s=60,
+                meanwhile=self._serve_new_engines if self._replaces_engines else None,
             )
+
+    @property
+    def _replaces_engines(self) -> bool:
+        """Whether engines may start while a rollout runs, and wait for weights of this job's trainer."""
+        return self.args.use_fault_tolerance and self.actor is not None and not self.args.debug_train_only
+
+    def _serve_new_engines(self) -> None:
+        """Engines in the place of dead ones get the weights; the trainer is idle while we wait for a rollout."""
+        engines = self._ask("get_engines_without_weights", what="the list of new engines")
+        if engines.handles:
+            assert self.actor is not None
+            self.actor.resend_weights(engines)
 
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run rollout ``rollout_id`` and wait for its train data."""
@@ -157,22 +170,36 @@ class TrainJob:
         if not self.args.offload_train:
             self.actor.clear_memory()
         with self._timed("push"):
-            self.handover.engines_take_weights()
-            if self.args.use_fault_tolerance and not self.args.debug_train_only:
+            if self._replaces_engines:
                 # An engine that starts or takes weights answers no probe; the next rollout resumes the monitors.
                 self._ask("health_monitoring_pause", what="the health monitors to pause")
-                self._ask("recover_updatable_engines", what="dead engines to be replaced")
-            self.actor.update_weights()
+            self.handover.engines_take_weights()
+            if self._replaces_engines:
+                self._recover_engines()
+            try:
+                self.actor.update_weights()
+            except (EngineError, WeightSyncError) as error:
+                # Once more without the engine that died in the middle of it; any other failure stays one.
+                if not self._replaces_engines or not self._ask("drop_dead_engines", 10.0, what="the state"):
+                    raise
+                logger.warning("the push failed because an engine died; it is repeated: %s", error)
+                self._recover_engines()
+                self.actor.update_weights()
             self.handover.engines_take_cache()
+
+    def _recover_engines(self) -> None:
+        """Replace dead engines, and wait for those replacements that the push must meet."""
+        timeout_s = 2 * self.args.engine_start_timeout_s + DEADLINE_MARGIN_S
+        self._ask("recover_updatable_engines", what="dead engines to be replaced", timeout_s=timeout_s)
 
     def evaluate(self, rollout_id: int) -> None:
         """Measure the present policy on the evaluation sets."""
         with self._timed("eval"):
-            self._ask(
-                "eval",
-                rollout_id,
+            wait_for(
+                self.manager.eval.remote(rollout_id),
                 what="the evaluation",
                 timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
+                meanwhile=self._serve_new_engines if self._replaces_engines else None,
             )
 
     def evaluate_if_due(self, rollout_id: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -53,7 +53,13 @@ def forget(name: str) -> None:
 
 
 def wait_for(
-    refs: ray.ObjectRef | Sequence[ray.ObjectRef], *, what: str, timeout_s: float, report_every_s: float = 30.0
+    refs: ray.ObjectRef | Sequence[ray.ObjectRef],
+    *,
+    what: str,
+    timeout_s: float,
+    report_every_s: float = 30.0,
+    meanwhile: Callable[[], None] | None = None,
+    meanwhile_every_s: float = 5.0,
 ) -> Any:
     """The results of ``refs``, in order (a single reference gives a single result).
 
@@ -62,6 +68,7 @@ def wait_for(
         what: the work, as a phrase that completes "waiting for ...".
         timeout_s: deadline in seconds from now.
         report_every_s: how often to log that the wait goes on, in seconds.
+        meanwhile: called every ``meanwhile_every_s`` seconds while the wait goes on; what it raises ends the wait.
 
     Raises:
         EngineError: the deadline passed, or an actor died.
@@ -73,6 +80,7 @@ def wait_for(
     results: dict[ray.ObjectRef, Any] = {}
     start = time.monotonic()
     next_report = start + report_every_s
+    next_act = start + meanwhile_every_s if meanwhile is not None else float("inf")
     while pending:
         now = time.monotonic()
         if now - start >= timeout_s:
@@ -81,13 +89,16 @@ def wait_for(
                 "Raise the matching --*-timeout-s flag if the work is truly that long; "
                 "otherwise look at the log of the actor that hangs."
             )
-        slice_s = max(0.01, min(next_report, start + timeout_s) - now)
+        slice_s = max(0.01, min(next_report, next_act, start + timeout_s) - now)
         ready, _ = ray.wait(pending + list(_sentinels), num_returns=1, timeout=slice_s)
         for ref in ready:
             if ref in _sentinels:
                 raise _death(ref)
             results[ref] = _get(ref, what)
             pending.remove(ref)
+        if meanwhile is not None and pending and time.monotonic() >= next_act:
+            meanwhile()
+            next_act = time.monotonic() + meanwhile_every_s
         if time.monotonic() >= next_report:
             logger.info("still waiting for %s: %.0f s so far", what, time.monotonic() - start)
             next_report += report_every_s

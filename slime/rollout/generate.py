@@ -6,11 +6,15 @@ counts against ``max_new_tokens``.  Rewards, hooks and concurrency are the busin
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.direct_workers import post_to_worker, router_would_drop
+from slime.rollout.engine_faults import NONSENSE_WAIT_S, nonsense_patience_s, request_retries
 from slime.rollout.replaceable import entry_points
 from slime.utils.errors import DataError, EngineError
 from slime.utils.http_utils import post
@@ -28,8 +32,10 @@ def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate")
     return f"http://{ip}:{port}{endpoint}"
 
 
-def _prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any) -> list[int]:
-    """The token ids to send: what the sample holds already, else its prompt, tokenised.
+def _prepare_prompt_ids(
+    sample: Sample, tokenizer: Any, processor: Any, encode: Callable[[str], list[int]] | None = None
+) -> list[int]:
+    """The token ids to send: what the sample holds already, else its prompt, tokenised (by ``encode`` where given).
 
     Multimodal prompts go through the processor, whose other outputs (pixels, grids) stay on the sample for the
     trainer.
@@ -48,7 +54,7 @@ def _prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any) -> list[
         train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
         sample.multimodal_train_inputs = train_inputs or None
     else:
-        prompt_ids = tokenizer.encode(sample.prompt, add_special_tokens=False)
+        prompt_ids = encode(sample.prompt) if encode else tokenizer.encode(sample.prompt, add_special_tokens=False)
     response_ids = sample.tokens[len(sample.tokens) - sample.response_length :]
     return list(prompt_ids) + list(response_ids)
 
@@ -86,7 +92,8 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
             "Look at the data source or the custom generate function that handed it over."
         )
     state = entry_points().GenerateState(args)
-    input_ids = _prepare_prompt_ids(sample, state.tokenizer, state.processor)
+    encode = getattr(state, "prompt_ids", None)
+    input_ids = _prepare_prompt_ids(sample, state.tokenizer, state.processor, encode)
     if not sample.tokens:
         sample.tokens = list(input_ids)
 
@@ -99,7 +106,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
 
     payload = _payload(args, sample, input_ids, params)
     try:
-        output = await _send(args, sample, payload)
+        output = await _ask(args, sample, payload, is_over=lambda: state.aborted)
     except EngineError:
         if not state.aborted:
             raise
@@ -111,6 +118,28 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     return sample
 
 
+async def _ask(
+    args: Namespace, sample: Sample, payload: dict[str, Any], *, is_over: Callable[[], bool]
+) -> dict[str, Any]:
+    """An engine's answer that can be used.
+
+    With fault tolerance one that cannot is met with another try, until the monitor has found the engine that gives it.
+
+    Raises:
+        EngineError: no engine answered, or the answers stayed unusable.
+    """
+    give_up_s = time.monotonic() + nonsense_patience_s(args)
+    while True:
+        output = await _send(args, sample, payload)
+        problem = _problem_with(output)
+        if problem is None:
+            return output
+        if is_over() or time.monotonic() >= give_up_s:
+            raise EngineError(f"The answer to sample {sample.index} cannot be used: {problem}")
+        logger.warning("The answer to sample %s cannot be used, asking again: %s", sample.index, problem)
+        await asyncio.sleep(NONSENSE_WAIT_S)
+
+
 async def _send(args: Namespace, sample: Sample, payload: dict[str, Any]) -> Any:
     """Post through the router, or straight to a worker when the router would lose a field that matters."""
     if router_would_drop(payload):
@@ -119,22 +148,27 @@ async def _send(args: Namespace, sample: Sample, payload: dict[str, Any]) -> Any
     if getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id:
         headers["X-SMG-Routing-Key"] = sample.session_id
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    return await post(url, payload, headers=headers, decode=decode_generate_answer)
+    return await post(url, payload, request_retries(args), headers=headers, decode=decode_generate_answer)
+
+
+def _problem_with(output: Any) -> str | None:
+    """Why an answer of ``/generate`` cannot be used; None when it can."""
+    if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
+        return (
+            f"it is {str(output)[:300]!r}; /generate must give an object with 'text' and 'meta_info'. Look at the log "
+            "of the engine or the router."
+        )
+    meta_info = output["meta_info"]
+    if not isinstance(meta_info.get("finish_reason"), dict):
+        return f"it has no finish_reason: {str(meta_info)[:300]}. Look at the log of the engine."
+    return None
 
 
 def _append_output(args: Namespace, sample: Sample, output: Any) -> None:
     """Append one engine answer to the sample."""
-    if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
-        raise EngineError(
-            f"The engine answered sample {sample.index} with {str(output)[:300]!r}; /generate must give an object "
-            "with 'text' and 'meta_info'. Look at the log of the engine or the router."
-        )
+    if problem := _problem_with(output):
+        raise EngineError(f"The answer to sample {sample.index} cannot be used: {problem}")
     meta_info = output["meta_info"]
-    if "finish_reason" not in meta_info or not isinstance(meta_info["finish_reason"], dict):
-        raise EngineError(
-            f"The engine's answer for sample {sample.index} has no finish_reason: {str(meta_info)[:300]}. "
-            "Look at the log of the engine."
-        )
     tokens, log_probs = read_output_tokens(meta_info)
     sample.append_response_tokens(
         args,

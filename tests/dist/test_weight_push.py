@@ -107,7 +107,7 @@ def push_from_layouts(rank: int, world_size: int, port: int, folder: str) -> dic
                 after = push_and_compare(worker, engine, rank_data, train_data)
                 result[f"{layout}, {carrier}"] = max(before, after)
                 if carrier == "broadcast":  # the next layout's groups have the same names
-                    worker._sender._group._leave([engine])
+                    worker._sender._group._leave()
         return result
     finally:
         engine.close()

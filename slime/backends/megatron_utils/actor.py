@@ -354,6 +354,15 @@ class MegatronTrainRayActor(TrainWorker):
     def _weights_to_send(self) -> HostWeights | None:
         return self.weights.get("actor") if self._is_asleep and memory.is_memory_saver_active() else None
 
+    def resend_weights(self) -> None:
+        """Push what the last push sent, under the same version, to the engines connected now: they started late."""
+        if self._sender is None:
+            raise WeightSyncError("no engine is connected to this trainer; call connect_rollout_engines first")
+        with timer("update_weights"):
+            self._sender.resend_weights()
+            if self._is_asleep:
+                reloadable_groups.release_communicators()
+
     def update_weights(self) -> dict[str, float] | None:
         """Push the actor's weights; returns the push's metrics on the main rank."""
         args = self.args

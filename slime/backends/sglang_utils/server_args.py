@@ -55,6 +55,8 @@ class EnginePlace:
     nccl_port: int | None
     dist_init_addr: str | None
     disaggregation_bootstrap_port: int | None = None
+    node_rank: int = 0
+    """Which of the engine's nodes this is."""
 
     def num_nodes(self, num_gpus_per_node: int) -> int:
         """Nodes that the engine spans."""
@@ -108,7 +110,7 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
         "port": place.port,
         "nccl_port": place.nccl_port,
         "nnodes": num_nodes,
-        "node_rank": place.rank % num_nodes,
+        "node_rank": place.node_rank,
         "dist_init_addr": place.dist_init_addr,
         "gpu_id_step": 1,
         "base_gpu_id": place.base_gpu_id,

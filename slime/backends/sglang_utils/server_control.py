@@ -5,6 +5,7 @@ What the endpoints mean is in ``sglang_engine``; here is how they are called.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,10 @@ CONTROL_TIMEOUT_S = 120.0
 """Deadline of a request that moves no weights."""
 PROBE_TIMEOUT_S = 30.0
 MAX_BODY_IN_ERROR = 2000
+
+
+class NoAnswer(EngineError):
+    """The deadline of a request passed."""
 
 
 class ServerControl:
@@ -54,7 +59,7 @@ class ServerControl:
                     method, self.url + path, json=json, headers=self._headers, timeout=(PROBE_TIMEOUT_S, timeout_s)
                 )
             except requests.Timeout as error:
-                raise EngineError(f"{self.name} did not answer {method} {path} within {timeout_s:g} s") from error
+                raise NoAnswer(f"{self.name} did not answer {method} {path} within {timeout_s:g} s") from error
             except requests.RequestException as error:
                 raise EngineError(f"{self.name} cannot be reached for {method} {path}: {error}") from error
         if not response.ok:
@@ -109,3 +114,39 @@ def wait_idle(server: ServerControl, *, timeout_s: float, poll_s: float = 0.1) -
         if time.monotonic() > deadline:
             raise EngineError(f"{server.name} still has {count} requests in flight after {timeout_s:g} s")
         time.sleep(poll_s)
+
+
+PROBE_PAYLOAD = {
+    "input_ids": [1],
+    "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+    "return_logprob": True,
+}
+"""A request for one token."""
+
+
+def probe_answer(server: ServerControl, *, timeout_s: float) -> None:
+    """Ask for one token and look at the answer.  No answer in time is no verdict: the queue may be long.
+
+    Raises:
+        EngineError: the engine refuses, or what it answers is not one token with its log-prob.
+    """
+    try:
+        answer = server.post("/generate", PROBE_PAYLOAD, timeout_s=timeout_s)
+    except NoAnswer:
+        return
+    if not _is_one_token(answer):
+        raise EngineError(
+            f"{server.name} answered a request for one token with {str(answer)[:500]!r}; expected an object with "
+            "meta_info.finish_reason and one [log-prob, token] in meta_info.output_token_logprobs"
+        )
+
+
+def _is_one_token(answer: Any) -> bool:
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict) or not isinstance(meta.get("finish_reason"), dict):
+        return False
+    items = meta.get("output_token_logprobs")
+    if not isinstance(items, list) or not items:
+        return meta["finish_reason"].get("type") == "abort"  # it was aborted with the others
+    log_prob, token = items[0][0], items[0][1]
+    return isinstance(log_prob, int | float) and math.isfinite(log_prob) and isinstance(token, int) and token >= 0

@@ -93,6 +93,9 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
                 f"the groups in {args.sglang_config} take {config.num_gpus} GPUs, --rollout-num-gpus is "
                 f"{args.rollout_num_gpus}; the two must be equal. Change one of them."
             )
+        for model in config.models:
+            for group in model.server_groups:
+                _check_nodes(f"{args.sglang_config}: model {model.name}", group, args.num_gpus_per_node)
         return config
     groups: list[ServerGroupConfig] = []
     if args.prefill_num_servers is not None:
@@ -116,6 +119,15 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
 def _group(worker_type: str, num_gpus: int, per_engine: int) -> ServerGroupConfig:
     _check_division(f"{worker_type} engines", num_gpus, per_engine)
     return ServerGroupConfig(worker_type=worker_type, num_gpus=num_gpus, num_gpus_per_engine=per_engine)
+
+
+def _check_nodes(where: str, group: ServerGroupConfig, num_gpus_per_node: int) -> None:
+    per_engine = group.num_gpus_per_engine
+    if group.worker_type != "placeholder" and per_engine > num_gpus_per_node and per_engine % num_gpus_per_node:
+        raise ConfigError(
+            f"{where}: num_gpus_per_engine is {per_engine}, which is no whole number of nodes of --num-gpus-per-node "
+            f"{num_gpus_per_node} GPUs; an engine over several nodes takes all of their GPUs."
+        )
 
 
 def _check_division(where: str, num_gpus: int, per_engine: int) -> None:

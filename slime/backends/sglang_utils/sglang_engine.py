@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import signal
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from slime.backends.sglang_utils.child_process import ChildProcess
 from slime.backends.sglang_utils.owner_watch import kill_tree
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS, EnginePlace, build_server_args
-from slime.backends.sglang_utils.server_control import ServerControl, flush_cache
+from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, probe_answer
 from slime.backends.sglang_utils.server_process import start_server, wait_until_healthy
 from slime.utils import env
 from slime.utils.errors import ConfigError, EngineError, WeightSyncError
@@ -51,7 +52,20 @@ class SGLangEngine:
         sglang_overrides: Mapping[str, Any] | None = None,
         num_gpus_per_engine: int | None = None,
         model_path: str | None = None,
+        node_rank: int | None = None,
     ) -> None:
+        """Describe an engine; :meth:`init` starts it, :meth:`connect` adopts one.
+
+        Args:
+            args: the run's arguments.
+            rank: position of this object among those of all engines and nodes.
+            worker_type: regular, prefill, decode or encoder.
+            base_gpu_id: the first of its GPUs on this node, by its physical index.
+            sglang_overrides: ServerArgs fields that win over flags.
+            num_gpus_per_engine: GPUs of the engine, over all its nodes.
+            model_path: what it serves; ``--hf-checkpoint`` by default.
+            node_rank: which of the engine's nodes this is; by default its rank, counted from a multiple of the nodes.
+        """
         self.args = args
         self.rank = rank
         self.worker_type = worker_type
@@ -65,11 +79,9 @@ class SGLangEngine:
         self._bootstrap_port: int | None = None
         self._tp_size = 1
         self._released: set[str] = set()
-
-    @property
-    def node_rank(self) -> int:
+        num_nodes = max(1, self.num_gpus_per_engine // args.num_gpus_per_node)
+        self.node_rank = rank % num_nodes if node_rank is None else node_rank
         """Which of the engine's nodes this is; 0 serves HTTP."""
-        return self.rank % max(1, self.num_gpus_per_engine // self.args.num_gpus_per_node)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -84,8 +96,9 @@ class SGLangEngine:
         router_ip: str | None = None,
         router_port: int | None = None,
         timeout_s: float | None = None,
+        register: bool = True,
     ) -> None:
-        """Start the server and return when it serves and the router knows it.
+        """Start the server and return when it serves and (with ``register``) the router knows it.
 
         Raises:
             EngineError: it ended or did not serve within ``timeout_s`` seconds (``--engine-start-timeout-s``).
@@ -99,7 +112,7 @@ class SGLangEngine:
             router_ip=router_ip,
             router_port=router_port,
         )
-        self.wait_ready(self.args.engine_start_timeout_s if timeout_s is None else timeout_s)
+        self.wait_ready(self.args.engine_start_timeout_s if timeout_s is None else timeout_s, register=register)
 
     def start_server(
         self,
@@ -124,6 +137,7 @@ class SGLangEngine:
             nccl_port=nccl_port,
             dist_init_addr=dist_init_addr,
             disaggregation_bootstrap_port=disaggregation_bootstrap_port,
+            node_rank=self.node_rank,
         )
         server_args = build_server_args(
             self.args, place, model_path=self.model_path, overrides=self.overrides, on_cpu=on_cpu
@@ -139,26 +153,43 @@ class SGLangEngine:
             self.router = ServerControl(f"http://{format_host_port(router_ip, router_port)}", name="the router")
         self.process = start_server(server_args, name=name)
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Until the server serves, then tell the router.  See :meth:`init`."""
+    def wait_ready(self, timeout_s: float, *, register: bool = True) -> None:
+        """Until the server serves; then tell the router, with ``register``.  See :meth:`init`."""
         if self.node_rank != 0:
             return
         if self.process is None or self.server is None:
             raise EngineError(f"engine {self.rank} was never started; call start_server first")
         try:
             wait_until_healthy(self.process, self.server, timeout_s=timeout_s)
-            if self.router is not None and self.worker_type != "encoder":
-                register_worker(
-                    self.router, self.server.url, worker_type=self.worker_type, bootstrap_port=self._bootstrap_port
-                )
+            if register:
+                self.register()
         except EngineError:
             self.process.stop()
             raise
 
-    def connect(self, url: str, *, tp_size: int = 1) -> None:
-        """Use a server that somebody else runs; its process is theirs to end."""
+    def register(self) -> None:
+        """Let the router send requests to this engine.  An encoder serves other engines, not the router."""
+        if self.router is not None and self.node_rank == 0 and self.worker_type != "encoder":
+            register_worker(
+                self.router, self._server().url, worker_type=self.worker_type, bootstrap_port=self._bootstrap_port
+            )
+
+    def connect(
+        self,
+        url: str,
+        *,
+        tp_size: int = 1,
+        bootstrap_port: int | None = None,
+        router_ip: str | None = None,
+        router_port: int | None = None,
+    ) -> None:
+        """Use a server that somebody else runs, and tell the router of it; its process is theirs to end."""
         self.server = ServerControl(url, name=f"engine {self.rank} {url}")
         self._tp_size = tp_size
+        self._bootstrap_port = bootstrap_port
+        if router_ip and router_port:
+            self.router = ServerControl(f"http://{format_host_port(router_ip, router_port)}", name="the router")
+        self.register()
 
     def get_url(self) -> str | None:
         """``http://host:port`` of the server; None on a node that serves no HTTP."""
@@ -172,6 +203,17 @@ class SGLangEngine:
         """
         self._request("GET", "/health_generate", timeout_s=timeout)
         return True
+
+    def check_health(self, timeout_s: float) -> None:
+        """Whether the engine is of use: it generates, and a regular engine's answer makes sense.
+
+        Raises:
+            EngineError: it gives no sign of life within ``timeout_s`` seconds, or a malformed answer.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self.health_generate(timeout_s)
+        if self.worker_type == "regular" and self.node_rank == 0:
+            probe_answer(self._server(), timeout_s=max(1.0, deadline_s - time.monotonic()))
 
     def describe_exit(self) -> str | None:
         """How the server process ended, with the end of its log; None while it runs or before it was started."""

@@ -15,6 +15,7 @@ def arguments(**changes):
         debug_train_only=False,
         debug_rollout_only=False,
         colocate=False,
+        rollout_external=False,
     )
     return Namespace(**(base | changes))
 
@@ -27,6 +28,8 @@ def arguments(**changes):
         ({"colocate": True, "rollout_num_gpus": 8}, 8, 0),  # engines beyond the trainers' GPUs
         ({"debug_train_only": True}, 4, 0),
         ({"debug_rollout_only": True}, 2, 0),
+        ({"rollout_external": True}, 4, 4),  # the engines' GPUs are somebody else's
+        ({"rollout_external": True, "debug_rollout_only": True}, 0, 0),
         ({"actor_num_nodes": 2, "rollout_num_gpus": 0}, 8, 8),  # router only
     ],
 )

@@ -148,6 +148,11 @@ class WeightSender(ABC):
             )  # fmt: skip
         return report
 
+    def resend_weights(self) -> PushReport:
+        """Push to engines that missed the last push, under its version; the others are not connected meanwhile."""
+        self.weight_version -= 1
+        return self.update_weights()
+
     @torch.no_grad()
     def _send(self, version: str, *, compare: bool) -> tuple[int, int, int]:
         """Walk all buckets; returns the tensors, buckets and bytes that passed through this rank."""

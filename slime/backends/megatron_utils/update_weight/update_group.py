@@ -29,11 +29,10 @@ class UpdateGroup:
         self.timeout_s = timeout_s
         self.receivers: list[WeightReceiver] = []
         self._group: dist.ProcessGroup | None = None
-        self._members: set[int] = set()
 
     def connect(self, receivers: Sequence[WeightReceiver]) -> None:
         """Leave the old group, if any, and form one with ``receivers``."""
-        self._leave(receivers)
+        self._leave()
         self.receivers = list(receivers)
         if not self.receivers:
             return
@@ -45,7 +44,6 @@ class UpdateGroup:
             joining.append(receiver.init_weights_update_group(address, port, offset, world_size, self.name, backend))
             offset += receiver.num_gpus
         self._group = self._join(joining, backend, address, port, world_size)
-        self._members = {receiver.index for receiver in self.receivers}
 
     def _join(self, joining: list, backend: str, address: str, port: int, world_size: int) -> dist.ProcessGroup:
         """Join on a thread, so that an engine that refuses ends the wait at once."""
@@ -81,19 +79,17 @@ class UpdateGroup:
             ) from (failed[0] if failed else None)
         return joined[0]
 
-    def _leave(self, receivers: Sequence[WeightReceiver]) -> None:
+    def _leave(self) -> None:
         if self._group is None:
             return
-        # An engine that was restarted is no member: it would refuse.
-        members = [receiver for receiver in receivers if receiver.index in self._members]
-        leaving = [receiver.destroy_weights_update_group(self.name) for receiver in members]
-        group, self._group, self._members = self._group, None, set()
+        leaving = [receiver.destroy_weights_update_group(self.name) for receiver in self.receivers]
+        group, self._group = self._group, None
         dist.destroy_process_group(group)
         for request in leaving:
             try:
                 request.wait(self.timeout_s)
             except EngineError:
-                continue  # a restarted engine under an old index knows no such group, and need not leave it
+                continue  # an engine that has died is no member any more
 
     def broadcast(self, bucket: NamedTensors, version: str) -> None:
         """Let all engines of the group load ``bucket``."""

@@ -85,7 +85,7 @@ def test_pipeline_stages_divide_the_engines_gpus():
 
 
 def test_an_engine_over_two_nodes_numbers_them():
-    built = build(place=replace(PLACE, num_gpus_per_engine=16))
+    built = build(place=replace(PLACE, num_gpus_per_engine=16, node_rank=1))
     assert (built["nnodes"], built["node_rank"]) == (2, 1)
 
 

@@ -1,0 +1,152 @@
+"""Engines that somebody else runs (``--rollout-external-engine-addrs``): where they are, and what they are.
+
+Everything is asked of ``/server_info``.  Imports no SGLang, so that the flags can be checked without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.utils.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
+
+INFO_TIMEOUT_S = 30.0
+FLAG = "--rollout-external-engine-addrs"
+
+SIZE_NAMES = {
+    "tp_size": ("tp_size", "tensor_parallel_size"),
+    "pp_size": ("pp_size", "pipeline_parallel_size"),
+    "ep_size": ("ep_size", "expert_parallel_size"),
+    "moe_dp_size": ("moe_dp_size", "moe_data_parallel_size"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalEngineInfo:
+    """One external engine."""
+
+    url: str
+    worker_type: str
+    num_gpus: int
+    disaggregation_bootstrap_port: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """tp_size, pp_size, ep_size, moe_dp_size, as far as the engine tells them."""
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that it tells of itself."""
+
+
+def discover(addresses: Sequence[str]) -> list[ExternalEngineInfo]:
+    """Ask every engine what it is.
+
+    Raises:
+        ConfigError: an address is malformed or doubled, or nothing answers there.
+    """
+    urls = [normalise(address) for address in addresses]
+    doubled = sorted({url for url in urls if urls.count(url) > 1})
+    if doubled:
+        raise ConfigError(f"{FLAG} names {', '.join(doubled)} more than once; give each engine one address.")
+    return [describe(url, fetch_info(url)) for url in urls]
+
+
+def normalise(address: str) -> str:
+    """``http://host:port`` of ``host:port`` or of a URL.
+
+    Raises:
+        ConfigError: another scheme, or no port.
+    """
+    parts = urlsplit(address if "://" in address else f"http://{address}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "http" or not parts.hostname or port is None or parts.path not in ("", "/"):
+        raise ConfigError(f"{FLAG} has {address!r}; an address is host:port or http://host:port, with its port.")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"http://{host}:{port}"
+
+
+def fetch_info(url: str) -> dict[str, Any]:
+    """What the engine tells of itself.
+
+    Raises:
+        ConfigError: it does not answer as an SGLang server does.
+    """
+    server = ServerControl(url)
+    try:
+        try:
+            info = server.get("/server_info", timeout_s=INFO_TIMEOUT_S)
+        except EngineError:
+            info = server.get("/get_server_info", timeout_s=INFO_TIMEOUT_S)
+    except EngineError as error:
+        raise ConfigError(
+            f"{FLAG} names {url}, which does not tell what it is: {error}. Start the engine before the job."
+        ) from error
+    if not isinstance(info, dict):
+        raise ConfigError(f"{FLAG} names {url}, whose /server_info is {str(info)[:200]!r}; is that an SGLang server?")
+    return info
+
+
+def describe(url: str, info: Mapping[str, Any]) -> ExternalEngineInfo:
+    """From the answer of ``/server_info`` to what slime needs to know."""
+    sizes = {
+        short: int(value)
+        for short, names in SIZE_NAMES.items()
+        if (value := next((info[name] for name in names if info.get(name) is not None), None)) is not None
+    }
+    mode = info.get("disaggregation_mode")
+    if info.get("encoder_only"):
+        worker_type = "encoder"
+    else:
+        worker_type = mode if mode in ("prefill", "decode") else "regular"
+    told = info.get("num_gpus") or info.get("num_gpus_per_engine")
+    return ExternalEngineInfo(
+        url=url,
+        worker_type=worker_type,
+        num_gpus=int(told) if told else sizes.get("tp_size", 1) * sizes.get("pp_size", 1),
+        disaggregation_bootstrap_port=info.get("disaggregation_bootstrap_port") if worker_type == "prefill" else None,
+        sizes=sizes,
+        server_args=dict(info),
+    )
+
+
+def record_external_engines(args: Namespace) -> dict[str, Any]:
+    """The attributes of ``args`` that follow from asking the external engines."""
+    infos = discover(args.rollout_external_engine_addrs)
+    return {
+        "rollout_external_engine_infos": infos,
+        "rollout_num_engines": len(infos),
+        "rollout_num_gpus": sum(info.num_gpus for info in infos),
+    }
+
+
+def check_capabilities(args: Namespace, info: ExternalEngineInfo) -> None:
+    """Refuse an engine that cannot do what this run needs; name what is merely different.
+
+    Raises:
+        ConfigError: the engine was started without something that the run depends on.
+    """
+    told = info.server_args
+    if args.use_rollout_routing_replay and not told.get("enable_return_routed_experts"):
+        raise ConfigError(
+            f"the external engine {info.url} was started without --enable-return-routed-experts, which "
+            "--use-rollout-routing-replay needs; start it with that flag."
+        )
+    if args.sglang_enable_deterministic_inference and not told.get("enable_deterministic_inference"):
+        raise ConfigError(
+            f"the external engine {info.url} was started without --enable-deterministic-inference, which this run "
+            "asks for (--sglang-enable-deterministic-inference); start it with that flag."
+        )
+    served = told.get("model_path")
+    if served and served != args.hf_checkpoint:
+        logger.warning(
+            "the external engine %s was started with %s, this run has --hf-checkpoint %s; the weights are pushed, the "
+            "architecture must be the same",
+            info.url, served, args.hf_checkpoint,
+        )  # fmt: skip
