@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from slime.arguments.kinds import non_negative_int, number_in, positive_int
+from slime.arguments.kinds import non_negative_int, number_in, positive_float, positive_int
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the rollout group to ``parser``."""
     _add_sampling(parser)
     _add_collection(parser)
+    _add_ledger(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -112,4 +113,31 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
         type=non_negative_int,
         default=None,
         help="First rollout of this run. Default: the one after the loaded checkpoint's.",
+    )
+
+
+def _add_ledger(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ledger", "The write-ahead log of every prompt group; kept with --save.")
+    group.add_argument(
+        "--no-rollout-ledger",
+        action="store_true",
+        help="Write no ledger: after a crash, what came after the last checkpoint is generated again.",
+    )
+    group.add_argument(
+        "--rollout-ledger-dir",
+        default=None,
+        metavar="DIR",
+        help="Folder of the ledger; the folder ledger in --save by default.",
+    )
+    group.add_argument(
+        "--rollout-ledger-flush-s",
+        type=positive_float,
+        default=0.02,
+        help="Seconds that an engine's answer may wait in memory before it is written.",
+    )
+    group.add_argument(
+        "--rollout-ledger-timeout-s",
+        type=positive_float,
+        default=60.0,
+        help="Seconds that writing the ledger may fail (a full disk) before the job is ended.",
     )

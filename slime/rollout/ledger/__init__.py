@@ -4,8 +4,8 @@
                             each is a record in an append-only segment file
 
 ``books`` is what the rollout manager holds; ``ledger`` writes; ``story`` adds records up; ``recovery`` gives them to
-the next process.  The rollout path calls the functions below, which do nothing while no ledger is in use (evaluations and
-tools, runs without ``--save``, ``--no-rollout-ledger``).
+the next process.  The rollout path calls the functions below, which do nothing while no ledger is in use (evaluations,
+runs without ``--save``, ``--no-rollout-ledger``).
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_leaf(base: dict[str, Any], leaf: Mapping[str, Any], blob: memoryview) -> tuple[dict[str, Any], int]:
-    """The fields (as ``Sample.to_dict`` names them) of a sample after one record, and the bytes of ``blob`` that were used.
+    """The fields of a sample after one record, as ``Sample.to_dict`` names them, and the bytes of ``blob`` used.
 
     Applying records twice, or to a later state of the same sample, gives the same.
 

@@ -1,8 +1,8 @@
-"""What the records add up to: for each rollout who was issued and where each group went; for each group how far it is.
+"""What the records add up to: for each rollout, where the groups issued in it went; for each group, how far it is.
 
-``Story`` reads heads only.  The one subtle rule: a rollout that is generated again (BEGIN) makes void what was noted of
-it and of later rollouts, because what came after a crash is another line of events; a rollout that was replayed does
-not.
+``Story`` reads heads only.  The one subtle rule: a rollout that is generated again (BEGIN) makes void what was noted
+of it and of later rollouts, because what came after a crash is another line of events; a rollout that was replayed
+does not.
 """
 
 from __future__ import annotations

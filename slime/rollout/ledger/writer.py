@@ -183,9 +183,8 @@ class LedgerWriter:
                 os.ftruncate(self._file, self._size)
                 os.lseek(self._file, self._size, os.SEEK_SET)
                 if time.monotonic() > give_up_s:
-                    self._failure = DataError(
-                        f"The ledger cannot be written to {self.folder}: {error}, for {self._timeout_s:.0f} s. {_REMEDY}"
-                    )
+                    what = f"The ledger in {self.folder} cannot be written, for {self._timeout_s:.0f} s: {error}."
+                    self._failure = DataError(f"{what} {_REMEDY}")
                     logger.error("%s", self._failure)
                     return
                 logger.warning("The ledger cannot be written to %s (%s); it is tried again.", self.folder, error)
