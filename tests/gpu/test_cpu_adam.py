@@ -44,7 +44,7 @@ def train(flags: str, folder: Path, steps: range, load: Path | None = None) -> t
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """fp32 states differ by the rounding of another kernel; bf16 weights by their last bit, near zero by more of it."""
+    """fp32 states differ by the rounding of another kernel; bf16 weights by their last bit, more of it near zero."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         is_fp32 = tensor.dtype == torch.float32
