@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -64,7 +64,8 @@ def bind_trace(sample: Any) -> TraceHandle:
     if not isinstance(carrier, dict):
         carrier = _new_carrier()
         sample.trace = carrier
-    carrier.setdefault("events", [])
+    if "events" not in carrier:
+        carrier["events"] = []
     carrier["sample_id"] = getattr(sample, "index", None)
     carrier["group_id"] = getattr(sample, "group_index", None)
     return TraceHandle(carrier)
@@ -108,10 +109,9 @@ def _handles(target: Any) -> list[TraceHandle]:
     return []
 
 
-def _record(handle: TraceHandle, kind: str, name: str, span_id: str | None, parent: str | None, attrs: dict) -> None:
-    handle.carrier["events"].append(
-        {"type": kind, "name": name, "ts": time.time(), "span_id": span_id, "parent_span_id": parent, "attrs": attrs}
-    )
+def _event(kind: str, name: str, span_id: str | None, parent: str | None, attrs: dict[str, Any]) -> dict[str, Any]:
+    now = time.time()
+    return {"type": kind, "name": name, "ts": now, "span_id": span_id, "parent_span_id": parent, "attrs": attrs}
 
 
 @dataclass
@@ -134,41 +134,63 @@ class TraceSpanContext:
     update_attrs = update
 
 
-@contextmanager
-def trace_span(
-    target: Any, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
-) -> Iterator[TraceSpanContext]:
-    """Bracket the body of a ``with`` as one span of every sample in ``target``; see the module's docstring."""
-    span = TraceSpanContext([], name, {})
-    opened: list[tuple[TraceHandle, str, str | None]] = []
-    token = None
-    try:
-        span.handles = _handles(target)
-        outer = _open_spans.get()
-        inner = dict(outer)
-        for handle in span.handles:
-            trace_id, span_id = handle.carrier.get("trace_id", ""), uuid.uuid4().hex[:16]
-            parent = outer.get(trace_id)
-            _record(handle, "span_start", name, span_id, parent, dict(attrs or {}))
-            inner[trace_id] = span_id
-            opened.append((handle, span_id, parent))
-        token = _open_spans.set(inner)
-    except Exception:
-        logger.debug("could not open the trace span %s", name, exc_info=True)
-    try:
-        yield span
-    except BaseException as error:
-        if record_error:
-            span.attrs["error"] = f"{type(error).__name__}: {error}"
-        raise
-    finally:
+_SPAN_PREFIX = uuid.uuid4().hex[:8]
+_span_number = itertools.count(1)
+
+
+def _new_span_id() -> str:
+    """Sixteen hexadecimal digits: half of them of this process, half counted."""
+    return f"{_SPAN_PREFIX}{next(_span_number) & 0xFFFFFFFF:08x}"
+
+
+class trace_span:  # noqa: N801 - used as a function
+    """Bracket the body of a ``with`` as one span of every sample in ``target``; see the module's docstring.
+
+    Entering gives the ``TraceSpanContext``.  A plain class, because it is entered several times for each sample of a
+    rollout and ``contextmanager`` doubles what that costs.
+    """
+
+    __slots__ = ("_attrs", "_opened", "_record_error", "_span", "_target", "_token")
+
+    def __init__(
+        self, target: Any, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
+    ) -> None:
+        self._target = target
+        self._attrs = attrs
+        self._record_error = record_error
+        self._span = TraceSpanContext([], name)
+        self._opened: list[tuple[TraceHandle, str, str | None]] = []
+        self._token: Token[Mapping[str, str]] | None = None
+
+    def __enter__(self) -> TraceSpanContext:
+        span = self._span
         try:
-            if token is not None:
-                _open_spans.reset(token)
-            for handle, span_id, parent in opened:
-                _record(handle, "span_end", name, span_id, parent, dict(span.attrs))
+            span.handles = _handles(self._target)
+            outer = _open_spans.get()
+            inner = dict(outer)
+            for handle in span.handles:
+                carrier = handle.carrier
+                trace_id, span_id = carrier.get("trace_id", ""), _new_span_id()
+                parent = outer.get(trace_id)
+                carrier["events"].append(_event("span_start", span.name, span_id, parent, dict(self._attrs or ())))
+                inner[trace_id] = span_id
+                self._opened.append((handle, span_id, parent))
+            self._token = _open_spans.set(inner)
         except Exception:
-            logger.debug("could not close the trace span %s", name, exc_info=True)
+            logger.debug("could not open the trace span %s", span.name, exc_info=True)
+        return span
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
+        span = self._span
+        if error is not None and self._record_error:
+            span.attrs["error"] = f"{type(error).__name__}: {error}"
+        try:
+            if self._token is not None:
+                _open_spans.reset(self._token)
+            for handle, span_id, parent in self._opened:
+                handle.carrier["events"].append(_event("span_end", span.name, span_id, parent, dict(span.attrs)))
+        except Exception:
+            logger.debug("could not close the trace span %s", span.name, exc_info=True)
 
 
 def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
@@ -176,7 +198,7 @@ def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = Non
     try:
         for handle in _handles(target):
             parent = _open_spans.get().get(handle.carrier.get("trace_id", ""))
-            _record(handle, "event", name, None, parent, dict(attrs or {}))
+            handle.carrier["events"].append(_event("event", name, None, parent, dict(attrs or ())))
     except Exception:
         logger.debug("could not record the trace event %s", name, exc_info=True)
 

@@ -49,9 +49,7 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
             pending = [task for task in tasks if not task.done()]
             if not pending:
                 break
-            await wait.first_completed(
-                pending, lambda: (sum(task.done() for task in tasks), "groups back"), wake_s=repeat_s
-            )
+            await wait.all_done(pending, lambda: (sum(task.done() for task in tasks), "groups back"), wake_s=repeat_s)
             repeat_s = min(2 * repeat_s, MAX_REPEAT_S)
         groups = [task.result() for task in tasks]
         await _wait_until_idle(args, repeat_s=repeat_s)

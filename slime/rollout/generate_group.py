@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from slime.observability.trace_utils import trace_next_attempt, trace_span
 from slime.rollout import ledger
 from slime.rollout.groups import Entry, Group, is_finished, leaf_samples
 from slime.rollout.replaceable import entry_points
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, current_rollout_id
 from slime.rollout.waiting import cancel_all
 from slime.utils.errors import HookError
-from slime.utils.misc import copy_plain
+from slime.utils.misc import copy_plain, parameters_of
 from slime.utils.types import Sample
 
 _ANSWERED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
@@ -48,7 +48,14 @@ async def generate_and_rm(
     mask_earlier_tokens(args, sample)
     if isinstance(sample, list) or sample.status in _ANSWERED:
         return await _reward(args, sample)
+    if sample.status is Sample.Status.ABORTED:
+        trace_next_attempt(sample)
+    with trace_span(sample, "generate_and_rm"):
+        return await _execute(args, sample, sampling_params, evaluation)
 
+
+async def _execute(args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
+    """Generate, when it is the sample's turn; then hooks and reward."""
     state = entry_points().GenerateState(args)
     async with state.semaphore:
         if state.aborted:
@@ -69,7 +76,7 @@ async def _call_generate(args: Namespace, sample: Sample, sampling_params: dict[
     if path is None:
         return await points.generate(args, sample, sampling_params)
     function: Callable[..., Any] = points.load_function(path)
-    keywords = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    keywords = {"evaluation": evaluation} if "evaluation" in parameters_of(function) else {}
     entry = await function(args, sample, sampling_params, **keywords)
     if not isinstance(entry, Sample | list):
         raise HookError(
@@ -94,7 +101,8 @@ async def _reward(args: Namespace, entry: Entry) -> Entry:
     points = entry_points()
     if isinstance(entry, Sample):
         if entry.reward is None:
-            entry.reward = await points.async_rm(args, entry)
+            with trace_span(entry, "reward_model"):
+                entry.reward = await points.async_rm(args, entry)
         return entry
     unrewarded = [sample for sample in leaves if sample.reward is None]
     if unrewarded:
@@ -104,7 +112,8 @@ async def _reward(args: Namespace, entry: Entry) -> Entry:
 
 async def assign_rewards(args: Namespace, samples: list[Sample]) -> None:
     """Reward samples in one call of ``batched_async_rm``."""
-    rewards = await entry_points().batched_async_rm(args, samples)
+    with trace_span(samples, "group_reward_model" if args.group_rm else "reward_model"):
+        rewards = await entry_points().batched_async_rm(args, samples)
     if rewards is None or len(rewards) != len(samples):
         count = "nothing" if rewards is None else f"{len(rewards)} rewards"
         raise HookError(
@@ -130,7 +139,8 @@ async def generate_and_rm_group(
         if not args.group_rm:
             group = list(await asyncio.gather(*(_reward(args, entry) for entry in group)))
     else:
-        group = await _generate_entries(args, group, sampling_params, evaluation)
+        with trace_span(group, "generate_and_rm_group"):
+            group = await _generate_entries(args, group, sampling_params, evaluation)
     if args.group_rm and not state.aborted and is_finished(group):
         leaves = list(leaf_samples(group))
         if any(sample.reward is None for sample in leaves):

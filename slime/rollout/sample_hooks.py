@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.utils.errors import HookError
-from slime.utils.misc import load_function
+from slime.utils.misc import load_function, parameters_of
 from slime.utils.types import Sample
 
 _CURRENT: dict[str, int | None] = {"rollout_id": None}
@@ -59,7 +59,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
 
 def _accepted(hook: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``facts`` that the hook has a parameter for."""
-    parameters = inspect.signature(hook).parameters
+    parameters = parameters_of(hook)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(facts)
     return {name: value for name, value in facts.items() if name in parameters}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
+import gc
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from slime.rollout.groups import Group
 from slime.rollout.replaceable import entry_points
+from slime.rollout.waiting import FinishedTasks
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -34,6 +39,21 @@ def training_sampling_params(args: Namespace) -> dict[str, Any]:
     return params
 
 
+PROMPTS_KEPT = 16
+
+
+@functools.cache
+def _spare_the_collector() -> None:
+    """Take what the process holds by now out of the garbage collector's sight, once.
+
+    Half a million objects of torch and transformers live as long as the process.  Looking through them takes 0.1 s and
+    more, with the event loop at rest, each time that the samples of a rollout have grown by a quarter.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries that look for leaks at the end must find what they left
+
+
 class GenerateState(metaclass=SingletonMeta):
     """One per process: the arguments of the first construction count, later ones are ignored.
 
@@ -51,13 +71,26 @@ class GenerateState(metaclass=SingletonMeta):
             self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.dp_counts = [0] * (getattr(args, "sglang_dp_size", None) or 1)
         self.dp_rank = 0
+        self._prompt_ids: OrderedDict[str, list[int]] = OrderedDict()
         self.reset()
+        _spare_the_collector()
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """The tokens of a prompt; do not change them.  Its siblings ask in a row, so those of a few are kept."""
+        ids = self._prompt_ids.get(prompt)
+        if ids is None:
+            ids = self._prompt_ids[prompt] = self.tokenizer.encode(prompt, add_special_tokens=False)
+            if len(self._prompt_ids) > PROMPTS_KEPT:
+                self._prompt_ids.popitem(last=False)
+        return ids
 
     def reset(self) -> None:
         """Forget the rollout that has just ended."""
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[Group]] = set()
         self.aborted = False
+        self.finished = FinishedTasks()
+        """Of ``pendings`` and tasks that were taken out of it, those that are done and were not looked at yet."""
         self._submitted = 0
         self._submission_of: dict[asyncio.Task[Group], int] = {}
 
@@ -80,6 +113,7 @@ class GenerateState(metaclass=SingletonMeta):
                 generate_group(self.args, group, sampling_params=self.sampling_params.copy(), evaluation=False)
             )
             self.pendings.add(task)
+            self.finished.watch(task)
             self._submission_of[task] = self._submitted
             self._submitted += 1
             self.remaining_batch_size += 1

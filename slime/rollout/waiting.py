@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +19,35 @@ _BAR_CELLS = 24
 
 class DeadlineExceeded(Exception):
     """The wait's time is up.  Whoever waits turns it into an EngineError that says what was waited for."""
+
+
+class FinishedTasks:
+    """Tasks in the order in which they finish, at a price for each task that does not grow with their number.
+
+    ``asyncio.wait`` looks at every pending task each time it is called, which is quadratic in a loop over thousands.
+    """
+
+    def __init__(self) -> None:
+        self._finished: list[asyncio.Task[Any]] = []
+        self._some = asyncio.Event()
+
+    def watch(self, task: asyncio.Task[Any]) -> None:
+        """Take the task in once it is done."""
+        task.add_done_callback(self._add)
+
+    def _add(self, task: asyncio.Task[Any]) -> None:
+        self._finished.append(task)
+        self._some.set()
+
+    async def take(self, timeout_s: float) -> list[asyncio.Task[Any]]:
+        """All that finished and were not taken yet, as soon as there is one; empty after ``timeout_s`` seconds."""
+        if not self._finished:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._some.wait()
+        taken, self._finished = self._finished, []
+        self._some.clear()
+        return taken
 
 
 class LongWait:
@@ -77,34 +107,40 @@ class LongWait:
             self._stream.write("\n")
             self._stream.flush()
 
-    async def first_completed(
-        self,
-        tasks: Iterable[asyncio.Task[T]],
-        progress: Callable[[], tuple[int, str]],
-        *,
-        wake_s: float = float("inf"),
-    ) -> set[asyncio.Task[T]]:
-        """The tasks that are done, as soon as one is; empty when none was within ``wake_s`` seconds.
+    async def next_finished(
+        self, finished: FinishedTasks, progress: Callable[[], tuple[int, str]]
+    ) -> list[asyncio.Task[Any]]:
+        """The tasks that finished since the last call, as soon as there is one.
 
         Args:
             progress: gives the count and the detail of the progress line.
 
         Raises:
-            DeadlineExceeded: none was done before the deadline.
+            DeadlineExceeded: none finished before the deadline.
         """
-        pending: set[asyncio.Task[Any]] = set(tasks)
-        give_up_s = self._clock() + wake_s
         while True:
             if self.remaining_s <= 0:
                 raise DeadlineExceeded
-            left_s = give_up_s - self._clock()
-            if left_s <= 0:
-                return set()
-            timeout_s = min(self._interval_s, self.remaining_s, left_s)
-            done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done = await finished.take(min(self._interval_s, self.remaining_s))
             self.show(*progress())
             if done:
                 return done
+
+    async def all_done(
+        self, tasks: Iterable[asyncio.Task[Any]], progress: Callable[[], tuple[int, str]], *, wake_s: float
+    ) -> None:
+        """Return when every task is done, failed ones included, or after ``wake_s`` seconds.
+
+        Raises:
+            DeadlineExceeded: some were not done before the deadline.
+        """
+        pending: set[asyncio.Task[Any]] = set(tasks)
+        give_up_s = self._clock() + wake_s
+        while pending and (left_s := give_up_s - self._clock()) > 0:
+            if self.remaining_s <= 0:
+                raise DeadlineExceeded
+            _, pending = await asyncio.wait(pending, timeout=min(self._interval_s, self.remaining_s, left_s))
+            self.show(*progress())
 
     async def all_completed(self, tasks: Iterable[asyncio.Task[Any]], progress: Callable[[], tuple[int, str]]) -> None:
         """Return when every task is done; raise what the first failing one raised.

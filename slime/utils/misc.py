@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from slime.utils.errors import HookError
@@ -24,6 +25,7 @@ __all__ = [
     "get_free_port",
     "group_by",
     "load_function",
+    "parameters_of",
     "should_run_periodic_action",
 ]
 
@@ -52,6 +54,12 @@ def load_function(path: str) -> Any:
     except AttributeError as error:
         where = f"{module_path} ({getattr(module, '__file__', None)})"
         raise HookError(f"{path!r} cannot be loaded: {where} has no attribute {name!r}.") from error
+
+
+@functools.lru_cache(maxsize=256)
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a plug-in's function by name; looked up once, as they are asked for with every sample."""
+    return inspect.signature(function).parameters
 
 
 _IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None)})

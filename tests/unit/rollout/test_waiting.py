@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from slime.rollout.waiting import DeadlineExceeded, LongWait, cancel_all
+from slime.rollout.waiting import DeadlineExceeded, FinishedTasks, LongWait, cancel_all
 
 
 class Clock:
@@ -59,7 +59,7 @@ def test_the_deadline_ends_the_wait_and_cancelling_ends_the_task():
         task = asyncio.create_task(asyncio.sleep(1000))
         wait = LongWait("x", 1, timeout_s=0.05, stream=io.StringIO())
         with pytest.raises(DeadlineExceeded):
-            await wait.first_completed([task], lambda: (0, ""))
+            await wait.next_finished(FinishedTasks(), lambda: (0, ""))
         await cancel_all([task])
         assert task.cancelled()
 
@@ -84,7 +84,40 @@ def test_a_wait_can_wake_before_anything_is_done():
     async def main() -> None:
         task = asyncio.create_task(asyncio.sleep(1000))
         wait = LongWait("x", 1, stream=io.StringIO())
-        assert await wait.first_completed([task], lambda: (0, ""), wake_s=0.01) == set()
+        await wait.all_done([task], lambda: (0, ""), wake_s=0.01)
+        assert not task.done()
         await cancel_all([task])
+
+    asyncio.run(main())
+
+
+def test_finished_tasks_are_taken_once_each_in_the_order_in_which_they_finish():
+    async def after(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    async def main() -> None:
+        finished = FinishedTasks()
+        for seconds in (0.06, 0.0, 0.03):
+            finished.watch(asyncio.create_task(after(seconds)))
+        wait = LongWait("x", 3, stream=io.StringIO())
+        taken: list[float] = []
+        while len(taken) < 3:
+            taken += [task.result() for task in await wait.next_finished(finished, lambda: (0, ""))]
+        assert taken == [0.0, 0.03, 0.06]
+        assert await finished.take(0.01) == []
+
+    asyncio.run(main())
+
+
+def test_an_abort_waits_for_failed_tasks_as_for_others():
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(asyncio.sleep(0.03)), asyncio.create_task(fail())]
+        await LongWait("x", 2, stream=io.StringIO()).all_done(tasks, lambda: (0, ""), wake_s=10)
+        assert all(task.done() for task in tasks)
+        await cancel_all(tasks)
 
     asyncio.run(main())
