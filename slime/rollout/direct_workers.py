@@ -1,34 +1,43 @@
 """Requests that must not pass the router, because it would lose a part of them.
 
 The PyPI sglang-router parses ``/generate`` into its own types and serialises them again; what its types lack is gone.
-Measured on 0.3.2: of the fields slime sends, ``return_routed_experts`` and ``sampling_params.custom_params`` (routing
-and top-p replay) are lost, and both change what training sees.  ``spaces_between_special_tokens`` is lost too, but the
-decoders of transformers 5 do not read it.  A request with a lost field goes straight to a worker, chosen here in the
-spirit of ``--router-policy``; every other request goes through the router.
+``ROUTER_KEEPS_*`` is what 0.3.2 hands on, measured field by field (tests/unit/rollout/test_direct_workers.py does it
+again with the installed router).  ``return_routed_experts``, ``custom_params`` (top-p replay), ``logit_bias`` and
+``stop_regex`` are lost, and change what training sees.  ``spaces_between_special_tokens`` is lost too, but the
+decoders of transformers 5 do not read it.
+
+A request with a lost field goes straight to a worker of the router's list, chosen as ``--router-policy`` says; every
+other request goes through the router.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
+import random
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from typing import Any
 
 from slime.rollout.control_client import control_get
+from slime.rollout.engine_faults import request_retries, tolerates_faults
 from slime.utils.errors import EngineError
-from slime.utils.http_utils import post
+from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post
 from slime.utils.misc import SingletonMeta
 from slime.utils.sglang_meta import decode_generate_answer
 
 logger = logging.getLogger(__name__)
 
 ROUTER_KEEPS_FIELDS = frozenset(
-    "rid text input_ids image_data return_logprob logprob_start_len top_logprobs_num stream return_hidden_states "
-    "priority sampling_params".split()
+    "rid text input_ids input_embeds image_data video_data audio_data modalities sampling_params return_logprob "
+    "logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_entropy return_bytes stream "
+    "return_hidden_states session_params lora_path lora_id custom_logit_processor bootstrap_host bootstrap_port "
+    "bootstrap_room bootstrap_pair_key conversation_id background priority extra_key no_logs log_metrics".split()
 )
 ROUTER_KEEPS_SAMPLING_PARAMS = frozenset(
     "temperature max_new_tokens top_p top_k min_p min_new_tokens stop stop_token_ids no_stop_trim ignore_eos n "
@@ -40,6 +49,12 @@ HARMLESS_TO_LOSE = frozenset({"spaces_between_special_tokens"})
 _WORKER_LIST_MAX_AGE_S = 5.0
 _ATTEMPTS = 10
 _POST_RETRIES_PER_WORKER = 3
+_RETRY_WAIT_S = 1.0
+
+POLICIES = ("round_robin", "random", "power_of_two", "consistent_hashing", "manual", "cache_aware")
+"""Policies of the router that are followed here; with any other, the least loaded worker is taken."""
+PREFIX_TOKENS = 64
+"""``cache_aware``: requests that begin with the same so many tokens belong together."""
 
 
 def lost_fields(payload: dict[str, Any]) -> list[str]:
@@ -65,16 +80,25 @@ def router_would_drop(payload: dict[str, Any]) -> bool:
     return bool(lost_fields(payload)) and not _router_passes_everything()
 
 
+class NotForWorkers(EngineError):
+    """The workers are of a kind that cannot be asked without the router."""
+
+
 class WorkerPicker(metaclass=SingletonMeta):
     """Chooses a worker of the router's list.  Invariant: ``in_flight`` counts our own unanswered requests."""
 
     def __init__(self, args: Namespace) -> None:
         self._list_url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
         self._policy = getattr(args, "router_policy", None) or "least_loaded"
+        self._abs_threshold = getattr(args, "router_balance_abs_threshold", None) or 10
+        self._rel_threshold = getattr(args, "router_balance_rel_threshold", None) or 1.2
+        self._random = random.Random(getattr(args, "rollout_seed", 0))
         self._urls: list[str] = []
         self._listed_at = float("-inf")
         self._next = 0
         self.in_flight: Counter[str] = Counter()
+        if self._policy not in (*POLICIES, "least_loaded"):
+            logger.warning("Requests that bypass the router go to the least loaded worker, not by %s.", self._policy)
 
     async def urls(self, *, refresh: bool = False) -> list[str]:
         """The regular workers; asked again after five seconds."""
@@ -82,7 +106,7 @@ class WorkerPicker(metaclass=SingletonMeta):
             workers = (await control_get(self._list_url)).get("workers", [])
             special = [w["url"] for w in workers if w.get("worker_type", "regular") != "regular"]
             if special:
-                raise EngineError(
+                raise NotForWorkers(
                     f"Routing replay and top-p replay need fields that this sglang-router drops, and {special[0]} is "
                     "a prefill or decode worker, which only a router can address. Use regular workers, or a router "
                     "that hands the fields on."
@@ -91,14 +115,45 @@ class WorkerPicker(metaclass=SingletonMeta):
             self._listed_at = time.monotonic()
         return self._urls
 
-    def choose(self, urls: list[str], routing_key: str | None) -> str:
-        """One of ``urls`` by the policy: hashed on the key, in turn, or the least loaded."""
-        if routing_key and self._policy in ("consistent_hashing", "manual"):
-            return max(urls, key=lambda url: hashlib.blake2b(f"{routing_key} {url}".encode()).digest())
+    def choose(self, urls: list[str], routing_key: str | None, prefix: Sequence[int] | str = ()) -> str:
+        """One of ``urls`` by the policy.
+
+        Args:
+            urls: the workers that may be asked.
+            routing_key: with consistent_hashing and manual, requests of one key go to one worker.
+            prefix: the beginning of the prompt; with cache_aware, equal ones go to one worker while the load allows.
+        """
+        if self._policy in ("consistent_hashing", "manual") and routing_key:
+            return _hashed(urls, routing_key)
         if self._policy == "round_robin":
             self._next += 1
             return urls[self._next % len(urls)]
+        if self._policy == "random":
+            return self._random.choice(urls)
+        if self._policy == "power_of_two" and len(urls) > 1:
+            return self._least_loaded(self._random.sample(urls, 2))
+        if self._policy == "cache_aware" and prefix:
+            home = _hashed(urls, str(prefix))
+            return self._least_loaded(urls) if self._is_overloaded(home, urls) else home
+        return self._least_loaded(urls)
+
+    def _least_loaded(self, urls: list[str]) -> str:
         return min(urls, key=lambda url: self.in_flight[url])
+
+    def _is_overloaded(self, home: str, urls: list[str]) -> bool:
+        """The router's own rule (``--router-balance-abs-threshold``, ``--router-balance-rel-threshold``)."""
+        load, least = self.in_flight[home], min(self.in_flight[url] for url in urls)
+        return load - least > self._abs_threshold and load > self._rel_threshold * least
+
+
+def _hashed(urls: list[str], key: str) -> str:
+    """Rendezvous hashing: a worker that goes moves only its own keys."""
+    return max(urls, key=lambda url: hashlib.blake2b(f"{key} {url}".encode()).digest())
+
+
+def _prefix(payload: dict[str, Any]) -> Sequence[int] | str:
+    ids = payload.get("input_ids")
+    return ids[:PREFIX_TOKENS] if ids else (payload.get("text") or "")[: 4 * PREFIX_TOKENS]
 
 
 @cache
@@ -115,26 +170,40 @@ async def post_to_worker(args: Namespace, payload: dict[str, Any], *, routing_ke
     """
     _announce(tuple(lost_fields(payload)))
     picker = WorkerPicker(args)
+    prefix = _prefix(payload)
+    attempts = max(_ATTEMPTS, request_retries(args)) if tolerates_faults(args) else _ATTEMPTS
     failed: list[str] = []
     last_error: EngineError | None = None
-    for attempt in range(_ATTEMPTS):
-        urls = await picker.urls(refresh=attempt > 0)
+    for attempt in range(attempts):
+        if attempt:
+            await asyncio.sleep(_RETRY_WAIT_S)
+        try:
+            urls = await picker.urls(refresh=attempt > 0)
+        except NotForWorkers:
+            raise
+        except EngineError as error:  # the router may be starting again
+            last_error = error
+            continue
+        # Those that failed are asked again when all have: they may have been replaced at their old address.
         fresh = [url for url in urls if url not in failed] or urls
         if not fresh:
-            break
-        url = picker.choose(fresh, routing_key)
+            last_error = EngineError("The router lists no worker.")
+            continue
+        url = picker.choose(fresh, routing_key, prefix)
         picker.in_flight[url] += 1
         try:
             return await post(
                 f"{url}/generate", payload, max_retries=_POST_RETRIES_PER_WORKER, decode=decode_generate_answer
             )
         except EngineError as error:
+            if isinstance(error, HttpStatusError) and error.status not in RETRIED_STATUSES:
+                raise  # the request is at fault, and would be everywhere
             logger.warning("Worker %s failed (%s); trying another.", url, error)
             failed.append(url)
             last_error = error
         finally:
             picker.in_flight[url] -= 1
     raise EngineError(
-        f"No worker answered after {len(failed)} of {_ATTEMPTS} attempts (tried {sorted(set(failed)) or 'none'}). "
+        f"No worker answered in {attempts} attempts (tried {sorted(set(failed)) or 'none'}); last: {last_error}. "
         "Look at the logs of the engines."
     ) from last_error

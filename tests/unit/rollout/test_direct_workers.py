@@ -1,0 +1,163 @@
+"""Requests that the router would cut, sent to real HTTP workers that a real router lists."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections import Counter
+
+import pytest
+
+from slime.backends.sglang_utils.router_process import register_worker, start_router
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.rollout import direct_workers
+from slime.rollout.control_client import close_control_client
+from slime.rollout.direct_workers import WorkerPicker, post_to_worker, router_would_drop
+from slime.utils.errors import EngineError
+from slime.utils.http_utils import HttpStatusError, close_http_client
+from slime.utils.net import get_free_port
+from tests.scripted_engine.script import Fault, Script
+from tests.scripted_engine.server import ScriptedEngine
+
+ROUTER_ARGS = Namespace(
+    sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn", router_worker_urls=[]
+)
+
+
+@pytest.fixture
+def workers():
+    engines = [ScriptedEngine(Script(length=4)) for _ in range(3)]
+    for engine in engines:
+        engine.start()
+    yield engines
+    for engine in engines:
+        engine.stop()
+
+
+@pytest.fixture
+def router(workers):
+    handle = start_router(
+        ROUTER_ARGS, host="127.0.0.1", port=get_free_port(26600), prometheus_port=get_free_port(27600), timeout_s=60
+    )
+    for engine in workers:
+        register_worker(ServerControl(handle.url), engine.url, worker_type="regular")
+    WorkerPicker.clear_instances()
+    yield handle
+    WorkerPicker.clear_instances()
+    handle.stop()
+
+
+def payload(prompt: list[int]) -> dict:
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 4, "custom_params": {"return_top_p_token_ids": True}},
+        "return_logprob": True,
+    }
+
+
+def send(router, prompts: list[list[int]], *, keys: list[str] | None = None, **flags) -> None:
+    """Post all at once."""
+    args = Namespace(sglang_router_ip=router.host, sglang_router_port=router.port, **flags)
+
+    async def all_of_them():
+        try:
+            return await asyncio.gather(
+                *(
+                    post_to_worker(args, payload(prompt), routing_key=keys[i] if keys else None)
+                    for i, prompt in enumerate(prompts)
+                )
+            )
+        finally:
+            await close_http_client()
+            await close_control_client()
+
+    for answer in asyncio.run(all_of_them()):
+        assert answer["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+
+
+def served(workers) -> list[list[tuple[int, ...]]]:
+    """The prompts that each worker got."""
+    return [[tuple(body["input_ids"]) for body in engine.payloads] for engine in workers]
+
+
+def counts(workers) -> list[int]:
+    return [len(prompts) for prompts in served(workers)]
+
+
+def test_the_field_arrives_that_the_router_would_have_dropped(router, workers):
+    assert router_would_drop(payload([1]))
+    send(router, [[1, 2, 3]], router_policy="round_robin")
+    (body,) = [body for engine in workers for body in engine.payloads]
+    assert body["sampling_params"]["custom_params"] == {"return_top_p_token_ids": True}
+
+
+@pytest.mark.parametrize("policy", ["round_robin", None, "least_loaded"])
+def test_requests_at_once_are_spread_evenly(router, workers, policy):
+    send(router, [[i] for i in range(12)], router_policy=policy)
+    assert counts(workers) == [4, 4, 4]
+
+
+@pytest.mark.parametrize("policy", ["consistent_hashing", "manual"])
+def test_requests_of_one_key_meet_at_one_worker(router, workers, policy):
+    prompts = [[i] for i in range(24)]
+    send(router, prompts, keys=[f"key {i % 8}" for i in range(24)], router_policy=policy)
+    for key in range(8):
+        homes = [i for i, got in enumerate(served(workers)) if any(prompt[0] % 8 == key for prompt in got)]
+        assert len(homes) == 1
+    assert sum(count > 0 for count in counts(workers)) > 1
+
+
+def test_cache_aware_keeps_siblings_together_until_the_load_is_uneven(router, workers):
+    send(router, [[7] * 70 + [i] for i in range(6)], router_policy="cache_aware")
+    assert sorted(counts(workers)) == [0, 0, 6]
+    WorkerPicker.clear_instances()
+    for engine in workers:
+        engine.payloads.clear()
+    send(router, [[7] * 70 + [i] for i in range(30)], router_policy="cache_aware", router_balance_abs_threshold=2)
+    assert min(counts(workers)) >= 8
+
+
+def test_power_of_two_and_random_reach_every_worker(router, workers):
+    send(router, [[i] for i in range(40)], router_policy="power_of_two")
+    assert min(counts(workers)) >= 5
+    WorkerPicker.clear_instances()
+    send(router, [[i] for i in range(40)], router_policy="random")
+    assert sum(counts(workers)) == 80
+
+
+def test_a_worker_that_has_died_is_left_out_and_its_requests_go_elsewhere(router, workers, monkeypatch):
+    monkeypatch.setattr(direct_workers, "_POST_RETRIES_PER_WORKER", 0)
+    workers[0].stop()
+    send(router, [[i] for i in range(9)], router_policy="round_robin")
+    assert sum(counts(workers[1:])) == 9
+
+
+def test_a_request_that_is_at_fault_is_not_tried_elsewhere(router, workers):
+    for engine in workers:
+        engine.script.faults.append(Fault("status", status=400, times=9))
+    with pytest.raises(HttpStatusError, match="400"):
+        send(router, [[1]])
+    assert sum(counts(workers)) == 1
+
+
+def test_without_any_worker_the_error_says_so(workers, monkeypatch):
+    monkeypatch.setattr(direct_workers, "_ATTEMPTS", 2)
+    monkeypatch.setattr(direct_workers, "_RETRY_WAIT_S", 0.01)
+    WorkerPicker.clear_instances()
+    empty = start_router(
+        ROUTER_ARGS, host="127.0.0.1", port=get_free_port(26700), prometheus_port=get_free_port(27700), timeout_s=60
+    )
+    try:
+        with pytest.raises(EngineError, match="lists no worker"):
+            send(empty, [[1]])
+    finally:
+        WorkerPicker.clear_instances()
+        empty.stop()
+
+
+def test_counts_are_those_of_requests_in_flight():
+    WorkerPicker.clear_instances()
+    picker = WorkerPicker(Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy=None))
+    picker.in_flight = Counter({"a": 2, "b": 1, "c": 5})
+    assert picker.choose(["a", "b", "c"], None) == "b"
+    WorkerPicker.clear_instances()
