@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from slime.backends.sglang_utils.process_logs import run_name
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ray.placement_group import GpuSlice, strategy_for
 from slime.ray.ray_actor import RayActor
@@ -49,6 +50,7 @@ def start_engine_actor(gpus: GpuSlice | None, position: int, *arguments: Any, **
     """Start one engine actor on the GPU at ``position`` of the slice (None: an external engine without a GPU)."""
     variables = COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES
     variables |= {name: env.get_str(name, default) or default for name, default in ENGINE_ENV_DEFAULTS.items()}
+    variables["SLIME_LOG_RUN"] = run_name()
     share = 0.2 if gpus is not None else 0
     options: dict[str, Any] = {"num_cpus": share, "num_gpus": share, "runtime_env": {"env_vars": variables}}
     if gpus is not None:

@@ -23,6 +23,7 @@ from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, trai
 from slime.ray.rollout_logging import log_eval, log_rollout
 from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.ledger.books import open_books
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.http_utils import init_http_client
@@ -48,7 +49,8 @@ class RolloutManager(EngineFleet, Watched):
         if not args.debug_train_only:
             init_http_client(args)
         # Everything below happens while the engines boot.
-        self.data_source = load_function(args.data_source_path)(args)
+        self.books = open_books(args, load_function(args.data_source_path)(args))
+        self.data_source = self.books.data_source
         self.generate_rollout = load_function(args.rollout_function_path)
         self.eval_rollout = load_function(args.eval_function_path)
         self._data_states: dict[int, bytes] = {}
@@ -101,6 +103,10 @@ class RolloutManager(EngineFleet, Watched):
             return load_rollout_dump(
                 self.args.load_debug_rollout_data, rollout_id, subsample=self.args.load_debug_rollout_data_subsample
             ), None
+        output = self.books.make_samples(rollout_id, lambda: self._call_rollout_fn(rollout_id))
+        return output.samples, output.metrics
+
+    def _call_rollout_fn(self, rollout_id: int) -> RolloutFnTrainOutput:
         output = self._watching_engines(
             lambda: call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
         )
@@ -109,7 +115,7 @@ class RolloutManager(EngineFleet, Watched):
                 f"--rollout-function-path {self.args.rollout_function_path} returned {type(output).__name__}; it must "
                 "return a RolloutFnTrainOutput or a list of groups"
             )
-        return output.samples, output.metrics
+        return output
 
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Measure the present policy on the evaluation sets; gives the logged metrics."""
@@ -148,14 +154,27 @@ class RolloutManager(EngineFleet, Watched):
             self.data_source.save(rollout_id, state=pickle.loads(ahead))
         else:
             self.data_source.save(rollout_id)
+        self.books.save(rollout_id)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def note_trained(self, rollout_id: int) -> None:
+        """The optimizer took the rollout's steps."""
+        self.books.trained(rollout_id)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def note_published(self, rollout_id: int) -> None:
+        """The checkpoint after ``rollout_id`` counts; what only earlier ones needed can go."""
+        self.books.published(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Continue where the data stood after ``rollout_id``."""
+        """Continue where the data stood after ``rollout_id``, with what the ledger holds of the time since."""
         self.data_source.load(rollout_id)
+        self.books.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
 
     def dispose(self) -> None:
         """Stop engines and routers in an orderly way."""
         self._stop_fleet()
+        self.books.close()
         finish_tracking(self.args)
 
 

@@ -145,6 +145,7 @@ class TrainJob:
         assert self.actor is not None, "without a trainer generate() gives no train data"
         with self._timed("train"):
             self.actor.train(rollout_id, rollout_data)
+        self._ask("note_trained", rollout_id, what="the ledger")
 
     def save_if_due(self, rollout_id: int) -> None:
         """Save when ``--save-interval`` says so, and after the last rollout.
@@ -162,6 +163,7 @@ class TrainJob:
             if args.rollout_global_dataset:
                 self._ask("save", rollout_id, what="the position in the data to be saved")
             self.actor.publish_checkpoint(rollout_id)
+            self._ask("note_published", rollout_id, what="the ledger")
 
     def push_weights(self) -> None:
         """Give the engines the present weights (and, where GPUs are shared, the GPUs)."""

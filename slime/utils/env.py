@@ -57,6 +57,11 @@ def log_dir() -> str | None:
     return get_str("SLIME_LOG_DIR")
 
 
+def log_run() -> str | None:
+    """``SLIME_LOG_RUN``: name of the run whose engines and routers log together; set for its processes by slime."""
+    return get_str("SLIME_LOG_RUN")
+
+
 def cuda_visible_devices() -> list[str] | None:
     """``CUDA_VISIBLE_DEVICES`` as a list; None when it is unset and all devices are visible."""
     text = get_str("CUDA_VISIBLE_DEVICES")

@@ -7,12 +7,12 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.owner_watch import kill_tree
+from slime.backends.sglang_utils.process_logs import new_log_file
 from slime.utils import env
 from slime.utils.errors import EngineError
 
@@ -36,7 +36,7 @@ class ChildProcess:
     ) -> None:
         """Start ``python -m module`` and give it ``settings`` as JSON on its standard input."""
         self.name = name
-        self.log_path = _new_log_file(name)
+        self.log_path = new_log_file(name)
         variables = {key: value for key, value in env.copy().items() if key not in without_variables}
         variables |= extra_environment
         paths = [str(REPOSITORY), *variables.get("PYTHONPATH", "").split(os.pathsep)]
@@ -106,12 +106,3 @@ def read_settings() -> dict[str, Any]:
 def owner_pid() -> int:
     """In the child: the process that started it."""
     return int(sys.argv[1])
-
-
-def _new_log_file(name: str) -> Path:
-    folder = Path(env.log_dir() or Path(tempfile.gettempdir()) / f"slime-{os.getuid()}")
-    folder.mkdir(parents=True, exist_ok=True)
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-    handle, path = tempfile.mkstemp(prefix=f"{safe}.", suffix=".log", dir=folder)
-    os.close(handle)
-    return Path(path)

@@ -1,0 +1,74 @@
+"""Engines and routers that die in the middle of a real rollout, with ``--use-fault-tolerance``: the job goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.job import JOBS, Job, records
+from tests.e2e.test_job_cpu import grpo_flags, task  # noqa: F401  (the fixture)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path"),
+]
+
+TOLERANT = "--use-fault-tolerance --rollout-health-check-interval 5 --rollout-health-check-timeout 20"
+PROCESS = {"engine": "sglang_utils.server_main", "router": "sglang_utils.router_main"}
+
+
+@pytest.fixture(autouse=True)
+def no_job_survives():
+    yield
+    while JOBS:
+        JOBS.pop().kill_everything()
+
+
+def busy_job(task: Path, folder: Path, *more: str) -> Job:  # noqa: F811
+    """A job whose second rollout generates; its responses take some seconds."""
+    flags = grpo_flags(
+        task, folder, *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --num-rollout 3".split(), *TOLERANT.split(),
+        *"--rollout-max-response-len 400 --max-tokens-per-gpu 2048".split(), *more,
+    )  # fmt: skip
+    job = Job("train.py", flags, folder / "log.txt")
+    job.wait_until(lambda: "step 1/3" in job.text(), "first step", 240)
+    return job
+
+
+def kill(job: Job, what: str) -> None:
+    """SIGKILL to the root of each such process."""
+    pids = job.pids(PROCESS[what])
+    assert pids, f"no {what} runs"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_path):  # noqa: F811
+    job = busy_job(task, tmp_path)
+    kill(job, "engine")
+    killed_s = time.monotonic()
+    job.wait_until(lambda: "is taken out of service" in job.text(), "detection", 30)
+    print(f"detected after {time.monotonic() - killed_s:.1f} s")
+    job.wait_until(lambda: "is back at" in job.text(), "replacement", 300)
+    print(f"serving again after {time.monotonic() - killed_s:.1f} s")
+    assert job.finish(200) == 0, job.text()[-4000:]
+    assert "step 3/3" in job.text()
+    steps = records(tmp_path, "train/step")
+    assert len(steps) == 6
+    # The replacement had the weights of the checkpoint on disk; what it sampled with are those of the trainer.
+    assert all(step["train/train_rollout_logprob_abs_diff"] < 0.05 for step in steps)
+    job.seconds_until_gone(30)
+
+
+def test_the_router_is_killed_and_the_job_goes_on_with_another(task, tmp_path):  # noqa: F811
+    job = busy_job(task, tmp_path)
+    kill(job, "router")
+    job.wait_until(lambda: "it is started again" in job.text(), "detection", 30)
+    assert job.finish(200) == 0, job.text()[-4000:]
+    assert "step 3/3" in job.text()
