@@ -80,8 +80,8 @@ def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -
     config = ScheduleConfig(
         dp_size=parallel["dp_size"],
         cp_size=parallel["cp_size"],
-        vpp_size=parallel["vpp_size"],
-        microbatch_group_size_per_vp_stage=parallel["microbatch_group_size_per_vp_stage"],
+        vpp_size=parallel.get("vpp_size", 1),
+        microbatch_group_size_per_vp_stage=parallel.get("microbatch_group_size_per_vp_stage", 1),
         use_dynamic_batch_size=args.use_dynamic_batch_size,
         max_tokens_per_gpu=args.max_tokens_per_gpu,
         micro_batch_size=args.micro_batch_size,
