@@ -25,7 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ("tests.matrix.layout_rank", "tests.matrix.parity", "transformers.models.auto.modeling_auto")
+PRELOADED = (
+    "tests.matrix.layout_rank",
+    "tests.matrix.parity",
+    "transformers.models.auto.modeling_auto",
+    "slime.rollout.sglang_rollout",  # the check of the flags imports it
+    "tools.convert_hf_to_torch_dist",
+    "tools.convert_torch_dist_to_hf",
+)
 """Imported once, before the processes are forked; a process has one such server for all who fork."""
 COLLECTIVE_TIMEOUT_S = 100
 """A rank that waits longer for the others gives up."""
