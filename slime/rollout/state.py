@@ -40,6 +40,8 @@ def training_sampling_params(args: Namespace) -> dict[str, Any]:
 
 
 PROMPTS_KEPT = 16
+COLLECTOR_THRESHOLDS = (10_000, 10, 10)
+"""Python's 700 young objects are the tasks and spans of a dozen samples: all alive when they are looked through."""
 
 
 @functools.cache
@@ -51,6 +53,7 @@ def _spare_the_collector() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
     atexit.register(gc.unfreeze)  # libraries that look for leaks at the end must find what they left
 
 
