@@ -5,12 +5,19 @@ A returned group is aborted (its tokens are continued) or a finished surplus (it
 
 from __future__ import annotations
 
+import logging
 import pickle
 from argparse import Namespace
 from typing import Any
 
+from slime.rollout.ledger.packing import try_pickle
 from slime.utils.errors import DataError, HookError
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_LEFT_OUT: set[str] = set()
+"""Attributes that were named in the log already."""
 
 
 def pop_first(
@@ -46,9 +53,14 @@ def check_groups(groups: list[list[Sample]], n_samples_per_prompt: int) -> None:
 def groups_to_state(groups: list[Any]) -> list[Any]:
     """Plain values that share nothing with the samples, so that they stay as they are while the samples grow.
 
-    Going through pickle is about five times as fast as ``copy.deepcopy`` on long token lists.
+    Going through pickle is about five times as fast as ``copy.deepcopy`` on long token lists.  Attributes that cannot
+    be pickled (a client that a hook left on a sample) are left out.
     """
-    return pickle.loads(pickle.dumps(_to_plain(groups), protocol=pickle.HIGHEST_PROTOCOL))
+    plain = _to_plain(groups)
+    data = try_pickle(plain)
+    if data is None:
+        data = pickle.dumps(_without_unpicklable(plain), protocol=pickle.HIGHEST_PROTOCOL)
+    return pickle.loads(data)
 
 
 def groups_from_state(state: list[Any]) -> list[Any]:
@@ -58,6 +70,16 @@ def groups_from_state(state: list[Any]) -> list[Any]:
 
 def _to_plain(value: Any) -> Any:
     return [_to_plain(item) for item in value] if isinstance(value, list) else value.to_dict()
+
+
+def _without_unpicklable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_unpicklable(item) for item in value]
+    kept = {name: field for name, field in value.items() if try_pickle(field) is not None}
+    for name in value.keys() - kept.keys() - _LEFT_OUT:
+        _LEFT_OUT.add(name)
+        logger.warning("Groups are stored without Sample.%s, which cannot be pickled.", name)
+    return kept
 
 
 def _from_plain(value: Any) -> Any:

@@ -35,6 +35,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 FOLDER = "ledger"
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def ledger_folder(args: Namespace) -> Path | None:
@@ -191,15 +192,21 @@ class Books:
         self._saved[rollout_id] = first
 
     def published(self, rollout_id: int) -> None:
-        """The checkpoint counts: what only earlier ones needed can go."""
-        first = self._saved.pop(rollout_id, None)
-        if first is None:
+        """The checkpoint counts: what only earlier ones needed can go.
+
+        With --async-save it counts later, when it is on disk: then the next call finds it.
+        """
+        latest = max((k for k in self._saved if k <= _tracked_rollout(self._args.save)), default=None)
+        if latest is None:
             return
-        self.ledger.published(rollout_id, first)
+        first = self._saved[latest]
+        for done in [k for k in self._saved if k <= latest]:
+            del self._saved[done]
+        self.ledger.published(latest, first)
         if self._recovery is not None and self._recovery.first_segment == NO_SEGMENT:
             self._recovery = None
         freed = compact(self._folder, first_needed=first)
-        logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, rollout_id)
+        logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, latest)
 
     def close(self) -> None:
         """Write what is in memory and stop noting."""
@@ -227,6 +234,13 @@ def _fresh_position(folder: Path, own: int) -> int:
                 break
             first = segment
     return first
+
+
+def _tracked_rollout(folder: str) -> int:
+    """The rollout of the checkpoint that the tracker names; -1 when it names none."""
+    tracker = Path(folder) / TRACKER
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    return int(text) if text.isdigit() else -1
 
 
 def _keeps_open(path: str) -> bool:

@@ -109,9 +109,12 @@ class Recovery:
         return recovered
 
     def _load_entry(self, entry: Any, state: GroupState, index: int) -> Any:
-        values: Any = entry.to_dict() if isinstance(entry, Sample) else None
+        issued = entry.to_dict() if isinstance(entry, Sample) else None
+        values: Any = issued
         for part in state.parts[index]:
-            values = self._apply(values if isinstance(values, dict) else None, part.record, part.position)
+            # A fan-out is written whole, and what follows it (the sample it restarts from) is told from the issue on.
+            base = values if isinstance(values, dict) else issued
+            values = self._apply(base, part.record, part.position)
         return to_entry(values)
 
     def _apply(self, base: dict[str, Any] | None, record: Record, position: int) -> Any:

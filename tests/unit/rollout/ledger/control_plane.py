@@ -23,7 +23,7 @@ from slime.rollout import ledger as ledger_package
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.groups import first_index, leaf_samples
-from slime.rollout.ledger.books import Books
+from slime.rollout.ledger.books import TRACKER, Books
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.types import Sample
@@ -81,18 +81,28 @@ class World:
     num_steps: int = 0
     num_requests: int = 0
     num_lives: int = 0
+    dull: int | None = 3
+    """The filter drops groups whose number modulo 5 is this."""
     final_state: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_drained(self) -> bool:
         """Whether the first groups are all done."""
         trained = {sample["group"] for samples in self.trained.values() for sample in samples}
-        return all(name in trained or is_dull(name) for name in range(self.num_groups))
+        return all(name in trained or name % 5 == self.dull for name in range(self.num_groups))
 
-    def samples_of_first_groups(self) -> Counter[Any]:
-        """What was trained of them, as a multiset."""
+    def samples_of_first_groups(self, *, but: str = "") -> Counter[Any]:
+        """What was trained of them, as a multiset.
+
+        Args:
+            but: a column that is not looked at.
+        """
         samples = [sample for rollout in self.trained.values() for sample in rollout]
-        return Counter(tuple(sample.items()) for sample in samples if sample["group"] < self.num_groups)
+        return Counter(
+            tuple(item for item in sample.items() if item[0] != but)
+            for sample in samples
+            if sample["group"] < self.num_groups
+        )
 
 
 class Life:
@@ -263,7 +273,7 @@ class Life:
         self.step()
         self.books.save(rollout_id)
         self.step()
-        path = self.world.folder / "save" / "tracker"
+        path = self.world.folder / "save" / TRACKER
         path.write_text(str(rollout_id))
         self.step()
         self.books.published(rollout_id)
@@ -298,7 +308,10 @@ class Life:
         self.loop._on_step = flushing_step
 
     def note_returned(self, item: Any) -> None:
-        leaf = item.entries[0][1].samples[0].values
+        leaves = item.entries[0][1]
+        leaf = leaves.samples[0].values
+        if leaves.shape != 0 and leaf["status"] == "aborted":
+            return  # an interrupted fan-out begins anew, whether or not anybody was killed
         issued = item.entries[0][2]
         prompt, _ = split_prompt(leaf["tokens"])
         earlier = issued["response_length"]
@@ -326,7 +339,7 @@ def run_to_the_end(world: World, monkeypatch: Any) -> None:
 
 def tracker(folder: Path) -> int:
     """The rollout of the checkpoint that counts; -1 without one."""
-    path = folder / "save" / "tracker"
+    path = folder / "save" / TRACKER
     return int(path.read_text()) if path.exists() else -1
 
 
@@ -340,7 +353,7 @@ def frozen_sample(sample: Sample) -> dict[str, Any]:
         "response": sample.response,
         "status": sample.status.value,
         "reward": sample.reward,
-        "mask": tuple(sample.loss_mask or ()),
+        "masked": len(sample.loss_mask or ()) - sum(sample.loss_mask or ()),
         "log_probs": tuple(round(p, 4) for p in sample.rollout_log_probs or ()),
     }
 
@@ -369,9 +382,11 @@ def make_world(folder: Path, *, num_groups: int, num_prompts: int = 200, seed: i
 # Plug-ins
 
 
-async def reward(args: Namespace, sample: Sample, **keywords: Any) -> float:
-    """A number that depends on the response alone; it takes a while."""
+async def reward(args: Namespace, sample: Any, **keywords: Any) -> Any:
+    """A number that depends on the response alone; it takes a while.  Takes a sample or a list."""
     await asyncio.sleep(0.02)
+    if isinstance(sample, list):
+        return [await reward(args, one) for one in sample]
     return float(sum(sample.tokens) % 5)
 
 
@@ -393,3 +408,20 @@ async def attaches_a_lock(args: Namespace, sample: Sample, sampling_params: dict
 
     sample.client = threading.Lock()
     return await generate(args, sample, sampling_params)
+
+
+async def fans_out(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two samples from one execution."""
+    from slime.rollout.sglang_rollout import generate
+
+    first = await generate(args, sample, sampling_params)
+    first.rollout_id = first.index
+    second = Sample.from_dict(first.to_dict())
+    second.response += "!"
+    return [first, second]
+
+
+def counts_visits(args: Namespace, sample: Sample) -> None:
+    """A sample hook that leaves a trace in the response: it must leave it once."""
+    if sample.status is not Sample.Status.ABORTED:
+        sample.response += "+"
