@@ -111,7 +111,7 @@ class Ledger:
             fields = [sample.values for sample in samples]
             issued = Issued([values["index"] for values in fields], fields, self.writer.number)
             self.open[name] = issued
-            described.append([name, issued.indices, _prompt_start(samples[0].values), is_recovered])
+            described.append([name, issued.indices, prompt_start(samples[0].values["prompt"]), is_recovered])
         self._note(Kind.ISSUED, wanted=num_wanted, groups=described)
 
     def response(self, sample: Sample, entry: Any) -> None:
@@ -247,8 +247,8 @@ def group_name(group: Any) -> int | None:
     return name if isinstance(name, int) and isinstance(entry.index, int) else None
 
 
-def _prompt_start(fields: Mapping[str, Any]) -> str:
-    prompt = fields["prompt"]
+def prompt_start(prompt: Any) -> str:
+    """What ISSUED shows of a prompt: of messages, the last one."""
     if isinstance(prompt, list):
         prompt = str(prompt[-1].get("content", "")) if prompt and isinstance(prompt[-1], dict) else ""
     return str(prompt)[:PROMPT_CHARS]

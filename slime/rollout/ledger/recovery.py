@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.groups import leaf_samples
-from slime.rollout.ledger.ledger import group_name
+from slime.rollout.ledger.ledger import group_name, prompt_start
 from slime.rollout.ledger.packing import apply_entry, to_entry
 from slime.rollout.ledger.reader import read_folder
 from slime.rollout.ledger.records import Record
@@ -26,6 +26,12 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 NO_SEGMENT = 1 << 60
+
+
+def _is_same_prompt(group: list[Any], state: GroupState) -> bool:
+    """Whether the group that the data source gives is the one that was noted: the data may have changed."""
+    first = next(leaf_samples(group), None)
+    return first is not None and len(group) == len(state.indices) and prompt_start(first.prompt) == state.prompt
 
 
 class Recovery:
@@ -84,7 +90,7 @@ class Recovery:
         """
         name = group_name(group)
         state = self._groups.pop(name, None) if name is not None else None
-        if state is None or len(state.indices) != len(group):
+        if state is None or not _is_same_prompt(group, state):
             return None
         try:
             return [
@@ -188,7 +194,7 @@ class Recovery:
     def _load_group(self, name: int | None, state: GroupState | None, record: Record) -> list[Any]:
         if record.head["i"] is None:
             return [to_entry(self._apply(None, record, k)) for k in range(len(record.head["entries"]))]
-        if state is None or name not in self._given:
-            raise DataError(f"group {name} is not among those that the data source gave.")
+        if state is None or name not in self._given or not _is_same_prompt(self._given[name], state):
+            raise DataError(f"group {name} is not among those that the data source gives now.")
         entries = zip(self._given[name], state.indices, strict=True)
         return [self._load_entry(entry, state, index) for entry, index in entries]

@@ -34,6 +34,8 @@ class GroupState:
     rollout_id: int
     """The rollout in which the last of it was noted."""
     life: int
+    prompt: str = ""
+    """How it begins."""
     parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     """``Sample.index`` of an execution -> the records that tell its fields, in order."""
     generated: frozenset[int] = frozenset()
@@ -41,7 +43,7 @@ class GroupState:
 
     def copy(self) -> GroupState:
         """The state now; later records do not change it."""
-        return GroupState(self.indices, self.rollout_id, self.life, dict(self.parts), self.generated)
+        return GroupState(self.indices, self.rollout_id, self.life, self.prompt, dict(self.parts), self.generated)
 
     @property
     def first_segment(self) -> int:
@@ -169,10 +171,10 @@ class Story:
         for described in head["groups"]:
             if described is None:
                 continue
-            name, indices, _, is_recovered = described
+            name, indices, prompt, is_recovered = described
             state = self.groups.get(name)
             if state is None or state.indices != indices or (state.life != self.life and not is_recovered):
-                self.groups[name] = GroupState(indices, head["r"], self.life)
+                self.groups[name] = GroupState(indices, head["r"], self.life, prompt)
             else:
                 state.life = self.life
 

@@ -1,0 +1,150 @@
+"""What the ledger costs: bytes and microseconds a sample, beside the naive way of pickling every sample to a file.
+
+    python benchmarks/ledger.py
+    python benchmarks/ledger.py --lengths 64 1024 --samples 2048
+
+For each response length, groups of eight samples go through the calls that the default rollout makes: ``issued``,
+``response`` for each sample, ``finished`` and ``handed`` for each group.  Four figures, the best of ``--repeats``:
+
+* loop: CPU time of the calling thread, which is the event loop's in a job; the writer runs behind it
+* all: CPU time of the process for the same, the writer's thread included
+* naive: CPU time of ``pickle.dump`` of each sample twice (answered, rewarded), flushed each time
+* bytes a sample on disk, of both; the payload (4 bytes a token id and 4 a log-prob) is the floor
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.rollout.ledger.ledger import Ledger
+from slime.utils.types import Sample
+
+GROUP_SIZE = 8
+PROMPT_TOKENS = 128
+
+
+def make_groups(num_samples: int) -> list[list[Sample]]:
+    """Groups as the data source gives them."""
+    return [
+        [
+            Sample(group_index=g, index=g * GROUP_SIZE + k, prompt="What is the sum? " * 20, label="42", metadata={})
+            for k in range(GROUP_SIZE)
+        ]
+        for g in range(num_samples // GROUP_SIZE)
+    ]
+
+
+def answers(num_samples: int, length: int) -> list[dict]:
+    """Fields that an engine's answer sets; made before the clock runs."""
+    rng = random.Random(0)
+    tokens = [rng.randrange(150_000) for _ in range(PROMPT_TOKENS + length)]
+    log_probs = [-rng.random() for _ in range(length)]
+    return [
+        {
+            "tokens": tokens[:],
+            "rollout_log_probs": log_probs[:],
+            "loss_mask": [1] * length,
+            "response": "word " * (length * 4 // 5),
+            "response_length": length,
+            "status": Sample.Status.COMPLETED,
+            "weight_versions": ["1"],
+        }
+        for _ in range(num_samples)
+    ]
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def run_ledger(folder: Path, num_samples: int, length: int, *, has_user_code: bool) -> tuple[float, float, float]:
+    """``(loop microseconds, all microseconds, bytes)`` a sample."""
+    groups, fields = make_groups(num_samples), iter(answers(num_samples, length))
+    ledger = Ledger(folder, facts={}, has_user_code=has_user_code)
+    ledger.live(0, first_segment=0)
+    ledger.begin(0)
+    start_all, loop = cpu_s(), 0.0
+    start = time.thread_time()
+    ledger.issued(len(groups), groups, [False] * len(groups))
+    loop += time.thread_time() - start
+    for group in groups:
+        for sample in group:
+            sample.__dict__.update(next(fields))
+            start = time.thread_time()
+            ledger.response(sample, sample)
+            loop += time.thread_time() - start
+        for sample in group:
+            sample.reward = 1.0
+        start = time.thread_time()
+        ledger.finished(group)
+        loop += time.thread_time() - start
+        time.sleep(0)  # the event loop waits for sockets now and then
+    ledger.handed(0, groups, {}, keeps_open=False)  # on the manager's thread
+    total = cpu_s() - start_all
+    written = ledger.writer.bytes_written
+    ledger.close()
+    return loop / num_samples * 1e6, total / num_samples * 1e6, written / num_samples
+
+
+def run_naive(folder: Path, num_samples: int, length: int) -> tuple[float, float]:
+    """``(microseconds, bytes)`` a sample."""
+    samples = [sample for group in make_groups(num_samples) for sample in group]
+    for sample, fields in zip(samples, answers(num_samples, length), strict=True):
+        sample.__dict__.update(fields)
+    folder.mkdir(parents=True)
+    start = cpu_s()
+    with open(folder / "samples.pkl", "wb") as file:
+        for sample in samples:
+            for reward in (None, 1.0):
+                sample.reward = reward
+                pickle.dump(sample.to_dict(), file, protocol=pickle.HIGHEST_PROTOCOL)
+                file.flush()
+        size = file.tell()
+    return (cpu_s() - start) / num_samples * 1e6, size / num_samples
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 1024, 32768], help="response tokens")
+    parser.add_argument("--samples", type=int, default=2048, help="samples of short responses; long ones get fewer")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="ledger-benchmark-"))
+    print("tokens  hooks   loop us   all us   naive us   bytes   naive bytes   payload bytes")
+    try:
+        for length in options.lengths:
+            num_samples = max(GROUP_SIZE, min(options.samples, (1 << 21) // length) // GROUP_SIZE * GROUP_SIZE)
+            for has_user_code in (False, True):
+                best = [float("inf")] * 5
+                for repeat in range(options.repeats):
+                    place = folder / f"{length}-{has_user_code}-{repeat}"
+                    ledger = run_ledger(place / "ledger", num_samples, length, has_user_code=has_user_code)
+                    naive = run_naive(place / "naive", num_samples, length)
+                    best = [min(old, new) for old, new in zip(best, (*ledger, *naive), strict=True)]
+                    shutil.rmtree(place)
+                loop, total, size, naive_us, naive_bytes = best
+                payload = 4 * (PROMPT_TOKENS + length) + 4 * length
+                hooks = "yes" if has_user_code else "no"
+                print(
+                    f"{length:6}  {hooks:>5} {loop:9.1f} {total:8.1f} {naive_us:10.1f} {size:7.0f} "
+                    f"{naive_bytes:13.0f} {payload:15}"
+                )
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
