@@ -55,7 +55,6 @@ NOT_YET: dict[str, Missing] = {
     "opd_teacher_load": Missing(reason=NO_TEACHER, used=_is_given),
     "opd_teacher_ckpt_step": Missing(reason=NO_TEACHER, used=_is_given),
     "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),
-    "use_distributed_post": Missing(reason="requests are posted from one process only, so far"),
     "qwen_gdn_backend": Missing(reason="the gated delta net is not built yet", used=lambda value: value != "fla"),
     "use_stateless_adam": Missing(reason="this optimizer is not built yet"),
     "rollout_buffer_url": Missing(reason=NO_BUFFER_SERVICE, used=_is_given),

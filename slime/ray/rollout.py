@@ -17,6 +17,7 @@ import ray
 
 from slime.observability.logging_utils import configure_logger, finish_tracking
 from slime.observability.rollout_dump import load_rollout_dump, save_rollout_dump
+from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engine_fleet import CONTROL_GROUP, DEADLINE_MARGIN_S, EngineFleet
 from slime.ray.placement_group import GpuSlice
 from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, train_data_from_samples
@@ -48,6 +49,8 @@ class RolloutManager(EngineFleet, Watched):
         self._start_fleet(args, gpus)
         if not args.debug_train_only:
             init_http_client(args)
+            if args.use_distributed_post:
+                self._posters = start_distributed_post(args)  # the actors live as long as their handles
         # Everything below happens while the engines boot.
         self.books = open_books(args, load_function(args.data_source_path)(args))
         self.data_source = self.books.data_source

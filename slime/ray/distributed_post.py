@@ -1,0 +1,93 @@
+"""Requests posted from several processes (``--use-distributed-post``), for rollouts that one process cannot serve.
+
+One process builds and parses the JSON of every request.  Where that is the bottleneck (very many short responses, or
+many megabytes of images), actors on every node share it; the answers come back through Ray.  For everything else the
+one process is faster, because nothing is copied twice: see docs/verified.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slime.ray.utils import COMMON_ACTOR_ENV
+from slime.ray.waiting import wait_for
+from slime.utils.http_utils import PostTransportUnavailable, post, set_post_transport
+
+logger = logging.getLogger(__name__)
+
+CPU_SHARE = 0.001
+"""Of one core, for Ray's books: the actors must fit beside whatever the job reserves."""
+START_TIMEOUT_S = 120.0
+
+
+class _Poster:
+    """Posts what it is given."""
+
+    def ready(self) -> bool:
+        """True once the process is up."""
+        return True
+
+    async def post(self, url: str, payload: Any, max_retries: int, headers: Mapping[str, str] | None) -> Any:
+        """As ``slime.utils.http_utils.post``."""
+        return await post(url, payload, max_retries, headers)
+
+
+_RemotePoster: Any = ray.remote(num_cpus=CPU_SHARE, num_gpus=0)(_Poster)
+
+
+class DistributedPost:
+    """A post transport over actors, used in turn.
+
+    Invariant: an actor that has died is asked no more; without any left, requests are posted from this process.
+    """
+
+    def __init__(self, posters: list[Any]) -> None:
+        self._posters = posters
+        self._turn = itertools.count()
+
+    async def __call__(self, url: str, payload: Any, max_retries: int, headers: Mapping[str, str] | None) -> Any:
+        """The answer.
+
+        Raises:
+            EngineError: as ``post`` does.
+            PostTransportUnavailable: no actor is left, or the one whose turn it was has just died.
+        """
+        posters = self._posters
+        if not posters:
+            raise PostTransportUnavailable("no posting actor is left (--use-distributed-post)")
+        poster = posters[next(self._turn) % len(posters)]
+        try:
+            return await poster.post.remote(url, payload, max_retries, headers)
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        except RayActorError as error:
+            self._posters = [other for other in self._posters if other is not poster]
+            raise PostTransportUnavailable(
+                f"a posting actor has died, {len(self._posters)} are left: {error}"
+            ) from error
+
+
+def start_distributed_post(args: Namespace) -> DistributedPost:
+    """Start ``--num-gpus-per-node`` posting actors on every node, no more than it has cores, and post through them."""
+    posters = []
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        count = max(1, min(args.num_gpus_per_node, int(node["Resources"].get("CPU", 1))))
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+        options = {"scheduling_strategy": strategy, "max_concurrency": 4096}
+        options["runtime_env"] = {"env_vars": COMMON_ACTOR_ENV}
+        posters += [_RemotePoster.options(**options).remote() for _ in range(count)]
+    wait_for([poster.ready.remote() for poster in posters], what="the posting actors", timeout_s=START_TIMEOUT_S)
+    logger.info("requests are posted by %d actors on %d nodes", len(posters), len(ray.nodes()))
+    transport = DistributedPost(posters)
+    set_post_transport(transport)
+    return transport

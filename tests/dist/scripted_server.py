@@ -1,0 +1,59 @@
+"""A scripted engine as an engine's process: ``python -m tests.dist.scripted_server OWNER_PID``, settings on stdin.
+
+``POST /script {"is_garbled": true}`` makes it answer nonsense from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from slime.backends.sglang_utils.child_process import ChildProcess, owner_pid, read_settings
+from slime.backends.sglang_utils.owner_watch import end_with_owner
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.ray.engine_actor import EngineActor
+from slime.utils.net import format_host_port
+from tests.scripted_engine.script import Fault, Request, Script
+from tests.scripted_engine.server import ScriptedEngine
+
+
+class GarblingScript(Script):
+    """Answers nonsense once it is told to."""
+
+    is_garbled = False
+
+    def fault_of(self, request: Request) -> Fault | None:
+        return Fault("garbage") if self.is_garbled else super().fault_of(request)
+
+
+class ScriptedEngineActor(EngineActor):
+    """A real engine actor whose server generates nothing; everything around the server is what runs in a job."""
+
+    def start_server(self, *, host, port, router_ip=None, router_port=None, dist_init_addr=None, **ignored) -> None:
+        self.address = {"dist_init_addr": dist_init_addr, "port": port, **ignored}
+        self.server = ServerControl(f"http://{format_host_port(host, port)}", name=f"engine {self.rank}")
+        if router_ip and router_port:
+            self.router = ServerControl(f"http://{format_host_port(router_ip, router_port)}", name="the router")
+        self.process = ChildProcess(
+            "tests.dist.scripted_server",
+            {"host": host, "port": port},
+            name=f"engine {self.rank} {port}",
+            extra_environment={},
+        )
+
+    def facts(self) -> dict:
+        """What this actor was told."""
+        return {
+            "rank": self.rank,
+            "node_rank": self.node_rank,
+            "base_gpu_id": self.base_gpu_id,
+            "overrides": self.overrides,
+            "pid": self.process.pid if self.process else None,
+            **self.address,
+        }
+
+
+if __name__ == "__main__":
+    end_with_owner(owner_pid())
+    settings = read_settings()
+    ScriptedEngine(GarblingScript(length=4), host=settings["host"], port=settings["port"]).start()
+    asyncio.run(asyncio.Event().wait())  # type: ignore[arg-type]

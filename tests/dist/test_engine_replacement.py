@@ -1,0 +1,262 @@
+"""Engines that die, hang or answer nonsense are replaced: real Ray actors, a real router, scripted servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from argparse import Namespace
+
+import pytest
+import ray
+import requests
+
+from slime.backends.sglang_utils.router_process import RouterHandle, find_worker, start_router
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
+from slime.ray import engine_actor, server_group
+from slime.ray.distributed_post import start_distributed_post
+from slime.ray.health_monitor import RolloutHealthMonitor
+from slime.ray.placement_group import GpuSlice, _reserve
+from slime.ray.server_addresses import PortCursors
+from slime.ray.server_group import EngineState, ServerGroup
+from slime.ray.waiting import WATCH_GROUP, wait_for
+from slime.utils.errors import EngineError
+from slime.utils.http_utils import close_http_client, post, set_post_transport
+from slime.utils.net import get_free_port
+from tests.dist.scripted_server import ScriptedEngineActor
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+ARGS = Namespace(
+    num_gpus_per_node=2,
+    rollout_num_gpus_per_engine=1,
+    offload_rollout=False,
+    debug_rollout_only=False,
+    hf_checkpoint="/none",
+    sglang_dp_size=1,
+    engine_start_timeout_s=60.0,
+    weight_update_timeout_s=30.0,
+    rollout_health_check_interval=1.0,
+    rollout_health_check_timeout=3.0,
+    rollout_health_check_first_wait=0.0,
+    sglang_router_request_timeout_secs=60,
+    router_policy="round_robin",
+    router_log_level="warn",
+)
+FOUND_WITHIN_S = ARGS.rollout_health_check_interval + ARGS.rollout_health_check_timeout
+SLACK_S = 20.0
+"""For a loaded machine; the monitor's own deadlines are an order below."""
+
+
+@pytest.fixture(scope="module")
+def gpus() -> GpuSlice:
+    ray.init(
+        num_cpus=12, num_gpus=4, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
+    )  # fmt: skip
+    yield _reserve(4, 60)
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def router() -> RouterHandle:
+    handle = start_router(
+        ARGS, host="127.0.0.1", port=get_free_port(26800), prometheus_port=get_free_port(27800), timeout_s=60
+    )
+    yield handle
+    handle.stop()
+
+
+@pytest.fixture
+def make_group(gpus, router, monkeypatch):
+    monkeypatch.setattr(
+        engine_actor, "RemoteEngine", ray.remote(concurrency_groups={WATCH_GROUP: 1})(ScriptedEngineActor)
+    )
+    groups: list[ServerGroup] = []
+
+    def make(num_gpus: int = 2, *, per_engine: int = 1, takes_updates: bool = True, rank_offset: int = 0, **overrides):
+        config = ServerGroupConfig(
+            worker_type="regular", num_gpus=num_gpus, num_gpus_per_engine=per_engine, overrides=overrides
+        )
+        model = ModelConfig(name="m", model_path="/none", update_weights=takes_updates, server_groups=(config,))
+        group = ServerGroup(
+            args=ARGS, gpus=gpus, model=model, config=config, gpu_offset=0, rank_offset=rank_offset, router=router,
+            needs_offload=False, cursors=PortCursors(),
+        )  # fmt: skip
+        groups.append(group)
+        wait_for(group.start(), what="the engines", timeout_s=90)
+        group.started()
+        return group
+
+    yield make
+    for group in groups:
+        for index in range(len(group.engines)):
+            group._remove(index)
+
+
+@pytest.fixture
+def watched(make_group):
+    group = make_group(2)
+    monitor = RolloutHealthMonitor(ARGS, group)
+    monitor.resume()
+    yield group
+    monitor.stop()
+
+
+def facts(group: ServerGroup) -> list[dict]:
+    return ray.get([actor.facts.remote() for actor in group.all_engines], timeout=30)
+
+
+def wait_until(condition, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def listed(router: RouterHandle) -> set[str]:
+    return {worker["url"] for worker in ServerControl(router.url).get("/workers")["workers"]}
+
+
+def kill(group: ServerGroup) -> None:
+    os.kill(facts(group)[0]["pid"], signal.SIGKILL)
+
+
+def hang(group: ServerGroup) -> None:
+    os.kill(facts(group)[0]["pid"], signal.SIGSTOP)
+
+
+def garble(group: ServerGroup) -> None:
+    requests.post(f"{group.urls[0]}/script", json={"is_garbled": True}, timeout=10).raise_for_status()
+
+
+def kill_actor(group: ServerGroup) -> None:
+    ray.kill(group.all_engines[0])
+
+
+@pytest.mark.parametrize("fault", [kill, hang, garble, kill_actor], ids=lambda fault: fault.__name__)
+def test_a_faulty_engine_is_taken_out_and_replaced_on_the_same_gpu_without_touching_the_other(watched, router, fault):
+    before, old_url, other_url = facts(watched), watched.urls[0], watched.urls[1]
+    assert listed(router) >= {old_url, other_url}
+    fault(watched)
+    wait_until(lambda: watched.states[0] is not EngineState.SERVING, FOUND_WITHIN_S + SLACK_S)
+    wait_until(lambda: watched.states[0] is EngineState.READY, 90)
+    assert old_url not in listed(router) and other_url in listed(router)
+    assert watched.urls[0] not in listed(router)  # it has no weights yet
+    after = facts(watched)
+    assert after[1] == before[1]
+    assert after[0]["base_gpu_id"] == before[0]["base_gpu_id"] and after[0]["rank"] == 0
+    assert after[0]["pid"] != before[0]["pid"]
+    assert not _is_running(before[0]["pid"])
+    watched.admit(0)
+    assert watched.urls[0] in listed(router)
+    assert watched.states == [EngineState.SERVING] * 2
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_model_without_updates_serves_at_once(make_group, router):
+    group = make_group(1, takes_updates=False)
+    kill(group)
+    wait_until(lambda: group.find_exited(5.0), 10)
+    (found,) = group.find_exited(5.0).items()
+    assert "was killed by signal 9" in found[1]
+    group.replace(*found)
+    group.wait_settled(90)
+    assert group.states == [EngineState.SERVING] and group.urls[0] in listed(router)
+
+
+def test_a_paused_monitor_takes_nobody_out(make_group):
+    group = make_group(1)
+    monitor = RolloutHealthMonitor(ARGS, group)
+    kill(group)
+    time.sleep(3)
+    assert group.states == [EngineState.SERVING]
+    monitor.resume()
+    wait_until(lambda: group.states[0] is not EngineState.SERVING, SLACK_S)
+    monitor.stop()
+    group.wait_settled(90)
+
+
+def test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause(make_group, monkeypatch):
+    group = make_group(1)
+    monkeypatch.setattr(server_group, "MAX_START_ATTEMPTS", 2)
+
+    def refuse(*arguments, **keywords):
+        raise EngineError("no memory is left on the GPU")
+
+    monkeypatch.setattr(server_group, "start_engine_actor", refuse)
+    group.replace(0, "it was killed by signal 9")
+    with pytest.raises(EngineError, match="killed by signal 9.*2 new ones did not start.*no memory is left"):
+        group.wait_settled(60)
+    assert group.states == [EngineState.MISSING]
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up(make_group, monkeypatch):
+    monkeypatch.setattr(server_group, "MAX_REPLACEMENTS", 1)
+    group = make_group(1)
+    group.replace(0, "first")
+    group.wait_settled(90)
+    group.replace(0, "second")
+    with pytest.raises(EngineError, match="died 2 times within one rollout, last: second"):
+        group.wait_settled(60)
+
+
+def test_an_engine_over_two_nodes_has_an_actor_on_each_and_one_rendezvous(make_group):
+    # A rank offset that is no multiple of the nodes: another group before this one had a single actor.
+    group = make_group(4, per_engine=4, rank_offset=1)
+    first, second = facts(group)
+    assert (group.nodes_per_engine, len(group.engines)) == (2, 1)
+    assert (first["node_rank"], second["node_rank"]) == (0, 1)
+    assert (first["rank"], second["rank"]) == (1, 2)
+    assert (first["base_gpu_id"], second["base_gpu_id"]) == (0, 2)
+    assert first["dist_init_addr"] == second["dist_init_addr"] is not None
+    assert first["port"] != second["port"]
+    # The second node's process serves no HTTP for us, but without it the engine is dead.
+    os.kill(second["pid"], signal.SIGKILL)
+    wait_until(lambda: group.find_exited(5.0), 10)
+    assert list(group.find_exited(5.0)) == [0]
+    group.replace(0, "a node")
+    group.wait_settled(90)
+    again = facts(group)
+    assert {fact["pid"] for fact in again}.isdisjoint({first["pid"], second["pid"]})
+    assert again[0]["dist_init_addr"] == again[1]["dist_init_addr"]
+
+
+def test_the_routers_list_holds_only_engines_that_serve(make_group, router):
+    group = make_group(2)
+    group._remove(1)
+    assert find_worker(ServerControl(router.url), group.urls[0]) is not None
+    assert listed(router) == {group.urls[0]}
+
+
+def test_posts_go_through_actors_and_through_this_process_when_they_are_gone(make_group):
+    group = make_group(1)
+    transport = start_distributed_post(Namespace(num_gpus_per_node=2))
+    payload = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+
+    async def ask(count: int):
+        try:
+            return await asyncio.gather(*(post(f"{group.urls[0]}/generate", payload) for _ in range(count)))
+        finally:
+            await close_http_client()
+
+    try:
+        answers = asyncio.run(ask(6))
+        assert len(transport._posters) == 2
+        assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} <= {"stop", "length"}
+        with pytest.raises(EngineError, match="404"):
+            asyncio.run(post(f"{group.urls[0]}/nowhere", {}))
+        for poster in list(transport._posters):
+            ray.kill(poster)
+        assert len(asyncio.run(ask(4))) == 4
+        assert transport._posters == []
+    finally:
+        set_post_transport(None)
