@@ -26,11 +26,12 @@ def compact(value):
 ENTRIES = [[-0.25, 7, None], [-0.0, 151000, None], [-1e-9, SHARED_IDS + 5, None]]
 
 
-@pytest.mark.parametrize("entries", [ENTRIES, ENTRIES[:1], []])
+@pytest.mark.parametrize("entries", [ENTRIES, ENTRIES[:1], [], [[None, 7, None], [-0.5, 8, None]]])
 def test_columns_stand_for_the_list_that_was_sent(entries):
     decoded = decode_generate_answer(compact(answer(entries)))
     columns = decoded["meta_info"]["output_token_logprobs"]
     assert list(columns) == entries and len(columns) == len(entries)
+    assert decoded["output_ids"] == []
     assert read_output_tokens(decoded["meta_info"]) == ([e[1] for e in entries], [e[0] for e in entries])
     assert decoded["meta_info"]["cached_tokens"] == 3 and decoded["text"] == "hello"
 
@@ -46,10 +47,10 @@ def test_the_fast_way_is_taken_where_it_can_be_and_slices_stay_columns():
     [
         json.dumps(answer(ENTRIES)).encode(),  # blanks between values
         compact(answer([[-0.5, 7, "],["], [-0.5, 8, "b"]])),
-        compact(answer([[None, 7, None], [-0.5, 8, None]])),
         compact(answer([[-0.5, 7, None, 1], [-0.5, 8, None, 2]])),
         compact(answer([[-0.5, 7, None], [-0.5]])),
-        compact(answer([[[-0.5], 7, None]])),
+        compact(answer([[-0.5, 7.5, None], [-0.5, 8, None]])),
+        compact(answer([[-0.5, None, None], [-0.5, 8, None]])),
         compact([answer(ENTRIES)]),
         compact({"text": "", "output_token_logprobs": [[-0.5, 7, None]]}),
     ],
