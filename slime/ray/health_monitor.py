@@ -44,6 +44,7 @@ class RolloutHealthMonitor:
         self._running = threading.Event()
         self._stopped = threading.Event()
         self._next_check_s = 0.0
+        self._num_pauses = 0
         self._thread = threading.Thread(target=self._loop, name="health-monitor", daemon=True)
         self._thread.start()
 
@@ -55,6 +56,7 @@ class RolloutHealthMonitor:
 
     def pause(self) -> None:
         """Check no more until :meth:`resume`; the verdict of a check that is under way does not count."""
+        self._num_pauses += 1
         self._running.clear()
 
     def stop(self) -> None:
@@ -72,14 +74,16 @@ class RolloutHealthMonitor:
             self._stopped.wait(min(EXIT_POLL_S, self._interval_s))
 
     def _look(self) -> None:
+        pauses = self._num_pauses
         for index, sentence in self._group.find_exited(timeout_s=EXIT_POLL_S).items():
-            self._replace(index, sentence)
+            self._replace(index, sentence, pauses)
         if time.monotonic() >= self._next_check_s:
             self._next_check_s = time.monotonic() + self._interval_s
             self._check_all()
 
     def _check_all(self) -> None:
         """Ask every engine at once, so that a slow one does not delay the verdict on the others."""
+        pauses = self._num_pauses
         asked = {
             index: self._group.engines[index].check_health.remote(timeout_s=self._timeout_s)
             for index in self._group.indices(EngineState.READY, EngineState.SERVING)
@@ -88,7 +92,7 @@ class RolloutHealthMonitor:
         deadline_s = time.monotonic() + self._timeout_s + ACTOR_MARGIN_S
         for index, ref in asked.items():
             if problem := self._problem(index, ref, deadline_s):
-                self._replace(index, problem)
+                self._replace(index, problem, pauses)
 
     def _problem(self, index: int, ref: Any, deadline_s: float) -> str | None:
         try:
@@ -101,6 +105,7 @@ class RolloutHealthMonitor:
             return f"{error}"
         return None
 
-    def _replace(self, index: int, reason: str) -> None:
-        if self._running.is_set() and not self._stopped.is_set():
+    def _replace(self, index: int, reason: str, pauses: int) -> None:
+        """Act on a verdict, unless there was a pause since it was asked for: a paused engine need not answer."""
+        if pauses == self._num_pauses and self._running.is_set() and not self._stopped.is_set():
             self._group.replace(index, reason)

@@ -1,0 +1,204 @@
+"""Layouts of engines with real Ray actors and real routers, on logical GPUs; the servers are scripted."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+import pytest
+import ray
+
+from slime.backends.sglang_utils.external_engines import record_external_engines
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.ray import engine_actor
+from slime.ray.engine_fleet import EngineFleet
+from slime.ray.placement_group import GpuSlice, _reserve
+from slime.ray.waiting import WATCH_GROUP
+from slime.utils.errors import ConfigError
+from tests.dist.scripted_server import ScriptedEngineActor
+from tests.scripted_engine.server import ScriptedEngine
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+NUM_GPUS = 8
+
+
+@pytest.fixture(scope="module")
+def gpus() -> GpuSlice:
+    ray.init(
+        num_cpus=20, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
+    )  # fmt: skip
+    yield _reserve(NUM_GPUS, 60)
+    ray.shutdown()
+
+
+def arguments(**given) -> Namespace:
+    base = dict(
+        actor_num_nodes=1,
+        actor_num_gpus_per_node=1,
+        num_gpus_per_node=2,
+        rollout_num_gpus=NUM_GPUS,
+        rollout_num_gpus_per_engine=1,
+        rollout_external=False,
+        rollout_external_engine_addrs=None,
+        prefill_num_servers=None,
+        sglang_config=None,
+        sglang_router_ip=None,
+        sglang_router_port=None,
+        sglang_model_routers=None,
+        sglang_dp_size=1,
+        sglang_pp_size=1,
+        sglang_enable_deterministic_inference=False,
+        use_rollout_routing_replay=False,
+        use_fault_tolerance=False,
+        offload_rollout=False,
+        colocate=False,
+        debug_train_only=False,
+        debug_rollout_only=False,
+        hf_checkpoint="/policy",
+        engine_start_timeout_s=60.0,
+        weight_update_timeout_s=30.0,
+        shutdown_timeout_s=15.0,
+        sglang_router_request_timeout_secs=60,
+        router_policy="round_robin",
+        router_log_level="warn",
+    )
+    return Namespace(**base | given)
+
+
+@pytest.fixture
+def start(gpus, monkeypatch):
+    monkeypatch.setattr(
+        engine_actor, "RemoteEngine", ray.remote(concurrency_groups={WATCH_GROUP: 1})(ScriptedEngineActor)
+    )
+    fleets: list[EngineFleet] = []
+
+    def begin(**given) -> EngineFleet:
+        fleet = EngineFleet()
+        fleet.args = arguments(**given)
+        fleets.append(fleet)
+        fleet._start_fleet(fleet.args, gpus)
+        fleet.wait_ready()
+        return fleet
+
+    yield begin
+    for fleet in fleets:
+        fleet._stop_fleet()
+        for group in fleet._groups:
+            for actor in group.all_engines:
+                if actor is not None:
+                    ray.kill(actor)
+
+
+def facts(actors) -> list[dict]:
+    return ray.get([actor.facts.remote() for actor in actors if actor is not None], timeout=30)
+
+
+def listed(router) -> dict[str, str]:
+    workers = ServerControl(router.url).get("/workers")["workers"]
+    return {worker["url"]: worker["worker_type"] for worker in workers}
+
+
+YAML = """
+sglang:
+  - name: policy
+    server_groups:
+      - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1, overrides: {context-length: 4096}}
+      - {worker_type: placeholder, num_gpus: 1}
+      - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4}
+  - name: judge
+    model_path: /judge
+    server_groups:
+      - {worker_type: regular, num_gpus: 1}
+"""
+
+
+def test_two_models_with_groups_of_their_own_a_gap_and_an_engine_over_two_nodes(start, tmp_path):
+    (tmp_path / "engines.yaml").write_text(YAML)
+    fleet = start(sglang_config=str(tmp_path / "engines.yaml"))
+    policy, judge = fleet.servers
+    small, gap, large = policy.groups
+    assert [len(group.all_engines) for group in (small, gap, large)] == [2, 1, 2]
+    assert gap.engines == [None]
+    told = facts(small.all_engines + large.all_engines + judge.groups[0].all_engines)
+    assert [fact["base_gpu_id"] for fact in told] == [0, 1, 3, 5, 7]
+    assert [fact["node_rank"] for fact in told] == [0, 0, 0, 1, 0]
+    assert len({fact["rank"] for fact in told}) == 5
+    assert told[0]["overrides"] == {"context_length": 4096} and told[2]["overrides"] == {}
+    assert told[2]["dist_init_addr"] == told[3]["dist_init_addr"] != told[0]["dist_init_addr"]
+    # Each model has a router; the second node of the large engine is in none of them.
+    assert set(fleet.args.sglang_model_routers) == {"policy", "judge"}
+    assert (fleet.args.sglang_router_ip, fleet.args.sglang_router_port) == fleet.args.sglang_model_routers["policy"]
+    assert set(listed(policy.router)) == {*small.urls, *large.urls}
+    assert set(listed(judge.router)) == set(judge.groups[0].urls)
+    # The judge keeps its weights; offsets count from the first GPU of the placement, behind the trainer's.
+    engines = fleet.get_updatable_engines()
+    assert (engines.gpu_counts, engines.gpu_offsets, engines.num_new) == ([1, 1, 4], [1, 2, 4], 3)
+    fleet.clear_updatable_num_new_engines()
+    assert fleet.get_updatable_engines().num_new == 0
+    assert fleet.get_engines_without_weights().handles == []
+
+
+def test_prefill_and_decode_groups_are_registered_as_such_with_bootstrap_ports(start):
+    fleet = start(prefill_num_servers=1, rollout_num_gpus=3)
+    prefill, decode = fleet.servers[0].groups
+    assert listed(fleet.servers[0].router) == {prefill.urls[0]: "prefill"} | dict.fromkeys(decode.urls, "decode")
+    told = facts(prefill.all_engines + decode.all_engines)
+    assert told[0]["disaggregation_bootstrap_port"] == prefill.bootstrap_ports[0] is not None
+    assert [fact["disaggregation_bootstrap_port"] for fact in told[1:]] == [None, None]
+    # A router that dies comes back with the same address and the same list.
+    server = fleet.servers[0]
+    before, list_before = server.router.url, listed(server.router)
+    server.router.process.stop()
+    fleet.args.use_fault_tolerance = True
+    fleet._look_after_engines()
+    assert server.router.is_alive() and server.router.url == before and listed(server.router) == list_before
+
+
+def test_encoders_start_first_and_the_others_are_told_where_they_listen(start, tmp_path):
+    (tmp_path / "engines.yaml").write_text(
+        "sglang:\n- name: m\n  server_groups:\n"
+        "  - {worker_type: regular, num_gpus: 1}\n  - {worker_type: encoder, num_gpus: 2}\n"
+    )
+    fleet = start(sglang_config=str(tmp_path / "engines.yaml"), rollout_num_gpus=3)
+    regular, encoders = fleet.servers[0].groups
+    (told,) = facts(regular.all_engines)
+    assert told["overrides"] == {"language_only": True, "encoder_urls": encoders.urls}
+    assert set(listed(fleet.servers[0].router)) == set(regular.urls)
+    assert len(fleet.get_updatable_engines().handles) == 1
+
+
+def test_zero_gpus_start_a_router_and_nothing_else(start):
+    fleet = start(rollout_num_gpus=0)
+    assert fleet.rollout_engines == [] and fleet.servers[0].router.is_alive()
+
+
+def test_a_layout_larger_than_the_gpus_is_refused(start):
+    with pytest.raises(ConfigError, match="needs GPUs up to 9"):
+        start(rollout_num_gpus=9)
+
+
+def test_external_engines_are_adopted_behind_a_router_and_left_running(start):
+    with ScriptedEngine() as first, ScriptedEngine() as second:
+        given = {"rollout_external": True, "rollout_external_engine_addrs": [first.url, f"127.0.0.1:{second.port}"]}
+        given |= record_external_engines(Namespace(**given))
+        assert (given["rollout_num_engines"], given["rollout_num_gpus"]) == (2, 2)
+        fleet = start(**given)
+        assert set(listed(fleet.servers[0].router)) == {first.url, second.url}
+        engines = fleet.get_updatable_engines()
+        assert (engines.gpu_counts, engines.gpu_offsets, engines.num_new) == ([1, 1], [1, 2], 2)
+        assert [r.is_colocated for r in engines.receivers()] == [False, False]
+        assert ray.get(engines.handles[0].get_weight_version.remote(), timeout=30) == first.weight_version
+        fleet._stop_fleet()
+        assert first.is_up and second.is_up
+
+
+def test_a_router_of_the_user_is_used_and_not_replaced(start):
+    owner = start(rollout_num_gpus=1)
+    router = owner.servers[0].router
+    fleet = start(rollout_num_gpus=1, sglang_router_ip=router.host, sglang_router_port=router.port)
+    assert fleet.servers[0].router.process is None
+    assert set(listed(router)) == {owner.servers[0].groups[0].urls[0], fleet.servers[0].groups[0].urls[0]}
+    fleet._stop_fleet()
+    assert router.is_alive()

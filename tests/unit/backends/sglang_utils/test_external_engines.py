@@ -1,0 +1,98 @@
+"""What external engines are, by what they tell of themselves."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+
+import pytest
+
+from slime.backends.sglang_utils import external_engines
+from slime.backends.sglang_utils.external_engines import check_capabilities, describe, discover, normalise
+from slime.utils.errors import ConfigError
+from slime.utils.net import get_free_port
+from tests.scripted_engine.server import ScriptedEngine
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("10.0.0.1:30000", "http://10.0.0.1:30000"),
+        ("http://host:1/", "http://host:1"),
+        ("[::1]:7", "http://[::1]:7"),
+    ],
+)
+def test_an_address_becomes_a_url(address, url):
+    assert normalise(address) == url
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "https://host:1", "http://host:1/path", "host:port", ":3"])
+def test_an_address_without_host_or_port_or_with_another_scheme_is_refused(address):
+    with pytest.raises(ConfigError, match="host:port"):
+        normalise(address)
+
+
+@pytest.mark.parametrize(
+    ("info", "worker_type", "num_gpus", "bootstrap_port"),
+    [
+        ({"tp_size": 4, "pp_size": 2}, "regular", 8, None),
+        ({"tensor_parallel_size": 2}, "regular", 2, None),
+        ({"tp_size": 2, "num_gpus": 16}, "regular", 16, None),
+        ({"disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998}, "regular", 1, None),
+        ({"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}, "prefill", 1, 8998),
+        ({"disaggregation_mode": "decode", "disaggregation_bootstrap_port": 8998}, "decode", 1, None),
+        ({"encoder_only": True, "disaggregation_mode": "null"}, "encoder", 1, None),
+    ],
+)
+def test_kind_and_size_follow_from_what_it_tells(info, worker_type, num_gpus, bootstrap_port):
+    found = describe("http://e:1", info)
+    assert (found.worker_type, found.num_gpus, found.disaggregation_bootstrap_port) == (
+        worker_type,
+        num_gpus,
+        bootstrap_port,
+    )
+
+
+def test_every_engine_is_asked():
+    with ScriptedEngine() as first, ScriptedEngine() as second:
+        found = discover([f"{first.host}:{first.port}", second.url])
+    assert [(info.url, info.worker_type, info.num_gpus) for info in found] == [
+        (first.url, "regular", 1),
+        (second.url, "regular", 1),
+    ]
+
+
+def test_an_engine_that_does_not_answer_is_named(monkeypatch):
+    monkeypatch.setattr(external_engines, "INFO_TIMEOUT_S", 2.0)
+    port = get_free_port(28900)
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}, which does not tell what it is"):
+        discover([f"127.0.0.1:{port}"])
+
+
+def test_an_address_given_twice_is_refused():
+    with pytest.raises(ConfigError, match="more than once"):
+        discover(["h:1", "http://h:1"])
+
+
+def flags(**given) -> Namespace:
+    base = {"use_rollout_routing_replay": False, "sglang_enable_deterministic_inference": False, "hf_checkpoint": "/m"}
+    return Namespace(**base | given)
+
+
+@pytest.mark.parametrize(
+    ("flag", "field"),
+    [
+        ("use_rollout_routing_replay", "enable_return_routed_experts"),
+        ("sglang_enable_deterministic_inference", "enable_deterministic_inference"),
+    ],
+)
+def test_an_engine_without_what_the_run_needs_is_refused(flag, field):
+    with pytest.raises(ConfigError, match=field.replace("_", "-")):
+        check_capabilities(flags(**{flag: True}), describe("http://e:1", {}))
+    check_capabilities(flags(**{flag: True}), describe("http://e:1", {field: True}))
+
+
+def test_another_model_path_is_told(caplog):
+    with caplog.at_level(logging.WARNING):
+        check_capabilities(flags(), describe("http://e:1", {"model_path": "/other"}))
+    assert "/other" in caplog.text
