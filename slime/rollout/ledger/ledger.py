@@ -107,7 +107,7 @@ class Ledger:
             if name is None or name in self.open:
                 described.append(None)
                 continue
-            samples = [snapshot(entry, copy_lists=self._copy_lists).samples[0] for entry in group]
+            samples = [snapshot(entry).samples[0] for entry in group]
             fields = [sample.values for sample in samples]
             issued = Issued([values["index"] for values in fields], fields, self.writer.number)
             self.open[name] = issued
@@ -122,7 +122,9 @@ class Ledger:
         key = (sample.group_index, sample.index)
         fields = issued.fields[issued.indices.index(sample.index)]
         head = {"t": time.time(), "r": self.rollout_id, "g": sample.group_index, "i": [sample.index]}
-        self.writer.put(_Item(Kind.RESPONSE, head, [(key, snapshot(entry, copy_lists=self._copy_lists), fields)]))
+        # The hooks come right after this; the other records are taken when they have been there.
+        leaves = snapshot(entry, copy_lists=self._copy_lists)
+        self.writer.put(_Item(Kind.RESPONSE, head, [(key, leaves, fields)]))
 
     def finished(self, group: list[Any]) -> None:
         """Every execution of the group is answered and rewarded."""
@@ -208,10 +210,7 @@ class Ledger:
             indices: list[int] | None = issued.indices
         else:
             keys, bases, indices = [None] * len(group), [None] * len(group), None
-        entries = [
-            (key, snapshot(entry, copy_lists=self._copy_lists), base)
-            for key, entry, base in zip(keys, group, bases, strict=True)
-        ]
+        entries = [(key, snapshot(entry), base) for key, entry, base in zip(keys, group, bases, strict=True)]
         head = {"t": time.time(), "r": self.rollout_id, "g": name, "i": indices, **facts}
         is_last = kind in (Kind.RETURNED, Kind.HANDED) and indices is not None
         self.writer.put(_Item(kind, head, entries, forget=keys if is_last else ()))

@@ -50,7 +50,7 @@ class Leaves(NamedTuple):
     """0 for a single Sample; else a nested list of sample positions."""
 
 
-def snapshot(entry: Sample | list[Any], *, copy_lists: bool) -> Leaves:
+def snapshot(entry: Sample | list[Any], *, copy_lists: bool = False) -> Leaves:
     """Hold an execution as it is now.
 
     Args:
@@ -181,9 +181,9 @@ class EntryEncoder:
         pickled: dict[str, bytes] = {}
         values = leaf.values
         for name, value in values.items():
-            if name in TRANSIENT:
-                continue
             earlier = known.get(name, _MISSING)
+            if value is earlier and type(value) in _PLAIN or name in TRANSIENT:
+                continue
             if issued is not None and name in _DATA_FIELDS and value is issued.get(name, _MISSING):
                 continue
             if name in _PACKED and type(value) in (list, str) and len(value) > 0:
@@ -200,9 +200,11 @@ class EntryEncoder:
             data = self._pickle(name, value)
             if data is not None and data != earlier:
                 pickled[name] = known[name] = data
-        gone = [name for name in known if name not in values]
-        for name in gone:
-            del known[name]
+        gone: list[str] = []
+        if not values.keys() >= known.keys():
+            gone = [name for name in known if name not in values]
+            for name in gone:
+                del known[name]
         data = _encode_rest(small, pickled, gone) if small or pickled or gone else b""
         chunks.append(data)
         return _summary(values) | {"packed": packed, "rest": len(data)}

@@ -1,0 +1,164 @@
+"""Segments on disk: order, torn tails, rotation, compaction, and a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.rollout.ledger import writer as writer_module
+from slime.rollout.ledger.compact import compact
+from slime.rollout.ledger.reader import next_number, read_folder, read_segment, segment_files, segment_path
+from slime.rollout.ledger.records import Kind, pack_frame
+from slime.rollout.ledger.writer import LedgerWriter
+from slime.utils.errors import DataError
+
+
+def frame(number: int) -> bytes:
+    return pack_frame(Kind.TRAINED, {"number": number, "r": 0}, bytes([number % 256]) * 100)
+
+
+def open_writer(folder: Path, **options: Any) -> LedgerWriter:
+    return LedgerWriter(folder, frame, **({"flush_s": 0.001, "timeout_s": 5.0} | options))
+
+
+def numbers(folder: Path) -> list[int]:
+    return [record.head["number"] for record in read_folder(folder)]
+
+
+def test_records_come_back_in_order_over_many_segments(tmp_path):
+    writer = open_writer(tmp_path, segment_bytes=1000)
+    for number in range(500):
+        writer.put(number)
+        if number % 50 == 0:
+            writer.flush()
+    writer.close()
+    assert numbers(tmp_path) == list(range(500))
+    assert len(segment_files(tmp_path)) > 3
+    assert [record.read_blob() for record in read_folder(tmp_path)][7] == bytes([7]) * 100
+
+
+def test_the_thread_writes_within_the_flush_interval(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.put(1)
+    deadline = time.monotonic() + 10
+    while numbers(tmp_path) != [1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert numbers(tmp_path) == [1]
+    writer.close()
+
+
+def test_a_tail_cut_at_any_byte_loses_only_the_record_that_it_cuts(tmp_path):
+    whole = frame(1) + frame(2)
+    path = segment_path(tmp_path, 0)
+    for cut in range(len(frame(1)), len(whole)):
+        path.write_bytes(whole[:cut])
+        assert [record.head["number"] for record in read_segment(path)] == [1]
+    path.write_bytes(whole)
+    assert [record.head["number"] for record in read_segment(path)] == [1, 2]
+
+
+def test_a_damaged_head_ends_the_reading_and_a_damaged_blob_is_named(tmp_path):
+    data = bytearray(frame(1) + frame(2))
+    data[-1] ^= 1
+    path = segment_path(tmp_path, 0)
+    path.write_bytes(data)
+    first, second = read_segment(path)
+    assert first.read_blob() == b"\1" * 100
+    with pytest.raises(DataError, match="damaged at byte"):
+        second.read_blob()
+    data[len(frame(1)) + 25] ^= 1
+    path.write_bytes(data)
+    assert len(list(read_segment(path))) == 1
+
+
+def test_every_process_begins_a_segment_of_its_own(tmp_path):
+    first, second = open_writer(tmp_path), open_writer(tmp_path)
+    assert (first.number, second.number, next_number(tmp_path)) == (0, 1, 2)
+    second.put(2)
+    first.put(1)
+    first.close()
+    second.close()
+    assert numbers(tmp_path) == [1, 2]
+
+
+def test_a_queue_that_is_full_is_written_by_whoever_fills_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "MAX_WAITING", 10)
+    writer = open_writer(tmp_path, is_threaded=False)
+    for number in range(25):
+        writer.put(number)
+    assert len(numbers(tmp_path)) == 22
+    writer.close()
+
+
+def test_a_full_disk_is_waited_for_and_nothing_is_written_twice(tmp_path, monkeypatch, caplog):
+    writer = open_writer(tmp_path, is_threaded=False)
+    monkeypatch.setattr(writer_module, "RETRY_INTERVAL_S", 0.01)
+    failures = iter([True, True, False])
+    write = os.write
+
+    def sometimes_full(descriptor: int, data: Any) -> int:
+        if next(failures, False):
+            write(descriptor, bytes(data)[:30])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(writer_module.os, "write", sometimes_full)
+    writer.put(1)
+    writer.flush()
+    writer.put(2)
+    writer.close()
+    assert numbers(tmp_path) == [1, 2]
+    assert "tried again" in caplog.text
+
+
+def test_a_disk_that_stays_full_ends_the_job_with_the_flags_that_help(tmp_path, monkeypatch):
+    writer = open_writer(tmp_path, timeout_s=0.05, is_threaded=False)
+
+    def full(descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer_module.os, "write", full)
+    writer.put(1)
+    with pytest.raises(DataError, match="No space left.*--rollout-ledger-dir"):
+        writer.flush()
+    with pytest.raises(DataError, match="--no-rollout-ledger"):
+        writer.put(2)
+
+
+def test_a_record_that_cannot_be_encoded_is_named_and_the_next_one_is_written(tmp_path, caplog):
+    def encode(number: int) -> bytes:
+        if number == 1:
+            raise RuntimeError("strange object")
+        return frame(number)
+
+    writer = LedgerWriter(tmp_path, encode, flush_s=0.001, timeout_s=5.0, is_threaded=False)
+    for number in range(3):
+        writer.put(number)
+    writer.close()
+    assert numbers(tmp_path) == [0, 2]
+    assert "strange object" in caplog.text
+
+
+def test_compaction_keeps_heads_drops_blobs_and_survives_a_kill_in_between(tmp_path, monkeypatch):
+    writer = open_writer(tmp_path, is_threaded=False)
+    for number in range(6):
+        writer.put(number)
+        if number % 2:
+            writer.rotate()
+    writer.close()
+    monkeypatch.setattr(Path, "unlink", lambda path: None)
+    compact(tmp_path, first_needed=2)
+    assert numbers(tmp_path) == list(range(6))
+    monkeypatch.undo()
+    assert compact(tmp_path, first_needed=2) > 0
+    assert [path.name for path in segment_files(tmp_path)][:2] == ["index-00000001.led", "segment-00000002.led"]
+    records = list(read_folder(tmp_path))
+    assert [record.head["number"] for record in records] == list(range(6))
+    with pytest.raises(DataError, match="compacted"):
+        records[0].read_blob()
+    assert next_number(tmp_path) == 4
