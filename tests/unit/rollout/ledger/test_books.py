@@ -1,0 +1,287 @@
+"""What a process takes over, and what it must not: other flags, other data, other runs, a fresh start."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.rollout import ledger
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.ledger.books import TRACKER, Books, NoBooks, open_books, position_path
+from slime.rollout.ledger.reader import segment_files
+from slime.utils.types import Sample
+from tests.unit.rollout.fake_cluster import make_args
+from tools.ledger import main as tool
+
+
+class NumberedSource(RolloutDataSourceWithBuffer):
+    """Groups whose prompts are numbers, without a file."""
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__(args)
+        self.prompt = getattr(args, "prompt_word", "prompt")
+
+    def _next_rows(self, num_rows: int) -> list[Sample]:
+        first = self.sample_group_index
+        return [Sample(prompt=f"{self.prompt} {first + k}") for k in range(num_rows)]
+
+
+class Process:
+    """A job's control plane; ``generated`` lists the groups that an engine was asked for."""
+
+    def __init__(self, folder: Path, start: int = 0, **flags: Any) -> None:
+        self.args = make_args(
+            0,
+            save=str(folder),
+            load=str(folder),
+            prompt_data=None,
+            partial_rollout=True,
+            start_rollout_id=start,
+            **flags,
+        )
+        self.source = NumberedSource(self.args)
+        self.books: Any = open_books(self.args, self.source)
+        if start:
+            self.source.load(start - 1)
+        self.books.start(start)
+        self.generated: list[int] = []
+
+    def rollout(self, rollout_id: int, *, stop_after: int | None = None) -> list[int]:
+        """Groups of the train data: every one answered; the last of each three goes back unfinished."""
+
+        def generate() -> RolloutFnTrainOutput:
+            groups = self.books.data_source.get_samples(3)
+            for number, group in enumerate(groups):
+                if number == stop_after:
+                    raise KeyboardInterrupt
+                for sample in group:
+                    self.answer(sample, "abort" if number == 2 else "stop")
+                if number < 2:
+                    ledger.finished(group)
+            self.books.data_source.add_samples(groups[2:])
+            return RolloutFnTrainOutput(samples=groups[:2], metrics={"rollout/kept": 2})
+
+        output = self.books.make_samples(rollout_id, generate)
+        assert output.metrics == {"rollout/kept": 2}
+        return [group[0].group_index for group in output.samples]
+
+    def answer(self, sample: Sample, reason: str) -> None:
+        if sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+            return
+        self.generated.append(sample.group_index)
+        meta = {"finish_reason": {"type": reason}, "weight_version": "1"}
+        sample.append_response_tokens(None, tokens=[7, 8], log_probs=[-0.5, -0.25], meta_info=meta, text="ab")
+        ledger.response(sample, sample)
+
+    def save(self, rollout_id: int) -> None:
+        self.source.save(rollout_id)
+        self.books.save(rollout_id)
+        (Path(self.args.save) / TRACKER).write_text(str(rollout_id))
+        self.books.published(rollout_id)
+
+    def die(self) -> None:
+        self.books.ledger.writer.flush()
+        ledger.use(None)
+
+
+@pytest.fixture(autouse=True)
+def no_ledger_afterwards():
+    yield
+    ledger.use(None)
+
+
+def died_in_rollout_1(folder: Path, **flags: Any) -> None:
+    process = Process(folder, **flags)
+    assert process.rollout(0) == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        process.rollout(1, stop_after=2)
+    process.die()
+
+
+def test_a_rollout_is_taken_over_whole_and_the_next_one_where_it_stopped(tmp_path):
+    died_in_rollout_1(tmp_path)
+    process = Process(tmp_path)
+    assert process.rollout(0) == [0, 1] and process.generated == []
+    assert process.rollout(1) == [2, 3]
+    assert process.generated == [4, 4], "group 2 was continued and 3 answered before the crash"
+
+
+def test_a_crash_after_a_crash_loses_nothing_either(tmp_path):
+    died_in_rollout_1(tmp_path)
+    second = Process(tmp_path)
+    assert second.rollout(0) == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        second.rollout(1, stop_after=1)
+    second.die()
+    third = Process(tmp_path)
+    assert third.rollout(0) == [0, 1] and third.rollout(1) == [2, 3]
+    assert third.generated == [4, 4]
+    third.save(1)
+    third.die()
+    fourth = Process(tmp_path, start=2)
+    assert fourth.rollout(2) == [4, 5] and set(fourth.generated) == {4, 5, 6}
+
+
+@pytest.mark.parametrize("changed", [{"rollout_temperature": 0.7}, {"custom_rm_path": "x.y"}, {"rollout_seed": 1}])
+def test_samples_of_other_flags_are_not_used_and_the_log_says_which(tmp_path, caplog, changed):
+    died_in_rollout_1(tmp_path)
+    process = Process(tmp_path, **changed)
+    assert process.rollout(0) == [0, 1]
+    assert set(process.generated) == {0, 1, 2}
+    assert next(iter(changed)) in caplog.text
+
+
+def test_with_other_batch_flags_groups_are_used_and_rollouts_are_not(tmp_path):
+    died_in_rollout_1(tmp_path)
+    process = Process(tmp_path, rollout_batch_size=7)
+    assert process.rollout(0) == [0, 1]
+    assert process.generated == [], "the answers are there; the rollout function puts them together again"
+    assert process.rollout(1) == [2, 3]
+    assert process.generated == [4, 4]
+
+
+def test_samples_of_other_prompts_are_not_used(tmp_path, caplog):
+    died_in_rollout_1(tmp_path)
+    process = Process(tmp_path, prompt_word="question")
+    process.rollout(0)
+    assert set(process.generated) == {0, 1, 2}
+    assert "generated again" in caplog.text
+
+
+def test_a_start_from_nothing_after_a_checkpoint_is_a_new_run(tmp_path):
+    process = Process(tmp_path)
+    process.rollout(0)
+    process.save(0)
+    process.rollout(1)
+    process.die()
+    again = Process(tmp_path, start=0)
+    again.rollout(0)
+    assert set(again.generated) == {0, 1, 2}
+
+
+def test_a_checkpoint_of_another_run_brings_nothing_along(tmp_path):
+    process = Process(tmp_path / "a")
+    process.rollout(0)
+    process.save(0)
+    process.rollout(1)
+    process.die()
+    args = make_args(
+        0,
+        save=str(tmp_path / "b"),
+        load=str(tmp_path / "a"),
+        prompt_data=None,
+        partial_rollout=True,
+        start_rollout_id=1,
+    )
+    books = Books(args, NumberedSource(args), tmp_path / "b" / "ledger")
+    books.start(1)
+    assert books._recovery is None
+
+
+def test_a_save_made_while_the_next_rollout_runs_keeps_what_that_one_recovered(tmp_path):
+    """train_async.py: rollout 1 has begun when rollout 0 is saved."""
+    died_in_rollout_1(tmp_path)
+    process = Process(tmp_path)
+    process.rollout(0)
+    state = copy.deepcopy(process.source.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        process.rollout(1, stop_after=1)
+    process.source.save(0, state=state)
+    process.books.save(0)
+    (tmp_path / TRACKER).write_text("0")
+    process.books.published(0)
+    process.die()
+    again = Process(tmp_path, start=1)
+    assert again.rollout(1) == [2, 3]
+    assert again.generated == [4, 4]
+
+
+def test_a_background_save_that_is_not_on_disk_yet_drops_nothing(tmp_path):
+    process = Process(tmp_path)
+    process.rollout(0)
+    process.books.save(0)
+    process.books.published(0)
+    assert not list((tmp_path / "ledger").glob("index-*"))
+    (tmp_path / TRACKER).write_text("0")
+    process.books.published(1)
+    assert list((tmp_path / "ledger").glob("index-*"))
+
+
+def test_a_damaged_sample_is_generated_again(tmp_path, caplog):
+    died_in_rollout_1(tmp_path)
+    for path in segment_files(tmp_path / "ledger"):
+        data = path.read_bytes()
+        path.write_bytes(data.replace(b"\x07\0\0\0\x08\0\0\0", b"\x09\0\0\0\x08\0\0\0"))
+    process = Process(tmp_path)
+    assert process.rollout(0) == [0, 1]
+    assert set(process.generated) == {0, 1, 2}
+    assert "damaged" in caplog.text
+
+
+def test_without_save_or_with_the_flag_there_is_no_ledger(tmp_path):
+    source = object()
+    for flags in ({"save": None}, {"save": str(tmp_path), "no_rollout_ledger": True}):
+        books = open_books(make_args(0, **flags), source)
+        assert isinstance(books, NoBooks) and books.data_source is source
+        books.start(0)
+        assert books.make_samples(0, lambda: RolloutFnTrainOutput([])).samples == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_source_in_front_passes_for_the_source_itself(tmp_path):
+    process = Process(tmp_path)
+    proxy = process.books.data_source
+    assert isinstance(proxy, NumberedSource) and isinstance(proxy, RolloutDataSource)
+    assert len(proxy) == 0 and proxy.get_buffer_length() == 0
+    proxy.epoch_id = 5
+    assert process.source.epoch_id == 5
+    with pytest.raises(AttributeError):
+        proxy.nothing  # noqa: B018
+
+
+def test_the_position_lies_beside_the_data_position(tmp_path):
+    process = Process(tmp_path)
+    process.rollout(0)
+    process.save(0)
+    assert position_path(str(tmp_path), 0).parent == tmp_path / "rollout"
+    assert position_path(str(tmp_path), 0).is_file()
+
+
+# ------------------------------------------------------------------------------------------ the reader tool
+
+
+def test_the_tool_tells_the_story_of_a_group_and_the_totals(tmp_path, capsys):
+    died_in_rollout_1(tmp_path)
+    process = Process(tmp_path)
+    process.rollout(0)
+    process.books.trained(0)
+    process.rollout(1)
+    process.save(1)
+    process.books.close()
+    for question in (["--group", "2"], ["--sample", "4"], ["--prompt", "prompt 2"]):
+        assert tool([str(tmp_path), *question]) == 0
+        story = capsys.readouterr().out
+        order = ["group 2, samples 4 to 5: 'prompt 2'", "process 1", "2 tokens aborted", "back in the buffer"]
+        order += ["process 2", "issued, as far as an earlier process had brought it", "handed to training"]
+        positions = [story.find(words) for words in order]
+        assert positions == sorted(positions) and positions[0] >= 0, story
+    assert tool([str(tmp_path)]) == 0
+    totals = " ".join(capsys.readouterr().out.split())
+    assert "groups issued 5" in totals and "groups trained 2" in totals and "rollouts taken from here 1" in totals
+    assert tool([str(tmp_path), "--check"]) == 0
+    assert tool([str(tmp_path), "--group", "99"]) == 1
+
+
+def test_the_check_finds_a_group_that_is_trained_twice(tmp_path, capsys):
+    process = Process(tmp_path)
+    process.rollout(0)
+    process.books.data_source.put_ahead([[Sample(group_index=0, index=k, prompt="prompt 0") for k in range(2)]])
+    process.rollout(1)
+    process.books.close()
+    assert tool([str(tmp_path), "--check"]) == 1
+    assert "BROKEN  group 0 is in flight in rollout 1 after it was handed over" in capsys.readouterr().out
