@@ -16,7 +16,7 @@ from torch import Tensor
 from slime.algorithms.advantages import AdvantageConfig, AdvantageInputs, get_estimator
 from slime.algorithms.discounted import discounted_suffix_sums
 from slime.algorithms.gae import generalised_advantages
-from slime.algorithms.kl import approx_kl as compute_approx_kl
+from slime.algorithms.kl import approx_kl
 from slime.algorithms.log_probs import vocab_parallel_log_probs
 from slime.algorithms.policy_losses.cispo import cispo_loss
 from slime.algorithms.policy_losses.gspo import sequence_log_ratio, spread_over_tokens
@@ -38,6 +38,13 @@ __all__ = [
     "get_reinforce_plus_plus_returns",
     "vanilla_gae",
 ]
+
+
+def compute_approx_kl(
+    log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
+) -> Tensor:
+    """``approx_kl``: the KL divergence of each token from the base policy, in nats."""
+    return approx_kl(log_probs, log_probs_base, kl_loss_type, importance_ratio)
 
 
 def compute_policy_loss(
