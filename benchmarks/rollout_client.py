@@ -7,7 +7,8 @@ A scripted engine (``tests/scripted_engine``) in a process of its own holds all 
 so that all are in flight at once, and answers with tokens and log-probs.  Two clients, each in a fresh process:
 
 * bare: one task for each request, ``session.post(json=...)`` and ``json.loads``, what was parsed is thrown away,
-* slime: ``generate_rollout`` with the default data source, traces, a sample hook, a reward and a filter.
+* slime: ``generate_rollout`` with the default data source, traces, a sample hook, a reward, a filter, and the ledger
+  on disk (``--no-ledger`` leaves it out), until the train data of the rollout is in it.
 
 Both send a few requests before the clock starts.  Printed for each: processor seconds of the client (user and system),
 per sample and per token; peak memory of the process and how much of it is not there before the rollout begins; the
@@ -146,7 +147,7 @@ async def reward(args: Namespace, sample: Any, **kwargs: Any) -> float:
     return float(sample.index % 2)
 
 
-def client_args(url: str, folder: Path, num_groups: int, length: int) -> Namespace:
+def client_args(url: str, folder: Path, num_groups: int, length: int, *, has_ledger: bool) -> Namespace:
     """The arguments of a rollout of ``num_groups`` groups."""
     from tests.unit.rollout.fake_cluster import make_args
 
@@ -162,6 +163,7 @@ def client_args(url: str, folder: Path, num_groups: int, length: int) -> Namespa
         over_sampling_batch_size=num_groups,
         n_samples_per_prompt=GROUP_SIZE,
         rollout_max_response_len=length,
+        save=str(folder) if has_ledger else None,
         rollout_timeout_s=CHILD_TIMEOUT_S,
         rollout_sample_hook_path=[f"{__name__}.see_sample"],
         custom_rm_path=f"{__name__}.reward",
@@ -180,12 +182,13 @@ def byte_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def slime_client(url: str, num_samples: int, length: int) -> dict[str, float]:
+def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = True) -> dict[str, float]:
     """``generate_rollout``, called as the rollout manager calls it: from a thread that is not the event loop's."""
     import aiohttp
 
     from slime.rollout.control_client import close_control_client
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
+    from slime.rollout.ledger.books import open_books
     from slime.rollout.sglang_rollout import generate_rollout
     from slime.utils.async_utils import get_async_loop, run
     from slime.utils.http_utils import close_http_client, init_http_client
@@ -197,18 +200,20 @@ def slime_client(url: str, num_samples: int, length: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         byte_tokenizer(folder)
-        args = client_args(url, folder, num_samples // GROUP_SIZE, length)
+        args = client_args(url, folder, num_samples // GROUP_SIZE, length, has_ledger=has_ledger)
         init_http_client(args)
-        source = RolloutDataSourceWithBuffer(args)
+        books = open_books(args, RolloutDataSourceWithBuffer(args))
+        books.start(0)
         args.rollout_batch_size = args.over_sampling_batch_size = WARM_UP_GROUPS
-        generate_rollout(args, 0, source)
+        books.make_samples(0, lambda: generate_rollout(args, 0, books.data_source))
         args.rollout_batch_size = args.over_sampling_batch_size = num_samples // GROUP_SIZE
         run(rewrite(), 30)
         heartbeat = Heartbeat()
         beating = asyncio.run_coroutine_threadsafe(heartbeat.beat(), get_async_loop().loop)
         with Meter() as meter:
-            output = generate_rollout(args, 1, source)
+            output = books.make_samples(1, lambda: generate_rollout(args, 1, books.data_source))
         beating.cancel()
+        books.close()
         run(close_http_client(), 30)
         run(close_control_client(), 30)
         leaves = [sample for group in output.samples for sample in group]
@@ -229,10 +234,11 @@ def start_server(num_samples: int) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().strip()
 
 
-def run_child(role: str, url: str, num_samples: int, length: int) -> dict[str, float]:
+def run_child(role: str, url: str, num_samples: int, length: int, *, has_ledger: bool) -> dict[str, float]:
     """One client in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.rollout_client", "--role", role, "--url", url]
     command += ["--samples", str(num_samples), "--lengths", str(length)]
+    command += [] if has_ledger else ["--no-ledger"]
     done = subprocess.run(
         command,
         cwd=REPO,
@@ -268,6 +274,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2048, help=f"in flight at once; a multiple of {GROUP_SIZE}")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 1024, 32768], help="response tokens")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-ledger", action="store_true", help="leave the ledger out")
     parser.add_argument("--role", choices=["bare", "slime"], help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -275,7 +282,8 @@ def main() -> None:
         print(json.dumps(asyncio.run(bare_client(options.url, options.samples, options.lengths[0]))))
         return
     if options.role == "slime":
-        print(json.dumps(slime_client(options.url, options.samples, options.lengths[0])))
+        has_ledger = not options.no_ledger
+        print(json.dumps(slime_client(options.url, options.samples, options.lengths[0], has_ledger=has_ledger)))
         return
     print("| tokens | client | CPU s | ratio | us/sample | us/token | peak MiB | grown MiB | longest block ms |")
     print("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -285,7 +293,7 @@ def main() -> None:
             pairs: dict[str, list[dict[str, float]]] = {"bare": [], "slime": []}
             for _ in range(options.repeats):
                 for role, runs in pairs.items():
-                    runs.append(run_child(role, url, options.samples, length))
+                    runs.append(run_child(role, url, options.samples, length, has_ledger=not options.no_ledger))
             report(length, options.samples, pairs)
         finally:
             server.kill()
