@@ -148,7 +148,7 @@ def join_world(args: Namespace) -> Namespace:
 
 def convert(args: Namespace) -> Path:
     """Read, lay out, write, one tensor at a time; gives the checkpoint's folder."""
-    from slime.backends.megatron_utils.streamed_conversion import convert_hf_checkpoint
+    from slime.backends.megatron_utils.checkpoints.streamed_conversion import convert_hf_checkpoint
 
     args = join_world(with_layout(args))
     start = time.monotonic()

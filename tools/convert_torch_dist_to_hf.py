@@ -116,8 +116,8 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
         load_workers: pieces of the checkpoint that are read at a time.
         save_workers: shards of the result that are written behind the reading.
     """
+    from slime.backends.megatron_utils.checkpoints.torch_dist_reader import Piece, TorchDistFolder
     from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
-    from slime.backends.megatron_utils.torch_dist_reader import Piece, TorchDistFolder
 
     target = Path(options.output_dir)
     if target.exists() and any(target.iterdir()) and not options.force:

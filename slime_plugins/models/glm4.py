@@ -14,7 +14,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.layer_specs import BlockSpec, get_block_spec
+from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
 
 
 def get_glm_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.parser import build_parser
-from slime.backends.megatron_utils.config_flags import CONFIG_CLASSES, NOT_FLAGS, attribute_of, config_fields
-from slime.backends.megatron_utils.field_table import (
+from slime.backends.megatron_utils.flags.config_flags import CONFIG_CLASSES, NOT_FLAGS, attribute_of, config_fields
+from slime.backends.megatron_utils.flags.field_table import (
     READERS,
     REFUSED,
     WITHOUT_EFFECT,
     refuse_what_nobody_reads,
     reset_what_has_no_effect,
 )
-from slime.backends.megatron_utils.own_flags import OWN_FLAGS
+from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS
 from slime.utils.errors import ConfigError
 
 FIELDS = {

@@ -136,8 +136,10 @@ def save_behind_training(folder: str) -> None:
     """Background saves: what they hold, when they count, and what becomes of one that fails."""
     import torch.distributed as dist
 
-    from slime.backends.megatron_utils import checkpoint, checkpoint_writer
-    from slime.backends.megatron_utils.checkpoint_writer import BackgroundSave
+    from slime.backends.megatron_utils import checkpoint
+
+    from slime.backends.megatron_utils.checkpoints import checkpoint_writer
+    from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
     from slime.utils.errors import DataError
     from tests.dist.checkpoint_case import build, parse, take_step, tensors_in
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.rotary import RotaryTables, apply_rotary, rotate
+from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, rotate
 
 pytestmark = pytest.mark.gpu(1)
 

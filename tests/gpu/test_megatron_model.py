@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform
-from slime.backends.megatron_utils.attention import per_sequence_attention, varlen_attention
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.layers.attention import per_sequence_attention, varlen_attention
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.parameters import iter_global_parameters

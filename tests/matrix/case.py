@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import json
 import shutil
 import tempfile
@@ -152,6 +153,8 @@ def hide_broken_torchvision() -> None:
 
     Text models need none, but transformers imports it beside them wherever it finds the package.
     """
+    if importlib.util.find_spec("torchvision") is None:
+        return  # transformers sees that by itself, and may look again when SGLang brings a stand-in
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError, OSError):

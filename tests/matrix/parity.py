@@ -41,6 +41,7 @@ GRADIENT_BOUND = 1e-4
 @contextmanager
 def one_process_world() -> Iterator[None]:
     """A default process group of one rank, without parallel groups; both are gone behind it."""
+    leave_world()  # that of an earlier test in this process
     with tempfile.TemporaryDirectory() as folder:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", world_size=1, rank=0)

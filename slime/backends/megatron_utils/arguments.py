@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import argparse
 
-from slime.backends.megatron_utils.config_builders import (
+from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from slime.backends.megatron_utils.config_flags import (
+from slime.backends.megatron_utils.flags.config_flags import (
     CONFIG_CLASSES,
     NOT_FLAGS,
     add_config_flags,
     attribute_of,
     config_fields,
 )
-from slime.backends.megatron_utils.hf_config_check import check_hf_config
-from slime.backends.megatron_utils.own_flags import OWN_FLAGS, add_own_flags
-from slime.backends.megatron_utils.resolve_arguments import check_arguments, derived_arguments
+from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config
+from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS, add_own_flags
+from slime.backends.megatron_utils.flags.resolve_arguments import check_arguments, derived_arguments
 
 __all__ = [
     "add_megatron_arguments",

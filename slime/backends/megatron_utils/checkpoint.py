@@ -30,15 +30,15 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils.checkpoint_fit import check_fit
-from slime.backends.megatron_utils.checkpoint_writer import BackgroundSave, sync_folder, write_checkpoint
-from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
-from slime.backends.megatron_utils.optimizer_state import (
+from slime.backends.megatron_utils.checkpoints.checkpoint_fit import check_fit
+from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave, sync_folder, write_checkpoint
+from slime.backends.megatron_utils.checkpoints.optimizer_state import (
     load_optimizer_state,
     optimizer_state,
     refresh_master_weights,
 )
-from slime.backends.megatron_utils.rng_state import load_rng_state, rng_state
+from slime.backends.megatron_utils.checkpoints.rng_state import load_rng_state, rng_state
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 

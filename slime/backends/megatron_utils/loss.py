@@ -32,9 +32,9 @@ from slime.algorithms.reduction import num_loss_tokens, scale_for_megatron
 from slime.algorithms.value_loss import clipped_value_loss
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean
+from slime.backends.megatron_utils.layers.mtp import LogitsAndMtp
+from slime.backends.megatron_utils.layers.mtp_loss import mtp_loss
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
-from slime.backends.megatron_utils.mtp import LogitsAndMtp
-from slime.backends.megatron_utils.mtp_loss import mtp_loss
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.misc import load_function
 

@@ -22,9 +22,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from slime.backends.megatron_utils.checkpoint import load_checkpoint
-from slime.backends.megatron_utils.config_builders import ddp_config_from_args, optimizer_config_from_args
+from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
+from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.model_provider import get_model_provider
-from slime.backends.megatron_utils.resolve_arguments import warmup_and_decay_steps
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.layer_specs import get_block_spec
-from slime.backends.megatron_utils.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
+from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
+from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 

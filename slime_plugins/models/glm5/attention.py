@@ -30,8 +30,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from slime.backends.megatron_utils.latent_attention import LatentAttention, ReplicatedLinear, latent_attention_spec
-from slime.backends.megatron_utils.latent_rotary import rotate_pairs
+from slime.backends.megatron_utils.layers.latent_attention import (
+    LatentAttention,
+    ReplicatedLinear,
+    latent_attention_spec,
+)
+from slime.backends.megatron_utils.layers.latent_rotary import rotate_pairs
 from slime_plugins.models.glm5.indexer import IndexerSettings, choose_keys, rotate_last
 from slime_plugins.models.glm5.sparse_attention import sparse_attention
 from slime_plugins.models.glm5.stream import PackedStream

@@ -21,9 +21,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slime.backends.megatron_utils.hf_config_check import read_hf_config
-from slime.backends.megatron_utils.layer_specs import BlockSpec, get_block_spec
-from slime.backends.megatron_utils.sparse_arguments import indexer_sizes
+from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.flags.sparse_arguments import indexer_sizes
+from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.attention import sparse_attention_spec

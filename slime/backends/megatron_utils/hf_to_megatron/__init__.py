@@ -22,9 +22,9 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
-from slime.backends.megatron_utils.weight_layouts import ModelShape, pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.weight_maps import WeightMap, find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import from_hf
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, pad_vocabulary, tensor_parallel_slice
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)

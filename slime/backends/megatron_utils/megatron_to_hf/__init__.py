@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from slime.backends.megatron_utils.hf_to_megatron.tensors import tensor_names
-from slime.backends.megatron_utils.weight_layouts import ModelShape, unpad_vocabulary
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import to_hf
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, unpad_vocabulary
 from slime.utils.errors import ConfigError
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -23,8 +23,8 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
-from slime.backends.megatron_utils.weight_layouts import ModelShape
 from slime.backends.megatron_utils.weight_maps import find_weight_map
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import iter_buckets
 from slime.weights.named_tensors import NamedTensors

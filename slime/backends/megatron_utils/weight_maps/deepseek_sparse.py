@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slime.backends.megatron_utils.weight_layouts import turning_part_first, turning_part_last
 from slime.backends.megatron_utils.weight_maps.deepseek import DEEPSEEK
 from slime.backends.megatron_utils.weight_maps.rule import Rule
+from slime.backends.megatron_utils.weight_maps.weight_layouts import turning_part_first, turning_part_last
 
 
 def _turning_rule(name: str) -> Rule:

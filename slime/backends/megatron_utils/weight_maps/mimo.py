@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.weight_layouts import ModelShape
 from slime.backends.megatron_utils.weight_maps.dense import DENSE
 from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 
 
 def _swap_halves(weight: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from slime.backends.megatron_utils.weight_layouts import (
+from slime.backends.megatron_utils.weight_maps.weight_layouts import (
     ModelShape,
     merge_gate_up,
     merge_qkv,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slime.backends.megatron_utils.config_builders import (
+from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     optimizer_config_from_args,
     transformer_config_from_args,

@@ -13,7 +13,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, suppor
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, MissingTensorError, dequantize_blocks
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
-from slime.backends.megatron_utils.weight_layouts import ModelShape
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 from slime.utils.errors import ConfigError, DataError
 from tests.unit.backends.megatron_utils.megatron_case import (
     hf_flags,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import initialize
-from slime.backends.megatron_utils.weight_layouts import ModelShape
 from slime.backends.megatron_utils.weight_maps import find_weight_map
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 from tests.matrix import trainer
 from tests.matrix.case import Tensors, load_cases, read_tensors, write_tensors
 from tests.matrix.parity import one_process_world

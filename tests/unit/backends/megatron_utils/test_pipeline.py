@@ -15,8 +15,8 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from slime.backends.megatron_utils.config_builders import num_stages_of_layout
 from slime.backends.megatron_utils.data import sample_columns
+from slime.backends.megatron_utils.flags.config_builders import num_stages_of_layout
 from slime.backends.megatron_utils.pipeline import KnownShapes
 from slime.train_data.microbatch import pack_thd, packed_length
 from slime.utils.errors import ConfigError

@@ -18,8 +18,8 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from slime.backends.megatron_utils.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.layer_specs import get_block_spec
+from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
 from slime.backends.megatron_utils.model_provider import freeze_indexer, get_model_provider
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.glm5 import first_layers_of_stages, get_glm5_spec, indexer_settings

@@ -1,0 +1,188 @@
+"""A Hugging Face checkpoint into a ``torch_dist`` checkpoint, tensor by tensor.
+
+The model is built for its names, shapes and layout only: its parameters are memory that nothing ever touches, so that
+they take up addresses but no pages.  When the writer asks for one, the Hugging Face tensors that it is made of are
+read, joined and cut, and forgotten once they are written.
+"""
+
+from __future__ import annotations
+
+import bisect
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from torch import Tensor
+from tqdm import tqdm
+
+from slime.backends.megatron_utils.checkpoint import (
+    RELEASE,
+    checkpoint_folder,
+    common_state,
+    make_empty_folder,
+    model_state,
+    publish_checkpoint,
+)
+from slime.backends.megatron_utils.checkpoints.checkpoint_writer import Shards, write_checkpoint
+from slime.backends.megatron_utils.hf_to_megatron import check_all_used, read_shard, weight_map_of
+from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
+from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
+from slime.utils.distributed_utils import init_gloo_group
+
+
+def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
+    """Write ``{--save}/release`` from the Hugging Face folder ``source``.  Collective.
+
+    Args:
+        args: complete flags; the parallel groups exist.
+        source: folder with ``config.json`` and safetensors.
+
+    Returns:
+        The checkpoint's folder, already published.
+
+    Raises:
+        ConfigError: the model type is not known.
+        DataError: a tensor is missing, has another shape, or would be left unused.
+    """
+    unborn = Namespace(**{**vars(args), "use_cpu_initialization": True, "perform_initialization": False})
+    model = build_model(unborn, wrap_with_ddp=False, on_accelerator=False)
+    _mark_splits(model)
+    folder = checkpoint_folder(args.save, RELEASE)
+    make_empty_folder(folder)
+    with HfTensors(source) as tensors, _progress() as bar:
+        weights = _Weights(args, model, tensors, bar)
+        state = {**common_state(args, RELEASE), **model_state(model)}
+        # One file: its tensors are written in their order, so that what is read serves those that follow.
+        write_checkpoint(state, folder, planner=_Planner(weights), writer_threads=1, resplit=weights.in_reading_order)
+        _check_unused(tensors, args)
+    if dist.get_rank() == 0:
+        publish_checkpoint(args.save, RELEASE)
+    dist.barrier(group=init_gloo_group())
+    return folder
+
+
+def _mark_splits(model: Sequence[torch.nn.Module]) -> None:
+    """Say how tensor parallelism cuts each matrix; megatron-core says it while it initializes them."""
+    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for chunk in model:
+        for module in chunk.modules():
+            dim = next((dim for kind, dim in dims.items() if isinstance(module, kind)), None)
+            weight: Any = getattr(module, "weight", None)
+            if dim is not None and weight is not None:
+                weight.tensor_model_parallel, weight.partition_dim = True, dim
+
+
+def _progress() -> tqdm:
+    """A bar over this rank's bytes; rank 0 shows it, on a terminal."""
+    return tqdm(desc="convert", unit="B", unit_scale=True, disable=None if dist.get_rank() == 0 else True)
+
+
+def _check_unused(tensors: HfTensors, args: Namespace) -> None:
+    """Refuse tensors that no rank has read; every rank reads only what it writes."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tensors.read, group=init_gloo_group())
+    tensors.read = set().union(*everyone)
+    check_all_used(tensors, weight_map_of(tensors.folder), ModelShape.from_args(args))
+
+
+class _Span(NamedTuple):
+    """Addresses of a shard's untouched memory."""
+
+    start: int
+    end: int
+    name: str
+    shard: Shard
+
+
+class _Weights:
+    """Gives, for a view of a parameter's untouched memory, what ought to be there."""
+
+    def __init__(self, args: Namespace, model: Sequence[torch.nn.Module], tensors: HfTensors, bar: tqdm) -> None:
+        self._tensors, self._bar = tensors, bar
+        self._weight_map = weight_map_of(tensors.folder)
+        self._shape = ModelShape.from_args(args)
+        spans = []
+        for name, shard in iter_global_parameters(model):
+            start = shard.tensor.data_ptr()
+            spans.append(_Span(start, start + shard.tensor.nbytes, name, shard))
+        self._spans = sorted(spans)
+        self._starts = [span.start for span in self._spans]
+        self._last: tuple[str, Tensor] | None = None
+        """Of a matrix of gate and up, one half is asked for after the other."""
+
+    def _find(self, address: int) -> _Span | None:
+        index = bisect.bisect_right(self._starts, address) - 1
+        return self._spans[index] if index >= 0 and address < self._spans[index].end else None
+
+    @torch.no_grad()
+    def read(self, view: Tensor) -> Tensor:
+        """The values that belong into ``view``; the view itself where it is no parameter's."""
+        span = self._find(view.data_ptr())
+        if span is None:
+            return view
+        if self._last is None or self._last[0] != span.name:
+            part = read_shard(span.name, span.shard, self._tensors, self._weight_map, self._shape)
+            self._last = span.name, part.to(view.dtype).contiguous()
+        whole = self._last[1]
+        offset = whole.storage_offset() + (view.data_ptr() - span.start) // view.element_size()
+        self._bar.update(view.nbytes)
+        return whole.as_strided(view.shape, view.stride(), offset)
+
+    def in_reading_order(self, shards: Shards) -> Shards:
+        """Experts that are stacked in one parameter become entries of their own, in the order of their numbers."""
+        parted = {
+            key: sorted((p for e in entries for p in self._parts(e)), key=_order) for key, entries in shards.items()
+        }
+        tensors = (entry.data for entries in parted.values() for entry in entries if isinstance(entry, ShardedTensor))
+        self._bar.total = sum(tensor.nbytes for tensor in tensors)
+        return parted
+
+    def _parts(self, entry: Any) -> list[Any]:
+        span = self._find(entry.data.data_ptr()) if isinstance(entry, ShardedTensor) else None
+        if span is None or not span.shard.is_stacked:
+            return [entry]
+        axis = entry.prepend_axis_num
+        offset, shape, fragments = list(entry.global_offset), entry.local_shape, list(entry.axis_fragmentations)
+        fragments[axis] = entry.global_shape[axis]
+        parts = []
+        for index in range(shape[0]):
+            at = (*offset[:axis], offset[axis] + index, *offset[axis + 1 :])
+            parts.append(
+                replace(
+                    entry,
+                    data=entry.data[index : index + 1],
+                    local_shape=(1, *shape[1:]),
+                    global_offset=at,
+                    axis_fragmentations=tuple(fragments),
+                )
+            )
+        return parts
+
+
+def _order(entry: Any) -> tuple[int, ...]:
+    return tuple(entry.global_offset) if isinstance(entry, ShardedTensor) else ()
+
+
+class _Planner(MCoreSavePlanner):
+    """Asks for each tensor when its turn to be written comes."""
+
+    def __init__(self, weights: _Weights) -> None:
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._weights = weights
+
+    def lookup_object(self, index: Any) -> Any:
+        """The value to be written."""
+        value = super().lookup_object(index)
+        return self._weights.read(value) if isinstance(value, Tensor) else value

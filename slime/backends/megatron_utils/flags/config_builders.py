@@ -1,0 +1,109 @@
+"""Complete flags to megatron-core's config objects."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from slime.backends.megatron_utils import cpu_platform
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from slime.backends.megatron_utils.flags.config_flags import config_arguments
+from slime.utils.errors import ConfigError
+
+
+def transformer_config_from_args(args: Namespace) -> TransformerConfig:
+    """The model's shape, layout and numerics; an MLATransformerConfig with ``--multi-latent-attention``.
+
+    Raises:
+        ConfigError: megatron-core refuses the combination; the message carries its words.
+    """
+    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = config_arguments(config_class, vars(args))
+    values |= {
+        "params_dtype": args.params_dtype,
+        "pipeline_dtype": torch.float32 if args.fp32_residual_connection else args.params_dtype,
+        "autocast_dtype": args.params_dtype,
+        "variable_seq_lengths": True,
+        # A sent output is let go of before it has left: CUDA's allocator keeps the memory, gloo would send garbage.
+        "deallocate_pipeline_outputs": not (args.overlap_p2p_comm and cpu_platform.IS_INSTALLED),
+        # Batched, two virtual stages on each of two ranks would exchange their messages crosswise.
+        "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
+        "calculate_per_token_loss": args.calculate_per_token_loss,
+        "mtp_num_layers": args.mtp_num_layers or None,
+        # One generator and one device: parameters are made where they stay.
+        "use_cpu_initialization": args.use_cpu_initialization or cpu_platform.IS_INSTALLED,
+    }
+    if args.swiglu:
+        values["activation_func"] = F.silu
+    layout = values.get("pipeline_model_parallel_layout")
+    if args.mtp_num_layers and layout and "m" not in layout:
+        # MTP layers stand before the loss, whether the layout says so or not.
+        values["pipeline_model_parallel_layout"] = layout.removesuffix("L") + "m" * args.mtp_num_layers + "L"
+    try:
+        config = config_class(**values)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"megatron-core refuses the model or layout flags: {error}. The flag names are those of "
+            f"{config_class.__name__} (slime/backends/megatron_utils/flags/config_flags.py)."
+        ) from error
+    if config.mtp_standalone:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout is {layout}; MTP layers (m) must be in the last stage, before the loss "
+            "(L); leave them out, and they are put there."
+        )
+    return config
+
+
+def num_stages_of_layout(layout: str) -> int:
+    """Stages of all ranks, virtual ones included, that a ``--pipeline-model-parallel-layout`` describes."""
+    try:
+        return PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+    except (ValueError, AssertionError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout {layout!r} cannot be read: {error}; stages stand between bars, E is "
+            "the embedding, t a layer, m an MTP layer, L the loss, as in 'Ett|tttL'."
+        ) from error
+
+
+def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
+    """Optimizer kind, its numbers, sharding and offload."""
+    values = config_arguments(OptimizerConfig, vars(args))
+    values |= {"params_dtype": args.params_dtype, "lr": args.lr, "clip_grad": args.clip_grad}
+    config = _build(OptimizerConfig, values)
+    if config.optimizer_cpu_offload:
+        # Master weights on the host only, instead of there and on the card: what the precision-aware optimizer does.
+        # Set afterwards, because with the flag itself the config asks for TransformerEngine's version.
+        config.use_precision_aware_optimizer = True
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
+    return config
+
+
+def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
+    """How gradients are held and reduced over the data-parallel ranks.
+
+    The bucket size is megatron-core's own unless given, and buckets only matter with ``--overlap-grad-reduce``.
+    """
+    values = config_arguments(DistributedDataParallelConfig, vars(args))
+    return _build(DistributedDataParallelConfig, values)
+
+
+def _build(config_class: type, values: dict[str, Any]) -> Any:
+    try:
+        return config_class(**values)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"megatron-core's {config_class.__name__} refuses the flags: {error}.") from error
+
+
+def params_dtype(*, bf16: bool, fp16: bool) -> torch.dtype:
+    """The dtype that a model's parameters have."""
+    return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32

@@ -1,0 +1,143 @@
+"""The model flags against the ``config.json`` of ``--hf-checkpoint``.
+
+The file is read as plain JSON: what it does not say is not compared, and no model class has to know it.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.backends.megatron_utils.flags.hf_plain_check import attention_mismatches, softmax_router_mismatches
+from slime.backends.megatron_utils.flags.latent_arguments import latent_mismatches, sigmoid_router_mismatches
+from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
+from slime.backends.megatron_utils.weight_maps import find_weight_map
+from slime.utils.errors import ConfigError
+
+_SIMPLE = {
+    # key of config.json -> attribute of args
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_hidden_layers": "num_layers",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+}
+
+
+def read_hf_config(path: str) -> dict[str, Any]:
+    """``config.json`` of a checkpoint folder, its ``text_config`` laid over it where there is one.
+
+    Raises:
+        ConfigError: the folder or the file does not exist, or is no JSON object.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"--hf-checkpoint is {path!r}; there is no {file}; give a folder with a HF checkpoint.")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); --hf-checkpoint needs a complete HF checkpoint.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds a {type(config).__name__}; --hf-checkpoint needs a complete HF checkpoint.")
+    return {**config, **(config.get("text_config") or {})}
+
+
+def rope_parameter(config: dict[str, Any], name: str) -> Any:
+    """A rotary setting, wherever this age of config keeps it; None when it is absent."""
+    for holder in (config, config.get("rope_parameters"), config.get("rope_scaling")):
+        if isinstance(holder, dict) and holder.get(name) is not None:
+            return holder[name]
+    return None
+
+
+def check_hf_config(args: Namespace) -> None:
+    """Compare the model flags with the HF config; one error lists all that differ.
+
+    Raises:
+        ConfigError: with each flag, its value and the checkpoint's.
+    """
+    config = read_hf_config(args.hf_checkpoint)
+    problems = [
+        *_mismatches(args, config),
+        *attention_mismatches(args, config),
+        *softmax_router_mismatches(args, config),
+        *latent_mismatches(args, config),
+        *sigmoid_router_mismatches(args, config),
+    ]
+    if problems:
+        raise ConfigError(
+            f"The model flags disagree with {args.hf_checkpoint}/config.json:\n  "
+            + "\n  ".join(problems)
+            + "\nSource the file of scripts/models that belongs to this checkpoint, or correct these flags."
+        )
+    for problem in sparse_problems(args, config):
+        raise ConfigError(problem)
+    _check_that_weights_can_be_pushed(args, config)
+
+
+def _check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
+    """What the first push of weights would find out: no name map for the model, or a quantized one.
+
+    Nothing is pushed by ``--debug-train-only`` and by the tools, which have no such flag.
+    """
+    if vars(args).get("debug_train_only", True):
+        return
+    model_name = args.model_name or config.get("model_type")
+    if model_name is not None:
+        find_weight_map(model_name)
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method is not None:
+        raise ConfigError(
+            f"--hf-checkpoint is quantized ({method}); only unquantized weights can be pushed to its engines; point "
+            "--hf-checkpoint at an unquantized checkpoint."
+        )
+
+
+def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
+    """One line for each flag that differs from the config."""
+    problems = []
+
+    def compare(key: str, flag: str, expected: Any, actual: Any) -> None:
+        if expected is not None and actual is not None and expected != actual:
+            problems.append(f"{flag} is {actual}; {key} is {expected}")
+
+    for key, attribute in _SIMPLE.items():
+        compare(key, _flag(attribute), config.get(key), getattr(args, attribute))
+    if not _is_all_experts(args):
+        compare("intermediate_size", "--ffn-hidden-size", config.get("intermediate_size"), args.ffn_hidden_size)
+    compare("num_key_value_heads", "--num-query-groups", _num_key_value_heads(args, config), args.num_query_groups)
+    compare("head_dim", "--kv-channels", _head_dim(args, config), args.kv_channels)
+    compare("rms_norm_eps", "--norm-epsilon", config.get("rms_norm_eps"), args.norm_epsilon)
+    compare("rope_theta", "--rotary-base", rope_parameter(config, "rope_theta"), args.rotary_base)
+    vocab_size = config.get("vocab_size")
+    if vocab_size is not None and args.vocab_size < vocab_size:
+        problems.append(f"--vocab-size is {args.vocab_size}; vocab_size is {vocab_size}, and rows would be lost")
+    tied = config.get("tie_word_embeddings")
+    if tied is not None and tied == args.untie_embeddings_and_output_weights:
+        state = "given" if args.untie_embeddings_and_output_weights else "not given"
+        problems.append(f"--untie-embeddings-and-output-weights is {state}; tie_word_embeddings is {tied}")
+    return problems
+
+
+def _flag(attribute: str) -> str:
+    return "--" + attribute.replace("_", "-")
+
+
+def _is_all_experts(args: Namespace) -> bool:
+    """Whether no layer is dense, so that the dense size means nothing."""
+    if not args.num_experts:
+        return False
+    frequency = args.moe_layer_freq
+    return frequency == 1 if isinstance(frequency, int) else all(frequency)
+
+
+def _num_key_value_heads(args: Namespace, config: dict[str, Any]) -> int | None:
+    """Key heads; latent attention has no such thing."""
+    return None if args.multi_latent_attention else config.get("num_key_value_heads")
+
+
+def _head_dim(args: Namespace, config: dict[str, Any]) -> int | None:
+    """The width of a head; in latent attention the key means something else."""
+    return None if args.multi_latent_attention else config.get("head_dim")

@@ -1,0 +1,357 @@
+"""What follows from the trainer's flags, and what they may not say together.
+
+:func:`derived_arguments` is pure: it returns the attributes to set, and ``arguments.py`` sets them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.flags.config_builders import (
+    ddp_config_from_args,
+    num_stages_of_layout,
+    optimizer_config_from_args,
+    params_dtype,
+    transformer_config_from_args,
+)
+from slime.backends.megatron_utils.flags.expert_arguments import check_expert_arguments
+from slime.backends.megatron_utils.flags.field_table import refuse_what_nobody_reads, reset_what_has_no_effect
+from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.flags.latent_arguments import derive_rope
+from slime.backends.megatron_utils.flags.sparse_arguments import check_sparse_flags, derive_indexer
+from slime.backends.megatron_utils.layers.attention import check_attention_config
+from slime.backends.megatron_utils.model_provider import load_spec
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def derived_arguments(args: Namespace) -> dict[str, Any]:
+    """The attributes of ``args`` that follow from the flags.
+
+    Raises:
+        ConfigError: a flag that others are derived from is missing or impossible.
+    """
+    for flag, value in (
+        ("--num-layers", args.num_layers),
+        ("--hidden-size", args.hidden_size),
+        ("--num-attention-heads", args.num_attention_heads),
+    ):
+        if not value or value < 1:
+            raise ConfigError(f"{flag} is {value}; the model needs it; source a file of scripts/models or give it.")
+    derived: dict[str, Any] = {}
+    for derive in (_precision, _world, _layout, _shape, _rope, _vocabulary, _schedule, _checkpoint, _kernels):
+        derived |= derive(args)
+    return derived
+
+
+def _precision(args: Namespace) -> dict[str, Any]:
+    """One of bf16, fp16, fp32; by default bf16 with CUDA and fp32 without."""
+    asked = [name for name in ("bf16", "fp16", "fp32") if vars(args).get(name)]
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join('--' + name for name in asked)} are given; a run has one precision.")
+    precision = asked[0] if asked else "bf16" if torch.cuda.is_available() else "fp32"
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise ConfigError("--fp16 needs CUDA; use --fp32 or --bf16 on CPU.")
+    bf16, fp16 = precision == "bf16", precision == "fp16"
+    return {
+        "bf16": bf16,
+        "fp16": fp16,
+        "fp32": not (bf16 or fp16),
+        "params_dtype": params_dtype(bf16=bf16, fp16=fp16),
+        # Gradients of bf16 parameters are summed in fp32, as Megatron does.
+        "accumulate_allreduce_grads_in_fp32": args.accumulate_allreduce_grads_in_fp32 or bf16,
+    }
+
+
+def _world(args: Namespace) -> dict[str, Any]:
+    """Ranks of the trainer and how many of them are data-parallel."""
+    # A tool knows its world; a job's is made of the flags.
+    world_size = vars(args).get("world_size") or vars(args).get("actor_num_nodes", 1) * vars(args).get(
+        "actor_num_gpus_per_node", 1
+    )
+    model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world_size % model_size:
+        raise ConfigError(
+            f"The trainer has {world_size} GPUs; --tensor-model-parallel-size {args.tensor_model_parallel_size} x "
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} x --context-parallel-size "
+            f"{args.context_parallel_size} = {model_size} must divide that; change --actor-num-nodes, "
+            "--actor-num-gpus-per-node or one of the sizes."
+        )
+    if not args.use_distributed_optimizer:
+        logger.info("--no-use-distributed-optimizer: the optimizer is always the distributed one here.")
+    return {
+        "rank": vars(args).get("rank") or 0,
+        "world_size": world_size,
+        "data_parallel_size": world_size // model_size,
+        "use_distributed_optimizer": True,
+        "variable_seq_lengths": True,
+    }
+
+
+def _layout(args: Namespace) -> dict[str, Any]:
+    """Virtual pipeline stages, sequence parallelism, recompute."""
+    pipeline = args.pipeline_model_parallel_size
+    virtual = args.virtual_pipeline_model_parallel_size or args.num_virtual_stages_per_pipeline_rank
+    if args.num_layers_per_virtual_pipeline_stage:
+        per_rank, rest = divmod(args.num_layers, pipeline)
+        if rest or per_rank % args.num_layers_per_virtual_pipeline_stage:
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage is {args.num_layers_per_virtual_pipeline_stage}; it must "
+                f"divide the layers of a pipeline rank, {args.num_layers} / {pipeline}."
+            )
+        virtual = per_rank // args.num_layers_per_virtual_pipeline_stage
+    if args.pipeline_model_parallel_layout:
+        stages = num_stages_of_layout(args.pipeline_model_parallel_layout)
+        if stages % pipeline:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout} has {stages} stages; "
+                f"--pipeline-model-parallel-size {pipeline} must divide that."
+            )
+        virtual = stages // pipeline
+    virtual = virtual if virtual and virtual > 1 else None
+    if virtual and pipeline == 1:
+        raise ConfigError("Virtual pipeline stages need --pipeline-model-parallel-size of at least 2; it is 1.")
+    is_tensor_parallel = args.tensor_model_parallel_size > 1
+    if is_tensor_parallel and not args.sequence_parallel and (args.num_experts or args.multi_latent_attention):
+        logger.info(
+            "--sequence-parallel is turned on: with tensor parallelism, megatron-core trains experts and multi-latent "
+            "attention right only with it."
+        )
+    sequence_parallel = args.sequence_parallel or bool(args.num_experts) or args.multi_latent_attention
+    return {
+        "virtual_pipeline_model_parallel_size": virtual,
+        "microbatch_group_size_per_vp_stage": args.microbatch_group_size_per_vp_stage or pipeline,
+        "overlap_p2p_comm": args.overlap_p2p_comm and virtual is not None,
+        "sequence_parallel": sequence_parallel and is_tensor_parallel,
+        "recompute_granularity": args.recompute_granularity or ("selective" if args.recompute_activations else None),
+    }
+
+
+def _shape(args: Namespace) -> dict[str, Any]:
+    """Sizes that follow from others, as Megatron derives them."""
+    ffn = args.ffn_hidden_size
+    if ffn is None:
+        ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
+    if ffn < 1:
+        raise ConfigError(f"--ffn-hidden-size is {ffn}; it must be at least 1; give it.")
+    if args.num_query_groups is not None and not args.group_query_attention and not args.multi_latent_attention:
+        raise ConfigError(
+            f"--num-query-groups is {args.num_query_groups} without --group-query-attention; give both or neither."
+        )
+    kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    seq_length = args.seq_length or 4096
+    position_type = args.position_embedding_type
+    if args.use_rotary_position_embeddings:
+        position_type = "rope"
+    elif position_type == "learned_absolute" and not args.add_position_embedding:
+        position_type = "none"
+    return {
+        "ffn_hidden_size": ffn,
+        "kv_channels": kv_channels,
+        "num_query_groups": args.num_query_groups or args.num_attention_heads,
+        "seq_length": seq_length,
+        "max_position_embeddings": args.max_position_embeddings or seq_length,
+        "position_embedding_type": position_type,
+    }
+
+
+def _rope(args: Namespace) -> dict[str, Any]:
+    """Rotary positions and sparse attention's indexer: what the flags do not say, the HF config does."""
+    config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    return derive_rope(args, config) | derive_indexer(args, config)
+
+
+def _vocabulary(args: Namespace) -> dict[str, Any]:
+    """Vocabulary, its padding for tensor parallelism, and the tokenizer's name."""
+    vocab_size = args.vocab_size
+    if vocab_size is None and args.hf_checkpoint:
+        vocab_size = read_hf_config(args.hf_checkpoint).get("vocab_size")
+    if not vocab_size:
+        raise ConfigError("--vocab-size is not given, and no --hf-checkpoint whose config.json tells it; give one.")
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    padded = args.padded_vocab_size or -(-vocab_size // multiple) * multiple
+    if padded < vocab_size or padded % args.tensor_model_parallel_size:
+        raise ConfigError(
+            f"--padded-vocab-size is {padded}; it must be at least --vocab-size {vocab_size} and a multiple of "
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}."
+        )
+    return {
+        "vocab_size": vocab_size,
+        "padded_vocab_size": padded,
+        "tokenizer_model": args.tokenizer_model or args.hf_checkpoint,
+        "tokenizer_type": args.tokenizer_type or "HuggingFaceTokenizer",
+    }
+
+
+def _schedule(args: Namespace) -> dict[str, Any]:
+    """Weight decay at both ends."""
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are given; the warm-up has one length.")
+    start, end = args.start_weight_decay, args.end_weight_decay
+    return {
+        "start_weight_decay": args.weight_decay if start is None else start,
+        "end_weight_decay": args.weight_decay if end is None else end,
+    }
+
+
+def warmup_and_decay_steps(args: Namespace, train_iters: int) -> tuple[float, float]:
+    """Optimizer steps over which the learning rate rises, and over which it falls.
+
+    Args:
+        args: the flags.
+        train_iters: optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: the warm-up is as long as the whole decay.
+    """
+    decay = args.lr_decay_iters or train_iters
+    warmup = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay
+    if warmup >= decay:
+        raise ConfigError(
+            f"The learning rate warms up for {warmup:g} of {decay:g} optimizer steps; lower --lr-warmup-iters or "
+            "--lr-warmup-fraction, or raise --lr-decay-iters or --num-rollout."
+        )
+    return warmup, decay
+
+
+def _check_schedule(args: Namespace) -> None:
+    """The lengths of warm-up and decay, where the flags alone say how long the run is."""
+    values = vars(args)
+    sizes = [values.get(name) for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt")]
+    if all(sizes) and values.get("global_batch_size"):
+        warmup_and_decay_steps(args, max(math.prod(sizes) // args.global_batch_size, 1))
+    elif args.lr_decay_iters:
+        warmup_and_decay_steps(args, args.lr_decay_iters)
+
+
+def _checkpoint(args: Namespace) -> dict[str, Any]:
+    """How Megatron checkpoints are written; recorded in them."""
+    return {
+        "use_persistent_ckpt_worker": True,
+        "ckpt_assume_constant_structure": True,
+        "ckpt_fully_parallel_load": True,
+        "ckpt_fully_parallel_save": True,
+        "dist_ckpt_save_pre_mcore_014": True,
+    }
+
+
+def _kernels(args: Namespace) -> dict[str, Any]:
+    """Switch off what slime's layers do otherwise, and say so once."""
+    derived = reset_what_has_no_effect(args)
+    if args.transformer_impl != "local":
+        derived["transformer_impl"] = "local"
+        logger.info("--transformer-impl %s: the model is built from slime's own layers.", args.transformer_impl)
+    has_deepep = importlib.util.find_spec("deep_ep") is not None
+    if args.moe_token_dispatcher_type == "allgather":
+        derived["moe_token_dispatcher_type"] = "alltoall"
+        logger.info(
+            "--moe-token-dispatcher-type allgather needs micro-batches of one length; alltoall is used instead."
+        )
+    if (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex") and not has_deepep:
+        derived |= {"moe_enable_deepep": False, "moe_token_dispatcher_type": "alltoall"}
+        logger.info("DeepEP is not installed; experts are reached by --moe-token-dispatcher-type alltoall.")
+    if args.optimizer_cpu_offload and not torch.cuda.is_available():
+        derived |= {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
+        logger.info("--optimizer-cpu-offload: there is no CUDA; the optimizer is on the CPU anyway.")
+    return derived
+
+
+def check_arguments(args: Namespace) -> None:
+    """Refuse combinations that cannot work; ``args`` are complete.
+
+    Raises:
+        ConfigError: with the flags, their values and what is allowed.
+    """
+    _check_kernels(args)
+    _check_layout(args)
+    _check_schedule(args)
+    check_expert_arguments(args)
+    check_sparse_flags(args)
+    check_attention_config(transformer_config_from_args(args))
+    if args.spec:
+        load_spec(args.spec)
+    optimizer_config_from_args(args)
+    ddp_config_from_args(args)
+
+
+def _check_kernels(args: Namespace) -> None:
+    refuse_what_nobody_reads(args)
+    if args.use_gated_attention:
+        raise ConfigError("--use-gated-attention is given: Qwen3-Next's attention is not built; leave it out.")
+    if args.optimizer != "adam":
+        raise ConfigError(
+            f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
+            "shards Adam only; use adam (which is AdamW)."
+        )
+    if args.optimizer_cpu_offload and args.fp32 and args.optimizer_offload_fraction < 1:
+        raise ConfigError(
+            f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
+            "fp32 parameter that stays on the card; use 1.0, or --bf16."
+        )
+    if args.attention_dropout:
+        raise ConfigError(f"--attention-dropout is {args.attention_dropout}; packed attention has none; use 0.0.")
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        raise ConfigError(
+            "--only-train-params-name-list and --freeze-params-name-list are given; they exclude each other."
+        )
+
+
+def _check_layout(args: Namespace) -> None:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    divided = {"--num-attention-heads": args.num_attention_heads, "--ffn-hidden-size": args.ffn_hidden_size}
+    for flag, value in divided.items():
+        if value % tensor:
+            raise ConfigError(f"{flag} is {value}; --tensor-model-parallel-size {tensor} must divide it.")
+    groups = args.num_query_groups
+    if args.num_attention_heads % groups:
+        raise ConfigError(
+            f"--num-query-groups is {groups}; it must divide --num-attention-heads {args.num_attention_heads}."
+        )
+    if groups % tensor and tensor % groups:
+        raise ConfigError(
+            f"--num-query-groups is {groups}; --tensor-model-parallel-size {tensor} must divide it or be a multiple."
+        )
+    if args.num_experts and args.num_experts % args.expert_model_parallel_size:
+        raise ConfigError(
+            f"--num-experts is {args.num_experts}; --expert-model-parallel-size {args.expert_model_parallel_size} "
+            "must divide it."
+        )
+    if not args.num_experts and args.expert_model_parallel_size > 1:
+        raise ConfigError("--expert-model-parallel-size is above 1, but the model has no --num-experts.")
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    expert_size = expert_tensor * args.expert_model_parallel_size * pipeline
+    if args.num_experts and args.world_size % expert_size:
+        raise ConfigError(
+            f"The trainer has {args.world_size} GPUs; --expert-tensor-parallel-size {expert_tensor} (default: the "
+            f"tensor-parallel size) x --expert-model-parallel-size {args.expert_model_parallel_size} x "
+            f"--pipeline-model-parallel-size {pipeline} = {expert_size} must divide that; change one of the sizes, or "
+            "--actor-num-nodes and --actor-num-gpus-per-node."
+        )
+    group_size = args.microbatch_group_size_per_vp_stage
+    if args.virtual_pipeline_model_parallel_size and group_size < pipeline:
+        raise ConfigError(
+            f"--microbatch-group-size-per-vp-stage is {group_size}; it must be at least "
+            f"--pipeline-model-parallel-size {pipeline}, its default."
+        )
+    uneven = [args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers]
+    if pipeline == 1 and any(count is not None for count in uneven):
+        raise ConfigError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
+            "--pipeline-model-parallel-size of at least 2; it is 1."
+        )
+    if all(count is None for count in uneven) and args.pipeline_model_parallel_layout is None:
+        stages = pipeline * (args.virtual_pipeline_model_parallel_size or 1)
+        counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+        if (args.num_layers + counted) % stages:
+            also = f" and the {counted} that count as layers" if counted else ""
+            raise ConfigError(
+                f"--num-layers is {args.num_layers}; the {stages} pipeline stages must divide it{also}, or give "
+                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers."
+            )

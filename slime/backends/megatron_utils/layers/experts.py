@@ -1,0 +1,240 @@
+"""The experts of one layer, stacked: one parameter per matrix holds all experts of this rank.
+
+Takes the place of megatron-core's ``TEGroupedMLP`` (which needs TransformerEngine) and ``SequentialMLP`` (one module
+per expert) as the ``experts`` of its ``MoELayer``, and writes checkpoints under the names that both of them write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.utils import divide
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.layers.grouped_linear import grouped_linear
+from slime.utils.errors import ConfigError
+
+ShardedState = dict[str, ShardedTensor | ShardedTensorFactory]
+
+
+class StackedLinear(torch.nn.Module):
+    """One matrix of every expert of this rank: ``weight`` [E_local, out, in], cut along one of the last two axes."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        split_axis: int,
+        is_gated: bool,
+        init_method: Callable[[Tensor], Any],
+    ) -> None:
+        """Args:
+        config: dtype, device, and how the product is computed.
+        groups: expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
+        num_experts: of this rank.
+        in_features: of the whole matrix.
+        out_features: of the whole matrix, gate and up together.
+        split_axis: 1 cuts the outputs over the expert-tensor-parallel ranks, 2 the inputs.
+        is_gated: the outputs are gates, then ups; each rank holds its part of both.
+        init_method: fills an [out, in] matrix.
+        """
+        super().__init__()
+        self.use_grouped_product = config.moe_grouped_gemm
+        self.is_gated = is_gated
+        self.split_axis = split_axis
+        self.groups = groups
+        parts = groups.expt_tp.size()
+        shape = [num_experts, out_features, in_features]
+        shape[split_axis] = divide(shape[split_axis], parts)
+        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
+        weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(weight, True, split_axis, 2 if is_gated else 1)
+        # Gradients of experts are averaged over the ranks that hold the same experts, not over all of them.
+        weight.allreduce = config.expert_model_parallel_size <= 1
+        weight.is_stacked_experts = True
+        self.weight: torch.nn.Parameter = weight
+        if not config.perform_initialization:
+            return
+        if config.use_cpu_initialization:
+            self._initialize_whole(out_features, in_features, init_method)
+        else:
+            # The tracker's state differs from rank to rank.
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()), torch.no_grad():
+                for matrix in self.weight:
+                    init_method(matrix)
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """[T, in] sorted by expert to [T, out]."""
+        return grouped_linear(x, self.weight, tokens_per_expert, use_grouped_product=self.use_grouped_product)
+
+    @torch.no_grad()
+    def _initialize_whole(self, out_features: int, in_features: int, init_method: Callable[[Tensor], Any]) -> None:
+        """Draw each expert's whole matrix from a seed of its own: the same in every layout."""
+        seed = int(torch.randint(2**40, ()))  # one draw from the generator that all these ranks share
+        first = self.groups.ep.rank() * self.weight.size(0)
+        rank, parts = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
+        for index, matrix in enumerate(self.weight):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed + first + index)
+                whole = torch.empty(out_features, in_features, dtype=torch.float32)
+                init_method(whole)
+            halves = whole.chunk(2) if self.is_gated else (whole,)
+            matrix.copy_(torch.cat([half.chunk(parts, dim=self.split_axis - 1)[rank] for half in halves]))
+
+    def sharded_entry(
+        self, key: str, sharded_offsets: tuple[tuple[int, int, int], ...]
+    ) -> ShardedTensor | ShardedTensorFactory:
+        """The parameter as this rank's part of the tensor [.., experts, out, in] of a checkpoint.
+
+        ``sharded_offsets`` (the layer, where layers are stacked too) are axes in front of these three.
+        """
+        front = len(sharded_offsets)
+        expert_axis = (front, self.groups.ep.rank(), self.groups.ep.size())
+        rank, parts = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
+
+        def entry(key: str, tensor: Tensor, replica_id: ReplicaId, part: int, parts: int) -> ShardedTensor:
+            cut = (front + self.split_axis, part, parts)
+            return ShardedTensor.from_rank_offsets(
+                key, tensor, *sharded_offsets, expert_axis, cut, replica_id=replica_id, prepend_axis_num=front
+            )
+
+        # (pipeline, tensor, data): only the first of the data-parallel copies is written.
+        replica_id = (0, 0, self.groups.expt_dp.rank())
+        if not self.is_gated:
+            return entry(key, self.weight, replica_id, rank, parts)
+
+        def split(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> ShardedState:
+            gate, up = tensor.chunk(2, dim=1)
+            return {
+                "gate": entry(key, gate, replica_id, rank, 2 * parts),
+                "up": entry(key, up, replica_id, parts + rank, 2 * parts),
+            }
+
+        def join(halves: dict[str, Tensor]) -> Tensor:
+            return torch.cat([halves["gate"], halves["up"]], dim=1)
+
+        return ShardedTensorFactory(key, self.weight, split, join, replica_id)
+
+
+class StackedExperts(MegatronModule):
+    """Two matrices per expert with an activation between, weighted by the router's probabilities."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """The signature is that of megatron-core's experts; there are no submodules to choose.
+
+        Raises:
+            ConfigError: biases in the experts.
+        """
+        super().__init__(config=config)
+        assert pg_collection is not None
+        if config.add_bias_linear:
+            raise ConfigError("--num-experts is given with biases; experts have none here; add --disable-bias-linear.")
+        self.num_local_experts = num_local_experts
+        hidden_size = config.moe_latent_size or config.hidden_size
+        ffn = config.moe_ffn_hidden_size
+        assert ffn is not None
+        self.linear_fc1 = StackedLinear(
+            config,
+            pg_collection,
+            num_local_experts,
+            hidden_size,
+            2 * ffn if config.gated_linear_unit else ffn,
+            split_axis=1,
+            is_gated=config.gated_linear_unit,
+            init_method=config.init_method,
+        )
+        self.linear_fc2 = StackedLinear(
+            config,
+            pg_collection,
+            num_local_experts,
+            ffn,
+            hidden_size,
+            split_axis=2,
+            is_gated=False,
+            init_method=config.output_layer_init_method,
+        )
+        self.recomputes_activation = config.recompute_granularity == "selective" and "moe_act" in (
+            config.recompute_modules or ()
+        )
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Run every expert over its tokens.
+
+        Args:
+            tokens: [T, hidden], sorted by expert.
+            tokens_per_expert: [E_local] counts, on the device or on the host.
+            probs: [T] weight of each row.
+
+        Returns:
+            [T, hidden], and the None that megatron-core's experts return as bias.  With expert tensor parallelism
+            each rank gives its summand; the token dispatcher adds them.
+        """
+        probs = probs.unsqueeze(-1)
+        if self.config.moe_apply_probs_on_input:
+            tokens, probs = (tokens * probs).to(tokens.dtype), torch.ones_like(probs)
+        inner = self.linear_fc1(tokens, tokens_per_expert)
+        if not self.recomputes_activation:
+            return self.linear_fc2(self.activation(inner, probs), tokens_per_expert), None
+        checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        activated = checkpoint.checkpoint(self.activation, inner, probs)
+        output = self.linear_fc2(activated, tokens_per_expert)
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, None
+
+    def activation(self, x: Tensor, probs: Tensor) -> Tensor:
+        """[T, gates and ups] to [T, ffn], times [T, 1] probabilities, in the dtype of ``x``."""
+        config = self.config
+        is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
+        if config.gated_linear_unit and config.activation_func is F.silu and is_plain:
+            # Keeps only its input for the backward pass; multiplies in the dtype of the probabilities (fp32).
+            return weighted_bias_swiglu_impl(x, None, probs, config.activation_func_fp8_input_store)
+        if config.gated_linear_unit:
+            gate, up = x.chunk(2, dim=-1)
+            if (limit := config.activation_func_clamp_value) is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+            activated = config.activation_func(gate) * (up + config.glu_linear_offset)
+        else:
+            activated = config.activation_func(x)
+        return (activated * probs).to(x.dtype)
+
+    def backward_dw(self) -> None:
+        """Weight gradients are computed with the others."""
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedState:
+        """Both parameters under ``{prefix}experts.linear_fc{1,2}.weight``, of whole shape [.., experts, out, in]."""
+        return {
+            f"{prefix}{name}.weight": getattr(self, name).sharded_entry(
+                f"{prefix}experts.{name}.weight", sharded_offsets
+            )
+            for name in ("linear_fc1", "linear_fc2")
+        }

@@ -1,0 +1,291 @@
+"""Multi-latent attention: queries, keys and values made from small latents (DeepSeek-V2, arXiv 2405.04434).
+
+Why not megatron-core's: without TransformerEngine its column-parallel down projections have wrong gradients under
+tensor parallelism (the gather behind them only splits the incoming gradient, so what the other ranks' heads add to the
+shared rotary key is lost), its YaRN differs from the published models where ``mscale_all_dim`` is 0, and each of its
+layers asks the host for the sequence lengths.  The names of modules and parameters are megatron-core's.
+
+Shapes: s = tokens of this tensor-parallel rank under sequence parallelism, else t; t = tokens of this context-parallel
+rank; b = 1 when packed; n = heads of this rank; "qk", "rope" and "v" are the widths of a head's parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform, wheel_fixes  # noqa: F401
+
+# isort: split
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import CheckpointWithoutOutput, checkpoint
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import divide
+
+from slime.backends.megatron_utils.layers.attention import PackedAttention
+from slime.backends.megatron_utils.layers.latent_rotary import (
+    LatentRotary,
+    cumulative_lengths,
+    rotate_pairs,
+    zigzag_positions,
+)
+from slime.backends.megatron_utils.layers.norm import Norm
+
+LATENT_NORM_EPSILON = 1e-6
+"""Of the norms of the latents, whatever ``--norm-epsilon`` says: so the published models have it."""
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """A projection without bias that every tensor-parallel rank holds whole.
+
+    Under sequence parallelism each rank sees a slice of the tokens, so the weight is marked for the gradient sum over
+    the tensor-parallel group.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
+        """[output_size, input_size], initialised alike on all tensor-parallel ranks."""
+        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(input_size, output_size, bias=False, device=device, dtype=config.params_dtype)
+        if config.perform_initialization:
+            config.init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LatentAttention(MegatronModule):
+    """Self-attention whose queries, keys and values are expanded from normed latents.
+
+    ``q = up(norm(down(x)))`` (or one direct projection), ``k, v = up(norm(down(x)))``, and one rotary key that all
+    heads share.  Invariant: the gradient of every parameter is complete after megatron-core's sum over the ranks of
+    sequence parallelism, and without tensor parallelism at once.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Takes what megatron-core's TransformerLayer passes to any self-attention."""
+        super().__init__(config=config)
+        self.config: MLATransformerConfig
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.layer_number = layer_number
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
+        self.num_heads = divide(config.num_attention_heads, self.tp_group.size())
+        self.query_width = config.qk_head_dim + config.qk_pos_emb_head_dim
+        self.rotary = LatentRotary.from_config(config)
+        self.softmax_scale = self.rotary.softmax_scale(self.query_width)
+        is_selective = config.recompute_granularity == "selective"
+        self.recomputes_core = is_selective and "core_attn" in config.recompute_modules
+        self.recomputes_up_proj = is_selective and "mla_up_proj" in config.recompute_modules
+
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        if config.q_lora_rank is None:
+            self.linear_q_proj = self._column(submodules.linear_q_proj, hidden, heads * self.query_width)
+        else:
+            rank = config.q_lora_rank
+            self.linear_q_down_proj = build_module(submodules.linear_q_down_proj, hidden, rank, config=config)
+            self.linear_q_up_proj = self._column(submodules.linear_q_up_proj, rank, heads * self.query_width)
+            self.q_layernorm = build_module(
+                submodules.q_layernorm, config=config, hidden_size=rank, eps=LATENT_NORM_EPSILON
+            )
+        rank = config.kv_lora_rank
+        self.linear_kv_down_proj = build_module(
+            submodules.linear_kv_down_proj, hidden, rank + config.qk_pos_emb_head_dim, config=config
+        )
+        self.linear_kv_up_proj = self._column(
+            submodules.linear_kv_up_proj, rank, heads * (config.qk_head_dim + config.v_head_dim)
+        )
+        self.kv_layernorm = build_module(
+            submodules.kv_layernorm, config=config, hidden_size=rank, eps=LATENT_NORM_EPSILON
+        )
+        self.core_attention = self._core(submodules, attn_mask_type, cp_comm_type)
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            heads * config.v_head_dim,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
+
+    def _column(self, module: Any, input_size: int, output_size: int) -> torch.nn.Module:
+        """A projection whose output heads are cut over the tensor-parallel ranks."""
+        return build_module(
+            module,
+            input_size,
+            output_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
+
+    def _core(
+        self, submodules: MLASelfAttentionSubmodules, attn_mask_type: AttnMaskType, cp_comm_type: str | None
+    ) -> torch.nn.Module:
+        """Attention over expanded heads; a subclass may attend over the latents instead."""
+        return build_module(
+            submodules.core_attention,
+            config=self.config,
+            layer_number=self.layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            softmax_scale=self.softmax_scale,
+            k_channels=self.query_width,
+            v_channels=self.config.v_head_dim,
+            cp_comm_type=cp_comm_type,
+            pg_collection=self.pg_collection,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Args:
+            hidden_states: [s, b, hidden]
+            attention_mask: not used, attention is causal.
+            packed_seq_params: lengths over all context-parallel ranks; None for b padded sequences.
+
+        Returns:
+            [s, b, hidden], and the bias of the output projection (None without one).
+        """
+        query_latent, kv_latent, rotary_key = self.compress(hidden_states)
+        cosines, sines = self.rotary_tables(rotary_key, packed_seq_params)
+        is_packed = packed_seq_params is not None
+
+        def expand(query_latent: Tensor, kv_latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = self.expand(query_latent, kv_latent, rotary_key, cosines, sines)
+            if is_packed:
+                query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+            return query, key, value
+
+        up_proj = CheckpointWithoutOutput(fp8=None) if self.recomputes_up_proj and self.training else None
+        if up_proj is None:
+            query, key, value = expand(query_latent, kv_latent, rotary_key)
+        else:
+            query, key, value = up_proj.checkpoint(expand, query_latent, kv_latent, rotary_key)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+
+        if self.recomputes_core and self.training:
+            out = checkpoint(attend, False, query, key, value)
+        else:
+            out = attend(query, key, value)
+        if up_proj is not None:
+            up_proj.discard_output_and_register_recompute(out)
+        return self.linear_proj(out)
+
+    def compress(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The normed latents of queries [s, b, rank] and of keys and values [s, b, rank], and the rotary key.
+
+        Without ``--q-lora-rank`` the first is ``hidden_states`` itself.  The rotary key [t, b, rope] is whole on every
+        tensor-parallel rank, not yet turned, and its gradient is summed over the ranks: each uses it for its heads.
+        """
+        query_latent = hidden_states
+        if self.config.q_lora_rank is not None:
+            query_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+        combined = self.linear_kv_down_proj(hidden_states)
+        kv_latent, rotary_key = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        if self.config.sequence_parallel:
+            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp_group)
+        else:
+            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self.tp_group)
+        return query_latent, self.kv_layernorm(kv_latent), rotary_key
+
+    def expand(
+        self, query_latent: Tensor, kv_latent: Tensor, rotary_key: Tensor, cosines: Tensor, sines: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [t, b, n, qk + rope], turned, and values [t, b, n, v], from what :meth:`compress` gives."""
+        config = self.config
+        project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query = project(query_latent)[0].unflatten(-1, (self.num_heads, self.query_width))
+        plain_query, turning_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        kv = self.linear_kv_up_proj(kv_latent)[0].unflatten(-1, (self.num_heads, -1))
+        plain_key, value = kv.split([config.qk_head_dim, config.v_head_dim], dim=-1)
+        turned_key = rotate_pairs(rotary_key[:, :, None], cosines, sines).expand(-1, -1, self.num_heads, -1)
+        query = torch.cat([plain_query, rotate_pairs(turning_query, cosines, sines)], dim=-1)
+        return query, torch.cat([plain_key, turned_key], dim=-1), value.contiguous()
+
+    def rotary_tables(self, rotary_key: Tensor, packed_seq_params: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [t, 1, 1, rope / 2] of this rank's tokens; all layers of a micro-batch share them."""
+        cached = vars(packed_seq_params).get("latent_rotary_tables") if packed_seq_params is not None else None
+        if cached is not None:
+            return cached
+        cp_group = self.pg_collection.cp
+        num_local = rotary_key.size(0)
+        if packed_seq_params is None:
+            cu = torch.tensor([0, num_local * cp_group.size()], device=rotary_key.device)
+        else:
+            cu = cumulative_lengths(packed_seq_params)
+        positions = zigzag_positions(cu, num_local, cp_rank=cp_group.rank(), cp_size=cp_group.size())
+        cosines, sines = (table[:, None, None] for table in self.rotary.tables(positions))
+        if packed_seq_params is not None:
+            packed_seq_params.latent_rotary_tables = (cosines, sines)  # type: ignore[attr-defined]
+        return cosines, sines
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """As TransformerEngine's layers are saved: the norms of the latents belong to the up projections."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        apply_prefix_mapping(
+            state,
+            {
+                f"{prefix}q_layernorm.": f"{prefix}linear_q_up_proj.layer_norm_",
+                f"{prefix}kv_layernorm.": f"{prefix}linear_kv_up_proj.layer_norm_",
+            },
+        )
+        return state
+
+
+def latent_attention_spec(config: TransformerConfig) -> ModuleSpec:
+    """Multi-latent attention over packed sequences."""
+    provider = LocalSpecProvider()
+    column = provider.column_parallel_linear()
+    latent_norm = Norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=column,
+            core_attention=PackedAttention,
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=latent_norm,
+            kv_layernorm=latent_norm,
+        ),
+    )

@@ -1,0 +1,281 @@
+"""Multi-token prediction: layers behind the model that predict further ahead, trained without touching the model.
+
+Layer k joins the hidden state of a position with the embedding of the token k places on, and passes the result
+through a transformer layer; the model's own vocabulary projection reads a prediction off it (DeepSeek-V3, arXiv
+2412.19437).  Engines use these layers as the draft of speculative decoding.
+
+megatron-core's layers and parameter names are kept.  What differs from its own training of them:
+
+* The hidden states, the embeddings and the vocabulary projection are detached, so that the loss reaches the MTP layers
+  alone.
+* A forward pass gives the logits and, beside them, the log-probs of the tokens further ahead; the loss is made of
+  these where the policy's loss is made, with the same denominators.
+* On the last pipeline stage the embedding is a plain copy, sent by the first stage before every step.  megatron-core
+  makes it a second parameter, with a gradient buffer and optimizer states, whose gradient would always be zero here.
+* Without training the layers are mere weights: loaded, frozen, saved and pushed, but not run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+
+from slime.algorithms.log_probs import vocab_parallel_log_probs
+from slime.backends.megatron_utils.layers.norm import Norm
+from slime.train_data.multi_token import MultiTokenDepth
+
+
+@dataclass(frozen=True, slots=True)
+class MtpInputs:
+    """What a forward pass needs to run the MTP layers."""
+
+    depths: Sequence[MultiTokenDepth]
+    """One for each layer."""
+    vocab_size: int
+    """Without padding."""
+    chunk_size: int
+    """Rows of logits held at a time, in fp32 and at all; -1 for all rows."""
+
+
+class LogitsAndMtp(NamedTuple):
+    """What a forward pass with :class:`MtpInputs` gives."""
+
+    logits: Tensor
+    """[1, T, V] of the model itself."""
+    mtp_log_probs: list[Tensor]
+    """[depth] of shape [R]: log-probs of ``MultiTokenDepth.target_R``."""
+
+
+def get_mtp_spec(config: TransformerConfig, block: ModuleSpec | TransformerBlockSubmodules) -> ModuleSpec:
+    """``--mtp-num-layers`` layers, inside of which is the layer that the block names for it, or its last one."""
+    if isinstance(block, ModuleSpec):
+        inner = block
+    else:
+        inner = getattr(block, "mtp_layer", None) or block.layer_specs[-1]
+    layer = ModuleSpec(
+        module=MtpLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=Norm,
+            hnorm=Norm,
+            eh_proj=tensor_parallel.ColumnParallelLinear,
+            transformer_layer=inner,
+            layer_norm=Norm,
+        ),
+    )
+    layers = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
+    return ModuleSpec(module=MtpBlock, submodules=layers)
+
+
+def without_mtp(config: TransformerConfig) -> TransformerConfig:
+    """The config of the model itself: megatron-core does nothing about MTP with it."""
+    trunk = copy.copy(config)
+    trunk.mtp_num_layers = None
+    return trunk
+
+
+class MtpLayer(MultiTokenPredictionLayer):
+    """One layer: ``norm(transformer_layer(eh_proj([enorm(embedding); hnorm(hidden)])))``."""
+
+    def forward(self, hidden: Tensor, embedded: Tensor, **layer_arguments: Any) -> Tensor:
+        """[t, 1, h] (a slice of the tokens under sequence parallelism) to the same.
+
+        Args:
+            hidden: of the model, behind its final norm, or of the MTP layer before this one.
+            embedded: of the tokens further ahead; without gradient.
+            layer_arguments: of the transformer layer.
+        """
+
+        def run(hidden: Tensor, embedded: Tensor) -> Tensor:
+            return self._proj_and_transformer_layer(hidden_states=hidden, decoder_input=embedded, **layer_arguments)
+
+        if not (self.training and self.config.recompute_granularity == "full"):
+            return run(hidden, embedded)
+        if not hidden.requires_grad:
+            # Recomputation passes gradients on only where one of its inputs wants one: without this the parameters
+            # would silently get none.
+            hidden = hidden.detach().requires_grad_()
+        return tensor_parallel.checkpoint(run, False, hidden, embedded)
+
+
+class MtpBlock(MultiTokenPredictionBlock):
+    """The layers, each fed with the hidden states of the one before."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        inputs: Sequence[Tensor],
+        embed: Callable[[Tensor], Tensor],
+        **layer_arguments: Any,
+    ) -> list[Tensor]:
+        """Hidden states [t, 1, h] of every depth.
+
+        Args:
+            hidden: of the model, behind its final norm; detached here.
+            inputs: [1, T] token ids of every depth.
+            embed: token ids to embeddings [t, 1, h].
+            layer_arguments: of the transformer layers.
+        """
+        hidden = hidden.detach()
+        outputs = []
+        for layer, input_ids in zip(self.layers, inputs, strict=True):
+            with torch.no_grad():
+                embedded = embed(input_ids)
+            hidden = layer(hidden, embedded, **layer_arguments)
+            outputs.append(hidden)
+        return outputs
+
+
+class GPTModelWithMtp(GPTModel):
+    """GPTModel with MTP layers where its vocabulary projection is.
+
+    Invariant: in memory, on disk and in every exchange of weights the layers are ``mtp.layers.{j}``; with
+    ``trains_mtp`` False none of their parameters requires a gradient.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, mtp_spec: ModuleSpec, trains_mtp: bool, **kwargs: Any):
+        """Args as of GPTModel.
+
+        Args:
+            config: with ``mtp_num_layers``.
+            mtp_spec: of the MTP block.
+            trains_mtp: whether the layers are trained.
+        """
+        super().__init__(without_mtp(config), *args, **kwargs)
+        self._mtp_inputs: MtpInputs | None = None
+        # In a tuple, which hides it from the module's parameters: a copy of what another stage owns.
+        self._embedding_copy: tuple[LanguageModelEmbedding, ...] = ()
+        if not self.post_process:
+            return
+        # The layers' own config is that of the model: see without_mtp.
+        self.mtp = MtpBlock(config=self.config, spec=mtp_spec, vp_stage=self.vp_stage)
+        for layer in self.mtp.layers:
+            mlp = layer.transformer_layer.mlp
+            if hasattr(mlp, "set_layer_number"):
+                # megatron-core's table of auxiliary losses has no row beyond the model's own layers.
+                mlp.set_layer_number(config.num_layers)
+        if not trains_mtp:
+            self.mtp.requires_grad_(False)
+        elif not self.pre_process:
+            copied = LanguageModelEmbedding(
+                config=self.config,
+                vocab_size=self.vocab_size,
+                max_sequence_length=self.max_sequence_length,
+                position_embedding_type="none",
+                tp_group=self.pg_collection.tp,
+            )
+            self._embedding_copy = (copied.requires_grad_(False),)
+
+    def forward(self, *args: Any, mtp_inputs: MtpInputs | None = None, **kwargs: Any) -> Any:
+        """As GPTModel's; with ``mtp_inputs``, on the stage with the vocabulary projection, :class:`LogitsAndMtp`."""
+        self._mtp_inputs = mtp_inputs
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._mtp_inputs = None
+
+    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """The hook of megatron-core's forward between decoder and logits."""
+        output = super()._postprocess(hidden_states, **kwargs)
+        inputs = self._mtp_inputs
+        if inputs is None or not self.post_process:
+            return output
+        hidden_states_by_depth = self.mtp(
+            hidden_states,
+            [depth.input_ids for depth in inputs.depths],
+            self._embed,
+            attention_mask=kwargs["attention_mask"],
+            rotary_pos_emb=kwargs["rotary_pos_emb"],
+            rotary_pos_cos=kwargs["rotary_pos_cos"],
+            rotary_pos_sin=kwargs["rotary_pos_sin"],
+            packed_seq_params=kwargs["packed_seq_params"],
+            sequence_len_offset=kwargs["sequence_len_offset"],
+        )
+        log_probs = [
+            self._log_probs(hidden, depth, inputs)
+            for hidden, depth in zip(hidden_states_by_depth, inputs.depths, strict=True)
+        ]
+        return LogitsAndMtp(output, log_probs)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        embedding = self.embedding if self.pre_process else self._embedding_copy[0]
+        return embedding(input_ids=input_ids, position_ids=None)
+
+    def _log_probs(self, hidden: Tensor, depth: MultiTokenDepth, inputs: MtpInputs) -> Tensor:
+        """[R] log-probs of the depth's targets; of the logits there is never more than one chunk of rows."""
+        shared = self.share_embeddings_and_output_weights
+        weight = (self.shared_embedding_or_output_weight() if shared else self.output_layer.weight).detach()
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        group = self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None
+        # The columns that pad the vocabulary are no tokens.
+        first_id = self.pg_collection.tp.rank() * len(weight)
+        num_columns = min(max(inputs.vocab_size - first_id, 0), len(weight))
+
+        def read(hidden_K: Tensor, target_K: Tensor) -> Tensor:
+            log_prob_K, _ = vocab_parallel_log_probs(
+                F.linear(hidden_K, weight),
+                target_K,
+                tp_group=group,
+                chunk_size=inputs.chunk_size,
+                num_columns=num_columns,
+                overwrite_logits=True,
+            )
+            return log_prob_K
+
+        hidden_R = hidden[:, 0].index_select(0, depth.row_R)
+        size = inputs.chunk_size
+        if size <= 0 or len(hidden_R) <= size:
+            return read(hidden_R, depth.target_R)
+        pieces = zip(hidden_R.split(size), depth.target_R.split(size), strict=True)
+        return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in pieces])
+
+
+@torch.no_grad()
+def send_embedding_to_mtp(model: Sequence[torch.nn.Module]) -> None:
+    """Bring the last stage's copy of the embedding up to date.  Collective over the first and the last stage.
+
+    Must be called before a step that trains MTP layers; does nothing without pipeline parallelism.
+    """
+    if mpu.get_pipeline_model_parallel_world_size() == 1:
+        return
+    if mpu.is_pipeline_first_stage(ignore_virtual=True):
+        chunk = model[0]
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)  # the new weights may still be on their way
+        weight = unwrap_model(chunk).embedding.word_embeddings.weight.data
+    elif mpu.is_pipeline_last_stage(ignore_virtual=True):
+        inner = unwrap_model(model[-1])
+        (embedding,) = inner._embedding_copy
+        weight = embedding.to(inner.decoder.final_layernorm.weight.device).word_embeddings.weight.data
+    else:
+        return
+    group = mpu.get_embedding_group()
+    dist.broadcast(weight, src=dist.get_process_group_ranks(group)[0], group=group)

@@ -1,0 +1,78 @@
+"""A layer and its experts that pass on to the router what it must know about packed samples.
+
+megatron-core tells attention how the tokens of a micro-batch are packed, but not the router.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from slime.backends.megatron_utils.layers.experts import StackedExperts
+from slime.backends.megatron_utils.layers.routed_samples import RoutedSamples
+from slime.backends.megatron_utils.layers.router import Router
+from slime.backends.megatron_utils.layers.token_dispatcher import GatherDispatcher
+
+
+class RoutedLayer(TransformerLayer):
+    """TransformerLayer that hands the samples to its experts, in place of megatron-core's padding mask."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the parent's; ``packed_seq_params`` may carry the samples, see ``attach_routed_samples``."""
+        kwargs["padding_mask"] = getattr(kwargs.get("packed_seq_params"), "routed_samples", None)
+        return super().forward(*args, **kwargs)
+
+
+class RoutedExperts(MoELayer):
+    """MoELayer that gives its router the samples of the pass at hand, with a token dispatcher of our own.
+
+    Passes of several micro-batches interleave, and a recomputed pass comes back later: so the samples belong to the
+    pass, not to the layer.
+    """
+
+    moe_layer_recompute: bool
+
+    def __init__(self, config: TransformerConfig, submodules: MoESubmodules | None = None, **kwargs: Any) -> None:
+        """``submodules`` in place of our router and experts; shared experts are built where the config has them."""
+        super().__init__(config, submodules or _parts(), **kwargs)
+        # Recomputed here, with the samples that the pass had.
+        self.recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
+        if GatherDispatcher.serves(self.config):
+            self.token_dispatcher = GatherDispatcher(self.num_local_experts, self.config, get_default_pg_collection())
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: RoutedSamples | None = None
+    ) -> Any:
+        """[t, 1, hidden] to [t, 1, hidden], and the None that stands for a bias."""
+        run = partial(self._run, padding_mask)
+        if self.recomputes:
+            return tensor_parallel.checkpoint(run, False, hidden_states)
+        return run(hidden_states)
+
+    def _run(self, samples: RoutedSamples | None, hidden_states: Tensor) -> Any:
+        self.router.samples = samples
+        return super().forward(hidden_states)
+
+
+def _parts() -> MoESubmodules:
+    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return MoESubmodules(
+        router=Router,
+        experts=StackedExperts,
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=matrices),
+    )

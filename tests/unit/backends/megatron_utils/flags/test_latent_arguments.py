@@ -1,0 +1,323 @@
+"""Flags of multi-latent attention against the HF config: what is derived, what is refused, and the model scripts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+from slime.backends.megatron_utils.flags.latent_arguments import hf_rope_settings
+from slime.backends.megatron_utils.layers.latent_rotary import LatentRotary
+from slime.utils.errors import ConfigError
+from tests.matrix.case import load_cases
+from tests.unit.backends.megatron_utils.megatron_case import parse
+
+REPO = Path(__file__).parents[5]
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+MOONLIGHT = {
+    **DEEPSEEK_V3,
+    "vocab_size": 163840,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "routed_scaling_factor": 2.446,
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 50000.0,
+    "rope_scaling": None,
+}
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "routed_scaling_factor": 2.827,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "rope_theta": 50000.0,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+}
+GLM_47_FLASH = {
+    "model_type": "glm4_moe_lite",
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "n_shared_experts": 1,
+    "n_routed_experts": 64,
+    "routed_scaling_factor": 1.8,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 202752,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+
+
+def model_args(script: str) -> list[str]:
+    """``MODEL_ARGS`` of a file of scripts/models."""
+    command = f'source "{REPO}/scripts/models/{script}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    return subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["--hf-checkpoint", str(folder)]
+
+
+SCRIPTS = {
+    "deepseek-v3": (DEEPSEEK_V3, 40.0, 32.0),
+    "deepseek-v3-5layer": ({**DEEPSEEK_V3, "num_hidden_layers": 5}, 40.0, 32.0),
+    "deepseek-v3-20layer": ({**DEEPSEEK_V3, "num_hidden_layers": 20}, 40.0, 32.0),
+    "moonlight": (MOONLIGHT, 1.0, 32.0),
+    "kimi-k2": (KIMI_K2, 32.0, 1.0),
+    "kimi-k2-thinking": (
+        {**KIMI_K2, "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "factor": 64.0}},
+        64.0,
+        32.0,
+    ),
+    "glm4.7-30B-A3B": (GLM_47_FLASH, 1.0, 32.0),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_model_script_agrees_with_the_published_config(script: str, tmp_path: Path) -> None:
+    config, factor, beta_fast = SCRIPTS[script]
+    args = parse(*model_args(script), *write_config(tmp_path, config))
+    assert (args.rotary_scaling_factor, args.beta_fast) == (factor, beta_fast)
+    rotary = LatentRotary.from_config(transformer_config_from_args(args))
+    assert rotary.factor == factor
+    if factor == 1.0:
+        assert rotary.magnitude == 1.0
+        assert rotary.softmax_scale(args.qk_head_dim + 64) == (args.qk_head_dim + 64) ** -0.5
+
+
+@pytest.mark.parametrize("wrong", ["kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_routed_experts", "n_group"])
+def test_a_size_that_differs_is_refused_with_both_values(wrong: str, tmp_path: Path) -> None:
+    config = {**DEEPSEEK_V3, wrong: DEEPSEEK_V3[wrong] * 2}
+    with pytest.raises(ConfigError, match=rf"is {DEEPSEEK_V3[wrong]}; {wrong} is {DEEPSEEK_V3[wrong] * 2}"):
+        parse(*model_args("deepseek-v3"), *write_config(tmp_path, config))
+
+
+# Rotary flags
+
+
+def tiny(folder: Path, config: dict[str, Any], *flags: str) -> Namespace:
+    """Args of the matrix's tiny DeepSeek-V3 with changes to its config."""
+    case = load_cases(["deepseek_v3"])["deepseek_v3"]
+    write_config(folder, {**case.config, **config})
+    return parse("--hf-checkpoint", str(folder), *case.flags(folder), *flags)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.3,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+    "original_max_position_embeddings": 8,
+}
+OLD_YARN = {"type": "yarn", **{name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"rope_parameters": YARN}, {"rope_parameters": None, "rope_theta": 100.0, "rope_scaling": OLD_YARN}],
+    ids=["rope_parameters", "rope_scaling"],
+)
+def test_configs_of_both_ages_give_the_flags_that_were_left_out(config: dict[str, Any], tmp_path: Path) -> None:
+    args = tiny(tmp_path, config)
+    assert args.rope_type == "yarn"
+    assert (args.rotary_scaling_factor, args.original_max_position_embeddings) == (8.0, 8)
+    assert (args.beta_fast, args.beta_slow, args.mscale, args.mscale_all_dim) == (2.0, 0.3, 0.7, 1.2)
+
+
+def test_what_yarn_leaves_open_is_what_transformers_takes(tmp_path: Path) -> None:
+    open_yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+    args = tiny(tmp_path, {"rope_parameters": open_yarn, "max_position_embeddings": 64})
+    assert (args.original_max_position_embeddings, args.beta_fast, args.beta_slow) == (64, 32.0, 1.0)
+    rotary = LatentRotary.from_config(transformer_config_from_args(args))
+    assert rotary.magnitude == pytest.approx(1.1386294361)  # 0.1 * ln 4 + 1
+    assert rotary.softmax_scale(16) == 0.25
+
+
+@pytest.mark.parametrize("flags", [(), ("--rope-type", "rope"), ("--rope-type", "yarn"), ("--mscale", "0.5")])
+def test_a_model_that_was_never_stretched_is_not_stretched(flags: tuple[str, ...], tmp_path: Path) -> None:
+    args = tiny(tmp_path, {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}, *flags)
+    rotary = LatentRotary.from_config(transformer_config_from_args(args))
+    assert (rotary.factor, rotary.magnitude, rotary.softmax_scale(16)) == (1.0, 1.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rotary-scaling-factor 40", "--rotary-scaling-factor is 40.0; factor is 8.0"),
+        ("--mscale 1.0", "--mscale is 1.0; mscale is 0.7"),
+        ("--mscale-all-dim 1.0", "--mscale-all-dim is 1.0; mscale_all_dim is 1.2"),
+        ("--beta-fast 32", "--beta-fast is 32.0; beta_fast is 2.0"),
+        (
+            "--original-max-position-embeddings 4096",
+            "--original-max-position-embeddings is 4096; original_max_position_embeddings is 8",
+        ),
+        ("--rope-type rope", "--rope-type is rope; rope_type is yarn"),
+        ("--rotary-base 9", "--rotary-base is 9.0; rope_theta is 100.0"),
+    ],
+)
+def test_a_flag_that_contradicts_the_config_is_refused_with_both(flags: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(tmp_path, {"rope_parameters": YARN}, *flags.split())
+
+
+def test_megatrons_factor_for_a_plain_model_is_refused(tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 100.0}
+    with pytest.raises(ConfigError, match="--rotary-scaling-factor is 40.0; factor is 1.0"):
+        tiny(tmp_path, {"rope_parameters": plain}, "--rotary-scaling-factor", "40")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0}}, "rotary positions of type 'llama3'"),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor 1.5"),
+        ({"rope_parameters": {**YARN, "truncate": False}}, "truncate False"),
+        ({"rope_interleave": False}, "rope_interleave is False"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"q_lora_rank": 16}, "--q-lora-rank is 28; q_lora_rank is 16"),
+        ({"q_lora_rank": None}, "--q-lora-rank is 28; q_lora_rank is None"),
+    ],
+)
+def test_a_model_that_latent_attention_cannot_compute_is_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    case = load_cases(["deepseek_v3"])["deepseek_v3"]
+    write_config(tmp_path, dict(case.config))
+    flags = case.flags(tmp_path)
+    write_config(tmp_path, {**case.config, **config})
+    with pytest.raises(ConfigError, match=message):
+        parse("--hf-checkpoint", str(tmp_path), *flags)
+
+
+def test_yarn_without_latent_attention_is_refused() -> None:
+    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --rotary-scaling-factor 4"
+    with pytest.raises(ConfigError, match="--rotary-scaling-factor is 4.0 without --multi-latent-attention"):
+        parse(*flags.split())
+
+
+def test_the_base_is_found_in_configs_of_both_ages() -> None:
+    assert hf_rope_settings({"rope_theta": 5.0})["rope_theta"] == 5.0
+    assert hf_rope_settings({"rope_parameters": {"rope_theta": 5.0}})["rope_theta"] == 5.0
+
+
+# The router
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"scoring_func": "softmax"}, "scoring_func is softmax"),
+        ({"routed_scaling_factor": 1.0}, "--moe-router-topk-scaling-factor is 2.5; routed_scaling_factor is 1.0"),
+        ({"topk_group": 1}, "--moe-router-group-topk is 2; topk_group is 1"),
+        ({"n_shared_experts": 2}, "--moe-shared-expert-intermediate-size is 20"),
+        (
+            {"first_k_dense_replace": 1},
+            r"--moe-layer-freq is \[0, 0, 1, 1, 1\]; the dense layers of the model are \[0\]",
+        ),
+        ({"num_experts_per_tok": 6}, "--moe-router-topk is 4; num_experts_per_tok is 6"),
+    ],
+)
+def test_a_router_that_differs_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    case = load_cases(["deepseek_v3"])["deepseek_v3"]
+    write_config(tmp_path, dict(case.config))
+    flags = case.flags(tmp_path)
+    write_config(tmp_path, {**case.config, **config})
+    with pytest.raises(ConfigError, match=message):
+        parse("--hf-checkpoint", str(tmp_path), *flags)
+
+
+def test_groups_ranked_by_other_than_their_best_two_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"best 6 // 2 \(topk_group\), the model by its best two"):
+        tiny(tmp_path, {"num_experts_per_tok": 6})
+
+
+def test_one_expert_per_token_is_refused_where_its_weight_would_be_normalised(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--moe-router-topk is 1"):
+        tiny(tmp_path, {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1})

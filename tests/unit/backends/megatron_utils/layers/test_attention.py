@@ -1,0 +1,168 @@
+"""Packed causal attention against the textbook formula, in one process and with the chunks of several ranks."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils.layers import attention
+from slime.backends.megatron_utils.layers.attention import (
+    PackedAttention,
+    per_sequence_attention,
+    varlen_attention,
+    zigzag_attention,
+)
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+from slime.utils.errors import ConfigError
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
+
+DENSE = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --kv-channels 4 --vocab-size 8".split()
+
+
+def textbook_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[l, heads, d]: softmax over the keys up to the query's own position, in fp64; the last ones coincide."""
+    repeats = query.size(1) // key.size(1)
+    q, k, v = (x.double() for x in (query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    hidden = torch.ones(q.size(0), k.size(0), dtype=torch.bool).triu(k.size(0) - q.size(0) + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+def random_qkv(length: int, *, heads: int = 4, groups: int = 2, width: int = 6, value_width: int = 6) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    sizes = ((heads, width), (groups, width), (groups, value_width))
+    return [torch.randn(length, *size, generator=generator) for size in sizes]
+
+
+def cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def test_a_sequence_of_one_token_is_its_own_value() -> None:
+    query, key, value = random_qkv(1, groups=4)
+    assert torch.allclose(per_sequence_attention(query, key, value, [1], [1], scale=1.0), value)
+
+
+def test_no_query_sees_another_sequence_or_a_later_token() -> None:
+    lengths = [3, 1, 5]
+    query, key, value = random_qkv(9)
+    out = per_sequence_attention(query, key, value, lengths, lengths, scale=0.5)
+    expected = [
+        textbook_attention(*parts, 0.5) for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+    ]
+    assert torch.allclose(out.double(), torch.cat(expected), atol=1e-6)
+
+
+def test_fewer_queries_than_keys_stand_at_the_end() -> None:
+    query, key, value = random_qkv(7)
+    out = per_sequence_attention(query[5:], key, value, [2], [7], scale=0.5)
+    assert torch.allclose(out.double(), textbook_attention(query, key, value, 0.5)[5:], atol=1e-6)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
+    monkeypatch: pytest.MonkeyPatch, cp_size: int
+) -> None:
+    lengths = [2 * cp_size * chunk for chunk in (1, 3, 2)]
+    query, key, value = random_qkv(sum(lengths))
+
+    def local(x: Tensor, rank: int) -> Tensor:
+        pieces = []
+        for sequence in x.split(lengths):
+            chunks = sequence.chunk(2 * cp_size)
+            pieces += [chunks[rank], chunks[2 * cp_size - 1 - rank]]
+        return torch.cat(pieces)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+        lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
+        assert (max_q, max_k) == (max(lengths_q), max(lengths_k))
+        return per_sequence_attention(q, k, v, lengths_q, lengths_k, scale=0.5)
+
+    # What a gather over the group would give: the slices of all ranks, one after the other.
+    gathered = {id(x): torch.cat([local(x, rank) for rank in range(cp_size)]) for x in (key, value)}
+    for rank in range(cp_size):
+        slices = {local(x, rank).sum().item(): gathered[id(x)] for x in (key, value)}
+        monkeypatch.setattr(
+            attention, "gather_from_sequence_parallel_region", lambda x, group, slices=slices: slices[x.sum().item()]
+        )
+        out = zigzag_attention(
+            attend, *(local(x, rank) for x in (query, key, value)), cumulative(lengths), None, rank, cp_size
+        )
+        expected = torch.cat(
+            [
+                textbook_attention(*parts, 0.5)
+                for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+            ]
+        )
+        assert torch.allclose(out.double(), local(expected, rank), atol=1e-6)
+
+
+@pytest.mark.parametrize("knows_gqa", [True, False], ids=["torch-2.13", "torch-2.11"])
+@pytest.mark.parametrize(("width", "value_width"), [(6, 4), (4, 6), (6, 6)])
+def test_the_flash_kernel_is_called_with_equal_widths_and_a_causal_window(
+    monkeypatch: pytest.MonkeyPatch, knows_gqa: bool, width: int, value_width: int
+) -> None:
+    seen: dict[str, object] = {}
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: object):  # noqa: ANN202
+        seen.update(options)
+        assert q.size(-1) == k.size(-1) == v.size(-1) == max(width, value_width)
+        return per_sequence_attention(q, k, v, cu_q.diff().tolist(), cu_k.diff().tolist(), scale=options["scale"])
+
+    monkeypatch.setattr(attention, "_varlen_kernel", lambda: (kernel, knows_gqa))
+    query, key, value = random_qkv(5, width=width, value_width=value_width)
+    cu = cumulative([2, 3])
+    out = varlen_attention(query, key, value, cu, cu, 3, 3, scale=0.5)
+    assert torch.allclose(out, per_sequence_attention(query, key, value, [2, 3], [2, 3], scale=0.5), atol=1e-6)
+    assert seen["window_size"] == (-1, 0)
+    assert ("enable_gqa" in seen) == knows_gqa
+
+
+def test_the_padded_layout_gives_what_the_packed_one_gives() -> None:
+    args = parse(*DENSE)
+    start_single_process(args)
+    module = PackedAttention(transformer_config_from_args(args), layer_number=1)
+    query, key, value = (torch.randn(10, 4, 4) for _ in range(3))
+    cu = cumulative([5, 5])
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=5, max_seqlen_kv=5)
+    packed = module(query, key, value, packed_seq_params=params)
+    assert packed.shape == (10, 1, 16)
+    padded = module(*(x.view(2, 5, 4, 4).transpose(0, 1) for x in (query, key, value)))
+    assert torch.allclose(padded.transpose(0, 1).reshape(10, 1, 16), packed, atol=1e-6)
+
+
+def test_the_unfused_backend_gives_the_same() -> None:
+    args = parse(*DENSE, "--attention-backend", "unfused")
+    start_single_process(args)
+    unfused = PackedAttention(transformer_config_from_args(args), layer_number=1)
+    assert unfused.is_unfused
+    fused = PackedAttention(transformer_config_from_args(parse(*DENSE)), layer_number=1)
+    inputs = [torch.randn(4, 2, 4, 4) for _ in range(3)]
+    assert torch.allclose(unfused(*inputs), fused(*inputs), atol=1e-6)
+
+
+@pytest.mark.parametrize("flags", ["--window-size 8,0", "--softmax-type learnable", "--qk-clip"])
+def test_an_option_that_packed_attention_has_not_is_refused(flags: str) -> None:
+    with pytest.raises(ConfigError, match=flags.split()[0]):
+        parse(*DENSE, *flags.split())
+
+
+def test_dropout_in_a_config_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--attention-dropout"):
+        attention.check_attention_config(
+            SimpleNamespace(
+                attention_dropout=0.1,
+                window_size=None,
+                softmax_type="vanilla",
+                qk_clip=False,
+                log_max_attention_logit=False,
+            )
+        )

@@ -1,0 +1,189 @@
+"""Stacked experts: the numbers of megatron-core's own, its parameter attributes, its checkpoint entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+from slime.backends.megatron_utils.layers.experts import StackedExperts, StackedLinear
+from slime.utils.errors import ConfigError
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
+
+NUM_EXPERTS, HIDDEN, FFN = 5, 12, 6
+COUNTS = torch.tensor([4, 0, 1, 9, 2])
+
+
+def config(*flags: Any) -> Any:
+    args = parse(
+        *("--num-layers", 2, "--hidden-size", HIDDEN, "--num-attention-heads", 2, "--ffn-hidden-size", 16),
+        *("--vocab-size", 64, "--num-experts", NUM_EXPERTS, "--moe-ffn-hidden-size", FFN, "--moe-router-topk", 2),
+        *("--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", *flags),
+    )
+    start_single_process(args)
+    return transformer_config_from_args(args)
+
+
+def stacked(*flags: Any) -> StackedExperts:
+    return StackedExperts(NUM_EXPERTS, config(*flags), pg_collection=get_default_pg_collection())
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(int(COUNTS.sum()), HIDDEN, generator=generator, requires_grad=True)
+    return rows, torch.rand(len(rows), generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--no-bias-swiglu-fusion",),
+        ("--activation-func-clamp-value", 0.01, "--no-bias-swiglu-fusion"),
+        ("--moe-grouped-gemm", "--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+    ],
+    ids=["fused", "plain", "clamped", "recomputed"],
+)
+def test_outputs_and_gradients_are_those_of_megatron_cores_experts(flags: tuple[Any, ...]) -> None:
+    ours = stacked(*flags)
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    theirs = SequentialMLP(NUM_EXPERTS, ours.config, parts, pg_collection=get_default_pg_collection())
+    with torch.no_grad():
+        for index, expert in enumerate(theirs.local_experts):
+            expert.linear_fc1.weight.copy_(ours.linear_fc1.weight[index])
+            expert.linear_fc2.weight.copy_(ours.linear_fc2.weight[index])
+    results = []
+    for module in (ours, theirs):
+        rows, probs = inputs()
+        output, bias = module(rows, COUNTS, probs)
+        assert bias is None
+        (output * torch.linspace(-1, 1, HIDDEN)).sum().backward()
+        results.append((output.detach(), rows.grad, probs.grad))
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected)
+    for name in ("linear_fc1", "linear_fc2"):
+        expected = torch.stack([getattr(expert, name).weight.grad for expert in theirs.local_experts])
+        torch.testing.assert_close(getattr(ours, name).weight.grad, expected)
+
+
+def test_parameters_say_how_they_are_cut_and_reduced() -> None:
+    experts = stacked()
+    first, second = experts.linear_fc1.weight, experts.linear_fc2.weight
+    assert first.shape == (NUM_EXPERTS, 2 * FFN, HIDDEN) and second.shape == (NUM_EXPERTS, HIDDEN, FFN)
+    assert (first.partition_dim, second.partition_dim) == (1, 2)
+    assert first.tensor_model_parallel and first.is_stacked_experts
+    assert first.allreduce and second.allreduce  # without expert parallelism they are reduced like all others
+
+
+def test_every_expert_starts_from_other_numbers() -> None:
+    weight = stacked().linear_fc1.weight
+    assert len({float(matrix.sum()) for matrix in weight}) == NUM_EXPERTS
+    assert 0.01 < float(weight.std()) < 0.03
+
+
+def test_checkpoint_entries_are_the_parameters_under_the_common_names() -> None:
+    experts = stacked()
+    state = experts.sharded_state_dict("decoder.layers.1.mlp.experts.", ((0, 1, 2),))
+    entries = list(state.values())
+    assert [entry.key for entry in entries] == [
+        "decoder.layers.1.mlp.experts.experts.linear_fc1.weight",
+        "decoder.layers.1.mlp.experts.experts.linear_fc2.weight",
+    ]
+    assert entries[0].data is experts.linear_fc1.weight and entries[1].data is experts.linear_fc2.weight
+    assert isinstance(entries[0], ShardedTensorFactory)
+    halves = entries[0].build()
+    assert halves["gate"].global_shape == (2, NUM_EXPERTS, 2 * FFN, HIDDEN)
+    assert halves["gate"].global_offset == (1, 0, 0, 0) and halves["up"].global_offset == (1, 0, FFN, 0)
+    joined = entries[0].merge_fn({name: half.data for name, half in halves.items()})
+    assert torch.equal(joined, experts.linear_fc1.weight)
+    assert entries[1].global_shape == (2, NUM_EXPERTS, HIDDEN, FFN)
+
+
+@dataclass
+class Group:
+    """A process group as far as the parameters ask."""
+
+    place: int
+    count: int
+
+    def rank(self) -> int:
+        return self.place
+
+    def size(self) -> int:
+        return self.count
+
+
+def parts_of(name: str, ep: int, etp: int) -> list[StackedLinear]:
+    """One matrix of four experts as every rank of a layout holds it, from the same seed."""
+    settings, parts = config("--num-experts", 4), []
+    is_gated = name == "linear_fc1"
+    for ep_rank in range(ep):
+        for etp_rank in range(etp):
+            torch.manual_seed(11)
+            groups = SimpleNamespace(ep=Group(ep_rank, ep), expt_tp=Group(etp_rank, etp), expt_dp=Group(0, 1))
+            sizes = (HIDDEN, 2 * FFN) if is_gated else (FFN, HIDDEN)
+            options = {"split_axis": 1 if is_gated else 2, "is_gated": is_gated}
+            initial = {"init_method": settings.init_method}
+            parts.append(StackedLinear(settings, groups, 4 // ep, *sizes, **options, **initial))
+    return parts
+
+
+def assembled(parts: list[StackedLinear]) -> torch.Tensor:
+    """The whole tensor of a checkpoint, from the entries of all ranks; every element is written once."""
+    whole = times = None
+    for part in parts:
+        entry = part.sharded_entry("key", ((0, 1, 3),))
+        pieces = list(entry.build().values()) if isinstance(entry, ShardedTensorFactory) else [entry]
+        for piece in pieces:
+            if whole is None:
+                whole, times = torch.zeros(piece.global_shape[1:]), torch.zeros(piece.global_shape[1:])
+            assert piece.global_shape == (3, *whole.shape) and piece.global_offset[0] == 1
+            where = tuple(slice(o, o + n) for o, n in zip(piece.global_offset[1:], piece.data.shape))
+            whole[where] = piece.data.detach()
+            times[where] += 1
+    assert (times == 1).all()
+    return whole
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2), (2, 3), (4, 2)])
+@pytest.mark.parametrize("name", ["linear_fc1", "linear_fc2"])
+def test_every_layout_starts_from_the_same_experts_and_saves_the_same_tensor(name: str, ep: int, etp: int) -> None:
+    (whole,) = parts_of(name, 1, 1)
+    # In the checkpoint as in the whole parameter: gates before ups, whatever the ranks hold.
+    assert torch.equal(assembled([whole]), whole.weight)
+    parts = parts_of(name, ep, etp)
+    assert len({part.weight.shape for part in parts}) == 1
+    assert torch.equal(assembled(parts), whole.weight)
+
+
+def test_checkpoints_are_exchanged_with_megatron_cores_experts(tmp_path: Path) -> None:
+    ours = stacked()
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    theirs = SequentialMLP(NUM_EXPERTS, ours.config, parts, pg_collection=get_default_pg_collection())
+    dist_checkpointing.save(theirs.sharded_state_dict("mlp.experts."), str(tmp_path))
+    loaded = dist_checkpointing.load(ours.sharded_state_dict("mlp.experts."), str(tmp_path))
+    for name in ("linear_fc1", "linear_fc2"):
+        expected = torch.stack([getattr(expert, name).weight for expert in theirs.local_experts])
+        assert torch.equal(loaded[f"mlp.experts.{name}.weight"], expected)
+
+
+def test_biases_in_experts_are_refused() -> None:
+    broken = config()
+    broken.add_bias_linear = True
+    with pytest.raises(ConfigError, match="--disable-bias-linear"):
+        StackedExperts(NUM_EXPERTS, broken, pg_collection=get_default_pg_collection())

@@ -1,0 +1,290 @@
+"""Multi-latent attention: its rotary numbers, its recompute modes, its names on disk, its weights on the way out."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.hf_to_megatron.tensors import dequantize_blocks
+from slime.backends.megatron_utils.layers.latent_rotary import LatentRotary, rotate_pairs, zigzag_positions
+from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.backends.megatron_utils.parameters import iter_global_parameters
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_buckets
+from tests.matrix.case import load_cases, read_tensors, write_tensors
+from tests.matrix.references.kimi_k2 import KimiK2
+from tests.unit.backends.megatron_utils.megatron_case import (
+    hide_broken_torchvision,
+    packed_logits,
+    parse,
+    start_single_process,
+)
+
+LENGTHS = (7, 1, 19, 2, 11)
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 130, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "moonlight"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Flags and folder of a tiny checkpoint, with a query latent and without."""
+    case = load_cases([request.param])[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    case.write_checkpoint(folder)
+    return ["--hf-checkpoint", str(folder), *case.flags(folder)], folder
+
+
+def build(checkpoint: tuple[list[str], Path], *flags: str) -> tuple[torch.nn.Module, Namespace]:
+    args = parse(*checkpoint[0], *flags)
+    start_single_process(args)
+    model = get_model_provider(args)()
+    load_hf_weights(args, [model], checkpoint[1])
+    return model, args
+
+
+# Rotary numbers
+
+
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"mscale": 0.707, "mscale_all_dim": 1.3},
+        {"mscale": 0.707, "mscale_all_dim": 0.0},
+        {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        {"factor": 1.0},
+        {"rope_theta": 100.0, "original_max_position_embeddings": 8, "beta_fast": 3.0, "beta_slow": 0.2},
+    ],
+    ids=["DeepSeek-V3", "two mscales", "no mscale_all_dim", "Kimi-K2", "factor 1", "tiny"],
+)
+def test_yarn_is_that_of_transformers(change: dict[str, Any]) -> None:
+    hide_broken_torchvision()
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+    settings = {**YARN, **change}
+    config = DeepseekV3Config(
+        hidden_size=32,
+        num_attention_heads=2,
+        q_lora_rank=None,
+        rope_parameters=settings,
+        max_position_embeddings=163840,
+    )
+    expected = DeepseekV3RotaryEmbedding(config)
+    rotary = LatentRotary(
+        width=config.qk_rope_head_dim,
+        base=settings["rope_theta"],
+        factor=settings["factor"],
+        original_length=settings["original_max_position_embeddings"],
+        beta_fast=settings["beta_fast"],
+        beta_slow=settings["beta_slow"],
+        mscale=settings["mscale"],
+        mscale_all_dim=settings["mscale_all_dim"],
+    )
+    torch.testing.assert_close(rotary.frequencies(), expected.inv_freq, rtol=1e-6, atol=0)
+    assert rotary.magnitude == pytest.approx(expected.attention_scaling, rel=1e-12)
+    scaling = DeepseekV3Attention(config, 0).scaling
+    assert rotary.softmax_scale(config.qk_head_dim) == pytest.approx(scaling, rel=1e-12)
+
+
+def test_a_pair_of_neighbours_turns_by_its_angle() -> None:
+    angle = torch.tensor([[0.3, 1.1]])
+    turned = rotate_pairs(torch.tensor([[1.0, 0.0, 0.0, 2.0]]), angle.cos(), angle.sin())
+    expected = [math.cos(0.3), -2 * math.sin(1.1), math.sin(0.3), 2 * math.cos(1.1)]
+    assert turned[0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "expected"),
+    [
+        (0, 1, [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]),
+        (0, 2, [0, 3, 0, 1, 6, 7]),
+        (1, 2, [1, 2, 2, 3, 4, 5]),
+    ],
+)
+def test_positions_follow_the_zigzag_of_each_sequence(rank: int, size: int, expected: list[int]) -> None:
+    cu = torch.tensor([0, 4, 12], dtype=torch.int32)
+    assert zigzag_positions(cu, 12 // size, cp_rank=rank, cp_size=size).tolist() == expected
+
+
+def test_empty_sequences_have_no_positions() -> None:
+    cu = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32)
+    assert zigzag_positions(cu, 5, cp_rank=0, cp_size=1).tolist() == [0, 1, 2, 0, 1]
+
+
+# The module
+
+
+def loss_and_gradients(model: torch.nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = torch.cat(packed_logits(model, sequences()))
+    weights = torch.linspace(0.5, 1.5, logits.numel()).view_as(logits)
+    loss = (logits.log_softmax(-1) * weights).mean()
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_recompute_changes_no_gradient(checkpoint: tuple[list[str], Path]) -> None:
+    model, _ = build(checkpoint)
+    loss, gradients = loss_and_gradients(model.train())
+    global_norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    for flags in (
+        ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        ("--recompute-granularity", "selective"),
+        ("--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"),
+        ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mla_up_proj", "layernorm"),
+        ("--recompute-granularity", "selective", "--recompute-modules", "moe_act", "shared_experts", "mlp"),
+    ):
+        other, _ = build(checkpoint, *flags)
+        other_loss, other_gradients = loss_and_gradients(other.train())
+        assert torch.equal(loss, other_loss), flags
+        assert gradients.keys() == other_gradients.keys(), flags
+        for name, gradient in gradients.items():
+            error = (other_gradients[name] - gradient).norm() / max(gradient.norm(), 1e-3 * global_norm)
+            assert error <= 1e-5, f"{flags} {name}: {error}"
+
+
+def test_packed_padded_and_single_sequences_agree(checkpoint: tuple[list[str], Path]) -> None:
+    model, _ = build(checkpoint)
+    with torch.no_grad():
+        packed = packed_logits(model, sequences())
+        for sequence, logits in zip(sequences(), packed, strict=True):
+            alone = packed_logits(model, [sequence])[0]
+            padded = torch.cat([sequence, sequence.new_zeros(3)])[None].expand(2, -1)
+            batch = model(input_ids=padded, position_ids=None, attention_mask=None)
+            torch.testing.assert_close(logits, alone, atol=1e-5, rtol=0)
+            torch.testing.assert_close(logits, batch[1, : len(sequence)], atol=1e-5, rtol=0)
+
+
+def test_the_layers_of_a_micro_batch_share_the_angles(checkpoint: tuple[list[str], Path]) -> None:
+    model, _ = build(checkpoint)
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=3, max_seqlen_kv=3)
+    key = torch.zeros(5, 1, 8)
+    first, second = (layer.self_attention.rotary_tables(key, params)[0] for layer in model.decoder.layers[:2])
+    assert first is second
+
+
+def test_names_on_disk_are_those_of_transformer_engines_layers(checkpoint: tuple[list[str], Path]) -> None:
+    model, args = build(checkpoint)
+    keys = {value.key for value in model.sharded_state_dict().values() if hasattr(value, "key")}
+    names = {key.split("self_attention.")[1] for key in keys if "self_attention." in key and "_extra_state" not in key}
+    query = (
+        {"linear_q_proj.weight"}
+        if args.q_lora_rank is None
+        else {"linear_q_down_proj.weight", "linear_q_up_proj.weight", "linear_q_up_proj.layer_norm_weight"}
+    )
+    key_value = {"linear_kv_down_proj.weight", "linear_kv_up_proj.weight", "linear_kv_up_proj.layer_norm_weight"}
+    assert names == {*query, *key_value, "linear_proj.weight"}
+    assert any(key.endswith("input_layernorm.weight") for key in keys)
+
+
+# Weights
+
+
+def test_what_sglang_fuses_travels_in_one_bucket(checkpoint: tuple[list[str], Path]) -> None:
+    model, args = build(checkpoint)
+    num_layers = args.num_layers
+    for bucket_bytes in (1, 4000, 20_000):
+        buckets = [
+            [name for name, _ in bucket]
+            for bucket in iter_hf_buckets(
+                args, [model], bucket_bytes=bucket_bytes, model_name="deepseek_v3", dtype=torch.float32
+            )
+        ]
+        together = [
+            sum(name.endswith(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")) for name in bucket)
+            for bucket in buckets
+        ]
+        assert sum(together) == num_layers * (1 if args.q_lora_rank is None else 2)
+        if args.q_lora_rank is not None:
+            assert all(count % 2 == 0 for count in together)
+        assert sorted(name for bucket in buckets for name in bucket) == sorted(read_tensors(checkpoint[1]))
+
+
+def test_a_block_quantized_checkpoint_is_loaded_dequantized(tmp_path: Path) -> None:
+    case = load_cases(["deepseek_v3"])["deepseek_v3"]
+    config = {**case.config, "num_hidden_layers": 3, "hidden_size": 144, "intermediate_size": 264}
+    wide = case.__class__(name="wide", config=config, flags=case.flags)
+    wide.write_checkpoint(tmp_path)
+    tensors, expected = read_tensors(tmp_path), {}
+    for name, tensor in list(tensors.items()):
+        if name.endswith("_proj.weight") or name.endswith("_mqa.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensor)
+            expected[name] = dequantize_blocks(tensors[name], tensors[f"{name}_scale_inv"]).float()
+            assert (expected[name] - tensor).abs().max() < 0.1 * tensor.abs().max()
+    assert tensors["model.layers.0.mlp.gate_proj.weight_scale_inv"].shape == (3, 2)
+    write_tensors(tmp_path, tensors)
+    published = json.loads((tmp_path / "config.json").read_text())
+    published["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model, _ = build((["--hf-checkpoint", str(tmp_path), *wide.flags(tmp_path)], tmp_path))
+    loaded = {name: shard.tensor for name, shard in iter_global_parameters([model])}
+    prefix, hf_prefix = "decoder.layers.2.", "model.layers.2."
+    for name, hf_name in (
+        ("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+        ("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
+        ("mlp.experts.linear_fc2.weight11", "mlp.experts.11.down_proj.weight"),
+    ):
+        assert torch.equal(loaded[prefix + name], expected[hf_prefix + hf_name]), name
+    assert torch.equal(loaded["decoder.final_layernorm.weight"], tensors["model.norm.weight"])
+
+
+def quantize_blocks(tensor: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
+    """e4m3 values and one scale for each 128 x 128 block, blocks at the edge being smaller."""
+    rows, columns = (-(-size // block) for size in tensor.shape)
+    scale = torch.empty(rows, columns)
+    quantized = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
+    for row in range(rows):
+        for column in range(columns):
+            part = (slice(row * block, (row + 1) * block), slice(column * block, (column + 1) * block))
+            scale[row, column] = tensor[part].abs().max() / 448
+            quantized[part] = (tensor[part] / scale[row, column]).to(torch.float8_e4m3fn)
+    return quantized, scale
+
+
+def test_the_plain_reference_of_kimi_k2_is_transformers_deepseek_v3(tmp_path: Path) -> None:
+    """transformers has no Kimi-K2, whose published code is DeepSeek-V3's: on one checkpoint both give the same."""
+    hide_broken_torchvision()
+    import transformers
+
+    case = load_cases(["kimi_k2"])["kimi_k2"]
+    case.write_checkpoint(tmp_path)
+    ids = torch.randint(0, case.vocab_size, (1, 41), generator=torch.Generator().manual_seed(3))
+    model = case.load_reference(tmp_path)
+    assert isinstance(model, KimiK2)
+    with torch.no_grad():
+        expected = model(ids)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(other(ids).logits, expected, atol=2e-5, rtol=0)
