@@ -62,6 +62,12 @@ PUBLIC: dict[str, str] = {
     "slime.backends.megatron_utils.loss": "get_log_probs_and_entropy get_values policy_loss_function "
     "value_loss_function sft_loss_function vanilla_tis_function icepop_function compute_advantages_and_returns",
     "slime.backends.megatron_utils.megatron_to_hf": "convert_to_hf",
+    "slime.agent.adapters": "AnthropicAdapter BaseAdapter OpenAIAdapter",
+    "slime.agent.adapters.common": "TurnRecord Session Reply flatten_content tool_call_dict manager_finish_reason "
+    "sid_from_bearer sid_from_body call_sglang_generate",
+    "slime.agent.trajectory": "TrajectoryManager",
+    "slime.agent.parsing": "parse_model_output ParsedModelOutput parse_tool_uses parse_xml_tool_uses",
+    "slime.agent.aiohttp_threaded": "run_app_in_thread AppHandle FilteredAccessLogger",
     "slime.ray.rollout": "RolloutManager",
     "slime.ray.placement_group": "create_placement_groups",
     "slime.ray.actor_group": "RayTrainGroup",
@@ -69,7 +75,6 @@ PUBLIC: dict[str, str] = {
 """Module -> the names that must be there."""
 
 NOT_BUILT_YET = (
-    "slime.agent",
     "slime.rollout.fully_async_rollout",
     "slime.rollout.sglang_streaming_rollout",
     "slime.rollout.on_policy_distillation",

@@ -36,6 +36,7 @@ PACKAGES = (
     "slime.observability",
     "slime.train_data",
     "slime.weights",
+    "slime.agent",
     "slime.backends.train_worker",
     "slime.rollout",
     "slime.arguments",

@@ -1,0 +1,381 @@
+"""One turn of an agent, whatever the protocol: admit, translate, draw, parse, write down, answer.
+
+A subclass knows the protocol; this class knows sessions, deadlines and errors.  The application may run in another
+thread than the code that opens and finishes sessions (``aiohttp_threaded``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from aiohttp import web
+
+from slime.agent.adapters import common
+from slime.agent.adapters.common import DEFAULT_SID, AdapterError, Reply, Session, TurnRecord
+from slime.agent.adapters.sessions import SessionBook
+from slime.agent.adapters.sse import EventStream
+from slime.agent.parsing import ParsedModelOutput, parse_model_output
+from slime.agent.stitching import build_prompt_ids
+from slime.agent.trajectory import Message, TrajectoryManager
+from slime.utils.errors import EngineError, SlimeError
+from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError
+from slime.utils.types import Sample
+
+MAX_BODY_BYTES = 64 << 20
+DEFAULT_MAX_NEW_TOKENS = 4096
+KEEP_ALIVE_S = 10.0
+"""A streaming client hears something at least this often, so that its own read timeout does not strike."""
+POLL_S = 0.2
+CLIENT_GONE = 499
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+
+
+class BaseAdapter(ABC):
+    """A server in front of SGLang that writes down the turns of agents.
+
+    Args:
+        tokenizer: of the model, with its chat template.
+        sglang_url: of the router or an engine.
+        tool_parser: SGLang's name of the model's tool-call format; None reads the common ones.
+        reasoning_parser: SGLang's name of the model's reasoning format; None reads ``<think>`` blocks.
+        max_turns_per_sid: further turns of a session are refused (429); None: no limit.
+        fork_threshold_tokens: see ``TrajectoryManager``.
+        debug_callback: called with a dict of everything about each turn; what it raises is logged.
+        generate_timeout_s: deadline of one turn of the engine, its continuations after aborts included.
+        chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
+    """
+
+    logger: ClassVar[logging.Logger] = logging.getLogger(__name__)
+    log_prefix: ClassVar[str] = "adapter"
+    max_token_keys: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """Keys of the body that limit the response, the first one present counts."""
+    stop_keys: ClassVar[tuple[str, ...]] = ("stop",)
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        sglang_url: str,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        max_turns_per_sid: int | None = None,
+        fork_threshold_tokens: int | None = None,
+        debug_callback: Callable[[dict[str, Any]], None] | None = None,
+        generate_timeout_s: float = POST_TIMEOUT_S,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sglang_url = sglang_url
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self.debug_callback = debug_callback
+        self.generate_timeout_s = generate_timeout_s
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.manager = TrajectoryManager(fork_threshold_tokens=fork_threshold_tokens)
+        self._sessions = SessionBook(max_turns_per_sid)
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app.router.add_get("/healthz", self._healthz)
+        self.app.router.add_get("/v1/models", self._models)
+        self._register_routes(self.app)
+
+    # Sessions, for the code that runs agents.
+
+    def open_session(
+        self,
+        sid: str,
+        *,
+        sampling_defaults: Mapping[str, Any] | None = None,
+        max_context_tokens: int = 0,
+        sampling_overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin a session.  A request of a session that was not opened opens it without any settings.
+
+        Args:
+            sid: what the agent sends as its API key.
+            sampling_defaults: SGLang sampling parameters for what a request leaves out; ``max_new_tokens`` also limits
+                what a request may ask for.
+            max_context_tokens: longest prompt and response together; 0: the engine's limit.
+            sampling_overrides: parameters that no request can change, such as the temperature that is trained at.
+
+        Raises:
+            ValueError: the session exists, or existed.
+        """
+        session = Session(
+            sid=sid,
+            sampling_defaults=dict(sampling_defaults or {}),
+            sampling_overrides=dict(sampling_overrides or {}),
+            max_context_tokens=max_context_tokens,
+        )
+        self._sessions.add(session)
+
+    async def finish_session(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: float | dict[str, Any] = 0.0,
+        extra_metadata: Mapping[str, Any] | None = None,
+        wait_timeout: float = 5.0,
+        mask_off_policy: bool = False,
+    ) -> list[Sample]:
+        """Close the session and give its samples; empty when it is not open (any more).
+
+        Turns in flight get ``wait_timeout`` seconds, then they are cancelled and not part of the samples.  Further
+        arguments as in ``TrajectoryManager.get_trajectory``.
+        """
+        session = await self._sessions.close(sid, wait_timeout)
+        if session is None:
+            return []
+        samples = self.manager.get_trajectory(
+            sid,
+            base_sample=base_sample,
+            reward=reward,
+            extra_metadata=extra_metadata,
+            max_sample_tokens=session.max_context_tokens,
+            mask_off_policy=mask_off_policy,
+        )
+        self.manager.drop_session(sid)
+        for sample in samples:
+            response_ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+            sample.response = self.tokenizer.decode(response_ids, skip_special_tokens=False)
+            sample.metadata["truncated"] = sample.metadata["truncated"] or session.hit_context_limit
+        return samples
+
+    async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """Close the session and forget what it drew."""
+        await self._sessions.close(sid, wait_timeout)
+        self.manager.drop_session(sid)
+
+    async def shutdown_session(self, sid: str, *, wait_timeout: float = 0.0) -> None:
+        """Close the session to further requests and end those in flight; what it drew stays until it is dropped."""
+        await self._sessions.shut(sid, wait_timeout)
+
+    # What a protocol provides.
+
+    @abstractmethod
+    def _register_routes(self, app: web.Application) -> None:
+        """Add the protocol's routes; those that generate call ``_handle_turn``."""
+
+    @abstractmethod
+    def _session_id(self, request: web.BaseRequest, body: dict[str, Any]) -> str | None:
+        """The session that a request names."""
+
+    def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body, changed where a subclass wants to."""
+        return body
+
+    @abstractmethod
+    def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+        """``(messages, tools)`` as chat templates take them.  AdapterError for what is not supported."""
+
+    @abstractmethod
+    def _build_reply(
+        self, parsed: ParsedModelOutput, raw_finish: str, translated: list[Message], tools: list[dict[str, Any]]
+    ) -> Reply:
+        """The answer in the protocol's form."""
+
+    @abstractmethod
+    async def _respond(
+        self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
+    ) -> web.StreamResponse:
+        """Send the answer."""
+
+    @abstractmethod
+    def _error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
+        """An error in the protocol's form."""
+
+    @abstractmethod
+    def _event_stream(self) -> EventStream:
+        """How the protocol writes keep-alives and errors into a stream."""
+
+    # The turn.
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": "slime", "object": "model", "type": "model", "display_name": "slime", "created": 0}
+        model |= {"created_at": "1970-01-01T00:00:00Z", "owned_by": "slime"}
+        body = {"object": "list", "data": [model], "has_more": False, "first_id": "slime", "last_id": "slime"}
+        return web.json_response(body)
+
+    async def _handle_turn(self, request: web.Request) -> web.StreamResponse:
+        """One request from its body to its answer."""
+        sid = DEFAULT_SID
+        try:
+            body = self._preprocess_body(await self._read_body(request))
+            sid = self._session_id(request, body) or DEFAULT_SID
+            session = self._sessions.admit(sid)
+            return await self._turn(request, body, session)
+        except AdapterError as error:
+            self.logger.info("%s: session %s: %d: %s", self.log_prefix, sid, error.status, error)
+            return await self._send_error(request, error)
+        except Exception as error:
+            self.logger.exception("%s: session %s failed.", self.log_prefix, sid)
+            return await self._send_error(request, AdapterError(500, f"{type(error).__name__}: {error}"))
+
+    async def _read_body(self, request: web.Request) -> dict[str, Any]:
+        try:
+            body = await request.json()
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise AdapterError(400, f"The body is not JSON: {error}.") from error
+        except web.HTTPRequestEntityTooLarge as error:
+            raise AdapterError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.") from error
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise AdapterError(400, "The body must be an object with a list 'messages' of at least one message.")
+        return body
+
+    async def _turn(self, request: web.Request, body: dict[str, Any], session: Session) -> web.StreamResponse:
+        task = asyncio.current_task()
+        assert task is not None
+        session.in_flight.add(task)
+        try:
+            messages, tools = self._translate(body)
+            known = self.manager.known_prefix(session.sid, messages)
+            if known is not None:
+                messages = [*known.messages, *messages[len(known.messages) :]]
+            prompt_ids = self._prompt_ids(messages, tools, known)
+            params = self._sampling_params(body, session, len(prompt_ids))
+            turn = await self._draw(request, body, session, prompt_ids, params)
+            parsed = parse_model_output(
+                turn.text,
+                tools_schema=tools,
+                tool_parser_name=self.tool_parser,
+                reasoning_parser_name=self.reasoning_parser,
+            )
+            reply = self._build_reply(parsed, turn.finish_reason, messages, tools)
+            if _is_gone(request):
+                raise AdapterError(CLIENT_GONE, "The client closed the connection.")
+            self.manager.record_turn(
+                session.sid,
+                turn=turn,
+                prompt_messages=messages,
+                response_message=reply.message,
+                metadata={"use_tool": bool(parsed.tool_uses), "ill_formed": parsed.ill_formed},
+            )
+            self._debug(session, turn, messages, tools, reply)
+            stream = bool(body.get("stream"))
+            return await self._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)
+        except asyncio.CancelledError:
+            if not session.is_closed:
+                raise
+            raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False) from None
+        except ConnectionResetError as error:
+            raise AdapterError(CLIENT_GONE, "The client closed the connection.") from error
+        finally:
+            session.in_flight.discard(task)
+
+    def _prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]], known: Any) -> list[int]:
+        try:
+            return build_prompt_ids(self.tokenizer, messages, tools, known, template_kwargs=self.chat_template_kwargs)
+        except Exception as error:  # a template raises whatever it likes about messages it does not take
+            message = f"The chat template cannot render the messages: {type(error).__name__}: {error}"
+            raise AdapterError(400, message) from error
+
+    def _sampling_params(self, body: dict[str, Any], session: Session, num_prompt: int) -> dict[str, Any]:
+        """Defaults of the session, then what the request asks for, then what the session insists on."""
+        params = dict(session.sampling_defaults)
+        params |= {key: body[key] for key in _SAMPLING_KEYS if body.get(key) is not None}
+        limits = [next((body[key] for key in self.max_token_keys if body.get(key) is not None), None)]
+        limits += [session.sampling_defaults.get("max_new_tokens"), session.sampling_overrides.get("max_new_tokens")]
+        stop = next((body[key] for key in self.stop_keys if body.get(key)), None)
+        if stop is not None:
+            given = [stop] if isinstance(stop, str) else list(stop)
+            own = params.get("stop") or []
+            params["stop"] = [*given, *([own] if isinstance(own, str) else own)]
+        params |= session.sampling_overrides
+        known_limits = [limit for limit in limits if limit is not None]
+        if any(not isinstance(limit, int) or limit < 1 for limit in known_limits):
+            raise AdapterError(400, f"{self.max_token_keys[0]} is {known_limits[0]!r}; it must be a positive integer.")
+        params["max_new_tokens"] = min(known_limits, default=DEFAULT_MAX_NEW_TOKENS)
+        if session.max_context_tokens:
+            room = session.max_context_tokens - num_prompt
+            if room <= 0:
+                session.hit_context_limit = True
+                # In the words that agents look for to compact their history.
+                message = f"prompt is too long: {num_prompt} tokens > {session.max_context_tokens} maximum"
+                raise AdapterError(400, message, code="context_length_exceeded")
+            params["max_new_tokens"] = min(params["max_new_tokens"], room)
+        return params
+
+    async def _draw(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        session: Session,
+        prompt_ids: list[int],
+        params: dict[str, Any],
+    ) -> TurnRecord:
+        """The engine's turn, while the client is there; what goes wrong as an error of the protocol."""
+        call = asyncio.ensure_future(
+            common.call_sglang_generate(
+                self.sglang_url,
+                prompt_ids,
+                params,
+                session_id=session.sid,
+                tokenizer=self.tokenizer,
+                timeout_s=self.generate_timeout_s,
+            )
+        )
+        deadline = time.monotonic() + self.generate_timeout_s + 1.0
+        spoken_at = time.monotonic()
+        try:
+            while not call.done():
+                await asyncio.wait([call], timeout=POLL_S)
+                now = time.monotonic()
+                if _is_gone(request):
+                    raise AdapterError(CLIENT_GONE, "The client closed the connection.")
+                if now > deadline:
+                    raise AdapterError(504, f"The engine did not answer within {self.generate_timeout_s:.0f} s.")
+                if body.get("stream") and now - spoken_at > KEEP_ALIVE_S and not call.done():
+                    spoken_at = now
+                    await self._event_stream().keep_alive(request)
+            turn = call.result()
+        except HttpStatusError as error:
+            if error.status == 400 and "context" in error.body:
+                session.hit_context_limit = True
+                message = f"prompt is too long: {error.body[:500]}"
+                raise AdapterError(400, message, code="context_length_exceeded") from error
+            # The engine refused this very request: a retry would not help.
+            raise AdapterError(502, str(error), may_retry=error.status >= 500) from error
+        except (EngineError, TimeoutError) as error:
+            late = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+            raise AdapterError(504 if late else 502, str(error) or "The engine did not answer in time.") from error
+        except SlimeError as error:
+            raise AdapterError(502, str(error)) from error
+        finally:
+            call.cancel()
+        if turn.finish_reason == "abort":
+            # The tokens drawn so far are nobody's answer: the client may ask again.
+            raise AdapterError(503, "The engine aborted the turn and did not go on with it.")
+        return turn
+
+    def _debug(
+        self, session: Session, turn: TurnRecord, messages: list[Message], tools: list[dict[str, Any]], reply: Reply
+    ) -> None:
+        if self.debug_callback is None:
+            return
+        try:
+            self.debug_callback(
+                {"sid": session.sid, "turn": turn, "messages": messages, "tools": tools, "reply": reply}
+            )
+        except Exception:
+            self.logger.exception("%s: debug_callback failed.", self.log_prefix)
+
+    async def _send_error(self, request: web.Request, error: AdapterError) -> web.StreamResponse:
+        body = self._error_body(error.status, str(error), error.code)
+        if EventStream.of(request) is not None:  # the stream has begun: its status cannot be changed any more
+            return await self._event_stream().fail(request, body)
+        headers = {} if error.may_retry else {"x-should-retry": "false"}
+        return web.json_response(body, status=error.status, headers=headers)
+
+
+def _is_gone(request: web.BaseRequest) -> bool:
+    """Whether the client has closed its connection."""
+    return request.transport is None or request.transport.is_closing()

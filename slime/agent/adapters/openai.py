@@ -1,0 +1,123 @@
+"""OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from typing import Any, ClassVar
+
+from aiohttp import web
+
+from slime.agent.adapters.base import BaseAdapter
+from slime.agent.adapters.common import (
+    AdapterError,
+    Reply,
+    flatten_content,
+    manager_finish_reason,
+    sid_from_bearer,
+    sid_from_body,
+    tool_call_dict,
+)
+from slime.agent.adapters.sse import EventStream, pieces
+from slime.agent.parsing import ParsedModelOutput
+from slime.agent.trajectory import Message
+
+_ERROR_TYPES = {400: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_exceeded"}
+
+
+class OpenAIAdapter(BaseAdapter):
+    """``POST /v1/chat/completions``, streaming or not, for the ``openai`` client and what speaks like it."""
+
+    logger: ClassVar[logging.Logger] = logging.getLogger(__name__)
+    log_prefix: ClassVar[str] = "openai"
+    max_token_keys: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")
+
+    def _register_routes(self, app: web.Application) -> None:
+        app.router.add_post("/v1/chat/completions", self._handle_turn)
+
+    def _session_id(self, request: web.BaseRequest, body: dict[str, Any]) -> str | None:
+        return sid_from_bearer(request) or sid_from_body(body)
+
+    def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+        if body.get("n") not in (None, 1):
+            raise AdapterError(400, f"n is {body['n']!r}; one answer at a time is supported.")
+        wanted = (body.get("response_format") or {}).get("type", "text")
+        if wanted != "text":
+            raise AdapterError(400, f"response_format is {wanted!r}; only text is drawn as the policy draws it.")
+        choice = body.get("tool_choice")
+        if choice not in (None, "auto", "none"):
+            raise AdapterError(400, f"tool_choice is {choice!r}; the policy decides itself: auto or none.")
+        tools = [] if choice == "none" else [tool for tool in body.get("tools") or [] if tool.get("function")]
+        return [self._message(message) for message in body["messages"]], tools
+
+    def _message(self, message: Any) -> Message:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise AdapterError(400, f"A message is {str(message)[:200]}; it must be an object with a role.")
+        role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
+        translated: Message = {"role": role, "content": flatten_content(message.get("content"))}
+        if message.get("tool_calls"):
+            calls = [(call.get("function") or {}, call.get("id")) for call in message["tool_calls"]]
+            translated["tool_calls"] = [tool_call_dict(f.get("name"), f.get("arguments"), i) for f, i in calls]
+        for key in ("tool_call_id", "name", "reasoning_content"):
+            if message.get(key):
+                translated[key] = message[key]
+        return translated
+
+    def _build_reply(
+        self, parsed: ParsedModelOutput, raw_finish: str, translated: list[Message], tools: list[dict[str, Any]]
+    ) -> Reply:
+        ids = [f"call_{uuid.uuid4().hex[:24]}" for _ in parsed.tool_uses]
+        message: Message = {"role": "assistant", "content": parsed.text}
+        wire: dict[str, Any] = {"role": "assistant", "content": parsed.text or None}
+        if parsed.reasoning:
+            message["reasoning_content"] = wire["reasoning_content"] = parsed.reasoning
+        if parsed.tool_uses:
+            uses = list(zip(ids, parsed.tool_uses, strict=True))
+            message["tool_calls"] = [tool_call_dict(use["name"], use["input"], call_id) for call_id, use in uses]
+            wire["tool_calls"] = [_wire_call(call_id, use) for call_id, use in uses]
+        elif wire["content"] is None:
+            wire["content"] = ""
+        return Reply(message=message, finish_reason=manager_finish_reason(raw_finish, parsed.tool_uses), content=wire)
+
+    async def _respond(
+        self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
+    ) -> web.StreamResponse:
+        usage = {"prompt_tokens": in_tok, "completion_tokens": out_tok, "total_tokens": in_tok + out_tok}
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.get("model", "slime")}
+        if stream:
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            chunks = _chunks(head, reply, usage if with_usage else None)
+            return await self._event_stream().send(request, chunks, end=b"data: [DONE]\n\n")
+        choice = {"index": 0, "message": reply.content, "finish_reason": reply.finish_reason, "logprobs": None}
+        return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
+
+    def _error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
+        kind = _ERROR_TYPES.get(status, "server_error")
+        return {"error": {"message": message, "type": kind, "param": None, "code": code or str(status)}}
+
+    def _event_stream(self) -> EventStream:
+        return EventStream(named=False)
+
+
+def _wire_call(call_id: str, use: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(use["input"], ensure_ascii=False)
+    return {"id": call_id, "type": "function", "function": {"name": use["name"], "arguments": arguments}}
+
+
+def _chunks(head: dict[str, Any], reply: Reply, usage: dict[str, int] | None) -> list[dict[str, Any]]:
+    """The answer as the chunks of a stream."""
+    head = {**head, "object": "chat.completion.chunk"}
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{"reasoning_content": piece} for piece in pieces(reply.content.get("reasoning_content") or "")]
+    deltas += [{"content": piece} for piece in pieces(reply.content.get("content") or "")]
+    for index, call in enumerate(reply.content.get("tool_calls") or []):
+        opened = {**call, "index": index, "function": {"name": call["function"]["name"], "arguments": ""}}
+        deltas.append({"tool_calls": [opened]})
+        for piece in pieces(call["function"]["arguments"]):
+            deltas.append({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "logprobs": None, "finish_reason": reply.finish_reason})
+    chunks = [{**head, "choices": [choice]} for choice in choices]
+    return [*chunks, {**head, "choices": [], "usage": usage}] if usage else chunks

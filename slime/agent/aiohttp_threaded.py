@@ -1,0 +1,134 @@
+"""An aiohttp application in a thread with an event loop of its own.
+
+An adapter serves hundreds of agents; in its own thread it neither waits for the rollout's loop nor holds it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+
+from slime.utils.errors import EngineError
+from slime.utils.http_utils import close_http_client
+
+__all__ = ["AppHandle", "FilteredAccessLogger", "run_app_in_thread"]
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+_QUIET_PATHS = ("/healthz", "/v1/messages/count_tokens")
+
+
+class FilteredAccessLogger(AbstractAccessLogger):
+    """Logs requests that failed; those that went well, and health checks, only at DEBUG level."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        """One line about a request that ended after ``time`` seconds."""
+        went_well = response.status < 400 or request.path in _QUIET_PATHS
+        level = logging.DEBUG if went_well else logging.WARNING
+        self.logger.log(level, "%s %s: %d in %.2f s", request.method, request.path, response.status, time)
+
+
+@dataclass
+class AppHandle:
+    """A running application."""
+
+    host: str
+    port: int
+    """The port it listens at, chosen by the system when 0 was asked for."""
+    thread: threading.Thread
+    loop: asyncio.AbstractEventLoop
+    runner: web.AppRunner
+    _finished: asyncio.Event = field(repr=False)
+
+    def stop(self, timeout_sec: float = STOP_TIMEOUT_S) -> None:
+        """Stop listening, end open requests, end the thread.  Does nothing the second time.
+
+        Raises:
+            EngineError: the thread did not end in time.
+        """
+        if not self.loop.is_closed():
+            try:
+                self.loop.call_soon_threadsafe(self._finished.set)
+            except RuntimeError:  # it closed in between
+                return
+        self.thread.join(timeout_sec)
+        if self.thread.is_alive():
+            raise EngineError(f"The server at {self.host}:{self.port} did not end within {timeout_sec:.0f} s.")
+
+
+def run_app_in_thread(
+    app: web.Application,
+    *,
+    host: str = "0.0.0.0",
+    port: int = 0,
+    thread_name: str = "aiohttp-app",
+    start_timeout_sec: float = 15.0,
+    runner_kwargs: Mapping[str, Any] | None = None,
+) -> AppHandle:
+    """Serve ``app`` from a daemon thread, and return when it listens.
+
+    Args:
+        app: the application; it belongs to the thread from now on.
+        host: address to listen at.
+        port: 0 lets the system choose.
+        thread_name: shown by debuggers.
+        start_timeout_sec: the longest wait for the socket.
+        runner_kwargs: passed to ``aiohttp.web.AppRunner``.
+
+    Raises:
+        EngineError: it does not listen within ``start_timeout_sec``; the cause is what the server raised.
+    """
+    ready = threading.Event()
+    made: list[AppHandle] = []
+    failures: list[BaseException] = []
+
+    async def serve() -> None:
+        options = {"access_log_class": FilteredAccessLogger, "shutdown_timeout": 1.0, **(runner_kwargs or {})}
+        runner = web.AppRunner(app, **options)
+        finished = asyncio.Event()
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port, backlog=1024).start()
+            listens_at = runner.addresses[0][1]
+            made.append(
+                AppHandle(
+                    host=host,
+                    port=listens_at,
+                    thread=threading.current_thread(),
+                    loop=asyncio.get_running_loop(),
+                    runner=runner,
+                    _finished=finished,
+                )
+            )
+            ready.set()
+            await finished.wait()
+        finally:
+            await runner.cleanup()
+            await close_http_client()  # connections to engines belong to this loop
+
+    def main() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:  # handed to the thread that waits, or to the log
+            failures.append(error)
+            if ready.is_set():
+                logger.exception("The server of thread %s ended.", thread_name)
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=main, name=thread_name, daemon=True)
+    thread.start()
+    if not ready.wait(start_timeout_sec):
+        raise EngineError(f"The server at {host}:{port} did not listen within {start_timeout_sec:.0f} s.")
+    if not made:
+        cause = failures[0] if failures else None
+        raise EngineError(f"The server cannot listen at {host}:{port}: {cause!r}. Is the port taken?") from cause
+    return made[0]

@@ -1,0 +1,343 @@
+"""Turns of an agent -> token-exact samples.
+
+A *turn* is one call of the engine: prompt ids in, drawn ids out.  A *chain* is a run of turns in which each prompt
+goes on from the ids of the turn before; one chain becomes one sample.  What lies between two drawn stretches (tool
+output, user messages, headers of the template) is an observation and gets loss mask 0.
+
+Invariant: every trained token of a sample has exactly the ids before it that the engine saw when it drew the token.
+Where a new prompt does not repeat the ids of its chain (the template dropped old reasoning, the client rewrote
+history), the chain is cut back to what both share and goes on from there, when that takes the training from at most
+``fork_threshold_tokens`` drawn tokens; otherwise the prompt begins a chain of its own and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+
+__all__ = ["DEFAULT_FORK_THRESHOLD_TOKENS", "KnownPrefix", "TrajectoryManager", "TurnRecord", "message_key"]
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+DEFAULT_FORK_THRESHOLD_TOKENS = 1024
+
+
+@dataclass(kw_only=True)
+class TurnRecord:
+    """One call of the engine, or several that continued each other after an abort.
+
+    Invariant: ``len(output_log_probs) == len(output_ids)``, and the counts of ``weight_spans`` add up to it.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    """Drawn ids, the stop token included."""
+    output_log_probs: list[float]
+    """In nats, under the weights that drew the token."""
+    text: str = ""
+    """The drawn ids as text, without the stop token."""
+    finish_reason: str = "stop"
+    """``stop``, ``length`` or ``abort``."""
+    weight_spans: list[tuple[str | None, int]] = field(default_factory=list)
+    """(weight version, number of tokens), one for each call of the engine."""
+    meta_infos: list[dict[str, Any]] = field(default_factory=list)
+    """What the engine said about each call, without the tokens."""
+    began_s: float = 0.0
+    """Of a monotonic clock; 0 when it is not known."""
+    ended_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.output_log_probs) != len(self.output_ids):
+            raise DataError(
+                f"A turn has {len(self.output_log_probs)} log-probs for {len(self.output_ids)} drawn tokens; "
+                "there must be one each. Ask the engine with return_logprob."
+            )
+        if not self.weight_spans:
+            self.weight_spans = [(None, len(self.output_ids))]
+        if sum(count for _, count in self.weight_spans) != len(self.output_ids):
+            raise DataError(f"weight_spans {self.weight_spans} do not cover the {len(self.output_ids)} drawn tokens.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownPrefix:
+    """The longest beginning of a conversation whose ids were written down."""
+
+    messages: list[Message]
+    """As they were when the ids were made; the reasoning that clients do not send back is in them."""
+    ids: list[int]
+    finish_reason: str
+
+
+def message_key(message: Mapping[str, Any]) -> str:
+    """Equal for two messages that say the same: role, text and tool calls; not ids, spacing at the ends, reasoning."""
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except json.JSONDecodeError:
+                arguments = arguments.strip()
+        calls.append([function.get("name"), arguments])
+    said = json.dumps([message.get("role"), text.strip(), calls], sort_keys=True)
+    return blake2b(said.encode(), digest_size=16).hexdigest()  # a history of 100 turns is kept 100 times
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading ids that two lists share."""
+    low, high = 0, min(len(first), len(second))
+    if first[:high] == second[:high]:
+        return high
+    while high - low > 1:  # invariant: the first ``low`` ids agree, the first ``high`` do not
+        middle = (low + high) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@dataclass(kw_only=True)
+class _State:
+    """The conversation after one turn."""
+
+    messages: list[Message]
+    keys: list[str]
+    end: int
+    """The chain's ids up to here are the prompt and what was drawn."""
+    finish_reason: str
+
+
+class _Chain:
+    """Turns that go on from each other, as one growing list of ids with a mask."""
+
+    def __init__(self, turn: TurnRecord) -> None:
+        self.prompt_length = len(turn.prompt_ids)
+        self.ids = list(turn.prompt_ids)
+        # One entry for each id behind the first prompt.
+        self.mask: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[str | None] = []
+        self.turns: list[TurnRecord] = []
+        self.states: list[_State] = []
+        self.metadata: list[dict[str, Any]] = []
+        self.tokens_cut = 0
+        """Drawn tokens that a rewritten history took the training from."""
+        self._append(turn)
+
+    def _append(self, turn: TurnRecord) -> None:
+        self.ids += turn.output_ids
+        self.mask += [1] * len(turn.output_ids)
+        self.log_probs += turn.output_log_probs
+        for version, count in turn.weight_spans:
+            self.versions += [version] * count
+        self.turns.append(replace(turn, prompt_ids=[]))
+
+    def extend(self, turn: TurnRecord, fork_threshold_tokens: int) -> bool:
+        """Go on with ``turn``; False, and nothing happens, when it needs a chain of its own."""
+        shared = common_length(self.ids, turn.prompt_ids)
+        kept = shared - self.prompt_length
+        if shared < len(self.ids):
+            drawn_lost = sum(self.mask[kept:]) if kept >= 0 else 0
+            if kept < 0 or fork_threshold_tokens <= 0 or drawn_lost > fork_threshold_tokens:
+                return False
+            self.tokens_cut += drawn_lost
+            del self.ids[shared:], self.mask[kept:], self.log_probs[kept:], self.versions[kept:]
+            self.states = [state for state in self.states if state.end <= shared]
+        observation = turn.prompt_ids[shared:]
+        self.ids += observation
+        self.mask += [0] * len(observation)
+        self.log_probs += [0.0] * len(observation)
+        self.versions += [None] * len(observation)
+        self._append(turn)
+        return True
+
+    def weight_spans(self) -> list[tuple[str, int, int]]:
+        """(weight version, begin, end) of the drawn stretches; positions count from the first response token."""
+        spans: list[tuple[str, int, int]] = []
+        for position, version in enumerate(self.versions):
+            if version is None:
+                continue
+            if spans and spans[-1][0] == version and spans[-1][2] == position:
+                spans[-1] = (version, spans[-1][1], position + 1)
+            else:
+                spans.append((version, position, position + 1))
+        return spans
+
+    def waiting_s(self) -> float:
+        """Seconds between the turns: what tools and environments took."""
+        gaps = (b.began_s - a.ended_s for a, b in zip(self.turns, self.turns[1:], strict=False) if a.ended_s)
+        return sum(gap for gap in gaps if gap > 0)
+
+
+class TrajectoryManager:
+    """What the sessions of agents have drawn, and the samples that follow from it.  Safe to use from several threads.
+
+    Args:
+        fork_threshold_tokens: drawn tokens that one rewritten prompt may take out of training before it begins a chain
+            of its own instead; 0: every rewritten prompt does.
+    """
+
+    def __init__(self, *, fork_threshold_tokens: int | None = None) -> None:
+        if fork_threshold_tokens is None:
+            fork_threshold_tokens = DEFAULT_FORK_THRESHOLD_TOKENS
+        self.fork_threshold_tokens = fork_threshold_tokens
+        self._chains: dict[str, list[_Chain]] = {}
+        self._lock = threading.Lock()
+
+    def record_turn(
+        self,
+        sid: str,
+        *,
+        turn: TurnRecord,
+        prompt_messages: Sequence[Message],
+        response_message: Message,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write one turn down.
+
+        Args:
+            sid: the session.
+            turn: what the engine was given and what it drew.
+            prompt_messages: the conversation that ``turn.prompt_ids`` renders.
+            response_message: the assistant's message that was made of the drawn ids.
+            metadata: facts about the turn; ``use_tool``, ``ill_formed`` and ``truncated`` reach the sample.
+        """
+        messages = [*prompt_messages, response_message]
+        keys = [message_key(message) for message in messages]
+        with self._lock:
+            chains = self._chains.setdefault(sid, [])
+            chain = self._chain_before(chains, turn, keys[:-1])
+            if chain is None or not chain.extend(turn, self.fork_threshold_tokens):
+                chain = _Chain(turn)
+                chains.append(chain)
+            state = _State(messages=messages, keys=keys, end=len(chain.ids), finish_reason=turn.finish_reason)
+            chain.states.append(state)
+            chain.metadata.append(dict(metadata or {}))
+
+    @staticmethod
+    def _chain_before(chains: list[_Chain], turn: TurnRecord, keys: list[str]) -> _Chain | None:
+        """The chain whose conversation the turn goes on with: by its messages, else by its exact ids."""
+        said = [c for c in chains if keys[: len(c.states[-1].keys)] == c.states[-1].keys]
+        if said:
+            # Equal messages in two chains (a request sent twice): the ids tell them apart.
+            return max(said, key=lambda c: (len(c.states[-1].keys), common_length(c.ids, turn.prompt_ids)))
+        same = [c for c in chains if turn.prompt_ids[: len(c.ids)] == c.ids]
+        return max(same, key=lambda c: len(c.ids), default=None)
+
+    def known_prefix(self, sid: str, messages: Sequence[Message]) -> KnownPrefix | None:
+        """The longest beginning of ``messages`` that ends in a turn of this session; None when there is none."""
+        keys = [message_key(message) for message in messages]
+        with self._lock:
+            states = [(chain, state) for chain in self._chains.get(sid, []) for state in chain.states]
+            found = [(chain, state) for chain, state in states if keys[: len(state.keys)] == state.keys]
+            if not found:
+                return None
+            chain, best = max(reversed(found), key=lambda pair: len(pair[1].keys))
+            ids = chain.ids[: best.end]
+            return KnownPrefix(messages=list(best.messages), ids=ids, finish_reason=best.finish_reason)
+
+    def get_trajectory(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: float | dict[str, Any] = 0.0,
+        extra_metadata: Mapping[str, Any] | None = None,
+        max_sample_tokens: int = 0,
+        mask_off_policy: bool = False,
+    ) -> list[Sample]:
+        """The session's samples, one for each chain, in the order in which the chains began.
+
+        Each carries the whole ``reward`` and the ``rollout_id`` of the base sample, so that the trainer counts them as
+        one rollout.  Their status is COMPLETED; ``metadata["truncated"]`` says that a limit ended them.
+
+        Args:
+            sid: the session; an unknown one has no samples.
+            base_sample: gives index, group_index, prompt and label.
+            reward: of the whole session.
+            extra_metadata: put into the metadata of every sample.
+            max_sample_tokens: longer samples are cut there; 0: never.
+            mask_off_policy: train only tokens drawn under the newest weight version of their sample.
+        """
+        with self._lock:
+            chains = list(self._chains.get(sid, []))
+            samples = [_sample_of(chain, base_sample, max_sample_tokens, mask_off_policy) for chain in chains]
+            cut = sum(chain.tokens_cut for chain in chains)
+        if cut:
+            logger.info("Session %s: rewritten histories took %d drawn tokens out of training.", sid, cut)
+        kept = [sample for sample in samples if sample.effective_response_length]
+        for sample in kept:
+            sample.reward = reward
+            sample.metadata = {**(extra_metadata or {}), **sample.metadata}
+        return kept
+
+    def has_session(self, sid: str) -> bool:
+        """Whether a turn of ``sid`` was written down."""
+        return sid in self._chains
+
+    def turn_count(self, sid: str) -> int:
+        """Turns of ``sid`` so far."""
+        with self._lock:
+            return sum(len(chain.turns) for chain in self._chains.get(sid, []))
+
+    def drop_session(self, sid: str) -> None:
+        """Forget ``sid``."""
+        with self._lock:
+            self._chains.pop(sid, None)
+
+
+def _sample_of(chain: _Chain, base: Sample, max_tokens: int, mask_off_policy: bool) -> Sample:
+    """The sample of one chain, without reward and extra metadata."""
+    length = len(chain.mask)
+    if max_tokens > 0:
+        length = max(0, min(length, max_tokens - chain.prompt_length))
+    mask = chain.mask[:length]
+    spans = [(version, begin, min(end, length)) for version, begin, end in chain.weight_spans() if begin < length]
+    if mask_off_policy and spans:
+        newest = spans[-1][0]
+        mask = [int(on and version == newest) for on, version in zip(mask, chain.versions, strict=False)]
+    sample = Sample(
+        group_index=base.group_index,
+        index=base.index,
+        rollout_id=base.index if base.rollout_id is None else base.rollout_id,
+        prompt=base.prompt,
+        label=base.label,
+        tokens=chain.ids[: chain.prompt_length + length],
+        response="".join(turn.text for turn in chain.turns),
+        response_length=length,
+        loss_mask=mask,
+        rollout_log_probs=chain.log_probs[:length],
+        status=Sample.Status.COMPLETED,
+        train_metadata=base.train_metadata,
+        session_id=base.session_id,
+        non_generation_time=chain.waiting_s(),
+        metadata={
+            "truncated": length < len(chain.mask)
+            or chain.turns[-1].finish_reason == "length"
+            or any(facts.get("truncated") for facts in chain.metadata),
+            "use_tool": any(facts.get("use_tool") for facts in chain.metadata),
+            "ill_formed": any(facts.get("ill_formed") for facts in chain.metadata),
+            "weight_spans": spans,
+            "num_turns": len(chain.turns),
+        },
+    )
+    for turn in chain.turns:
+        sample.weight_versions += [version for version, _ in turn.weight_spans if version is not None]
+        for meta_info in turn.meta_infos:
+            sample.prefix_cache_info.add(meta_info)
+            sample.spec_info.add(meta_info)
+    return sample
