@@ -60,12 +60,12 @@ class EngineFleet:
         self._starting: list[ray.ObjectRef] = []
         self._connected: list[Any] = []
         self._offered: list[Any] = []
+        self._monitors: list[RolloutHealthMonitor] = []
         if not args.debug_train_only:
             self.servers, self._starting = start_rollout_servers(args, gpus)
         self._engine_lock = None if args.debug_train_only else Lock.remote()
-        self._monitors = (
-            [RolloutHealthMonitor(args, group) for group in self._groups] if args.use_fault_tolerance else []
-        )
+        if args.use_fault_tolerance:
+            self._monitors = [RolloutHealthMonitor(args, group) for group in self._groups]
 
     @property
     def _groups(self) -> list[ServerGroup]:
