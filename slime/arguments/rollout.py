@@ -79,6 +79,19 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
         help="Leave the tokens that an earlier policy generated out of the loss.",
     )
     group.add_argument(
+        "--max-staleness",
+        type=non_negative_int,
+        default=None,
+        help="Weight versions that may lie between the oldest token of a sample and its training. Default: unbounded. "
+        "train_async.py needs 1 or more.",
+    )
+    group.add_argument(
+        "--stale-group-policy",
+        choices=["regenerate", "mask"],
+        default="regenerate",
+        help="What happens to a group that is older: drawn again, or kept with its old samples out of the loss.",
+    )
+    group.add_argument(
         "--rollout-data-transport",
         choices=["object-store", "nixl"],
         default="object-store",

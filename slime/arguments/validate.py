@@ -215,6 +215,22 @@ def _trained_parameters(args: Namespace) -> Iterator[str]:
                 yield f"--{flag.replace('_', '-')}: {pattern!r} is no regular expression: {error}."
 
 
+def _fully_async(args: Namespace) -> Iterator[str]:
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    if args.eval_function_path == path and args.eval_datasets and not args.debug_train_only:
+        yield (
+            f"--eval-function-path is {path}, which cannot evaluate; give --eval-function-path "
+            "slime.rollout.sglang_rollout.generate_rollout."
+        )
+    if args.rollout_function_path == path and args.offload_rollout:
+        yield (
+            f"--rollout-function-path {path} keeps requests in flight while the trainer works, so the engines' memory "
+            "cannot be taken away: drop --colocate and --offload-rollout, and use train_async.py."
+        )
+    if args.stale_group_policy != "regenerate" and args.max_staleness is None:
+        yield f"--stale-group-policy {args.stale_group_policy} needs --max-staleness, which says what is stale."
+
+
 def _saves(args: Namespace) -> Iterator[str]:
     if args.save is None:
         for flag in ("save_interval", "save_hf", "async_save", "no_save_optim"):
@@ -272,6 +288,7 @@ CHECKS = (
     _loss,
     _off_policy,
     _trained_parameters,
+    _fully_async,
     _saves,
     _evals,
     _dump_templates,

@@ -13,6 +13,7 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.groups import Group, first_index, has_response, is_finished, leaf_samples
 from slime.rollout.replaceable import entry_points
+from slime.rollout.staleness import bound_of
 from slime.rollout.state import GenerateState
 from slime.utils.errors import DataError, EngineError
 
@@ -26,8 +27,10 @@ class GroupCollector:
     Invariant: every group issued is in exactly one of flight, ``kept``, ``surplus`` and the dropped ones.
     """
 
-    def __init__(self, args: Namespace, target: int) -> None:
+    def __init__(self, args: Namespace, target: int, *, rollout_id: int = 0) -> None:
         self.target = target
+        self._rollout_id = rollout_id
+        self._bound = bound_of(args) if getattr(args, "max_staleness", None) is not None else None
         self.kept: list[Group] = []
         self.surplus: list[Group] = []
         self.seen: list[Group] = []
@@ -44,8 +47,13 @@ class GroupCollector:
         """True when the rollout has its groups."""
         return len(self.kept) >= self.target
 
+    async def begin(self) -> None:
+        """With ``--max-staleness``, learn which weights the engines have."""
+        if self._bound is not None:
+            await self._bound.clock.look(self._rollout_id)
+
     def issued(self, groups: list[Group]) -> None:
-        """Check and count groups that the data source gave."""
+        """Check and count groups that the data source gave; those that are too old become prompts again."""
         expected = self._args.n_samples_per_prompt
         for group in groups:
             if len(group) != expected:
@@ -53,6 +61,8 @@ class GroupCollector:
                     f"The data source gave a group of {len(group)} samples; --n-samples-per-prompt is {expected}. "
                     "Look at --data-source-path and at what is put into its buffer."
                 )
+            if self._bound is not None:
+                self._bound.screen([group], self._rollout_id)
             self._counts["issued"] += 1
             if is_finished(group):
                 self._counts["reused"] += 1
@@ -78,6 +88,8 @@ class GroupCollector:
         elif self.is_full:
             self.surplus.append(group)
         else:
+            if self._bound is not None:
+                self._bound.mask_old(group, self._rollout_id)
             self.kept.append(group)
 
     def _submit_again(self, state: GenerateState, group: Group) -> None:
@@ -104,7 +116,7 @@ class GroupCollector:
         """The end of the progress line."""
         return f"{len(state.pendings)} groups in flight, {self._counts['dropped']} dropped by the filter"
 
-    def metrics(self) -> dict[str, int]:
+    def metrics(self) -> dict[str, float]:
         """Counts of groups in this rollout, and drops by reason.
 
         ``issued`` splits into kept, dropped and left over; what is left over is either ``returned`` to the data source
@@ -123,4 +135,5 @@ class GroupCollector:
             "returned_finished": self._counts["returned"] - self._counts["returned_unfinished"],
             "discarded": left_over - self._counts["returned"],
         }
-        return {f"rollout/groups/{name}": value for name, value in counts.items()} | self._drops.collect()
+        ages = {} if self._bound is None else self._bound.metrics(self.kept, self._rollout_id)
+        return {f"rollout/groups/{name}": value for name, value in counts.items()} | self._drops.collect() | ages

@@ -27,14 +27,19 @@ _ANSWERED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
 def mask_earlier_tokens(args: Namespace, entry: Entry) -> None:
-    """Zero the loss mask of tokens that older weights drew, with ``--mask-offpolicy-in-partial-rollout``."""
-    if not (args.partial_rollout and args.mask_offpolicy_in_partial_rollout):
-        return
+    """Zero the loss mask of tokens that older weights drew, with ``--mask-offpolicy-in-partial-rollout``.
+
+    ``num_untrained_calls`` notes how many entries of ``weight_versions`` drew nothing that is trained.
+    """
+    is_masking = args.partial_rollout and args.mask_offpolicy_in_partial_rollout
     for sample in leaf_samples(entry):
         # What the ledger recovered into the rollout that drew it has the mask that it had there.
-        is_settled = sample.__dict__.pop("recovered_in_rollout", -1) == current_rollout_id()
-        if sample.response_length > 0 and not is_settled:
+        is_settled = is_masking and sample.__dict__.pop("recovered_in_rollout", -1) == current_rollout_id()
+        if is_masking and sample.response_length > 0 and not is_settled:
             sample.loss_mask = [0] * sample.response_length
+        elif sample.response_length > 0 or not sample.weight_versions:
+            continue
+        sample.num_untrained_calls = len(sample.weight_versions)  # type: ignore[attr-defined]
 
 
 async def generate_and_rm(

@@ -11,13 +11,20 @@ from slime.utils.errors import HookError
 from slime.utils.misc import load_function, parameters_of
 from slime.utils.types import Sample
 
-_CURRENT: dict[str, int | None] = {"rollout_id": None}
-"""The rollout in progress; hooks run deep inside generation, which does not carry its number."""
+_CURRENT: dict[str, int | None] = {"rollout_id": None, "first_rollout_id": None}
+"""The rollout in progress, and the first of this process; hooks run deep inside generation, which carries neither."""
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
     """Name the rollout that hooks are told of from now on."""
     _CURRENT["rollout_id"] = rollout_id
+    if rollout_id is None or _CURRENT["first_rollout_id"] is None:
+        _CURRENT["first_rollout_id"] = rollout_id
+
+
+def first_rollout_id() -> int | None:
+    """The rollout that this process began with; None before the first, or when rollouts are not announced."""
+    return _CURRENT["first_rollout_id"]
 
 
 def current_rollout_id() -> int | None:

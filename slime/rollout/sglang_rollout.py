@@ -89,11 +89,12 @@ async def generate_rollout_async(
     """
     state = GenerateState(args)
     target = args.rollout_batch_size
-    collector = GroupCollector(args, target)
+    collector = GroupCollector(args, target, rollout_id=rollout_id)
     wait = LongWait(
         f"rollout {rollout_id}", target, timeout_s=getattr(args, "rollout_timeout_s", DEFAULT_ROLLOUT_TIMEOUT_S)
     )
     try:
+        await collector.begin()
         while not collector.is_full:
             await _top_up(args, state, collector, get_samples)
             done = await wait.next_finished(state.finished, lambda: (len(collector.kept), collector.detail(state)))

@@ -1,0 +1,357 @@
+"""Generation across rollouts against a scripted engine: the staleness bound, back-pressure, nothing lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+import pytest
+
+from slime.rollout import data_source as data_source_module
+from slime.rollout import fully_async_rollout, state
+from slime.rollout.control_client import close_control_client
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.direct_workers import WorkerPicker
+from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+from slime.rollout.groups import leaf_samples
+from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.async_utils import run
+from slime.utils.errors import ConfigError, EngineError
+from slime.utils.http_utils import close_http_client, init_http_client
+from slime.utils.types import Sample
+from tests.scripted_engine.script import Request, Script
+from tests.scripted_engine.server import ScriptedEngine
+from tests.unit.rollout import fake_cluster
+from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args, write_prompts
+
+HOOKS = fake_cluster.__name__
+TEST_TIMEOUT_S = 60.0
+
+
+async def call_engine(url: str, payload: dict[str, Any]) -> None:
+    async with aiohttp.ClientSession() as session, session.post(url, json=payload) as answer:
+        answer.raise_for_status()
+
+
+class Job:
+    """An engine, a data source, and the two training loops around the rollout function."""
+
+    def __init__(self, engine: ScriptedEngine, args: Any) -> None:
+        self.engine = engine
+        self.args = args
+        self.source = RolloutDataSourceWithBuffer(args)
+        self.trained: list[tuple[int, int, list[Sample]]] = []
+        """(rollout, version that the trainer holds, group)."""
+        self.metrics: list[dict[str, Any]] = []
+        self._thread = ThreadPoolExecutor(1)
+
+    def generate(self, rollout_id: int) -> Any:
+        set_current_rollout_id(rollout_id)
+        return generate_rollout_fully_async(self.args, rollout_id, self.source)
+
+    def push(self) -> None:
+        """What the trainer does with the engines between two rollouts."""
+        version = str(int(self.engine.weight_version) + 1)
+        run(call_engine(f"{self.engine.url}/pause_generation", {}))
+        run(call_engine(f"{self.engine.url}/update_weight_version", {"new_version": version}))
+        run(call_engine(f"{self.engine.url}/continue_generation", {}))
+
+    def train(self, rollout_id: int, output: Any) -> None:
+        self.metrics.append(output.metrics)
+        self.trained += [(rollout_id, int(self.engine.weight_version), group) for group in output.samples]
+
+    def run_ahead(self, num_rollouts: int, *, train_s: float = 0.0, first: int = 0) -> None:
+        """The order of train_async.py."""
+        ahead: Future[Any] = self._thread.submit(self.generate, first)
+        for rollout_id in range(first, num_rollouts):
+            output = ahead.result(TEST_TIMEOUT_S)
+            if rollout_id + 1 < num_rollouts:
+                ahead = self._thread.submit(self.generate, rollout_id + 1)
+            time.sleep(train_s)
+            self.train(rollout_id, output)
+            if (rollout_id + 1) % self.args.update_weights_interval == 0:
+                if rollout_id + 1 < num_rollouts:
+                    ahead.result(TEST_TIMEOUT_S)
+                self.push()
+
+    def run_in_turn(self, num_rollouts: int) -> None:
+        """The order of train.py."""
+        for rollout_id in range(num_rollouts):
+            self.train(rollout_id, self.generate(rollout_id))
+            self.push()
+
+    def staleness(self) -> list[int]:
+        """Of each trained group: the trainer's version less the oldest one that drew a token."""
+        return [
+            version - min(v for sample in leaf_samples(group) for v in versions_of_tokens(sample))
+            for _, version, group in self.trained
+        ]
+
+    def trained_names(self) -> Counter[int]:
+        return Counter(group[0].group_index for _, _, group in self.trained)
+
+
+def versions_of_tokens(sample: Sample) -> list[int]:
+    """Versions of the calls that drew something, which the scripted log-probs carry."""
+    return [int(-log_prob) for log_prob in sample.rollout_log_probs]
+
+
+StartJob = Callable[..., Job]
+
+
+@pytest.fixture
+def start_job(tmp_path, monkeypatch) -> Iterator[StartJob]:
+    engines: list[ScriptedEngine] = []
+    monkeypatch.setattr(state, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+    monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
+    monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+    monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
+    monkeypatch.setattr(fully_async_rollout, "POLL_S", 0.05)
+    GenerateState.clear_instances()
+    WorkerPicker.clear_instances()
+    set_current_rollout_id(None)
+
+    def start(num_prompts: int = 64, script: Script | None = None, **flags: Any) -> Job:
+        engine = ScriptedEngine(script or Script(length=(1, 8), seconds_per_token=0.002))
+        engine.weight_version = "1"
+        engine.script.log_prob = lambda token, position: -float(engine.weight_version)
+        engine.start()
+        engines.append(engine)
+        prompts = [f"prompt {k}" for k in range(num_prompts)]
+        values = {"max_staleness": None, "update_weights_interval": 1, "num_rollout": None}
+        values |= {"rollout_max_response_len": 1000, "rollout_timeout_s": TEST_TIMEOUT_S}
+        prompt_data = write_prompts(tmp_path / "prompts.jsonl", prompts)
+        args = make_args(engine.port, prompt_data=prompt_data, **(values | flags))
+        init_http_client(args)
+        return Job(engine, args)
+
+    yield start
+    for worker in fully_async_rollout._WORKERS:
+        run(worker.stop())
+    fully_async_rollout._WORKERS.clear()
+    run(close_http_client())
+    run(close_control_client())
+    set_current_rollout_id(None)
+    for engine in engines:
+        engine.stop()
+
+
+def straggling(request: Request) -> int:
+    """One prompt in five takes far longer than the others."""
+    return 150 if int(request.text.split()[-1]) % 5 == 0 else 3
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_no_trained_token_is_older_than_the_bound(start_job, max_staleness, interval):
+    script = Script(length=straggling, seconds_per_token=0.001)
+    job = start_job(200, script, max_staleness=max_staleness, update_weights_interval=interval, rollout_batch_size=4)
+    job.run_ahead(8)
+    assert max(job.staleness()) <= max_staleness
+    assert set(job.trained_names().values()) == {1} and len(job.trained) == 8 * 4
+    assert [m["rollout/staleness/groups_regenerated"] for m in job.metrics] == [0] * 8
+
+
+def test_the_reported_staleness_is_what_the_weight_versions_say(start_job):
+    job = start_job(script=Script(length=straggling, seconds_per_token=0.001), max_staleness=2, rollout_batch_size=4)
+    job.run_ahead(6)
+    by_rollout = {
+        k: [s for (r, _, _), s in zip(job.trained, job.staleness(), strict=True) if r == k] for k in range(6)
+    }
+    assert [m["rollout/staleness/max"] for m in job.metrics] == [max(by_rollout[k]) for k in range(6)]
+    assert [m["rollout/staleness/mean"] for m in job.metrics] == [sum(by_rollout[k]) / 4 for k in range(6)]
+
+
+def test_without_a_bound_stragglers_may_grow_old_and_are_trained_all_the_same(start_job):
+    held = Script(length=lambda r: 400 if r.text.endswith(" 0") else 2, seconds_per_token=0.001)
+    job = start_job(script=held)
+    job.run_ahead(8, train_s=0.03)
+    while 0 not in job.trained_names():
+        job.train(99, job.generate(len(job.metrics)))
+    assert max(job.staleness()) > 2
+    assert set(job.trained_names().values()) == {1}
+
+
+def test_the_producer_stops_when_groups_could_only_be_trained_too_late(start_job):
+    job = start_job(200, Script(length=2), max_staleness=3, rollout_batch_size=4)
+    job.generate(0)
+    time.sleep(0.3)
+    # Rollout 0 is out; of what version 1 draws, rollouts 1 to 3 can train four groups each.  Two samples a group.
+    assert len({p["rid"] if "rid" in p else k for k, p in enumerate(job.engine.payloads)}) <= 4 * 4 * 2
+    worker = fully_async_rollout._WORKERS[0]
+    assert worker.get_queue_size() + len(worker._flights) <= 3 * 4
+    job.generate(1)
+    time.sleep(0.3)
+    assert len(job.engine.payloads) <= 4 * 4 * 2, "no push came, so nothing may be added"
+    job.push()
+    job.generate(2)
+    time.sleep(0.3)
+    assert len(job.engine.payloads) == 5 * 4 * 2, "the push made room for one batch"
+
+
+def test_nothing_is_generated_that_no_rollout_will_train(start_job):
+    job = start_job(200, Script(length=2), num_rollout=3, rollout_batch_size=4)
+    job.run_ahead(3)
+    assert len(job.engine.payloads) == 3 * 4 * 2
+    assert job.source.sample_group_index == 3 * 4
+
+
+def test_a_push_keeps_the_tokens_drawn_so_far_and_the_group_goes_on_with_the_new_weights(start_job):
+    script = Script(length=40, hold_after=5, holds=4)
+    job = start_job(script=script, max_staleness=2, sglang_server_concurrency=4)
+    first = ThreadPoolExecutor(1).submit(job.generate, 0)
+    while len(job.engine.payloads) < 4:
+        time.sleep(0.01)
+    job.push()
+    output = first.result(TEST_TIMEOUT_S)
+    samples = [sample for group in output.samples for sample in group]
+    assert len(samples) == 4
+    for sample in samples:
+        request = Request(0, {}, tuple(sample.tokens[: len(sample.tokens) - 40]), 0, 0, 40, "")
+        assert sample.tokens[-40:] == script.tokens_of(request, 0, 40), "as if it had not been interrupted"
+        assert len(sample.rollout_log_probs) == 40 and sample.status == Sample.Status.COMPLETED
+    assert {tuple(sample.weight_versions) for sample in samples} >= {("1", "2")}
+    assert samples[0].metadata["start_rollout_id"] == 0
+    assert output.metrics["rollout/groups/interrupted"] >= 2
+    earlier = [len(p["input_ids"]) - len("prompt 0") for p in job.engine.payloads[4:8]]
+    assert earlier[:2] == [5, 5], "the continuation sends what was drawn"
+
+
+def test_the_data_source_is_left_alone_between_two_rollouts(start_job):
+    job = start_job(200, Script(length=2), rollout_batch_size=4)
+    job.generate(0)
+    before = job.source.state_dict()
+    time.sleep(0.3)
+    assert job.source.state_dict() == before
+
+
+def test_groups_of_an_earlier_job_that_are_too_old_are_drawn_again(start_job, caplog):
+    job = start_job(script=Script(length=4), max_staleness=1)
+    job.engine.weight_version = "9"
+    job.source.add_samples([finished_group(job, "5"), finished_group(job, "8")])
+    output = job.generate(0)
+    again, kept = output.samples
+    assert [sample.weight_versions for sample in again] == [["9"], ["9"]]
+    assert [sample.weight_versions for sample in kept] == [["8"], ["8"]]
+    assert output.metrics["rollout/staleness/groups_regenerated"] == 1
+    assert output.metrics["rollout/staleness/tokens_discarded"] == 6
+    assert "--max-staleness" in caplog.text
+
+
+def test_groups_that_are_too_old_can_be_masked_instead(start_job):
+    job = start_job(script=Script(length=4), max_staleness=1, stale_group_policy="mask")
+    job.engine.weight_version = "9"
+    job.source.add_samples([finished_group(job, "5"), finished_group(job, "8")])
+    output = job.generate(0)
+    assert [[sample.remove_sample for sample in group] for group in output.samples] == [[True, True], [False, False]]
+    assert output.metrics["rollout/staleness/samples_masked"] == 2
+
+
+def finished_group(job: Job, version: str) -> list[Sample]:
+    [group] = job.source.get_samples(1)
+    for sample in group:
+        sample.append_response_tokens(
+            tokens=[300_000, 300_001, 300_002],
+            log_probs=[-1.0] * 3,
+            text="abc",
+            meta_info={"finish_reason": {"type": "stop"}, "weight_version": version},
+        )
+        sample.tokens = [*map(ord, sample.prompt), *sample.tokens]
+        sample.reward = 1.0
+    return group
+
+
+def test_staleness_zero_needs_the_loop_that_pushes_before_it_generates(start_job):
+    job = start_job(script=Script(length=2), max_staleness=0)
+    job.run_in_turn(4)
+    assert job.staleness() == [0] * len(job.trained)
+
+    other = start_job(script=Script(length=2), max_staleness=0)
+    set_current_rollout_id(None)
+    with pytest.raises(ConfigError, match="--max-staleness 1 or more"):
+        other.run_ahead(3)
+
+
+def test_dropped_groups_are_counted_and_replaced(start_job):
+    path = f"{__name__}.drop_every_third"
+    job = start_job(script=Script(length=2), max_staleness=1, num_rollout=4, dynamic_sampling_filter_path=path)
+    job.run_ahead(4)
+    dropped = sum(m.get("rollout/dynamic_filter/drop_third", 0) for m in job.metrics)
+    assert dropped == sum(m["rollout/groups/dropped"] for m in job.metrics) > 0
+    assert all(name % 3 for name in job.trained_names())
+    assert len(job.trained) == 4 * 2
+
+
+def drop_every_third(args: Any, group: list[Sample]) -> Any:
+    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+
+    return DynamicFilterOutput(keep=group[0].group_index % 3 != 0, reason="third")
+
+
+def test_every_group_issued_is_trained_or_still_there(start_job):
+    job = start_job(300, Script(length=straggling, seconds_per_token=0.001), max_staleness=2, rollout_batch_size=4)
+    job.run_ahead(7)
+    worker = fully_async_rollout._WORKERS[0]
+    held = [f.group for f in worker._flights.values()] + [r.group for r in worker._ready] + list(worker._spare)
+    names = job.trained_names() + Counter(group[0].group_index for group in held)
+    assert names == Counter(range(job.source.sample_group_index))
+
+
+def test_an_error_in_a_reward_ends_the_rollout_that_waits(start_job):
+    job = start_job(script=Script(length=2), custom_rm_path=f"{__name__}.broken_reward")
+    with pytest.raises(RuntimeError, match="no reward today"):
+        job.generate(0)
+
+
+async def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    raise RuntimeError("no reward today")
+
+
+def test_a_rollout_that_takes_too_long_says_which_engine_holds_requests(start_job):
+    job = start_job(script=Script(length=5, hold_after=2), rollout_timeout_s=0.3)
+    with pytest.raises(EngineError, match=r"0 of 2 groups are ready.*--rollout-timeout-s") as caught:
+        job.generate(0)
+    assert job.engine.url in str(caught.value)
+
+
+def test_requests_in_flight_keep_to_the_engines_concurrency(start_job):
+    job = start_job(200, Script(length=3, seconds_per_token=0.003), sglang_server_concurrency=8, rollout_batch_size=4)
+    job.run_ahead(4)
+    assert job.engine.max_in_flight <= 8
+
+
+def test_it_does_not_evaluate(start_job):
+    job = start_job()
+    with pytest.raises(ValueError, match="--eval-function-path"):
+        generate_rollout_fully_async(job.args, 0, job.source, evaluation=True)
+
+
+def test_hooks_at_the_end_see_the_batch_and_everything_finished(start_job):
+    fake_cluster.CALLS.clear()
+    job = start_job(
+        script=Script(length=2),
+        rollout_sample_filter_path=f"{__name__}.note_batch",
+        rollout_all_samples_process_path=f"{__name__}.note_all",
+    )
+    NOTED.clear()
+    output = job.generate(0)
+    assert NOTED[0] == [group[0].index for group in output.samples]
+    assert set(NOTED[0]) <= set(NOTED[1])
+
+
+NOTED: list[list[int]] = []
+_LOCK = threading.Lock()
+
+
+def note_batch(args: Any, groups: list[Any]) -> None:
+    NOTED.append([group[0].index for group in groups])
+
+
+def note_all(args: Any, groups: list[Any], get_samples: Any) -> None:
+    NOTED.append([group[0].index for group in groups])
