@@ -62,5 +62,10 @@ def facts_of(args: Namespace) -> dict[str, Any]:
 
 
 def has_user_code(args: Namespace) -> bool:
-    """Whether code that is not ours sees samples while they are on their way to the ledger."""
+    """Whether lists of a sample may be edited in place between two records, so that each is looked through again."""
     return any(getattr(args, name, None) for name in _HOOKS)
+
+
+def has_sample_hooks(args: Namespace) -> bool:
+    """Whether an answer may be edited in place while it waits to be written, so that its lists are copied first."""
+    return bool(getattr(args, "rollout_sample_hook_path", None))

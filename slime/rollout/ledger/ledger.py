@@ -56,6 +56,7 @@ class Ledger:
         *,
         facts: Mapping[str, Any],
         has_user_code: bool = True,
+        has_sample_hooks: bool = True,
         flush_s: float = 0.02,
         timeout_s: float = 60.0,
         segment_bytes: int = SEGMENT_BYTES,
@@ -65,13 +66,14 @@ class Ledger:
 
         Args:
             facts: the flags that decide what a group is; recovery compares them.
-            has_user_code: whether hooks may change a sample's lists in place while they wait to be written.
+            has_user_code: whether lists of a sample may be edited in place between two records.
+            has_sample_hooks: whether they may be edited while an answer waits to be written.
             flush_s, timeout_s, segment_bytes, is_threaded: see ``LedgerWriter``.
         """
         self.rollout_id = -1
         self.open: dict[int, Issued] = {}
         self._facts = dict(facts)
-        self._copy_lists = has_user_code
+        self._copy_lists = has_sample_hooks
         self._encoder = EntryEncoder(trust_identity=not has_user_code)
         self.writer = LedgerWriter(
             folder,

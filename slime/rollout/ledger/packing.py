@@ -23,7 +23,7 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-TRANSIENT = ("hooks_are_due", "recovered_in_rollout")
+TRANSIENT = ("hooks_are_due", "recovered_in_rollout", "trace")
 """Marks that recovery sets for the rollout in progress; they are nobody's property."""
 
 _DATA_FIELDS = frozenset({"prompt", "label", "multimodal_inputs", "apply_chat_template_kwargs"})
