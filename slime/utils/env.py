@@ -74,3 +74,20 @@ def indexer_rope_is_neox() -> bool | None:
     Patched engines read it too, so that it must reach the trainer when it reaches them.
     """
     return None if get_str("INDEXER_ROPE_NEOX_STYLE") is None else get_bool("INDEXER_ROPE_NEOX_STYLE")
+
+
+_AGENT_ALIASES = {
+    "SANDBOX_IMAGE_METADATA_KEY": "SWE_SANDBOX_IMAGE_METADATA_KEY",
+    "SANDBOX_LIFETIME_SEC": "SWE_SANDBOX_LIFETIME_SEC",
+    "SANDBOX_RPC_RETRIES": "SWE_RPC_RETRIES",
+    "E2B_SANDBOX_SIZE": "SWE_E2B_SANDBOX_SIZE",
+}
+
+
+def agent_setting(name: str) -> str | None:
+    """``SLIME_AGENT_<name>``, or its older spelling, for sandboxes and harnesses of slime.agent.
+
+    Names: NODE_TARBALL, CC_TARBALL, CC_EXTRA_ARGS, CC_EXTRA_ENVS, CODEX_TARBALL, CODEX_EXTRA_ARGS, CODEX_EXTRA_ENVS,
+    SANDBOX_IMAGE_METADATA_KEY, SANDBOX_LIFETIME_SEC, SANDBOX_RPC_RETRIES, E2B_SANDBOX_SIZE.
+    """
+    return get_str(f"SLIME_AGENT_{name}") or get_str(_AGENT_ALIASES.get(name, f"SLIME_AGENT_{name}"))

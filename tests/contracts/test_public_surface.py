@@ -67,6 +67,10 @@ PUBLIC: dict[str, str] = {
     "sid_from_bearer sid_from_body call_sglang_generate",
     "slime.agent.trajectory": "TrajectoryManager",
     "slime.agent.parsing": "parse_model_output ParsedModelOutput parse_tool_uses parse_xml_tool_uses",
+    "slime.agent.sandbox": "Sandbox E2BSandbox exec_and_wait ensure_agent_user EXIT_TIME_BUDGET_EXCEEDED ExecResult "
+    "FileContent",
+    "slime.agent.harness": "BaseHarness HarnessContext ClaudeCodeHarness CodexHarness",
+    "slime.agent.harness.common": "run_agent install_npm_cli install_node22 SingletonABCMeta",
     "slime.agent.aiohttp_threaded": "run_app_in_thread AppHandle FilteredAccessLogger",
     "slime.ray.rollout": "RolloutManager",
     "slime.ray.placement_group": "create_placement_groups",

@@ -113,7 +113,11 @@ async def call_sglang_generate(
     """
     url = f"{sglang_url.rstrip('/').removesuffix('/generate')}/generate"
     headers = {"X-SMG-Routing-Key": session_id} if session_id else {}
-    params = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+    params: dict[str, Any] = {
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
     params |= dict(sampling_params)
     began_s = time.monotonic()
     ids: list[int] = []

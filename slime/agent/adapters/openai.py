@@ -59,7 +59,9 @@ class OpenAIAdapter(BaseAdapter):
         translated: Message = {"role": role, "content": flatten_content(message.get("content"))}
         if message.get("tool_calls"):
             calls = [(call.get("function") or {}, call.get("id")) for call in message["tool_calls"]]
-            translated["tool_calls"] = [tool_call_dict(f.get("name"), f.get("arguments"), i) for f, i in calls]
+            translated["tool_calls"] = [
+                tool_call_dict(str(f.get("name", "")), f.get("arguments"), i) for f, i in calls
+            ]
         for key in ("tool_call_id", "name", "reasoning_content"):
             if message.get(key):
                 translated[key] = message[key]
@@ -117,7 +119,9 @@ def _chunks(head: dict[str, Any], reply: Reply, usage: dict[str, int] | None) ->
         deltas.append({"tool_calls": [opened]})
         for piece in pieces(call["function"]["arguments"]):
             deltas.append({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
-    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+    choices: list[dict[str, Any]] = [
+        {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+    ]
     choices.append({"index": 0, "delta": {}, "logprobs": None, "finish_reason": reply.finish_reason})
     chunks = [{**head, "choices": [choice]} for choice in choices]
     return [*chunks, {**head, "choices": [], "usage": usage}] if usage else chunks

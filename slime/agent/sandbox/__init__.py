@@ -1,0 +1,18 @@
+"""Where an agent's commands run: a protocol, E2B behind it, and this machine behind it."""
+
+from slime.agent.sandbox.e2b import E2BSandbox
+from slime.agent.sandbox.jobs import EXIT_TIME_BUDGET_EXCEEDED, ensure_agent_user, exec_and_wait
+from slime.agent.sandbox.local import LocalSandbox
+from slime.agent.sandbox.protocol import ExecResult, FileContent, Sandbox, SandboxError
+
+__all__ = [
+    "EXIT_TIME_BUDGET_EXCEEDED",
+    "E2BSandbox",
+    "ExecResult",
+    "FileContent",
+    "LocalSandbox",
+    "Sandbox",
+    "SandboxError",
+    "ensure_agent_user",
+    "exec_and_wait",
+]
