@@ -6,9 +6,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, num_requests_in_flight, wait_idle
+from slime.backends.sglang_utils.server_control import (
+    ServerControl,
+    flush_cache,
+    num_requests_in_flight,
+    probe_answer,
+    wait_idle,
+)
 from slime.utils.errors import EngineError
 from slime.utils.net import get_free_port
+from tests.scripted_engine.script import Fault, Script
+from tests.scripted_engine.server import ScriptedEngine
 
 
 @pytest.fixture
@@ -95,3 +103,45 @@ def test_waiting_for_idle_ends_at_zero_or_at_the_deadline(scripted):
     answers.append(loads((1, 0)))
     with pytest.raises(EngineError, match="still has 1 requests in flight"):
         wait_idle(ServerControl(url, name="e"), timeout_s=-1, poll_s=0)
+
+
+def one_token(log_prob: str = "-0.5", finish: str = '{"type": "length"}', items: str | None = None) -> str:
+    items = f"[[{log_prob}, 7, null]]" if items is None else items
+    return f'{{"text": "x", "meta_info": {{"finish_reason": {finish}, "output_token_logprobs": {items}}}}}'
+
+
+@pytest.mark.parametrize("answer", [one_token(), one_token(items="[]", finish='{"type": "abort"}')])
+def test_one_token_or_an_abort_is_a_sensible_answer(scripted, answer):
+    url, answers, asked = scripted
+    answers.append((200, answer))
+    probe_answer(ServerControl(url), timeout_s=10)
+    assert json.loads(asked[0][2])["sampling_params"]["max_new_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<html>busy</html>",
+        "[]",
+        "{}",
+        '{"meta_info": {}}',
+        one_token(finish="null"),
+        one_token(items="[]"),
+        one_token(log_prob="NaN"),
+        one_token(items='[[-0.5, "seven", null]]'),
+    ],
+)
+def test_anything_else_is_nonsense(scripted, answer):
+    url, answers, _ = scripted
+    answers.append((200, answer))
+    with pytest.raises(EngineError, match="e answered a request for one token with"):
+        probe_answer(ServerControl(url, name="e"), timeout_s=10)
+
+
+def test_a_refused_probe_is_a_fault_and_a_late_answer_is_not(scripted):
+    url, answers, _ = scripted
+    answers.append((500, "scheduler gone"))
+    with pytest.raises(EngineError, match="scheduler gone"):
+        probe_answer(ServerControl(url), timeout_s=10)
+    with ScriptedEngine(Script(faults=[Fault("hang")])) as engine:
+        probe_answer(ServerControl(engine.url), timeout_s=0.5)

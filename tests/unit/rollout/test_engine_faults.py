@@ -1,0 +1,118 @@
+"""Requests while an engine is of no use, and when another takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from argparse import Namespace
+
+import pytest
+
+from slime.rollout import engine_faults, generate, sglang_rollout
+from slime.rollout.engine_faults import DEFAULT_RETRIES, nonsense_patience_s, request_retries
+from slime.utils.errors import EngineError
+from slime.utils.http_utils import close_http_client
+from slime.utils.types import Sample
+from tests.scripted_engine.script import Fault, Script
+from tests.scripted_engine.server import ScriptedEngine
+
+
+class State:
+    """As much of GenerateState as ``generate`` needs for a sample that has its tokens."""
+
+    tokenizer = processor = None
+    aborted = False
+
+    def __init__(self, args: Namespace) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizer(monkeypatch):
+    monkeypatch.setattr(sglang_rollout, "GenerateState", State)
+
+
+def flags(engine: ScriptedEngine, **given) -> Namespace:
+    base = {
+        "sglang_router_ip": engine.host,
+        "sglang_router_port": engine.port,
+        "use_fault_tolerance": True,
+        "rollout_health_check_interval": 5.0,
+        "rollout_health_check_timeout": 5.0,
+        "engine_start_timeout_s": 60.0,
+    }
+    return Namespace(**base | given)
+
+
+def ask(args: Namespace, sample: Sample | None = None) -> Sample:
+    sample = sample or Sample(index=3, tokens=[1, 2, 3])
+
+    async def once():
+        try:
+            return await generate.generate(args, sample, {"max_new_tokens": 16, "temperature": 1.0})
+        finally:
+            await close_http_client()
+
+    return asyncio.run(once())
+
+
+@pytest.mark.parametrize("kind", ["garbage", "empty", "half"])
+def test_with_fault_tolerance_an_answer_that_cannot_be_used_is_asked_for_again(monkeypatch, kind):
+    monkeypatch.setattr(generate, "NONSENSE_WAIT_S", 0.01)
+    with ScriptedEngine(Script(length=6, faults=[Fault(kind, times=2)])) as engine:
+        sample = ask(flags(engine))
+    assert sample.status is Sample.Status.COMPLETED and sample.response_length == 6
+    assert len(engine.payloads) == 3
+    assert all(payload["input_ids"] == [1, 2, 3] for payload in engine.payloads)
+
+
+@pytest.mark.parametrize("kind", ["garbage", "empty"])
+def test_without_it_such_an_answer_is_an_error_at_once(kind):
+    with ScriptedEngine(Script(length=6, faults=[Fault(kind)])) as engine:
+        with pytest.raises(EngineError, match="sample 3 cannot be used"):
+            ask(flags(engine, use_fault_tolerance=False))
+    assert len(engine.payloads) == 1
+
+
+def test_nonsense_without_an_end_is_an_error_when_the_monitor_has_had_its_time(monkeypatch):
+    monkeypatch.setattr(generate, "NONSENSE_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_faults, "NONSENSE_MARGIN_S", 0.2)
+    with ScriptedEngine(Script(faults=[Fault("garbage", times=10**6)])) as engine:
+        args = flags(engine, rollout_health_check_interval=0.1, rollout_health_check_timeout=0.1)
+        with pytest.raises(EngineError, match="cannot be used"):
+            ask(args)
+    assert len(engine.payloads) > 2
+
+
+def test_a_request_outlives_its_engine_and_keeps_what_the_sample_held():
+    engine = ScriptedEngine(Script(length=20, faults=[Fault("die")]))
+    engine.start()
+    first = Sample(index=3, tokens=[1, 2, 3])
+    with ScriptedEngine(Script(length=20, hold_after=None)) as healthy:
+        whole = ask(flags(healthy), first)
+    # Half of that response came back before (a partial rollout); the engine dies over the rest, and comes back.
+    half = Sample(index=4, tokens=whole.tokens[:13], response_length=10, status=Sample.Status.ABORTED)
+    half.rollout_log_probs = whole.rollout_log_probs[:10]
+    half.loss_mask = None
+    starter = threading.Thread(target=lambda: (time.sleep(2.5), engine.start()))
+    starter.start()
+    finished = ask(flags(engine), half)
+    starter.join()
+    engine.stop()
+    assert finished.tokens == whole.tokens[: len(finished.tokens)]
+    assert finished.tokens[:13] == whole.tokens[:13]
+    assert [payload["input_ids"] for payload in engine.payloads] == [whole.tokens[:13]] * 2
+
+
+def test_requests_are_repeated_for_as_long_as_an_engine_may_take_to_start():
+    tolerant = Namespace(
+        use_fault_tolerance=True,
+        engine_start_timeout_s=600.0,
+        rollout_health_check_interval=30.0,
+        rollout_health_check_timeout=30.0,
+    )
+    assert request_retries(tolerant) == DEFAULT_RETRIES + 660
+    assert nonsense_patience_s(tolerant) == 90.0
+    assert request_retries(Namespace()) == DEFAULT_RETRIES
+    assert nonsense_patience_s(Namespace()) == 0.0
