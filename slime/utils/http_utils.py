@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ __all__ = [
     "init_http_client",
     "is_port_available",
     "post",
+    "post_for_events",
     "set_post_transport",
 ]
 
@@ -65,6 +66,11 @@ class HttpStatusError(EngineError):
         super().__init__(f"{method} {url} was answered with status {status}: {body[:1000] or '(empty body)'}")
         self.status = status
         self.body = body
+        self._parts = (method, url, status, body)
+
+    def __reduce__(self) -> tuple[type[HttpStatusError], tuple[str, str, int, str]]:
+        """Travels between processes by what it was made of."""
+        return HttpStatusError, self._parts
 
 
 class PostTransportUnavailable(EngineError):
@@ -172,6 +178,40 @@ async def get(
 ) -> Any:
     """GET ``url``; the answer decoded from JSON, or as text when it is not JSON.  Arguments as for ``post``."""
     return await _request("GET", url, None, headers, max_retries, timeout_s, decode_json)
+
+
+async def post_for_events(
+    url: str, payload: Any, headers: Mapping[str, str] | None = None, *, timeout_s: float = POST_TIMEOUT_S
+) -> AsyncIterator[bytes]:
+    """POST ``payload`` as JSON; gives the data of each server-sent event, as long as the server sends.
+
+    There are no retries here: what arrived before a failure belongs to the caller.
+
+    Raises:
+        EngineError: the connection failed or was cut, or the deadline of the whole call passed; ``HttpStatusError``
+            when the server refused.
+    """
+    headers = {**(headers or {}), "Content-Type": "application/json"}
+    rest = bytearray()
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            _session().request("POST", url, data=encode_json(payload), headers=headers) as response,
+        ):
+            if response.status >= 400:
+                body = await response.read()
+                raise HttpStatusError("POST", url, response.status, body.decode(errors="replace"))
+            async for piece in response.content.iter_any():
+                rest += piece
+                if b"\n\n" not in piece and not rest.endswith(b"\n\n"):
+                    continue
+                *events, tail = bytes(rest).split(b"\n\n")
+                rest = bytearray(tail)
+                for event in events:
+                    if event.startswith(b"data:"):
+                        yield event[5:].strip()
+    except RETRIED_ERRORS as error:
+        raise EngineError(f"POST {url} was cut off: {_describe(error)}. Is the server at that address alive?") from error
 
 
 def encode_json(payload: Any) -> bytes:

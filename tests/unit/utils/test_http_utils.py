@@ -1,6 +1,7 @@
 """The HTTP client against a server of a few lines on this machine."""
 
 import asyncio
+import pickle
 from argparse import Namespace
 
 import pytest
@@ -142,3 +143,9 @@ def test_the_number_of_engines_follows_from_the_gpus_unless_it_is_known():
     assert http_utils.get_rollout_num_engines(gpus) == 1
     gpus.rollout_num_engines = 3
     assert http_utils.get_rollout_num_engines(gpus) == 3
+
+
+def test_the_error_of_a_status_survives_the_way_to_another_process():
+    error = pickle.loads(pickle.dumps(http_utils.HttpStatusError("POST", "http://h/x", 404, "no such thing")))
+    assert (error.status, error.body) == (404, "no such thing")
+    assert "POST http://h/x was answered with status 404: no such thing" in str(error)
