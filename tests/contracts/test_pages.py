@@ -24,6 +24,7 @@ OF_OTHER_PROGRAMS = {
     *("--tiny-dir", "--work-dir"),  # tests/e2e/kill_resume.py
     *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
     *("--family", "--check", "--layout", "--write-docs"),  # tests.matrix
+    *("--group", "--sample", "--prompt", "--repeats"),  # tools/ledger.py, benchmarks
     *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/e2e/kill_resume.py
 }
 
