@@ -29,6 +29,9 @@ from slime.utils.misc import Box, should_run_periodic_action
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILED_RESENDS = 3
+"""How often, one after the other, new engines may fail to take weights before the run is given up."""
+
 
 def create_training_models(
     args: Namespace, gpus: dict[str, GpuSlice | None], rollout_manager: Any
@@ -75,6 +78,7 @@ class TrainJob:
         record_runtime(args, **init_tracking(args))
         self._step_line = StepLine.follow(args)
         self._seconds: dict[str, float] = {}
+        self._failed_resends = 0
         rollout_gpus = gpus["rollout"]
         assert rollout_gpus is not None
         self.manager = create_rollout_manager(args, rollout_gpus)
@@ -132,9 +136,18 @@ class TrainJob:
     def _serve_new_engines(self) -> None:
         """Engines in the place of dead ones get the weights; the trainer is idle while we wait for a rollout."""
         engines = self._ask("get_engines_without_weights", what="the list of new engines")
-        if engines.handles:
-            assert self.actor is not None
+        if not engines.handles:
+            return
+        assert self.actor is not None
+        try:
             self.actor.resend_weights(engines)
+            self._failed_resends = 0
+        except (EngineError, WeightSyncError) as error:
+            # It may have died as well: then its monitor replaces it, and we are called again.
+            self._failed_resends += 1
+            if self._failed_resends >= MAX_FAILED_RESENDS:
+                raise
+            logger.warning("new engines did not take the weights; another try follows: %s", error)
 
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run rollout ``rollout_id`` and wait for its train data."""

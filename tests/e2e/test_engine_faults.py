@@ -30,11 +30,11 @@ def no_job_survives():
         JOBS.pop().kill_everything()
 
 
-def busy_job(task: Path, folder: Path, *more: str) -> Job:  # noqa: F811
+def busy_job(task: Path, folder: Path, layout: str = "--rollout-num-gpus 1") -> Job:  # noqa: F811
     """A job whose second rollout generates; its responses take some seconds."""
     flags = grpo_flags(
-        task, folder, *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --num-rollout 3".split(), *TOLERANT.split(),
-        *"--rollout-max-response-len 400 --max-tokens-per-gpu 2048".split(), *more,
+        task, folder, *"--actor-num-gpus-per-node 1 --num-rollout 3".split(), *layout.split(), *TOLERANT.split(),
+        *"--rollout-max-response-len 400 --max-tokens-per-gpu 2048".split(),
     )  # fmt: skip
     job = Job("train.py", flags, folder / "log.txt")
     job.wait_until(lambda: "step 1/3" in job.text(), "first step", 240)
@@ -49,8 +49,9 @@ def kill(job: Job, what: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_path):  # noqa: F811
-    job = busy_job(task, tmp_path)
+@pytest.mark.parametrize("layout", ["--rollout-num-gpus 1", "--colocate"], ids=["apart", "colocated"])
+def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_path, layout):  # noqa: F811
+    job = busy_job(task, tmp_path, layout)
     kill(job, "engine")
     killed_s = time.monotonic()
     job.wait_until(lambda: "is taken out of service" in job.text(), "detection", 30)
