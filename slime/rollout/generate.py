@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout.direct_workers import post_to_worker, router_would_drop
 from slime.rollout.engine_faults import NONSENSE_WAIT_S, nonsense_patience_s, request_retries
 from slime.rollout.replaceable import entry_points
@@ -78,20 +79,19 @@ def _payload(args: Namespace, sample: Sample, input_ids: list[int], params: dict
     return payload
 
 
-async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fill ``sample`` with one answer of the engine: tokens, log-probs, text, status.
-
-    Returns the same object.  Its status ends as COMPLETED (stop), TRUNCATED (length) or ABORTED (stopped by us).
+def request_payload(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], state: Any
+) -> dict[str, Any] | None:
+    """The body of ``/generate`` for what is left of the sample; None when nothing is, and it is TRUNCATED.
 
     Raises:
-        EngineError: no engine answered, after the retries of the HTTP client, or the answer is not usable.
+        DataError: the sample is neither pending nor aborted.
     """
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise DataError(
             f"Sample {sample.index} is {sample.status.value}; only pending and aborted samples can be generated. "
             "Look at the data source or the custom generate function that handed it over."
         )
-    state = entry_points().GenerateState(args)
     encode = getattr(state, "prompt_ids", None)
     input_ids = _prepare_prompt_ids(sample, state.tokenizer, state.processor, encode)
     if not sample.tokens:
@@ -102,11 +102,26 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         params["max_new_tokens"] -= sample.response_length
         if params["max_new_tokens"] <= 0:
             sample.status = Sample.Status.TRUNCATED
-            return sample
+            return None
+    return _payload(args, sample, input_ids, params)
 
-    payload = _payload(args, sample, input_ids, params)
+
+async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fill ``sample`` with one answer of the engine: tokens, log-probs, text, status.
+
+    Returns the same object.  Its status ends as COMPLETED (stop), TRUNCATED (length) or ABORTED (stopped by us).
+
+    Raises:
+        EngineError: no engine answered, after the retries of the HTTP client, or the answer is not usable.
+    """
+    state = entry_points().GenerateState(args)
+    payload = request_payload(args, sample, sampling_params, state)
+    if payload is None:
+        return sample
     try:
-        output = await _ask(args, sample, payload, is_over=lambda: state.aborted)
+        with trace_span(sample, "sglang_generate") as span:
+            output = await _ask(args, sample, payload, is_over=lambda: state.aborted)
+            span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
     except EngineError:
         if not state.aborted:
             raise

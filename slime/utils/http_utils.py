@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,7 +182,7 @@ async def get(
 
 async def post_for_events(
     url: str, payload: Any, headers: Mapping[str, str] | None = None, *, timeout_s: float = POST_TIMEOUT_S
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """POST ``payload`` as JSON; gives the data of each server-sent event, as long as the server sends.
 
     There are no retries here: what arrived before a failure belongs to the caller.
@@ -211,7 +211,9 @@ async def post_for_events(
                     if event.startswith(b"data:"):
                         yield event[5:].strip()
     except RETRIED_ERRORS as error:
-        raise EngineError(f"POST {url} was cut off: {_describe(error)}. Is the server at that address alive?") from error
+        raise EngineError(
+            f"POST {url} was cut off: {_describe(error)}. Is the server at that address alive?"
+        ) from error
 
 
 def encode_json(payload: Any) -> bytes:

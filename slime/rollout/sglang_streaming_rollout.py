@@ -1,0 +1,168 @@
+"""Generation as a stream: what an engine has drawn is here while it draws on.
+
+``--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming`` takes the place of the
+built-in generate.  The difference shows when a request does not end well: the tokens that had arrived are kept, be it
+that the rollout was aborted and the engine did not answer any more, or that its connection broke.  The request then
+goes on from them, at another engine if need be.
+
+SGLang repeats everything so far in each event, so bytes grow with the square of the length: raise
+``--sglang-stream-interval`` (tokens between two events) for long responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
+from slime.rollout.direct_workers import WorkerPicker, router_would_drop
+from slime.rollout.engine_faults import request_retries
+from slime.rollout.generate import _append_output, request_payload
+from slime.rollout.replaceable import entry_points
+from slime.rollout.waiting import cancel_all
+from slime.utils.errors import ConfigError, EngineError
+from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post_for_events
+from slime.utils.sglang_meta import decode_generate_answer
+from slime.utils.types import Sample
+
+__all__ = ["generate_streaming"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_WAIT_S = 1.0
+ABORT_POLL_S = 0.5
+ABORT_GRACE_S = 3.0
+"""How long the engine has, once the rollout is over, to send its last event."""
+
+
+async def generate_streaming(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fill ``sample`` with one answer, read as a stream.
+
+    Returns the same object.  Its status ends as COMPLETED, TRUNCATED or ABORTED; aborted, it holds what had arrived.
+
+    Raises:
+        EngineError: no engine answered, after as many attempts as the built-in generate makes.
+    """
+    if getattr(args, "sglang_incremental_streaming_output", False):
+        raise ConfigError(
+            "--sglang-incremental-streaming-output makes events that do not repeat what came before; "
+            "generate_streaming needs those that do. Drop the flag."
+        )
+    state = entry_points().GenerateState(args)
+    for attempt in range(request_retries(args) + 1):
+        payload = request_payload(args, sample, sampling_params, state)
+        if payload is None:
+            return sample
+        try:
+            with trace_span(sample, "sglang_generate_stream") as span:
+                output = await _read_stream(args, sample, payload | {"stream": True}, state)
+                span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
+        except EngineError as error:
+            if isinstance(error, HttpStatusError) and error.status not in RETRIED_STATUSES:
+                raise  # the request is at fault
+            if state.aborted:
+                sample.status = Sample.Status.ABORTED
+                return sample
+            if attempt == request_retries(args):
+                raise
+            logger.warning(
+                "The stream of sample %s broke; it goes on from %d tokens: %s",
+                sample.index,
+                sample.response_length,
+                error,
+            )
+            await asyncio.sleep(RETRY_WAIT_S)
+            continue
+        _append_output(args, sample, output)
+        return sample
+    raise AssertionError("the last attempt returns or raises")
+
+
+@dataclass
+class _Stream:
+    """What has arrived of one answer."""
+
+    latest: bytes | None = None
+    """The last event, which repeats all earlier ones; decoded only when the stream is over."""
+
+    async def read(self, events: AsyncIterator[bytes]) -> None:
+        """Read to the end."""
+        async for event in events:
+            if event != b"[DONE]":
+                self.latest = event
+
+
+async def _read_stream(args: Namespace, sample: Sample, payload: dict[str, Any], state: Any) -> dict[str, Any]:
+    """The answer, as an aborted one if the rollout ended before it was complete.
+
+    When the stream breaks, what had arrived is appended to the sample before the error is raised.
+    """
+    stream = _Stream()
+    try:
+        await _until_over(asyncio.create_task(stream.read(_events(args, sample, payload))), state)
+        output = _decode(stream.latest)
+        if not state.aborted and not output["meta_info"].get("finish_reason"):
+            raise EngineError(f"The stream of sample {sample.index} ended without a finish_reason.")
+    except (EngineError, asyncio.CancelledError):
+        if stream.latest is not None:
+            _append_output(args, sample, _cut_off(_decode(stream.latest)))
+        raise
+    return _cut_off(output)
+
+
+async def _until_over(reader: asyncio.Task[None], state: Any) -> None:
+    """Return when the stream has ended, or when the rollout is over and the engine does not end it."""
+    given_s = 0.0
+    try:
+        while given_s < ABORT_GRACE_S:
+            done, _ = await asyncio.wait([reader], timeout=ABORT_POLL_S)
+            if done:
+                return reader.result()
+            given_s = given_s + ABORT_POLL_S if state.aborted else 0.0
+    finally:
+        await cancel_all([reader])
+
+
+def _decode(event: bytes | None) -> dict[str, Any]:
+    if event is None:
+        return {"text": "", "meta_info": {}}
+    output = decode_generate_answer(event)
+    if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
+        raise EngineError(f"An engine streamed {str(output)[:300]!r}; an event must have 'text' and 'meta_info'.")
+    return output
+
+
+def _cut_off(output: dict[str, Any]) -> dict[str, Any]:
+    """The same answer, as an aborted one if it is not finished."""
+    output["meta_info"]["finish_reason"] = output["meta_info"].get("finish_reason") or {"type": "abort"}
+    return output
+
+
+async def _events(args: Namespace, sample: Sample, payload: dict[str, Any]) -> AsyncIterator[bytes]:
+    """The events of the request, through the router, or from a worker when the router would lose a field."""
+    if router_would_drop(payload):
+        picker = WorkerPicker(args)
+        urls = await picker.urls()
+        if not urls:
+            raise EngineError("The router lists no worker.")
+        url = picker.choose(urls, sample.session_id)
+        picker.in_flight[url] += 1
+        try:
+            async with contextlib.aclosing(post_for_events(f"{url}/generate", payload)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            picker.in_flight[url] -= 1
+        return
+    headers = {}
+    if getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id:
+        headers["X-SMG-Routing-Key"] = sample.session_id
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    async with contextlib.aclosing(post_for_events(url, payload, headers)) as events:
+        async for event in events:
+            yield event

@@ -1,0 +1,152 @@
+"""Answers read as a stream from a scripted engine: the same samples, and what is kept when a stream ends early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slime.rollout import sglang_streaming_rollout, state
+from slime.rollout.abort import abort_engines
+from slime.rollout.control_client import close_control_client
+from slime.rollout.direct_workers import WorkerPicker
+from slime.rollout.generate import generate
+from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_streaming_rollout import generate_streaming
+from slime.utils.async_utils import run
+from slime.utils.errors import ConfigError, EngineError
+from slime.utils.http_utils import close_http_client
+from slime.utils.types import Sample
+from tests.scripted_engine.script import Fault, Script
+from tests.scripted_engine.server import ScriptedEngine
+from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args
+
+PARAMS = {"temperature": 1.0, "max_new_tokens": 1000}
+
+
+@pytest.fixture
+def serve(monkeypatch) -> Iterator[Any]:
+    engines: list[ScriptedEngine] = []
+    monkeypatch.setattr(state, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+    monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
+    monkeypatch.setattr(sglang_streaming_rollout, "RETRY_WAIT_S", 0.01)
+    monkeypatch.setattr(sglang_streaming_rollout, "ABORT_POLL_S", 0.02)
+    monkeypatch.setattr(sglang_streaming_rollout, "ABORT_GRACE_S", 0.1)
+
+    def start(script: Script, **flags: Any) -> tuple[ScriptedEngine, Any]:
+        GenerateState.clear_instances()
+        WorkerPicker.clear_instances()
+        engine = ScriptedEngine(script)
+        engine.weight_version = "7"
+        engine.start()
+        engines.append(engine)
+        return engine, make_args(engine.port, **flags)
+
+    yield start
+    run(close_http_client())
+    run(close_control_client())
+    for engine in engines:
+        engine.stop()
+
+
+async def until(is_true: Any) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+def fields(sample: Sample) -> dict[str, Any]:
+    return {name: value for name, value in sample.to_dict().items() if name != "trace"}
+
+
+@pytest.mark.parametrize("limit", [1000, 9])
+def test_a_stream_gives_the_sample_that_the_plain_request_gives(serve, limit):
+    _, args = serve(Script(length=30))
+    params = PARAMS | {"max_new_tokens": limit}
+    streamed = run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(params)))
+    plain = run(generate(args, Sample(index=0, prompt="abc"), dict(params)))
+    assert fields(streamed) == fields(plain)
+    assert streamed.response_length == min(limit, 30) and streamed.weight_versions == ["7"]
+
+
+def test_an_aborted_stream_keeps_its_tokens_and_goes_on_from_them(serve):
+    script = Script(length=30, hold_after=10, holds=1)
+    engine, args = serve(script)
+    sample = Sample(index=0, prompt="abc")
+
+    async def interrupt() -> None:
+        task = asyncio.create_task(generate_streaming(args, sample, dict(PARAMS)))
+        await until(lambda: engine.in_flight)
+        await asyncio.sleep(0.1)
+        await abort_engines(args)
+        await task
+
+    run(interrupt())
+    assert (sample.status, sample.response_length, sample.weight_versions) == (Sample.Status.ABORTED, 10, ["7"])
+    run(generate_streaming(args, sample, dict(PARAMS)))
+    whole = run(generate(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
+    assert sample.tokens == whole.tokens and sample.rollout_log_probs == whole.rollout_log_probs
+    assert sample.status == Sample.Status.COMPLETED and sample.weight_versions == ["7", "7"]
+
+
+def test_an_engine_that_does_not_end_the_stream_when_the_rollout_is_over_is_left(serve):
+    engine, args = serve(Script(length=30, hold_after=10))
+    sample = Sample(index=0, prompt="abc")
+
+    async def interrupt() -> None:
+        task = asyncio.create_task(generate_streaming(args, sample, dict(PARAMS)))
+        await until(lambda: engine.in_flight)
+        await asyncio.sleep(0.1)
+        GenerateState(args).aborted = True
+        await asyncio.wait_for(task, 10)
+        await until(lambda: not engine.in_flight)
+
+    run(interrupt())
+    assert (sample.status, sample.response_length) == (Sample.Status.ABORTED, 10)
+
+
+def test_a_stream_that_breaks_goes_on_where_it_broke(serve):
+    engine, args = serve(Script(length=40, faults=[Fault("half", requests=[0])]))
+    sample = run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
+    whole = run(generate(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
+    assert sample.tokens == whole.tokens and sample.status == Sample.Status.COMPLETED
+    first, second = engine.payloads[:2]
+    kept = len(second["input_ids"]) - len(first["input_ids"])
+    assert 0 < kept < 40 and second["sampling_params"]["max_new_tokens"] == 1000 - kept
+
+
+@pytest.mark.parametrize("kind", ["garbage", "empty"])
+def test_what_is_no_stream_is_asked_again(serve, kind):
+    engine, args = serve(Script(length=5, faults=[Fault(kind, requests=[0])]))
+    sample = run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
+    assert sample.response_length == 5 and len(engine.payloads) == 2
+
+
+def test_a_request_that_is_at_fault_is_not_repeated(serve):
+    engine, args = serve(Script(length=5, max_context=2))
+    with pytest.raises(EngineError, match="longer than the model's context"):
+        run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
+    assert len(engine.payloads) == 1
+
+
+def test_a_cancelled_request_keeps_what_had_arrived(serve):
+    engine, args = serve(Script(length=30, hold_after=10))
+    sample = Sample(index=0, prompt="abc")
+
+    async def cancel() -> None:
+        task = asyncio.create_task(generate_streaming(args, sample, dict(PARAMS)))
+        await until(lambda: engine.in_flight)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(cancel())
+    assert (sample.status, sample.response_length) == (Sample.Status.ABORTED, 10)
+
+
+def test_events_that_do_not_repeat_what_came_before_are_refused(serve):
+    _, args = serve(Script(), sglang_incremental_streaming_output=True)
+    with pytest.raises(ConfigError, match="--sglang-incremental-streaming-output"):
+        run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
