@@ -13,6 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from slime.backends.sglang_utils.router_process import RouterHandle
+from slime.backends.sglang_utils.server_control import ServerControl
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.external_group import ExternalGroup
 from slime.ray.health_monitor import RolloutHealthMonitor
@@ -61,6 +63,7 @@ class EngineFleet:
         self._connected: list[Any] = []
         self._offered: list[Any] = []
         self._monitors: list[RolloutHealthMonitor] = []
+        self._next_router_check_s = 0.0
         if not args.debug_train_only:
             self.servers, self._starting = start_rollout_servers(args, gpus)
         self._engine_lock = None if args.debug_train_only else Lock.remote()
@@ -219,10 +222,13 @@ class EngineFleet:
     def _look_after_engines(self) -> None:
         """Raise for what ends the run; with fault tolerance, start a dead router again."""
         tolerant = self.args.use_fault_tolerance
+        is_time_to_ask = time.monotonic() >= self._next_router_check_s
+        if is_time_to_ask:
+            self._next_router_check_s = time.monotonic() + self.args.rollout_health_check_interval
         for server in self.servers:
-            if server.router is None or server.router.is_alive():
+            if server.router is None or (problem := self._router_problem(server.router, ask=is_time_to_ask)) is None:
                 continue
-            dead = f"the router {server.router.url} of model {server.config.name!r} has ended"
+            dead = f"the router {server.router.url} of model {server.config.name!r} {problem}"
             if not tolerant or server.router.process is None:
                 raise EngineError(f"{dead}. The rollout cannot go on; {GIVE_UP_ADVICE[tolerant]}.")
             logger.error("%s: it is started again", dead)
@@ -231,6 +237,20 @@ class EngineFleet:
             self._raise_if_given_up()
         elif dead_engine := first_dead_engine(self._groups, timeout_s=ENGINE_CHECK_INTERVAL_S):
             raise EngineError(f"{dead_engine}. The rollout cannot go on; {GIVE_UP_ADVICE[False]}.")
+
+    def _router_problem(self, router: RouterHandle, *, ask: bool) -> str | None:
+        """What keeps a router from its work, as the end of a sentence; None for nothing.
+
+        Args:
+            router: one whose process is ours is looked at; any other is only asked.
+            ask: whether to send a request too, which also finds a router that hangs.
+        """
+        if router.process is not None and not router.process.is_alive():
+            return "has ended"
+        timeout_s = self.args.rollout_health_check_timeout
+        if ask and not ServerControl(router.url).answers("/health", timeout_s=timeout_s):
+            return f"does not answer within {timeout_s:g} s (--rollout-health-check-timeout)"
+        return None
 
     def _begin_watching(self) -> None:
         """A rollout begins."""

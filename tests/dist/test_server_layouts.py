@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from argparse import Namespace
 
+import psutil
 import pytest
 import ray
 
@@ -14,7 +17,7 @@ from slime.ray import engine_actor
 from slime.ray.engine_fleet import EngineFleet
 from slime.ray.placement_group import GpuSlice, _reserve
 from slime.ray.waiting import WATCH_GROUP
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, EngineError
 from tests.dist.scripted_server import ScriptedEngineActor
 from tests.scripted_engine.server import ScriptedEngine
 
@@ -58,6 +61,8 @@ def arguments(**given) -> Namespace:
         debug_rollout_only=False,
         hf_checkpoint="/policy",
         engine_start_timeout_s=60.0,
+        rollout_health_check_interval=1.0,
+        rollout_health_check_timeout=2.0,
         weight_update_timeout_s=30.0,
         shutdown_timeout_s=15.0,
         sglang_router_request_timeout_secs=60,
@@ -147,11 +152,21 @@ def test_prefill_and_decode_groups_are_registered_as_such_with_bootstrap_ports(s
     told = facts(prefill.all_engines + decode.all_engines)
     assert told[0]["disaggregation_bootstrap_port"] == prefill.bootstrap_ports[0] is not None
     assert [fact["disaggregation_bootstrap_port"] for fact in told[1:]] == [None, None]
-    # A router that dies comes back with the same address and the same list.
+
+
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_router_that_is_gone_comes_back_with_its_address_and_its_list(start, what):
+    fleet = start(prefill_num_servers=1, rollout_num_gpus=2)
     server = fleet.servers[0]
     before, list_before = server.router.url, listed(server.router)
-    server.router.process.stop()
+    root = psutil.Process(server.router.process.pid)
+    for process in [*root.children(recursive=True), root]:
+        process.send_signal(what)
+    time.sleep(0.5)
+    with pytest.raises(EngineError, match="has ended|does not answer within 2 s"):
+        fleet._look_after_engines()
     fleet.args.use_fault_tolerance = True
+    fleet._next_router_check_s = 0.0
     fleet._look_after_engines()
     assert server.router.is_alive() and server.router.url == before and listed(server.router) == list_before
 
