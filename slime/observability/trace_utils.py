@@ -54,8 +54,17 @@ _open_spans: ContextVar[Mapping[str, str]] = ContextVar("slime_open_spans", defa
 """trace_id -> id of the innermost open span, in this task."""
 
 
+_PROCESS_PREFIX = uuid.uuid4().hex
+_number = itertools.count(1)
+
+
+def _new_id(digits: int) -> str:
+    """So many hexadecimal digits: the last eight are counted, the others belong to this process."""
+    return f"{_PROCESS_PREFIX[: digits - 8]}{next(_number) & 0xFFFFFFFF:08x}"
+
+
 def _new_carrier() -> dict[str, Any]:
-    return {"version": TRACE_VERSION, "trace_id": uuid.uuid4().hex, "attempt": 0, "events": []}
+    return {"version": TRACE_VERSION, "trace_id": _new_id(32), "attempt": 0, "events": []}
 
 
 def bind_trace(sample: Any) -> TraceHandle:
@@ -134,15 +143,6 @@ class TraceSpanContext:
     update_attrs = update
 
 
-_SPAN_PREFIX = uuid.uuid4().hex[:8]
-_span_number = itertools.count(1)
-
-
-def _new_span_id() -> str:
-    """Sixteen hexadecimal digits: half of them of this process, half counted."""
-    return f"{_SPAN_PREFIX}{next(_span_number) & 0xFFFFFFFF:08x}"
-
-
 class trace_span:  # noqa: N801 - used as a function
     """Bracket the body of a ``with`` as one span of every sample in ``target``; see the module's docstring.
 
@@ -170,7 +170,7 @@ class trace_span:  # noqa: N801 - used as a function
             inner = dict(outer)
             for handle in span.handles:
                 carrier = handle.carrier
-                trace_id, span_id = carrier.get("trace_id", ""), _new_span_id()
+                trace_id, span_id = carrier.get("trace_id", ""), _new_id(16)
                 parent = outer.get(trace_id)
                 carrier["events"].append(_event("span_start", span.name, span_id, parent, dict(self._attrs or ())))
                 inner[trace_id] = span_id

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import random
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
@@ -153,6 +154,14 @@ async def generate_and_rm_group(
     return group
 
 
+_session_bits = random.Random(uuid.uuid4().int)
+"""Of our own, so that a seed that plug-ins set does not repeat; ``uuid4`` asks the system every time."""
+
+
+def _new_session_id() -> str:
+    return str(uuid.UUID(int=_session_bits.getrandbits(128), version=4))
+
+
 async def _generate_entries(args: Namespace, group: Group, sampling_params: dict[str, Any], evaluation: bool) -> Group:
     """Run ``generate_and_rm`` on every entry, each with its own sampling parameters and session."""
     deterministic = getattr(args, "sglang_enable_deterministic_inference", False)
@@ -160,7 +169,7 @@ async def _generate_entries(args: Namespace, group: Group, sampling_params: dict
     tasks = []
     for position, entry in enumerate(group):
         for sample in leaf_samples(entry):
-            sample.session_id = sample.session_id or str(uuid.uuid4())
+            sample.session_id = sample.session_id or _new_session_id()
         before.append(restart_point(args, entry))
         params = copy_plain(sampling_params)
         if deterministic:

@@ -40,20 +40,22 @@ def training_sampling_params(args: Namespace) -> dict[str, Any]:
 
 
 PROMPTS_KEPT = 16
-COLLECTOR_THRESHOLDS = (10_000, 10, 10)
-"""Python's 700 young objects are the tasks and spans of a dozen samples: all alive when they are looked through."""
+OBJECTS_PER_REQUEST = 160
+"""Containers that a request in flight keeps alive: its tasks, connection, buffers, sample and spans."""
+MIN_YOUNG_OBJECTS = 20_000
 
 
 @functools.cache
-def _spare_the_collector() -> None:
-    """Take what the process holds by now out of the garbage collector's sight, once.
+def _spare_the_collector(num_requests: int) -> None:
+    """Let the garbage collector look at what may be garbage.
 
-    Half a million objects of torch and transformers live as long as the process.  Looking through them takes 0.1 s and
-    more, with the event loop at rest, each time that the samples of a rollout have grown by a quarter.
+    Half a million objects of torch and transformers live as long as the process; they are taken out of its sight.  And
+    it begins when there are more new objects than ``num_requests`` in flight need.  Python's own threshold, 700, would
+    have it go through the same living requests again and again, for a third of the client's processor time.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECTOR_THRESHOLDS)
+    gc.set_threshold(max(MIN_YOUNG_OBJECTS, OBJECTS_PER_REQUEST * num_requests), 10, 10)
     atexit.register(gc.unfreeze)  # libraries that look for leaks at the end must find what they left
 
 
@@ -67,7 +69,8 @@ class GenerateState(metaclass=SingletonMeta):
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
         self.processor = load_processor(args.hf_checkpoint, trust_remote_code=True)
-        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * get_rollout_num_engines(args))
+        num_requests = args.sglang_server_concurrency * get_rollout_num_engines(args)
+        self.semaphore = asyncio.Semaphore(num_requests)
         self.sampling_params = training_sampling_params(args)
         self.group_sampling_seeds: list[int] | None = None
         if getattr(args, "sglang_enable_deterministic_inference", False):
@@ -76,7 +79,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.dp_rank = 0
         self._prompt_ids: OrderedDict[str, list[int]] = OrderedDict()
         self.reset()
-        _spare_the_collector()
+        _spare_the_collector(num_requests)
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The tokens of a prompt; do not change them.  Its siblings ask in a row, so those of a few are kept."""
