@@ -103,7 +103,7 @@ class Ledger:
         Args:
             recovered: for each group, whether what an earlier process noted of it was put in.
         """
-        described = []
+        described: list[list[Any] | None] = []
         for group, is_recovered in zip(groups, recovered, strict=True):
             name = group_name(group)
             if name is None or name in self.open:
@@ -170,8 +170,8 @@ class Ledger:
             name = group_name([group] if is_flat else group)
             self._note_group(Kind.HANDED, [group] if is_flat else group, is_known=name not in seen, flat=is_flat)
             seen.add(name)
-        for name in seen & self.open.keys():
-            del self.open[name]
+        for name in seen - {None}:
+            self.open.pop(name, None)  # type: ignore[arg-type]
         if not keeps_open:
             if self.open:
                 self._note(Kind.DISCARDED, groups=sorted(self.open))

@@ -109,9 +109,9 @@ class Recovery:
             return entry  # An interrupted fan-out cannot be continued from its parts.
         for sample in leaf_samples(recovered):
             if state.rollout_id == rollout_id:
-                sample.recovered_in_rollout = rollout_id
+                sample.__dict__["recovered_in_rollout"] = rollout_id
             if index in state.generated:
-                sample.hooks_are_due = True
+                sample.__dict__["hooks_are_due"] = True
         return recovered
 
     def _load_entry(self, entry: Any, state: GroupState, index: int) -> Any:
@@ -157,10 +157,9 @@ class Recovery:
             logger.warning("Rollout %d is generated again, although its samples were kept: %s", rollout_id, error)
             self._stop(source)
             return None
-        for name in {handed.name for handed in rollout.handed} | set(rollout.filtered) | rollout.discarded:
-            if name is not None:
-                self._groups.pop(name, None)
-                self._given.pop(name, None)
+        for name in rollout.ended:
+            self._groups.pop(name, None)
+            self._given.pop(name, None)
         return RolloutFnTrainOutput(samples=samples, metrics=metrics or None)
 
     def _stop(self, source: Any) -> None:

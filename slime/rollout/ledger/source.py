@@ -31,8 +31,8 @@ class LedgeredSource:
         self._take = take
         self._ahead: deque[list[Any]] = deque()
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self._source)
 
     def __getattr__(self, name: str) -> Any:

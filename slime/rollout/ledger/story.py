@@ -88,6 +88,12 @@ class RolloutStory:
     is_trained: bool = False
     is_replayable: bool = True
 
+    @property
+    def ended(self) -> set[int]:
+        """Groups that do not go on after it."""
+        handed = {handed.name for handed in self.handed if handed.name is not None}
+        return handed | set(self.filtered) | self.discarded
+
 
 class Story:
     """The sum of all records so far.
@@ -227,9 +233,8 @@ class Story:
 
     def drop_gone(self, rollout: RolloutStory) -> None:
         """Forget groups that a rollout was the end of."""
-        gone = {handed.name for handed in rollout.handed} | set(rollout.filtered) | rollout.discarded
-        for name in gone & self.groups.keys():
-            del self.groups[name]
+        for name in rollout.ended:
+            self.groups.pop(name, None)
 
 
 _HANDLERS = {
