@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
-from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES
+from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES, math_verify
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -165,6 +165,8 @@ def _grader(rm_type: str, where: str) -> Iterator[str]:
             f"{where} {rm_type} is no grader. {hint}There are {', '.join(RM_TYPES)}, each also with the prefix "
             f"{BOXED_PREFIX}; your own goes into --custom-rm-path."
         )
+    if name == "math_verify" and not math_verify.is_installed():
+        yield f"{where} {rm_type}: {math_verify.HOW_TO_INSTALL}"
 
 
 def _loss(args: Namespace) -> Iterator[str]:

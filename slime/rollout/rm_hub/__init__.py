@@ -2,6 +2,7 @@
 
 The first of these decides: ``sample.custom_rm_path``, ``--custom-rm-path``, ``sample.metadata["rm_type"]``,
 ``--rm-type``.  A type with the prefix ``boxed_`` grades the last boxed answer instead of the whole response.
+Every grading has a deadline, and one that fails costs its response, not the run: see ``policy``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.grader_threads import GRADER_THREADS
 from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_answer as extract_boxed_answer
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.rollout.rm_hub.math_verify import compute_math_verify_reward
+from slime.rollout.rm_hub.policy import grade_by_policy, timeout_s_of, within
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -48,22 +52,35 @@ _GRADERS: dict[str, Callable[[Sample], Any]] = {
     "gpqa": lambda sample: compute_gpqa_reward(sample.response, sample.label, sample.metadata),
     "ifbench": lambda sample: compute_ifbench_reward(sample.response, sample.label, sample.metadata),
     "random": lambda sample: random.randint(0, 1),
+    "math_verify": lambda sample: compute_math_verify_reward(sample.response, sample.label),
 }
 RM_TYPES = ("remote_rm", *_GRADERS)
 """What ``--rm-type`` may be, each also with the prefix ``boxed_``."""
 
-_MAY_BLOCK = frozenset({"deepscaler", "math", "ifbench"})
+_MAY_BLOCK = frozenset({"deepscaler", "math", "math_verify", "ifbench"})
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     """The reward of one sample: a number, or a dict for ``--reward-key`` to choose from.
 
+    A grader that hangs or raises gives the reward of ``--rm-failure-policy``.
+
     Raises:
         NotImplementedError: no grader has the name given, or none was given.
+        EngineError: ``--rm-max-failures`` gradings in a row have failed.
     """
+
+    async def grade() -> list[Any]:
+        return [await _grade(args, sample, **kwargs)]
+
+    return (await grade_by_policy(args, [sample], grade))[0]
+
+
+async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
+    timeout_s = timeout_s_of(args)
     path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
     if path:
-        return await load_function(path)(args, sample, **kwargs)
+        return await within(timeout_s, load_function(path)(args, sample, **kwargs))
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     rm_type = (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
     if rm_type.startswith(BOXED_PREFIX):
@@ -71,7 +88,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         sample = copy.copy(sample)
         sample.response = extract_boxed_answer(sample.response) or ""
     if rm_type == "remote_rm":
-        return await remote_rm(args, sample)
+        return await within(timeout_s, remote_rm(args, sample))
     if rm_type not in _GRADERS:
         raise NotImplementedError(
             f"The reward type {rm_type!r} does not exist; it may be {', '.join(RM_TYPES)}, each also with the prefix "
@@ -79,13 +96,17 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         )
     if rm_type in _MAY_BLOCK:
         # Off the event loop: sympy may take seconds, and other samples' requests must go on.
-        return await asyncio.to_thread(_GRADERS[rm_type], sample)
+        return await GRADER_THREADS.run(_GRADERS[rm_type], sample, timeout_s=timeout_s)
     return _GRADERS[rm_type](sample)
 
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:
     """The rewards of several samples, in order: one call of ``--custom-rm-path`` with the list, else one by one."""
     path = getattr(args, "custom_rm_path", None)
-    if path:
-        return await load_function(path)(args, samples, **kwargs)
-    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+    if not path:
+        return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+
+    async def grade() -> Any:
+        return await within(timeout_s_of(args), load_function(path)(args, samples, **kwargs))
+
+    return await grade_by_policy(args, samples, grade)  # type: ignore[return-value]

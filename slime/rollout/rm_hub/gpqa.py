@@ -37,11 +37,19 @@ def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] |
     choices = _choices(metadata.get("choices"))
     letters = _valid_letters(metadata.get("valid_letters"), choices)
     correct = _correct_letter(metadata.get("correct_letter"), label, letters, choices)
-    answer = response.rsplit("</think>", 1)[-1]
+    answer = _with_short_gaps(response.rsplit("</think>", 1)[-1])
     picked = _picked_letter(answer, letters)
     if picked is not None and correct is not None:
         return float(picked == correct)
     return float(_names_correct_text(answer, _correct_texts(metadata, label, correct, choices)))
+
+
+def _with_short_gaps(text: str) -> str:
+    """One space, or one line end, for each run of white space.
+
+    The patterns allow white space in several places in a row: a run of n of them would be tried in n^4 ways.
+    """
+    return re.sub(r"\s{2,}", lambda gap: "\n" if "\n" in gap[0] else " ", text)
 
 
 def _choices(raw: Any) -> dict[str, str]:

@@ -44,7 +44,10 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
         try:
             async with _sessions.current().post(url, json=payload) as response:
                 response.raise_for_status()
-                return await response.json(content_type=None)
+                reward = await response.json(content_type=None)
+                if not isinstance(reward, int | float | dict):
+                    raise ValueError(f"it answered {str(reward)[:200]!r}, which is neither a number nor an object")
+                return reward
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             if attempt + 1 >= max_retries:
                 raise EngineError(

@@ -1,4 +1,4 @@
-"""Sympy behind a time limit: a small pool of child processes that say whether an expression is zero.
+"""Sympy behind a time limit: a small pool of child processes that compare expressions.
 
 Simplifying what a policy wrote can take for ever, or all memory, inside C code that no thread can interrupt.  So it is
 done in child processes (``symbolic_worker.py``) that end themselves when their time is up; the next question starts a
@@ -15,6 +15,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from slime.utils.errors import EngineError
@@ -39,11 +40,19 @@ class SymbolicWorker:
 
     def is_zero(self, expression: str) -> bool:
         """True when sympy simplifies the expression to 0; False when not, not readable, or not within the limit."""
+        return self._answers({"expression": expression}, {"is_zero": True})
+
+    def is_same(self, gold: str, answer: str) -> bool:
+        """True when math-verify calls the two equal; False when not, not readable, or not within the limit."""
+        return self._answers({"gold": gold, "answer": answer}, {"is_same": True})
+
+    def _answers(self, question: dict[str, str], wanted: dict[str, bool]) -> bool:
         process = self._running()
         try:
-            return self._ask(process, {"expression": expression}, self._time_limit_s) == {"is_zero": True}
+            return self._ask(process, question, self._time_limit_s) == wanted
         except (TimeoutError, OSError, ValueError) as error:
-            logger.info("Sympy gave up on an expression of %d characters: %s", len(expression), error)
+            length = sum(map(len, question.values()))
+            logger.info("Sympy gave up on a question of %d characters: %s", length, error)
             self.close()
             return False
 
@@ -111,11 +120,11 @@ class _Pool:
             self._idle.put(worker)
         self._lock = threading.Lock()
 
-    def is_zero(self, expression: str) -> bool:
+    def ask(self, question: Callable[[SymbolicWorker], bool]) -> bool:
         # Every holder gives its worker back within its limits, so this wait ends.
         worker = self._idle.get(timeout=3600)
         try:
-            return worker.is_zero(expression)
+            return question(worker)
         finally:
             self._idle.put(worker)
 
@@ -134,4 +143,9 @@ def is_zero(expression: str) -> bool:
 
     Expressions are in the notation of a text book: ``2x`` is a product, ``x^2`` a power.
     """
-    return _POOL.is_zero(expression)
+    return _POOL.ask(lambda worker: worker.is_zero(expression))
+
+
+def is_same_by_math_verify(gold: str, answer: str) -> bool:
+    """True when math-verify, which must be installed, calls the two equal within ``TIME_LIMIT_S`` seconds."""
+    return _POOL.ask(lambda worker: worker.is_same(gold, answer))

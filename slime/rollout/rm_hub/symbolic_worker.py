@@ -1,4 +1,6 @@
-"""The child process of ``symbolic``: reads expressions line by line, answers whether each is zero.
+"""The child process of ``symbolic``: reads questions line by line, answers each with a line.
+
+A question is {"expression"} (is it zero?) or {"gold", "answer"} (does math-verify call them equal?).
 
 Run as a script with the time limit in seconds.  Imports sympy and nothing of slime, so that it starts fast.  A
 question that takes too long or too much memory ends the process: the parent sees that and goes on with a new one.
@@ -31,6 +33,19 @@ def is_zero(expression: str) -> bool:
         return False
 
 
+def is_same(gold: str, answer: str) -> bool:
+    """True when math-verify, which must be installed, finds the gold answer in ``answer``; False when unreadable."""
+    from math_verify import parse, verify
+
+    try:
+        # No time limits of its own: they need signals of the main thread, which ours uses.
+        parsed = [parse(text, parsing_timeout=None) for text in (gold, answer)]
+        return bool(all(parsed) and verify(*parsed, timeout_seconds=None))
+    except Exception as error:  # the edge of a process: sympy raises anything at all on odd input
+        print(f"{answer!r}: {type(error).__name__}: {error}", file=sys.stderr)
+        return False
+
+
 def main() -> None:
     """Answer until the parent closes the pipe."""
     limit_s = float(sys.argv[1])
@@ -41,9 +56,13 @@ def main() -> None:
     for line in sys.stdin:
         # No handler: the alarm's default action ends the process even inside C code.
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        answer = is_zero(json.loads(line)["expression"])
+        question = json.loads(line)
+        if "expression" in question:
+            answer = {"is_zero": is_zero(question["expression"])}
+        else:
+            answer = {"is_same": is_same(question["gold"], question["answer"])}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps({"is_zero": answer}), flush=True)
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+"""A grader that hangs, crashes or talks nonsense costs its response, and not the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.rollout import rm_hub
+from slime.rollout.rm_hub import async_rm, batched_async_rm, math_verify, policy, remote
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.grader_threads import GraderThreads
+from slime.utils.errors import ConfigError, EngineError, HookError
+from slime.utils.types import Sample
+
+RIGHT = "\\boxed{7}"
+
+
+def args(**flags: Any) -> Namespace:
+    values = {"custom_rm_path": None, "rm_type": None, "rm_url": None, "reward_key": None, "rm_timeout_s": 0.2}
+    return Namespace(**(values | flags))
+
+
+async def moody(args: Namespace, sample: Any, **kwargs: Any) -> Any:
+    """Does what the response says."""
+    if isinstance(sample, list):
+        return [await moody(args, one) for one in sample]
+    if sample.response == "hang":
+        await asyncio.sleep(3600)
+    if sample.response == "deaf":
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            try:
+                await asyncio.sleep(1)
+            except asyncio.CancelledError:
+                pass
+    errors = {"crash": KeyError("x"), "flag": ConfigError("--x"), "hook": HookError("y")}
+    if sample.response in errors:
+        raise errors[sample.response]
+    return {"nan": float("nan"), "text": "seven", "dict": {"score": 2.0}, "none": None}.get(sample.response, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(policy, "FAILURES", policy.FailureCount())
+    monkeypatch.setattr(rm_hub, "load_function", lambda path: moody)
+    yield
+
+
+def grade(response: str, **flags: Any) -> tuple[Any, Sample]:
+    sample = Sample(index=3, response=response, status=Sample.Status.COMPLETED, metadata={"kept": 1})
+    return asyncio.run(async_rm(args(custom_rm_path="moody", **flags), sample)), sample
+
+
+@pytest.mark.parametrize("response", ["hang", "crash", "nan", "deaf"])
+def test_a_failed_grading_is_a_logged_zero(response, caplog):
+    with caplog.at_level(logging.WARNING):
+        reward, sample = grade(response)
+    assert reward == 0.0 and sample.status is Sample.Status.COMPLETED and not sample.remove_sample
+    assert sample.metadata["kept"] == 1 and sample.metadata["reward_error"]
+    assert "sample 3 could not be graded" in caplog.text
+
+
+def test_with_the_policy_failed_the_response_does_not_train():
+    reward, sample = grade("crash", rm_failure_policy="failed")
+    assert reward == 0.0 and sample.status is Sample.Status.FAILED and sample.remove_sample
+    assert sample.metadata["reward_error"] == "KeyError: 'x'"
+
+
+def test_with_the_policy_raise_the_run_ends():
+    with pytest.raises(KeyError):
+        grade("crash", rm_failure_policy="raise")
+
+
+@pytest.mark.parametrize(("response", "error"), [("flag", ConfigError), ("hook", HookError)])
+def test_mistakes_of_the_flags_end_the_run_under_every_policy(response, error):
+    with pytest.raises(error):
+        grade(response)
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"), [("dict", {"score": 2.0}), ("text", {"score": 0.0}), ("ok", 1.0), ("none", None)]
+)
+def test_a_reward_key_wants_an_object_that_has_it(response, reward):
+    assert grade(response, reward_key="score", eval_reward_key="score")[0] == reward
+    assert grade("dict", reward_key="acc")[0] == {"acc": 0.0}
+
+
+def test_a_batch_that_fails_gives_every_sample_the_policys_reward():
+    samples = [Sample(index=i, response="crash" if i else "ok") for i in range(3)]
+    assert asyncio.run(batched_async_rm(args(custom_rm_path="moody"), samples)) == [0.0] * 3
+    assert all("reward_error" in sample.metadata for sample in samples)
+    samples = [Sample(index=i, response="nan" if i else "ok") for i in range(3)]
+    assert asyncio.run(batched_async_rm(args(custom_rm_path="moody"), samples)) == [1.0, 0.0, 0.0]
+
+
+def test_failures_in_a_row_end_the_run_with_the_first_cause():
+    flags = args(custom_rm_path="moody", rm_max_failures=3)
+
+    async def run(responses: list[str]) -> None:
+        for response in responses:
+            await async_rm(flags, Sample(response=response))
+
+    asyncio.run(run(["crash", "crash", "ok", "crash", "nan"]))
+    with pytest.raises(EngineError, match="last 3 gradings failed .* first of them with KeyError"):
+        asyncio.run(run(["crash"]))
+
+
+def test_an_overdue_thread_is_replaced_and_others_are_graded_meanwhile():
+    threads = GraderThreads(num_threads=1)
+    release = threading.Event()
+
+    async def main() -> list[Any]:
+        with pytest.raises(TimeoutError, match="within 0.1 s"):
+            await threads.run(release.wait, 30.0, timeout_s=0.1)
+        return await asyncio.gather(*(threads.run(lambda k=k: k, timeout_s=5.0) for k in range(20)))
+
+    assert asyncio.run(main()) == list(range(20))
+    release.set()
+
+
+def test_waiting_for_a_thread_does_not_count_against_the_deadline():
+    threads = GraderThreads(num_threads=1)
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(threads.run(time.sleep, 0.1, timeout_s=0.5) for _ in range(10)))
+
+    assert asyncio.run(main()) == [None] * 10
+
+
+def test_a_built_in_grader_that_fails_or_hangs_gives_zero(monkeypatch):
+    hanging = dict(rm_hub._GRADERS, math=lambda sample: time.sleep(1.0), f1=lambda sample: 1 / 0)
+    monkeypatch.setattr(rm_hub, "_GRADERS", hanging)
+    for rm_type in ("math", "f1"):
+        sample = Sample(response=RIGHT, label="7")
+        assert asyncio.run(async_rm(args(rm_type=rm_type), sample)) == 0.0
+        assert sample.metadata["reward_error"]
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["{" * 5000, "\\boxed{" * 3000, "\\boxed{" + "9" * 5000 + "}", "\\boxed{" + "{" * 3000 + "}" * 3000 + "}", "\0"],
+)
+def test_odd_responses_are_graded_by_every_grader(response):
+    for rm_type in ("math", "deepscaler", "dapo", "f1", "gpqa"):
+        sample = Sample(response=f"</think>{response}", label="7")
+        reward = asyncio.run(async_rm(args(rm_type=rm_type, rm_timeout_s=60.0), sample))
+        assert reward in (0, -1.0) or reward["score"] == -1.0
+
+
+def test_long_white_space_is_read_in_linear_time():
+    gap = " " * 3000
+    assert compute_gpqa_reward(f"the answer{gap}is{gap}:{gap}nothing", "B") == 0.0
+    assert compute_gpqa_reward(f"final answer{gap}\n{gap}: (B)", "B") == 1.0
+
+
+def ask(handle: Callable[[web.Request], Any], monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Any, Sample]:
+    """Grade one sample by a server in this process."""
+    sample = Sample(index=0, prompt="p", response="r", label="l")
+
+    async def main() -> Any:
+        app = web.Application()
+        app.add_routes([web.post("/", handle)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        try:
+            return await async_rm(args(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port}/", **flags), sample)
+        finally:
+            await remote.close_remote_rm_client()
+            await runner.cleanup()
+
+    return asyncio.run(main()), sample
+
+
+def test_a_reward_server_that_hangs_costs_one_deadline(monkeypatch):
+    async def hang(request: web.Request) -> web.Response:
+        await asyncio.sleep(3)
+        return web.json_response(1)
+
+    began = time.monotonic()
+    reward, sample = ask(hang, monkeypatch)
+    assert reward == 0.0 and "no reward within 0.2 s" in sample.metadata["reward_error"]
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("body", ['"bad"', "null", "[1]", "<html>", ""])
+def test_garbage_from_a_reward_server_is_asked_for_again_and_then_zero(body, monkeypatch):
+    bodies = []
+
+    async def garbage(request: web.Request) -> web.Response:
+        bodies.append(body)
+        return web.Response(text=body) if len(bodies) < 3 else web.json_response(0.5)
+
+    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(remote.random, "random", lambda: 1.0)
+    reward, _ = ask(garbage, monkeypatch, rm_timeout_s=30.0)
+    assert reward == 0.5 and len(bodies) == 3
+
+
+def test_a_reward_server_that_is_down_costs_the_response(monkeypatch):
+    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(remote.random, "random", lambda: 1.0)
+    sample = Sample(index=0, prompt="p")
+    flags = args(rm_type="remote_rm", rm_url="http://127.0.0.1:9/", rm_timeout_s=60.0)
+
+    async def main() -> Any:
+        try:
+            return await async_rm(flags, sample)
+        finally:
+            await remote.close_remote_rm_client()
+
+    assert asyncio.run(main()) == 0.0
+    assert "failed 10 times" in sample.metadata["reward_error"]
+
+
+def test_math_verify_is_used_where_it_is_installed():
+    flags = args(rm_type="math_verify", rm_timeout_s=120.0)
+    sample = Sample(response="so \\boxed{\\frac{2}{4}}", label="\\frac{1}{2}")
+    if math_verify.is_installed():
+        assert asyncio.run(async_rm(flags, sample)) == 1
+        assert asyncio.run(async_rm(flags, Sample(response="\\boxed{3}", label="4"))) == 0
+    else:
+        with pytest.raises(ConfigError, match="pip install"):
+            asyncio.run(async_rm(flags, sample))
