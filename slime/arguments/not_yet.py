@@ -30,10 +30,8 @@ def _is_given(value: Any) -> bool:
 NO_CRITIC = "PPO's critic is not built yet"
 NO_DISK_PUSH = "weights do not travel over disk yet"
 NO_REPLAY = "expert routing is not replayed yet"
-NO_TEACHER = "on-policy distillation is not built yet"
 NO_CI_CHECKS = "the checks of a CI run are not built yet"
 NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
-NO_BUFFER_SERVICE = "the stand-alone rollout buffer is not built yet"
 NO_TRAIN_DUMP = "train data is not dumped yet; --save-debug-rollout-data records the samples"
 
 NOT_YET: dict[str, Missing] = {
@@ -50,16 +48,9 @@ NOT_YET: dict[str, Missing] = {
     "release_train": Missing(reason=NO_DISK_PUSH),
     "use_routing_replay": Missing(reason=NO_REPLAY),
     "use_rollout_routing_replay": Missing(reason=NO_REPLAY),
-    "use_opd": Missing(reason=NO_TEACHER),
-    "opd_type": Missing(reason=NO_TEACHER, used=_is_given),
-    "opd_teacher_load": Missing(reason=NO_TEACHER, used=_is_given),
-    "opd_teacher_ckpt_step": Missing(reason=NO_TEACHER, used=_is_given),
     "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),
     "qwen_gdn_backend": Missing(reason="the gated delta net is not built yet", used=lambda value: value != "fla"),
     "use_stateless_adam": Missing(reason="this optimizer is not built yet"),
-    "rollout_buffer_url": Missing(reason=NO_BUFFER_SERVICE, used=_is_given),
-    "fetch_trajectory_retry_times": Missing(reason=NO_BUFFER_SERVICE, used=lambda value: value != -1),
-    "rollout_task_type": Missing(reason=NO_BUFFER_SERVICE, used=lambda value: value != "math"),
     "load_forge_rollout_data": Missing(reason="samples cannot be replayed beside running engines yet", used=_is_given),
     "save_debug_train_data": Missing(reason=NO_TRAIN_DUMP, used=_is_given),
     "dump_details": Missing(reason=NO_TRAIN_DUMP, used=_is_given),

@@ -1,0 +1,236 @@
+"""The service: items come in one by one, complete groups go out.
+
+POST /buffer/write       {uid, instance_id, messages, reward, extra_info}
+POST /get_rollout_data   -> {success, message, data: {data: [item, ...], meta_info}}
+POST /start_rollout      runs the generator of ``task_type`` in a process of its own
+GET  /status             groups that wait, and whether the generator runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+
+from slime.utils.errors import ConfigError
+from slime_plugins.rollout_buffer.registry import Generator, Item, load_generators
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 8889
+DEFAULT_TASK_TYPE = "math"
+STOP_WAIT_S = 5.0
+_REQUIRED = ("instance_id", "messages", "reward")
+
+
+class RolloutBuffer:
+    """Items by instance, until their group is complete.  Safe to use from several threads.
+
+    Invariant: an item that was accepted is handed out once, with its whole group.
+    """
+
+    def __init__(self, generator: Generator, group_size: int = 1) -> None:
+        self.generator = generator
+        self.group_size = group_size
+        self.source = ""
+        """The file that the generator reads."""
+        self._groups: dict[str, list[Item]] = {}
+        self._since_reading: dict[str, list[Item]] = {}
+        self._lock = threading.Lock()
+
+    def write(self, item: Item) -> Item:
+        """Accept an item; the item with its time.
+
+        Raises:
+            ConfigError: a key is missing, or the reward is not a number.
+        """
+        missing = [key for key in _REQUIRED if item.get(key) is None]
+        if missing:
+            raise ConfigError(f"An item has no {', '.join(missing)}; it needs {', '.join(_REQUIRED)}.")
+        if isinstance(item["reward"], bool) or not isinstance(item["reward"], int | float):
+            raise ConfigError(f"An item's reward is {item['reward']!r}; it must be a number.")
+        item = {"timestamp": time.time(), **item}
+        with self._lock:
+            for groups in (self._groups, self._since_reading):
+                groups.setdefault(str(item["instance_id"]), []).append(item)
+        return item
+
+    def read(self) -> dict[str, Any]:
+        """``{"data": items of the complete groups, "meta_info": ...}``; the groups leave the buffer."""
+        with self._lock:
+            size, task_type = self.group_size, self.generator.task_type
+            valid = [g for g in self._groups.items() if self.generator.is_valid_group(g, size, task_type)]
+            if not valid:
+                return {"data": [], "meta_info": {}}
+            # Transformed before they leave: a transform that raises loses nothing.
+            items = [item for group in valid for item in self.generator.transform_group(group, task_type)[1]]
+            meta_info = self.generator.get_group_data_meta_info(self._since_reading)
+            for instance_id, _ in valid:
+                del self._groups[instance_id]
+            self._since_reading = {}
+            return {"data": items, "meta_info": meta_info}
+
+    def restart(self, generator: Generator, group_size: int, source: str = "") -> list[str]:
+        """Prepare for a generator's run; the instances that need not be played, for they wait here complete.
+
+        Incomplete groups are forgotten, because their instances are played again from the start; everything is, when
+        the run reads another ``source``.
+        """
+        with self._lock:
+            is_same = (self.generator.task_type, self.source) == (generator.task_type, source)
+            self.generator, self.group_size, self.source = generator, group_size, source
+            complete = [
+                g for g in self._groups.items() if generator.is_valid_group(g, group_size, generator.task_type)
+            ]
+            forgotten = len(self._groups) - (len(complete) if is_same else 0)
+            self._groups = dict(complete) if is_same else {}
+            if forgotten:
+                logger.warning("%d groups that waited were forgotten for a new start.", forgotten)
+            return list(self._groups)
+
+    def waiting(self) -> dict[str, int]:
+        """Instance -> items that wait."""
+        with self._lock:
+            return {instance_id: len(items) for instance_id, items in self._groups.items()}
+
+
+class GeneratorProcess:
+    """The one generator that may run: a new start ends the run before it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def start(self, generator: Generator, data: dict[str, Any]) -> int:
+        """Run the generator with ``data``; its process id."""
+        with self._lock:
+            self._stop()
+            words = ["-m", "slime_plugins.rollout_buffer.run_generator", str(generator.file), json.dumps(data)]
+            # A group of its own, so that its workers end with it.
+            self._process = subprocess.Popen([sys.executable, *words], start_new_session=True)
+            logger.info("Generator %s runs as process %d.", generator.task_type, self._process.pid)
+            return self._process.pid
+
+    def exit_code(self) -> int | None | str:
+        """The code it ended with; "running", or None before the first start."""
+        if self._process is None:
+            return None
+        code = self._process.poll()
+        return "running" if code is None else code
+
+    def stop(self) -> None:
+        """End the generator and its workers."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:  # all of it has ended
+                break
+            try:
+                self._process.wait(STOP_WAIT_S)
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.poll()
+
+
+def create_app(folders: Iterable[Path] = (), group_size: int = 1) -> FastAPI:
+    """The service, with the generators of the package and of ``folders``."""
+    generators = load_generators(folders)
+    buffer = RolloutBuffer(generators[DEFAULT_TASK_TYPE], group_size)
+    process = GeneratorProcess()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        process.stop()
+
+    app = FastAPI(title="slime rollout buffer", lifespan=lifespan)
+    app.state.buffer = buffer
+
+    @app.post("/buffer/write")
+    async def write(request: Request) -> dict[str, Any]:
+        try:
+            item = buffer.write(await _object(request))
+        except ConfigError as error:
+            raise HTTPException(422, str(error)) from error
+        return {"success": True, "message": "written", "data": {"data": [item], "meta_info": {}}}
+
+    @app.post("/get_rollout_data")
+    def read() -> dict[str, Any]:
+        data = buffer.read()
+        if not data["data"]:
+            return {"success": False, "message": "no complete group yet", "data": data}
+        return {"success": True, "message": f"{len(data['data'])} items", "data": data}
+
+    @app.post("/start_rollout")
+    async def start(request: Request) -> dict[str, Any]:
+        data = await _object(request)
+        task_type = data.get("task_type", DEFAULT_TASK_TYPE)
+        if task_type not in generators:
+            raise HTTPException(422, f"task_type is {task_type!r}; there is {', '.join(sorted(generators))}.")
+        try:
+            repeats = int(data.get("num_repeat_per_sample", 1))
+        except ValueError as error:
+            raise HTTPException(422, f"num_repeat_per_sample must be a number: {error}.") from error
+        await asyncio.to_thread(process.stop)  # before the buffer is looked at: it still writes
+        waiting = buffer.restart(generators[task_type], repeats, str(data.get("input_file", "")))
+        data["skip_instance_ids"] = [*(data.get("skip_instance_ids") or []), *waiting]
+        return {"message": "Rollout started", "process": process.start(generators[task_type], data)}
+
+    @app.get("/status")
+    def status() -> dict[str, Any]:
+        waiting = buffer.waiting()
+        return {
+            "task_type": buffer.generator.task_type,
+            "groups": len(waiting),
+            "items": sum(waiting.values()),
+            "generator": process.exit_code(),
+        }
+
+    return app
+
+
+async def _object(request: Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise HTTPException(422, f"The body is not JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise HTTPException(422, "The body must be an object.")
+    return body
+
+
+def main() -> None:
+    """Serve until the process is ended."""
+    import uvicorn
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--generator-dir", type=Path, action="append", default=[], help="more *_generator.py files")
+    parser.add_argument("--group-size", type=int, default=1, help="items of a group until a start says otherwise")
+    flags = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    uvicorn.run(create_app(flags.generator_dir, flags.group_size), host=flags.host, port=flags.port)
+
+
+if __name__ == "__main__":
+    main()
