@@ -217,6 +217,31 @@ def _trained_parameters(args: Namespace) -> Iterator[str]:
                 yield f"--{flag.replace('_', '-')}: {pattern!r} is no regular expression: {error}."
 
 
+def _distillation(args: Namespace) -> Iterator[str]:
+    if not args.use_opd:
+        for flag in ("opd_type", "opd_teacher_load", "opd_teacher_ckpt_step"):
+            if getattr(args, flag) is not None:
+                yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --use-opd."
+        return
+    if not args.compute_advantages_and_returns or args.loss_type == "sft_loss":
+        yield "--use-opd changes the advantages, and there are none: drop --disable-compute-advantages-and-returns."
+    if args.opd_type is None:
+        yield "--use-opd needs --opd-type: sglang for a teacher behind --rm-url, megatron for one in the trainer."
+    elif args.opd_type == "megatron":
+        if args.opd_teacher_load is None:
+            yield "--opd-type megatron loads the teacher in the trainer; name its checkpoint: --opd-teacher-load."
+    else:
+        for flag in ("opd_teacher_load", "opd_teacher_ckpt_step"):
+            if getattr(args, flag) is not None:
+                yield (
+                    f"--{flag.replace('_', '-')} is {getattr(args, flag)}, but with --opd-type sglang the teacher's "
+                    "server loads it; drop the flag, or use --opd-type megatron."
+                )
+        own = "slime.rollout.on_policy_distillation.reward_func"
+        if args.custom_rm_path == own and args.rm_url is None:
+            yield f"--custom-rm-path {own} asks the teacher at --rm-url, which is not given."
+
+
 def _fully_async(args: Namespace) -> Iterator[str]:
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
     if args.eval_function_path == path and args.eval_datasets and not args.debug_train_only:
@@ -290,6 +315,7 @@ CHECKS = (
     _loss,
     _off_policy,
     _trained_parameters,
+    _distillation,
     _fully_async,
     _saves,
     _evals,

@@ -31,6 +31,7 @@ def check_files(args: Namespace) -> None:
     if not args.debug_rollout_only:
         _check_starting_point(args)
     _check_reference(args)
+    _check_teacher(args)
     _check_replay(args)
     _check_prompts(args)
     _check_eval_data(args)
@@ -63,6 +64,11 @@ def _check_reference(args: Namespace) -> None:
         asking = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
         raise ConfigError(f"{asking} compares with a reference model; name its checkpoint: --ref-load.")
     inspect_checkpoint(args.ref_load, "--ref-load", step=args.ref_ckpt_step)
+
+
+def _check_teacher(args: Namespace) -> None:
+    if args.opd_teacher_load is not None and not args.debug_rollout_only:
+        inspect_checkpoint(args.opd_teacher_load, "--opd-teacher-load", step=args.opd_teacher_ckpt_step)
 
 
 def _check_replay(args: Namespace) -> None:

@@ -15,6 +15,11 @@ from tests.oracle import reference
 from tests.oracle.reference import Example, f64
 
 
+def teacher_log_probs(example: Example) -> Tensor:
+    """Of another policy than any of the example's own."""
+    return 0.6 * f64(example.reference) - 0.2
+
+
 def advantages_and_returns(args: Namespace, examples: list[Example]) -> tuple[list[Tensor], list[Tensor]]:
     """Of every example of the rollout, all steps together."""
     kind = args.advantage_estimator
@@ -30,6 +35,8 @@ def advantages_and_returns(args: Namespace, examples: list[Example]) -> tuple[li
             advantage = target = reference.reinforce_plus_plus_baseline(example, penalty, args.kl_coef)
         else:
             advantage = target = reference.reward_on_every_token(example)
+        if args.use_opd:
+            advantage = advantage - args.opd_kl_coef * (ours - teacher_log_probs(example))
         advantages.append(advantage)
         returns.append(target)
     if args.normalize_advantages:

@@ -20,7 +20,7 @@ from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
 from tests.dist.gloo_ranks import run_ranks
 from tests.oracle.batches import VOCABULARY, as_samples, bigram_policy, random_examples
-from tests.oracle.step import expected_steps
+from tests.oracle.step import expected_steps, teacher_log_probs
 
 COLUMNS = VOCABULARY + 1  # even, so that two shards are alike
 ROLLOUTS_PER_STEP = 4
@@ -81,6 +81,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "engine_log_probs": {"use_rollout_logprobs": True},
     "reused_log_probs": {"reuse_log_probs": True},
     "top_p": {"rollout_top_p": 0.9},
+    "distilled": {"use_opd": True},
+    "distilled_plain": {"use_opd": True, "normalize_advantages": False},
+    "distilled_engine": {"use_opd": True, "use_rollout_logprobs": True, "normalize_advantages": False},
+    "distilled_ppo": {"use_opd": True, "advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, **PENALTY},
     "recompute": {"recompute_loss_function": True},
     "no_chunks": {"log_probs_chunk_size": -1, "entropy_coef": 0.0},
 }
@@ -125,6 +129,7 @@ def arguments(variant: str) -> Namespace:
         "gamma": 1.0,
         "lambd": 1.0,
         "use_opd": False,
+        "opd_kl_coef": 0.7,
         "normalize_advantages": True,
     }
     return Namespace(**{**defaults, **VARIANTS[variant]})
@@ -170,6 +175,9 @@ def steps_of_this_rank(variant: str, packing: str, seed: int) -> list[dict[str, 
         data[name] = [
             slice_log_prob_with_cp(torch.tensor(getattr(e, field)), len(e.tokens), e.response_length) for e in picked
         ]
+    data["teacher_log_probs"] = [
+        slice_log_prob_with_cp(teacher_log_probs(e).float(), len(e.tokens), e.response_length) for e in picked
+    ]
     compute_advantages_and_returns(args, data)
     if args.reuse_log_probs:
         del data["log_probs"]

@@ -12,6 +12,9 @@ from slime.arguments.resolve import resolve
 from slime.arguments.validate import CHECKS
 from slime.utils.errors import ConfigError, DataError, HookError
 
+DISTILLATION = "slime.rollout.on_policy_distillation"
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
 
 @pytest.fixture
 def complaint(make_args):
@@ -62,6 +65,22 @@ def test_the_smallest_command_is_accepted(make_args):
         (["--actor-num-nodes", "0"], "leaves no GPU to train on"),
         (["--num-rollout", "1", "--qkv-format", "bshd"], "--qkv-format is bshd"),
         (["--use-critic"], "only ppo has a critic"),
+        (["--use-opd"], "--use-opd needs --opd-type"),
+        (["--opd-type", "sglang"], "no effect without --use-opd"),
+        (["--opd-teacher-load", "x"], "no effect without --use-opd"),
+        (["--use-opd", "--opd-type", "megatron"], "name its checkpoint: --opd-teacher-load"),
+        (["--use-opd", "--opd-type", "sglang", "--opd-teacher-load", "x"], "use --opd-type megatron"),
+        (["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", "/none"], "--opd-teacher-load"),
+        (["--use-opd", "--opd-type", "sglang", "--disable-compute-advantages-and-returns"], "there are none"),
+        (
+            ["--use-opd", "--opd-type", "sglang", "--custom-rm-path", f"{DISTILLATION}.reward_func"],
+            "the teacher at --rm-url",
+        ),
+        (["--use-opd", "--opd-type", "sglang"], None),
+        (["--stale-group-policy", "mask"], "needs --max-staleness"),
+        (["--rollout-function-path", FULLY_ASYNC, "--offload-rollout"], "use train_async.py"),
+        (["--eval-function-path", FULLY_ASYNC, "--eval-prompt-data", "x", "y"], "which cannot evaluate"),
+        (["--rollout-function-path", FULLY_ASYNC, "--max-staleness", "2"], None),
     ],
 )
 def test_impossible_combinations_are_refused(complaint, make_args, words, says):

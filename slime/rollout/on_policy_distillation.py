@@ -1,0 +1,142 @@
+"""On-policy distillation from a teacher that an SGLang server runs.
+
+    --use-opd --opd-type sglang --rm-url http://TEACHER/generate
+    --custom-rm-path slime.rollout.on_policy_distillation.reward_func
+    --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
+
+The "reward" of a sample is the teacher's answer to its tokens, with the log-prob of each; the second function makes
+``sample.teacher_log_probs`` of it.  The trainer then adds ``-opd_kl_coef * (student - teacher)`` to the advantages
+(``slime.algorithms.advantages.distillation``).  Evaluation needs a grader of its own: name it in ``--eval-config``.
+
+A teacher inside the trainer, ``--opd-type megatron``, needs none of this.  Teacher and student must have the same
+tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from slime.rollout.control_client import LoopSessions
+from slime.utils.errors import ConfigError, DataError, EngineError
+from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json
+from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.utils.types import Sample
+
+__all__ = ["post_process_rewards", "reward_func"]
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256
+REQUEST_TIMEOUT_S = 600.0
+MAX_ATTEMPTS = 10
+MAX_WAIT_S = 30.0
+
+_sessions = LoopSessions(max_connections=MAX_CONNECTIONS, timeout_s=REQUEST_TIMEOUT_S)
+
+
+async def close_teacher_client() -> None:
+    """Close the client of the running event loop."""
+    await _sessions.close()
+
+
+async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> Any:
+    """The teacher's answer to the sample's tokens; a list of answers for a list of samples.
+
+    Raises:
+        EngineError: the teacher did not answer, ``MAX_ATTEMPTS`` times, or refused.
+        ConfigError: ``--rm-url`` is not given.
+    """
+    if isinstance(sample, list):
+        return list(await asyncio.gather(*(reward_func(args, one) for one in sample)))
+    if not getattr(args, "rm_url", None):
+        raise ConfigError("--rm-url is not given; it must be the /generate address of the teacher's SGLang server.")
+    payload: dict[str, Any] = {
+        "input_ids": list(sample.tokens),
+        "sampling_params": {
+            "temperature": args.rollout_temperature,
+            "max_new_tokens": 0,
+            "skip_special_tokens": False,
+        },
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    images = (sample.multimodal_inputs or {}).get("images")
+    if images:
+        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
+    return await _ask(args.rm_url, encode_json(payload))
+
+
+async def _ask(url: str, body: bytes) -> dict[str, Any]:
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            headers = {"Content-Type": "application/json"}
+            async with _sessions.current().post(url, data=body, headers=headers) as response:
+                raw = await response.read()
+                if response.status >= 400 and response.status not in RETRIED_STATUSES:
+                    raise EngineError(f"The teacher {url} refused with status {response.status}: {_start_of(raw)}")
+                answer = decode_json(raw)
+                if response.status < 400 and isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict):
+                    return answer
+                problem = f"status {response.status}: {_start_of(raw)}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if attempt < MAX_ATTEMPTS:
+            wait_s = min(2.0 ** (attempt - 1), MAX_WAIT_S) + random.random()
+            logger.warning("The teacher %s failed (%s); asking again in %.1f s", url, problem, wait_s)
+            await asyncio.sleep(wait_s)
+    raise EngineError(
+        f"The teacher {url} failed {MAX_ATTEMPTS} times; last: {problem}. Look at its log, or change --rm-url."
+    )
+
+
+def _start_of(raw: bytes) -> str:
+    return raw[:300].decode(errors="replace") or "(empty body)"
+
+
+def post_process_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """Set ``teacher_log_probs`` of every sample.  The rewards are zeros: the teacher is all there is to learn from.
+
+    A sample whose teacher gave no answer (``--rm-failure-policy``) is taken out of the loss.
+
+    Raises:
+        DataError: the answer does not fit the sample's tokens.
+    """
+    for sample in samples:
+        if isinstance(sample.reward, dict):
+            sample.teacher_log_probs = teacher_log_probs(sample, sample.reward)
+        else:
+            logger.warning("Sample %s has no answer of the teacher; it is not trained.", sample.index)
+            sample.teacher_log_probs = [0.0] * sample.response_length
+            sample.remove_sample = True
+    return [0.0] * len(samples), [0.0] * len(samples)
+
+
+def teacher_log_probs(sample: Sample, answer: dict[str, Any]) -> list[float]:
+    """The teacher's log-prob of each response token, in nats.
+
+    Args:
+        answer: has ``meta_info.input_token_logprobs``: ``[log_prob, token_id, ...]`` for each token of the sample, the
+            first without a log-prob, since nothing precedes it.
+    """
+    entries = (answer.get("meta_info") or {}).get("input_token_logprobs")
+    if not isinstance(entries, list) or len(entries) <= sample.response_length:
+        got = f"{len(entries)} log-probs" if isinstance(entries, list) else "no input_token_logprobs"
+        raise DataError(
+            f"The teacher gave {got} for sample {sample.index}, which has {len(sample.tokens)} tokens, "
+            f"{sample.response_length} of them its response. Does the server at --rm-url return log-probs?"
+        )
+    tail = entries[1:][len(entries) - 1 - sample.response_length :]
+    for entry, token in zip(tail, sample.tokens[len(sample.tokens) - sample.response_length :], strict=True):
+        if entry[0] is None or entry[1] != token:
+            raise DataError(
+                f"The teacher read token {entry[1]} (log-prob {entry[0]}) where sample {sample.index} has {token}; "
+                "teacher and student must share their tokens. Check the model behind --rm-url."
+            )
+    return [float(entry[0]) for entry in tail]

@@ -1,0 +1,110 @@
+"""The teacher behind an SGLang server: what it is asked, what is made of its answer."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slime.rollout import on_policy_distillation
+from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
+from slime.utils.async_utils import run
+from slime.utils.errors import ConfigError, DataError, EngineError
+from slime.utils.types import Sample
+from tests.scripted_engine.script import Fault, Script
+from tests.scripted_engine.server import ScriptedEngine
+
+
+@pytest.fixture
+def teacher(monkeypatch) -> Iterator[ScriptedEngine]:
+    monkeypatch.setattr(on_policy_distillation, "MAX_WAIT_S", -1.0)  # no wait between attempts
+    monkeypatch.setattr(on_policy_distillation.random, "random", lambda: 1.01)
+    engine = ScriptedEngine(Script(log_prob=lambda token, position: -token / 10 - position))
+    engine.start()
+    yield engine
+    run(on_policy_distillation.close_teacher_client())
+    engine.stop()
+
+
+def arguments(engine: ScriptedEngine, **overrides: Any) -> Namespace:
+    return Namespace(**({"rm_url": f"{engine.url}/generate", "rollout_temperature": 0.7} | overrides))
+
+
+def sample(response_length: int = 3) -> Sample:
+    return Sample(index=4, tokens=[11, 12, 13, 14, 15], response_length=response_length)
+
+
+def test_the_teacher_reads_the_whole_sample_and_draws_nothing(teacher):
+    answer = run(reward_func(arguments(teacher), sample()))
+    [payload] = teacher.payloads
+    assert payload == {
+        "input_ids": [11, 12, 13, 14, 15],
+        "sampling_params": {"temperature": 0.7, "max_new_tokens": 0, "skip_special_tokens": False},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    assert [entry[1] for entry in answer["meta_info"]["input_token_logprobs"]] == [11, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("response_length", [0, 1, 3, 4])
+def test_the_log_probs_of_the_response_become_the_teachers(teacher, response_length):
+    samples = [sample(response_length)]
+    samples[0].reward = run(reward_func(arguments(teacher), samples[0]))
+    assert post_process_rewards(arguments(teacher), samples) == ([0.0], [0.0])
+    expected = [-token / 10 - position for position, token in enumerate([11, 12, 13, 14, 15])]
+    assert samples[0].teacher_log_probs == pytest.approx(expected[5 - response_length :])
+
+
+def test_a_list_of_samples_gives_a_list_of_answers(teacher):
+    answers = run(reward_func(arguments(teacher), [sample(), sample(1)]))
+    assert len(answers) == 2 and len(teacher.payloads) == 2
+
+
+def test_a_teacher_with_other_tokens_is_noticed():
+    entries = [[None, 11, None], [-1.0, 12, None], [-1.0, 13, None], [-1.0, 14, None], [-1.0, 99, None]]
+    wrong = sample()
+    wrong.reward = {"meta_info": {"input_token_logprobs": entries}}
+    with pytest.raises(DataError, match="read token 99.*where sample 4 has 15"):
+        post_process_rewards(Namespace(), [wrong])
+
+
+def test_a_server_that_gives_no_log_probs_is_noticed():
+    wrong = sample()
+    wrong.reward = {"meta_info": {}}
+    with pytest.raises(DataError, match="no input_token_logprobs for sample 4"):
+        post_process_rewards(Namespace(), [wrong])
+
+
+def test_a_sample_without_an_answer_is_not_trained(caplog):
+    lost = sample()
+    lost.reward = 0
+    post_process_rewards(Namespace(), [lost])
+    assert lost.remove_sample and lost.teacher_log_probs == [0.0, 0.0, 0.0]
+    assert "Sample 4 has no answer" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["status", "garbage", "empty"])
+def test_a_teacher_that_fails_for_a_while_is_asked_again(teacher, kind):
+    teacher.script.faults = [Fault(kind, requests=[0, 1], times=2)]
+    assert run(reward_func(arguments(teacher), sample()))["meta_info"]
+    assert len(teacher.payloads) == 3
+
+
+def test_a_teacher_that_goes_on_failing_is_named(teacher):
+    teacher.script.faults = [Fault("status", times=99)]
+    with pytest.raises(EngineError, match=r"failed 10 times; last: status 503.*--rm-url"):
+        run(reward_func(arguments(teacher), sample()))
+
+
+def test_a_teacher_that_refuses_is_asked_once(teacher):
+    teacher.script.max_context = 2
+    with pytest.raises(EngineError, match="refused with status 400"):
+        run(reward_func(arguments(teacher), sample()))
+    assert len(teacher.payloads) == 1
+
+
+def test_the_address_is_needed(teacher):
+    with pytest.raises(ConfigError, match="--rm-url"):
+        run(reward_func(arguments(teacher, rm_url=None), sample()))
