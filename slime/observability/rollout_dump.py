@@ -25,13 +25,16 @@ def save_rollout_dump(template: str, rollout_id: int, samples: Sequence[Sample],
     return path
 
 
-def load_rollout_dump(template: str, rollout_id: int, *, subsample: float | None = None) -> list[Sample]:
+def load_rollout_dump(
+    template: str, rollout_id: int, *, subsample: float | None = None, flag: str = "--load-debug-rollout-data"
+) -> list[Sample]:
     """Read the samples of one rollout.
 
     Args:
         template: the path template it was written with.
         rollout_id: which rollout.
         subsample: keep this fraction, half of it from the front and half from the back; None keeps all.
+        flag: what the user gave the template with.
 
     Raises:
         DataError: the file is missing or holds no samples.
@@ -39,7 +42,7 @@ def load_rollout_dump(template: str, rollout_id: int, *, subsample: float | None
     path = Path(template.format(rollout_id=rollout_id))
     if not path.exists():
         raise DataError(
-            f"--load-debug-rollout-data: {path} does not exist. It must be a file written by "
+            f"{flag}: {path} does not exist. It must be a file written by "
             "--save-debug-rollout-data, with {rollout_id} in the path when there is one file a rollout."
         )
     content = torch.load(path, weights_only=False)
@@ -48,5 +51,5 @@ def load_rollout_dump(template: str, rollout_id: int, *, subsample: float | None
         half = int(len(samples) * subsample) // 2
         samples = samples[:half] + samples[len(samples) - half :]
     if not samples:
-        raise DataError(f"--load-debug-rollout-data: {path} holds no samples (subsample {subsample})")
+        raise DataError(f"{flag}: {path} holds no samples (subsample {subsample})")
     return samples

@@ -18,6 +18,8 @@ from slime.observability.metric_utils import (
     dict_add_prefix,
     has_repetition,
 )
+from slime.observability.request_metrics import compute_request_metrics
+from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
 
@@ -57,6 +59,9 @@ def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> 
     metrics["repetition_frac"] = fmean(has_repetition(sample.response or "") for sample in samples)
     metrics |= _engine_figures(args, samples)
     metrics |= _reward_categories(args, samples)
+    failed = sum("reward_error" in (sample.metadata or {}) for sample in samples)
+    if failed:
+        metrics["reward_failed_frac"] = failed / len(samples)
     kept = [sample.rollout_top_p_token_ids for sample in samples if sample.rollout_top_p_token_ids is not None]
     if kept:
         metrics["top_p_kept_vocab_per_token"] = sum(len(ids) for ids in kept) / max(sum(lengths), 1)
@@ -107,11 +112,22 @@ def compute_perf_metrics_from_samples(
     waits = [sample.non_generation_time for sample in samples]
     if any(waits):
         metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
-        longest = max(waits)
-        metrics["longest_sample_non_generation_time"] = longest
-        if rollout_time > longest:
-            rate = sum(lengths) / (rollout_time - longest) / num_gpus
-            metrics["tokens_per_gpu_per_sec_without_non_generation"] = rate
+        metrics |= _rates_without_waits(lengths, waits, rollout_time, num_gpus, "")
+        metrics |= _rates_without_waits(effective, waits, rollout_time, num_gpus, "effective_")
+    return metrics | compute_request_metrics(samples)
+
+
+def _rates_without_waits(
+    lengths: Sequence[int], waits: Sequence[float], rollout_time: float, num_gpus: int, kind: str
+) -> dict[str, float]:
+    """Token rates, had the longest samples not waited for tools; their wait (mean, seconds) is subtracted."""
+    longest = max(lengths)
+    wait = fmean(wait for wait, length in zip(waits, lengths, strict=True) if length == longest)
+    metrics = {f"longest_{kind}sample_non_generation_time": wait}
+    if rollout_time > wait:
+        seconds = rollout_time - wait
+        metrics[f"longest_{kind}sample_tokens_per_sec_without_non_generation"] = longest / seconds
+        metrics[f"{kind}tokens_per_gpu_per_sec_without_non_generation"] = sum(lengths) / seconds / num_gpus
     return metrics
 
 
@@ -148,16 +164,38 @@ def compute_eval_record(
         data: name -> {"rewards": list, "truncated": list, "samples": list of Sample (optional)}.
     """
     record: dict[str, Any] = dict(extra_metrics or {})
+    answers = {config.name: config.n_samples_per_eval_prompt for config in getattr(args, "eval_datasets", None) or []}
     for name, results in data.items():
-        rewards = [float(reward) for reward in results["rewards"]]
+        rewards = [_eval_reward(reward, name) for reward in results["rewards"]]
         record[f"eval/{name}"] = fmean(rewards) if rewards else 0.0
         if results.get("truncated"):
             record[f"eval/{name}-truncated_ratio"] = fmean(results["truncated"])
         if results.get("samples"):
             details = compute_metrics_from_samples(args, results["samples"])
             record |= dict_add_prefix(details, f"eval/{name}/")
-        group_size = getattr(args, "n_samples_per_eval_prompt", 1)
-        if getattr(args, "log_passrate", False) and len(rewards) % group_size == 0:
+        group_size = answers.get(name, getattr(args, "n_samples_per_eval_prompt", 1))
+        is_whole = len(rewards) % group_size == 0 and not _is_fanned_out(results.get("samples") or [])
+        if getattr(args, "log_passrate", False) and is_whole:
             record |= dict_add_prefix(compute_pass_rate(rewards, group_size), f"eval/{name}-")
     record["eval/step"] = compute_rollout_step(args, rollout_id)
     return record
+
+
+def _eval_reward(reward: Any, name: str) -> float:
+    """A reward of an evaluation as a number.
+
+    Raises:
+        DataError: it is none.
+    """
+    if isinstance(reward, int | float):
+        return float(reward)
+    raise DataError(
+        f"A reward of evaluation set {name} is {str(reward)[:200]}; it must be a number. When the grader gives a "
+        "dict, choose an entry with --eval-reward-key, or log it with --custom-eval-rollout-log-function-path."
+    )
+
+
+def _is_fanned_out(samples: Sequence[Sample]) -> bool:
+    """True when one answer became several samples, so that neighbours are not the answers to one prompt."""
+    indices = [sample.index for sample in samples if sample.index is not None]
+    return len(set(indices)) < len(indices)

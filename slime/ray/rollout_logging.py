@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.observability.logging_utils import log
 from slime.observability.rollout_metrics import compute_eval_record, compute_rollout_record
+from slime.utils.errors import DataError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -30,8 +31,14 @@ def log_eval(
     seconds: float,
 ) -> dict[str, float]:
     """Log one evaluation; ``--custom-eval-rollout-log-function-path`` may do it instead.  Gives the record."""
-    record = compute_eval_record(args, rollout_id, data, extra) | {"perf/time_eval_s": seconds}
     path = args.custom_eval_rollout_log_function_path
-    if not (path and load_function(path)(rollout_id, args, data, extra)):
+    is_logged = bool(path and load_function(path)(rollout_id, args, data, extra))
+    try:
+        record = compute_eval_record(args, rollout_id, data, extra) | {"perf/time_eval_s": seconds}
+    except DataError:
+        if not is_logged:
+            raise
+        return {"perf/time_eval_s": seconds}  # rewards that only the hook can read
+    if not is_logged:
         log(args, record, step_key="eval/step")
     return record

@@ -122,10 +122,11 @@ def _samples_of(args: Namespace, dataset_cfg: EvalDatasetConfig) -> list[Sample]
     """A fresh sample for every answer wanted, prompt by prompt."""
     dataset = _load_dataset(args, dataset_cfg)
     samples: list[Sample] = []
-    for prompt in dataset.samples:
+    for number, prompt in enumerate(dataset.samples):
         for _ in range(dataset_cfg.n_samples_per_eval_prompt):
             sample = copy.deepcopy(prompt)
             sample.index = len(samples)
+            sample.group_index = number
             sample.session_id = str(uuid.uuid4())
             sample.metadata = dataset_cfg.inject_metadata(sample.metadata)
             sample.custom_rm_path = dataset_cfg.custom_rm_path

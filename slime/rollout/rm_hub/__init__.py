@@ -73,16 +73,26 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     async def grade() -> list[Any]:
         return [await _grade(args, sample, **kwargs)]
 
-    return (await grade_by_policy(args, [sample], grade))[0]
+    # A built-in grader whose reward lacks the entry wanted does so every time: a mistake of the flags.
+    may_vary = _custom_path(args, sample) is not None or _rm_type(args, sample) == "remote_rm"
+    return (await grade_by_policy(args, [sample], grade, may_vary=may_vary))[0]
+
+
+def _custom_path(args: Namespace, sample: Sample) -> str | None:
+    return sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+
+
+def _rm_type(args: Namespace, sample: Sample) -> str:
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    return (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
 
 
 async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     timeout_s = timeout_s_of(args)
-    path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+    path = _custom_path(args, sample)
     if path:
         return await within(timeout_s, load_function(path)(args, sample, **kwargs))
-    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    rm_type = (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
+    rm_type = _rm_type(args, sample)
     if rm_type.startswith(BOXED_PREFIX):
         rm_type = rm_type.removeprefix(BOXED_PREFIX)
         sample = copy.copy(sample)

@@ -82,9 +82,19 @@ async def within(timeout_s: float, call: Awaitable[Any]) -> Any:
 
 
 async def grade_by_policy(
-    args: Namespace, samples: Sequence[Sample], grade: Callable[[], Awaitable[Sequence[Any]]]
+    args: Namespace,
+    samples: Sequence[Sample],
+    grade: Callable[[], Awaitable[Sequence[Any]]],
+    *,
+    may_vary: bool = True,
 ) -> Sequence[Any]:
     """The rewards that ``grade`` gives to ``samples``, or those of ``--rm-failure-policy``.
+
+    Args:
+        args: the run's arguments.
+        samples: what is graded.
+        grade: gives one reward for each sample.
+        may_vary: the form of a reward may differ from one response to the next, so it is checked.
 
     Raises:
         ConfigError, HookError, NotImplementedError, ImportError: as ``grade`` raised them.
@@ -101,7 +111,7 @@ async def grade_by_policy(
         return rewards  # whoever asked says what is wrong with the function
     graded = []
     for sample, reward in zip(samples, rewards, strict=True):
-        problem = problem_with_reward(args, reward)
+        problem = problem_with_reward(args, reward) if may_vary else None
         if problem is None:
             FAILURES.succeeded()
             graded.append(reward)

@@ -5,6 +5,7 @@ from argparse import Namespace
 import pytest
 
 from slime.observability.rollout_metrics import compute_eval_record, compute_rollout_record
+from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
 ARGS = Namespace(
@@ -57,3 +58,56 @@ def test_an_eval_record_has_one_mean_a_data_set() -> None:
     assert (record["eval/a"], record["eval/b"], record["eval/step"]) == (0.5, 1.0, 9)
     assert record["eval/a-truncated_ratio"] == pytest.approx(0.5)
     assert record["eval/a/response_len/mean"] == 15.0
+
+
+def traced(**facts: float) -> Sample:
+    one = sample(0, 1.0, 10)
+    one.trace = {"events": [{"type": "span_end", "name": "sglang_generate", "attrs": facts}]}
+    return one
+
+
+def test_what_engines_said_of_their_requests_is_summed_up() -> None:
+    samples = [
+        traced(e2e_latency=2.0, queue_time=0.5, decode_throughput=10.0, pd_prefill_bootstrap_s=0.1),
+        traced(e2e_latency=4.0, queue_time=0.0, pd_decode_transfer_s=0.2, finish_reason="stop"),
+        sample(0, 0.0, 5),
+    ]
+    record = compute_rollout_record(ARGS, 0, samples, None, rollout_time=4.0)
+    assert (record["perf/request/e2e_latency/mean"], record["perf/request/e2e_latency/max"]) == (3.0, 4.0)
+    assert record["perf/request/queue_time/median"] == 0.25
+    assert record["perf/decode/throughput/min"] == 10.0
+    assert record["perf/prefill/bootstrap_s/mean"] == 0.1 and record["perf/decode/transfer_s/mean"] == 0.2
+
+
+def test_waits_for_tools_are_taken_off_the_longest_sample() -> None:
+    samples = [sample(0, 1.0, 10), sample(0, 1.0, 40)]
+    samples[0].non_generation_time, samples[1].non_generation_time = 3.0, 2.0
+    record = compute_rollout_record(ARGS, 0, samples, None, rollout_time=4.0)
+    assert record["perf/non_generation_time/max"] == 3.0
+    assert record["perf/longest_sample_non_generation_time"] == 2.0
+    assert record["perf/longest_sample_tokens_per_sec"] == 10.0
+    assert record["perf/longest_sample_tokens_per_sec_without_non_generation"] == 20.0
+    assert record["perf/longest_effective_sample_tokens_per_sec_without_non_generation"] == 20.0
+    assert record["perf/tokens_per_gpu_per_sec_without_non_generation"] == 12.5
+
+
+def test_responses_that_could_not_be_graded_are_counted() -> None:
+    samples = [sample(0, 1.0, 10), sample(0, 0.0, 10)]
+    assert "rollout/reward_failed_frac" not in compute_rollout_record(ARGS, 0, samples, None, rollout_time=1.0)
+    samples[1].metadata["reward_error"] = "TimeoutError"
+    assert compute_rollout_record(ARGS, 0, samples, None, rollout_time=1.0)["rollout/reward_failed_frac"] == 0.5
+
+
+def test_pass_rates_of_evaluations_use_each_data_sets_number_of_answers() -> None:
+    args = Namespace(**vars(ARGS), eval_datasets=[Namespace(name="a", n_samples_per_eval_prompt=2)])
+    data = {"a": {"rewards": [1, 0, 0, 0]}, "b": {"rewards": [1, 0]}}
+    record = compute_eval_record(args, 0, data)
+    assert (record["eval/a-pass@1"], record["eval/a-pass@2"]) == (0.25, 0.5)
+    assert not any(name.startswith("eval/b-pass") for name in record)
+    twins = [Sample(index=0), Sample(index=0), Sample(index=1), Sample(index=1)]
+    assert "eval/a-pass@1" not in compute_eval_record(args, 0, {"a": {"rewards": [1, 0, 0, 0], "samples": twins}})
+
+
+def test_a_reward_of_an_evaluation_must_be_a_number() -> None:
+    with pytest.raises(DataError, match="set a .*--eval-reward-key"):
+        compute_eval_record(ARGS, 0, {"a": {"rewards": [{"score": 1}]}})

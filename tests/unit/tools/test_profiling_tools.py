@@ -1,0 +1,160 @@
+"""Timelines of rollout dumps, profiles of engines, and their summaries."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from slime.observability.rollout_dump import save_rollout_dump
+from slime.observability.trace_utils import trace_span
+from slime.utils.types import Sample
+from tools import analyze_profile, profile_rollout, trace_timeline_viewer
+
+
+@pytest.fixture
+def dump(tmp_path):
+    samples = [Sample(index=i, group_index=i // 2) for i in range(4)]
+    for sample in samples:
+        with trace_span(sample, "generate_and_rm"), trace_span(sample, "</script>"):
+            pass
+    return save_rollout_dump(str(tmp_path / "{rollout_id}.pt"), 3, samples)
+
+
+def test_a_dump_becomes_a_trace_and_a_page(dump):
+    trace, page = trace_timeline_viewer.build(dump)
+    document = json.loads(trace.read_text())
+    assert [event["name"] for event in document["traceEvents"] if event["ph"] == "X"].count("generate_and_rm") == 4
+    html = page.read_text()
+    assert trace_timeline_viewer.DATA_MARK not in html and html.count("</script>") == 1
+    data = json.loads(html.split("const data = ", 1)[1].split(";\n", 1)[0])
+    assert [(row["group"], row["sample"]) for row in data["rows"]] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert [one[3] for one in data["rows"][0]["slices"]] == [0, 1] and data["seconds"] > 0
+
+
+def test_files_that_are_there_are_kept_until_they_shall_be_rebuilt(dump):
+    trace, _ = trace_timeline_viewer.build(dump)
+    trace.write_text("mine")
+    trace_timeline_viewer.build(dump)
+    assert trace.read_text() == "mine"
+    trace_timeline_viewer.build(dump, rebuild=True)
+    assert trace.read_text() != "mine"
+
+
+def test_the_viewer_serves_the_page_on_localhost(dump, capsys):
+    _, page = trace_timeline_viewer.build(dump)
+    thread = threading.Thread(target=trace_timeline_viewer.serve, args=(page, 0), daemon=True)
+    thread.start()
+    address = ""
+    while "http" not in address:
+        address += capsys.readouterr().out
+    with urllib.request.urlopen(address.split()[0], timeout=10) as answer:
+        assert b"Rollout timeline" in answer.read()
+
+
+def test_a_dump_without_traces_is_refused(tmp_path, capsys):
+    path = save_rollout_dump(str(tmp_path / "{rollout_id}.pt"), 0, [Sample(index=0)])
+    with pytest.raises(SystemExit) as ended:
+        trace_timeline_viewer.main([str(path), "--no-serve"])
+    assert ended.value.code == 2 and "holds no traces" in capsys.readouterr().err
+
+
+class _Worker(BaseHTTPRequestHandler):
+    calls: list[tuple[str, dict]] = []
+
+    def do_GET(self):
+        self._reply({"workers": [{"url": f"http://127.0.0.1:{self.server.server_port}"}]})
+
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        raw = self.rfile.read(length)
+        self.calls.append((self.path, {} if raw in (b"", b"null") else json.loads(raw)))
+        self._reply("Start profiling." if "start" in self.path else "Stop profiling.")
+
+    def _reply(self, value):
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def router():
+    _Worker.calls.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Worker)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_every_worker_is_told_to_profile(router, capsys):
+    profile_rollout.main(["--router-url", router, "--action", "start", "--output-dir", "/tmp/x", "--with-stack"])
+    profile_rollout.main(["--router-url", router, "--action", "stop"])
+    (start, body), (stop, nothing) = _Worker.calls
+    assert (start, stop, nothing) == ("/start_profile", "/stop_profile", {})
+    assert body == {
+        "output_dir": "/tmp/x",
+        "num_steps": 3,
+        "profile_by_stage": False,
+        "with_stack": True,
+        "record_shapes": False,
+    }
+    assert "Start profiling." in capsys.readouterr().out
+
+
+def test_a_router_that_is_not_there_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        profile_rollout.main(["--router-url", "http://127.0.0.1:9", "--action", "stop"])
+    assert "Check --router-url" in capsys.readouterr().err
+
+
+def slice_of(name, category, start, microseconds):
+    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": microseconds}
+
+
+def test_a_profile_is_summed_up_by_operation(tmp_path, capsys):
+    events = [
+        slice_of("gemm", "kernel", 0, 100),
+        slice_of("gemm", "kernel", 50, 100),
+        slice_of("ncclDevKernel_AllReduce", "kernel", 200, 50),
+        slice_of("Memcpy HtoD", "gpu_memcpy", 300, 10),
+        slice_of("aten::mm", "cpu_op", 0, 400),
+        {"ph": "M", "name": "process_name"},
+    ]
+    path = tmp_path / "host-rank1.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events, "distributedInfo": {"rank": 1}}, file)
+    summary = analyze_profile.summarise(path)
+    assert (summary.rank, summary.span_us, summary.busy_us) == (1, 400.0, 150 + 50 + 10)
+    assert {name: (t.kind, t.microseconds, t.calls) for name, t in summary.totals.items()} == {
+        "gemm": ("kernel", 200.0, 2),
+        "ncclDevKernel_AllReduce": ("communication", 50.0, 1),
+        "Memcpy HtoD": ("copy", 10.0, 1),
+        "aten::mm": ("operator", 400.0, 1),
+    }
+    analyze_profile.main(["--profile-dir", str(tmp_path), "--rank", "1", "--top-n", "2"])
+    shown = capsys.readouterr().out
+    assert "aten::mm" in shown and "gemm" in shown and "Memcpy" not in shown and "busy 52%" in shown
+    with pytest.raises(SystemExit):
+        analyze_profile.main(["--profile-dir", str(tmp_path)])
+    assert "there are [1]" in capsys.readouterr().err
+
+
+def test_a_real_profile_is_read(tmp_path):
+    import torch
+
+    with torch.profiler.profile() as profiler:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    profiler.export_chrome_trace(str(tmp_path / "a.json"))
+    (path,) = analyze_profile.find_traces(tmp_path, 0)
+    assert "aten::matmul" in analyze_profile.summarise(path).totals
