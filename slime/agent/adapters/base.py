@@ -20,7 +20,7 @@ from slime.agent.adapters import common
 from slime.agent.adapters.common import DEFAULT_SID, AdapterError, Reply, Session, TurnRecord
 from slime.agent.adapters.sessions import SessionBook
 from slime.agent.adapters.sse import EventStream
-from slime.agent.parsing import ParsedModelOutput, parse_model_output
+from slime.agent.parsing import ParsedModelOutput, check_parsers, parse_model_output
 from slime.agent.stitching import build_prompt_ids
 from slime.agent.trajectory import Message, TrajectoryManager
 from slime.utils.errors import EngineError, SlimeError
@@ -70,6 +70,7 @@ class BaseAdapter(ABC):
         generate_timeout_s: float = POST_TIMEOUT_S,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        check_parsers(tool_parser, reasoning_parser)  # here, not in the event loop at the first turn
         self.tokenizer = tokenizer
         self.sglang_url = sglang_url
         self.tool_parser = tool_parser

@@ -24,6 +24,14 @@ class ParsedModelOutput:
     """Whether reasoning was left open, or a tool call was broken or names no offered tool."""
 
 
+def check_parsers(tool_parser_name: str | None, reasoning_parser_name: str | None) -> None:
+    """Import the named parsers, which may take seconds, and refuse names that do not exist (ConfigError)."""
+    if tool_parser_name:
+        sglang_parsers.parse_tool_uses("", [], tool_parser_name)
+    if reasoning_parser_name:
+        sglang_parsers.split_reasoning("", reasoning_parser_name)
+
+
 def parse_tool_uses(
     text: str, *, tools_schema: Sequence[Mapping[str, Any]] | None, tool_parser_name: str | None = None
 ) -> ParsedTools:

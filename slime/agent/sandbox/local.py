@@ -70,7 +70,7 @@ class LocalSandbox:
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await _reap(process)
         result = ExecResult(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
         return checked(result, cmd, check)
 

@@ -1,0 +1,174 @@
+"""Harnesses: what they write and run, in a sandbox that only takes notes; and one real program in a real shell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tomllib
+
+import pytest
+
+from slime.agent.adapters import OpenAIAdapter
+from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness, HarnessContext
+from slime.agent.harness.common import extra_envs, install_node22, install_npm_cli, run_agent
+from slime.agent.sandbox import ExecResult, LocalSandbox
+from slime.utils.errors import ConfigError
+from slime.utils.types import Sample
+from tests.unit.agent.talking_engine import TalkingEngine
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class NoteTaking:
+    """A sandbox where every command succeeds unless ``fails`` names a part of it."""
+
+    sandbox_id = "notes"
+
+    def __init__(self, *fails):
+        self.fails = list(fails)
+        self.ran = []
+        self.files = {}
+
+    async def exec(self, cmd, *, user="root", env=None, timeout=120, check=False, idempotent=True):
+        self.ran.append((user, cmd))
+        failed = any(part in cmd for part in self.fails)
+        if failed and not check:
+            return ExecResult(1, "", "")
+        self.fails = [part for part in self.fails if part not in cmd]
+        return ExecResult(0, "0\n" if cmd.startswith("cat /tmp/slime-job") else "", "")
+
+    async def write_file(self, path, content, *, user="root"):
+        self.files[path] = content
+
+    async def read_file(self, path, *, user="root"):
+        return self.files[path]
+
+
+def run(harness, sb, **change):
+    settings = {"workdir": "/w", "session_id": "s/1", "adapter_url": "http://host:1/", "time_budget_sec": 5}
+    return asyncio.run(harness.run(sb, prompt="fix it; rm -rf '$HOME'", **{**settings, **change}))
+
+
+def test_claude_code_is_pointed_at_the_adapter(monkeypatch):
+    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ARGS", "--max-turns 3")
+    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", "A=1 B='two words'")
+    sb = NoteTaking()
+    assert run(ClaudeCodeHarness(), sb) == 0
+    script = sb.files["/tmp/slime-job-claude-code-s-1.sh"]
+    assert "export ANTHROPIC_BASE_URL=http://host:1\n" in script
+    assert "export ANTHROPIC_AUTH_TOKEN=s/1\n" in script
+    assert "export B='two words'\n" in script
+    assert "claude -p --dangerously-skip-permissions --output-format json --max-turns 3" in script
+    assert sb.files["/home/agent/.slime-prompt"] == "fix it; rm -rf '$HOME'"
+    assert "rm -rf" not in script  # the prompt is no part of a command
+    assert json.loads(sb.files["/home/agent/.claude.json"])["hasCompletedOnboarding"]
+    assert any(user == "agent" and "setsid" in cmd for user, cmd in sb.ran)
+
+
+def test_codex_gets_a_provider_that_is_the_adapter():
+    sb = NoteTaking()
+    assert run(CodexHarness(), sb) == 0
+    config = tomllib.loads(sb.files["/home/agent/.codex/config.toml"])
+    provider = config["model_providers"][config["model_provider"]]
+    assert (provider["base_url"], provider["wire_api"]) == ("http://host:1/v1", "chat")
+    script = sb.files["/tmp/slime-job-codex-s-1.sh"]
+    assert f"export {provider['env_key']}=s/1\n" in script and "codex exec" in script
+
+
+def test_a_harness_is_one_object():
+    assert ClaudeCodeHarness() is ClaudeCodeHarness()
+    assert CodexHarness() is not ClaudeCodeHarness()
+    with pytest.raises(TypeError):
+        BaseHarness()
+
+
+def test_node_and_the_package_come_from_tarballs_of_this_machine(tmp_path, monkeypatch):
+    node, package = tmp_path / "node.tar.xz", tmp_path / "cli.tgz"
+    node.write_bytes(b"node")
+    package.write_bytes(b"cli")
+    monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", str(node))
+    sb = NoteTaking("tool --version", "node -e")
+    asyncio.run(install_npm_cli(sb, node_runtime=install_node22, npm_package=package, check_cmd="tool --version"))
+    assert (sb.files["/tmp/node22.tar"], sb.files["/tmp/npm-package.tgz"]) == (node, package)
+    assert any("npm install -g" in cmd and "/tmp/npm-package.tgz" in cmd for _, cmd in sb.ran)
+
+
+def test_what_is_there_is_not_installed():
+    sb = NoteTaking()
+    asyncio.run(install_npm_cli(sb, node_runtime=install_node22, npm_package="x", check_cmd="tool --version"))
+    assert len(sb.ran) == 1
+
+
+def test_an_image_without_node_says_what_to_set(monkeypatch):
+    monkeypatch.delenv("SLIME_AGENT_NODE_TARBALL", raising=False)
+    with pytest.raises(ConfigError, match="SLIME_AGENT_NODE_TARBALL"):
+        asyncio.run(install_node22(NoteTaking("node -e")))
+    monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", "/nowhere.tar")
+    with pytest.raises(ConfigError, match="nowhere"):
+        asyncio.run(install_node22(NoteTaking("node -e")))
+
+
+def test_extra_variables_must_be_assignments(monkeypatch):
+    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", "JUST_A_NAME")
+    with pytest.raises(ConfigError, match="JUST_A_NAME"):
+        extra_envs("CC_EXTRA_ENVS")
+
+
+AGENT = """
+import json, os, sys, urllib.request
+task = sys.stdin.read()
+body = {"model": "m", "messages": [{"role": "user", "content": task}], "max_tokens": 50}
+headers = {"Authorization": "Bearer " + os.environ["KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["URL"] + "/v1/chat/completions", json.dumps(body).encode(), headers)
+open("answer.txt", "w").write(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+
+
+class ScriptHarness(BaseHarness):
+    """A dozen lines of Python as an agent program."""
+
+    name = "script"
+
+    async def install_cli(self, sb):
+        await sb.write_file("agent.py", AGENT)
+
+    async def write_config(self, sb, ctx):
+        await sb.write_file("task", "")
+
+    async def launch_and_wait(self, sb, ctx, prompt, time_budget_sec):
+        await sb.write_file("task", prompt)
+        command = f"{sys.executable} agent.py < task"
+        env = {"KEY": ctx.session_id, "URL": ctx.adapter_url, "NO_PROXY": "*"}
+        budget = {"session_id": ctx.session_id, "time_budget_sec": time_budget_sec}
+        return await run_agent(sb, name=self.name, cmd=command, workdir=ctx.workdir, env=env, **budget)
+
+
+def test_a_program_in_a_shell_becomes_a_sample(tokenizer):
+    engine = TalkingEngine(tokenizer, lambda prompt: "forty-two")
+    engine.start()
+    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url=engine.url)
+    server = run_app_in_thread(adapter.app, host="127.0.0.1")
+
+    async def play():
+        harness = ScriptHarness()
+        async with LocalSandbox() as sb:
+            adapter.open_session(sb.sandbox_id)
+            url = f"http://127.0.0.1:{server.port}"
+            ctx = HarnessContext(workdir=str(sb.folder), session_id=sb.sandbox_id, adapter_url=url)
+            await harness.install_cli(sb)
+            await harness.write_config(sb, ctx)
+            assert await harness.launch_and_wait(sb, ctx, "what is it?", 30) == 0
+            assert await sb.read_file("answer.txt") == "forty-two"
+            return await adapter.finish_session(sb.sandbox_id, base_sample=Sample(index=0), reward=1.0)
+
+    try:
+        (sample,) = asyncio.run(play())
+    finally:
+        server.stop()
+        engine.stop()
+    assert tokenizer.decode(sample.tokens).endswith(
+        "what is it?<|im_end|>\n<|im_start|>assistant\nforty-two<|im_end|>"
+    )
+    assert sample.loss_mask == [1] * sample.response_length

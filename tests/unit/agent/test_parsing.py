@@ -1,0 +1,115 @@
+"""Model output -> reasoning, text, tool calls; the built-in parsers and SGLang's own agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.agent.parsing import parse_model_output, parse_tool_uses, parse_xml_tool_uses, sglang_parsers
+from slime.backends.sglang_utils import cpu_shim
+from slime.utils.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(120)  # the first use imports SGLang
+
+
+@pytest.fixture(scope="module")
+def sglang():
+    """SGLang can be imported, on machines without its GPU parts too."""
+    cpu_shim.install()
+    sglang_parsers._tool_parts.cache_clear()
+    sglang_parsers._reasoning_part.cache_clear()
+    assert sglang_parsers._tool_parts() is not None
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "note": {"type": "string"}, "deep": {"type": "boolean"}},
+            },
+        },
+    }
+]
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "7"}}\n</tool_call>'
+CODER = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=note>\n7\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+GLM = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>note</arg_key>\n"
+    "<arg_value>7</arg_value>\n</tool_call>"
+)
+USE = {"name": "add", "input": {"a": 1, "note": "7"}}
+
+
+@pytest.mark.parametrize(
+    "text", [HERMES, CODER, GLM, CODER.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")]
+)
+def test_calls_are_read_in_every_common_format(text):
+    parsed = parse_xml_tool_uses(f"Let me see.\n{text}", TOOLS)
+    assert (parsed.text, parsed.tool_uses, parsed.ill_formed) == ("Let me see.", [USE], False)
+
+
+@pytest.mark.parametrize(("name", "text"), [("qwen25", HERMES), ("qwen3_coder", CODER), ("glm45", GLM)])
+def test_sglangs_parsers_give_the_same_as_the_built_in_ones(sglang, name, text):
+    theirs = parse_tool_uses(f"Hm.\n{text}", tools_schema=TOOLS, tool_parser_name=name)
+    assert (theirs.text, theirs.tool_uses, theirs.ill_formed) == ("Hm.", [USE], False)
+
+
+def test_sglangs_reasoning_parser_is_used_by_its_name(sglang):
+    parsed = parse_model_output("<think>\nwhy\n</think>\n\nso", reasoning_parser_name="qwen3")
+    assert (parsed.reasoning, parsed.text.strip(), parsed.ill_formed) == ("why", "so", False)
+
+
+def test_without_sglang_the_built_in_parsers_take_over(monkeypatch):
+    monkeypatch.setattr(sglang_parsers, "_tool_parts", lambda: None)
+    monkeypatch.setattr(sglang_parsers, "_reasoning_part", lambda: None)
+    raw = f"<think>why</think>so {HERMES}"
+    parsed = parse_model_output(raw, tools_schema=TOOLS, tool_parser_name="qwen25", reasoning_parser_name="qwen3")
+    assert (parsed.reasoning, parsed.text, parsed.tool_uses) == ("why", "so", [USE])
+
+
+def test_a_parser_that_does_not_exist_is_named(sglang):
+    with pytest.raises(ConfigError, match="qwen25"):
+        parse_tool_uses("x", tools_schema=TOOLS, tool_parser_name="nobody")
+    with pytest.raises(ConfigError, match="qwen3"):
+        parse_model_output("x", reasoning_parser_name="nobody")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>',
+        '<tool_call>{"name": "add"',
+        '<tool_call>{"name": "subtract", "arguments": {}}</tool_call>',
+        "<function=add><parameter=a>1</function>",
+    ],
+)
+def test_broken_calls_and_unknown_tools_are_ill_formed(text):
+    assert parse_xml_tool_uses(text, TOOLS).ill_formed
+
+
+@pytest.mark.parametrize(
+    ("raw", "reasoning", "text", "ill_formed"),
+    [
+        ("plain", "", "plain", False),
+        ("<think>a</think>b", "a", "b", False),
+        ("a</think>\n\nb", "a", "b", False),
+        ("<think>never closed", "never closed", "", True),
+    ],
+)
+def test_reasoning_is_split_off(raw, reasoning, text, ill_formed):
+    parsed = parse_model_output(raw)
+    assert (parsed.reasoning, parsed.text, parsed.ill_formed) == (reasoning, text, ill_formed)
+
+
+def test_a_call_where_no_tool_was_offered_is_text():
+    assert parse_model_output(HERMES).text == HERMES
+
+
+def test_values_take_the_type_of_the_schema_and_stay_text_where_they_do_not_fit():
+    text = "<function=add><parameter=a>many</parameter><parameter=deep>True</parameter></function>"
+    (use,) = parse_xml_tool_uses(text, TOOLS).tool_uses
+    assert use["input"] == {"a": "many", "deep": True}

@@ -1,0 +1,183 @@
+"""Sandboxes: this machine's folder for real, E2B against a client of its interface."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from slime.agent.sandbox import (
+    EXIT_TIME_BUDGET_EXCEEDED,
+    E2BSandbox,
+    LocalSandbox,
+    Sandbox,
+    SandboxError,
+    ensure_agent_user,
+    exec_and_wait,
+)
+from slime.agent.sandbox import e2b as e2b_module
+from slime.utils.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_both_are_sandboxes():
+    assert isinstance(LocalSandbox(), Sandbox) and isinstance(E2BSandbox("image"), Sandbox)
+
+
+def test_commands_and_files_of_the_local_sandbox(tmp_path):
+    async def play():
+        async with LocalSandbox() as sb:
+            await sb.write_file("deep/file.txt", "text")
+            (tmp_path / "source").write_bytes(b"from a path")
+            await sb.write_file("copy", tmp_path / "source")
+            assert await sb.read_file("deep/file.txt") == "text"
+            assert await sb.exec("cat copy; echo $NAME >&2; exit 3", env={"NAME": "x y"}) == (
+                3,
+                "from a path",
+                "x y\n",
+            )
+            with pytest.raises(SandboxError, match="code 3"):
+                await sb.exec("exit 3", check=True)
+            with pytest.raises(SandboxError, match="within 0 s"):
+                await sb.exec("sleep 30", timeout=0.2)
+            with pytest.raises(SandboxError, match="nothing"):
+                await sb.read_file("nothing")
+            return sb.folder
+
+    folder = asyncio.run(play())
+    assert not folder.exists()
+
+
+def test_a_long_job_gives_its_code_and_output_and_ends_at_its_budget(tmp_path):
+    async def play():
+        async with LocalSandbox() as sb:
+            tag = f"test-{sb.sandbox_id}"
+            done = await exec_and_wait(
+                sb,
+                cmd='echo "$GREETING from $PWD"; sleep 0.3; exit 5',
+                time_budget_sec=20,
+                tag=tag,
+                env={"GREETING": "it's me"},
+                workdir=str(tmp_path),
+                want_output=True,
+            )
+            assert done == (5, f"it's me from {tmp_path}\n")
+            marker = tmp_path / "still-running"
+            late = await exec_and_wait(
+                sb, cmd=f"(while true; do touch {marker}; sleep 0.1; done) & wait", time_budget_sec=0.5, tag=tag
+            )
+            assert late == (EXIT_TIME_BUDGET_EXCEEDED, "")
+            marker.unlink(missing_ok=True)
+            await asyncio.sleep(0.4)
+            assert not marker.exists()  # its children ended with it
+
+    asyncio.run(play())
+
+
+class Service:
+    """What E2B's client offers, by its documentation; fails as often as it is told."""
+
+    made: list = []
+
+    def __init__(self, options):
+        self.options = options
+        self.sandbox_id = "box-1"
+        self.failures = 0
+        self.ran = []
+        self.stored = {}
+        self.commands = SimpleNamespace(run=self.run)
+        self.files = SimpleNamespace(write=self.write, read=self.read)
+        self.killed = False
+
+    @classmethod
+    async def create(cls, **options):
+        cls.made.append(cls(options))
+        return cls.made[-1]
+
+    async def run(self, cmd, user, envs, timeout):
+        self.ran.append((cmd, user, envs, timeout))
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("lost")
+        if cmd == "false":
+            error = RuntimeError("Command exited with code 1")
+            error.exit_code, error.stdout, error.stderr = 1, "", "no"
+            raise error
+        return SimpleNamespace(exit_code=0, stdout="out", stderr="")
+
+    async def write(self, path, data, user):
+        self.stored[path] = data
+
+    async def read(self, path, user):
+        return self.stored[path]
+
+    async def kill(self):
+        self.killed = True
+
+
+class Box(E2BSandbox):
+    """With the client above."""
+
+    @staticmethod
+    def _service():
+        return Service
+
+
+def test_e2b_is_asked_as_its_client_wants(monkeypatch):
+    monkeypatch.setattr(e2b_module, "RETRY_WAIT_S", 0.0)
+
+    async def play():
+        async with Box("img", timeout=60, image_metadata_key="image", size="big") as sb:
+            service = Service.made[-1]
+            assert service.options == {"timeout": 60, "metadata": {"size": "big", "image": "img"}}
+            assert await sb.exec("true", user="agent", env={"A": "1"}, timeout=5) == (0, "out", "")
+            assert service.ran[-1] == ("true", "agent", {"A": "1"}, 5)
+            assert await sb.exec("false") == (1, "", "no")
+            with pytest.raises(SandboxError, match="code 1"):
+                await sb.exec("false", check=True)
+            await sb.write_file("/f", "text")
+            assert await sb.read_file("/f") == "text"
+            service.failures = 2
+            assert (await sb.exec("true")).code == 0
+            service.failures = 1
+            with pytest.raises(SandboxError, match="failed 1 time"):
+                await sb.exec("true", idempotent=False)
+            service.failures = 99
+            with pytest.raises(SandboxError, match="failed 4 time"):
+                await sb.exec("true")
+            return service
+
+    service = asyncio.run(play())
+    assert service.killed
+
+
+def test_settings_come_from_the_environment_in_both_spellings(monkeypatch):
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_LIFETIME_SEC", "77")
+    monkeypatch.setenv("SWE_RPC_RETRIES", "9")
+    monkeypatch.setenv("SLIME_AGENT_E2B_SANDBOX_SIZE", "small")
+    box = E2BSandbox("img")
+    assert (box.timeout, box.rpc_retries, box.size) == (77, 9, "small")
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_LIFETIME_SEC", "long")
+    with pytest.raises(ConfigError, match="SLIME_AGENT_SANDBOX_LIFETIME_SEC"):
+        E2BSandbox("img")
+
+
+def test_a_missing_package_is_named():
+    async def enter():
+        async with E2BSandbox("img"):
+            pass
+
+    with pytest.raises(ConfigError, match="pip install e2b"):
+        asyncio.run(enter())
+
+
+def test_the_agents_user_is_made_as_root():
+    async def play():
+        async with Box("img") as sb:
+            await ensure_agent_user(sb, "/work dir")
+        return Service.made[-1].ran[0]
+
+    cmd, user, _, _ = asyncio.run(play())
+    assert user == "root" and "useradd -m" in cmd and "chown -R agent '/work dir'" in cmd

@@ -1,0 +1,171 @@
+"""Turns -> samples, by hand-written ids."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.agent.trajectory import TrajectoryManager, TurnRecord, common_length, message_key
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+
+BASE = Sample(index=4, group_index=2, prompt="p", label="l", rollout_id=0)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def turn(prompt, output, **more):
+    return TurnRecord(prompt_ids=prompt, output_ids=output, output_log_probs=[-0.1 * t for t in output], **more)
+
+
+def record(manager, said, answer, prompt, output, sid="s", **more):
+    metadata = more.pop("metadata", None)
+    manager.record_turn(
+        sid, turn=turn(prompt, output, **more), prompt_messages=said, response_message=answer, metadata=metadata
+    )
+
+
+def test_a_prompt_that_repeats_the_ids_goes_on_in_the_same_sample():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1, 2], [3, 4])
+    record(manager, [user("a"), assistant("b"), user("c")], assistant("d"), [1, 2, 3, 4, 5, 6], [7])
+    (sample,) = manager.get_trajectory("s", base_sample=BASE, reward=1.0)
+    assert sample.tokens == [1, 2, 3, 4, 5, 6, 7]
+    assert sample.loss_mask == [1, 1, 0, 0, 1]
+    assert sample.rollout_log_probs == pytest.approx([-0.3, -0.4, 0.0, 0.0, -0.7])
+    assert (sample.index, sample.group_index, sample.rollout_id, sample.reward) == (4, 2, 0, 1.0)
+    assert (manager.has_session("s"), manager.turn_count("s")) == (True, 2)
+
+
+def test_a_small_rewriting_cuts_the_chain_back_and_a_large_one_forks():
+    said = [user("a"), assistant("b"), user("c")]
+    for threshold, expected in ((2, 1), (1, 2), (0, 2)):
+        manager = TrajectoryManager(fork_threshold_tokens=threshold)
+        record(manager, [user("a")], assistant("b"), [1, 2], [3, 4, 5])
+        record(manager, said, assistant("d"), [1, 2, 3, 9, 9], [7])
+        samples = manager.get_trajectory("s", base_sample=BASE)
+        assert len(samples) == expected
+        trained = [
+            [t for t, on in zip(s.tokens[-s.response_length :], s.loss_mask, strict=True) if on] for s in samples
+        ]
+        assert trained == ([[3, 7]] if expected == 1 else [[3, 4, 5], [7]])
+        assert samples[-1].tokens == [1, 2, 3, 9, 9, 7]
+
+
+def test_a_rewritten_first_prompt_always_forks():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1, 2], [3])
+    record(manager, [user("a"), assistant("b"), user("c")], assistant("d"), [1, 8, 3, 5], [7])
+    assert [s.tokens for s in manager.get_trajectory("s", base_sample=BASE)] == [[1, 2, 3], [1, 8, 3, 5, 7]]
+
+
+def test_two_conversations_of_one_session_do_not_mix():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1, 2], [3])
+    record(manager, [user("title?")], assistant("T"), [1, 5], [6])
+    record(manager, [user("a"), assistant("b"), user("c")], assistant("d"), [1, 2, 3, 4], [7])
+    samples = manager.get_trajectory("s", base_sample=BASE)
+    assert [s.tokens for s in samples] == [[1, 2, 3, 4, 7], [1, 5, 6]]
+
+
+def test_every_drawn_token_is_trained_exactly_once_when_a_turn_is_played_again():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1], [2])
+    said = [user("a"), assistant("b"), user("c")]
+    record(manager, said, assistant("d"), [1, 2, 3], [4])
+    record(manager, said, assistant("e"), [1, 2, 3], [5])
+    samples = manager.get_trajectory("s", base_sample=BASE)
+    assert [(s.tokens, s.loss_mask) for s in samples] == [([1, 2, 3, 4], [1, 0, 1]), ([1, 2, 3, 5], [1])]
+
+
+def test_ids_decide_where_messages_do_not():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1], [2])
+    record(manager, [user("A rewritten"), assistant("b"), user("c")], assistant("d"), [1, 2, 3], [4])
+    assert len(manager.get_trajectory("s", base_sample=BASE)) == 1
+
+
+def test_the_longest_known_beginning_is_found_without_its_reasoning():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b", reasoning_content="because"), [1], [2])
+    known = manager.known_prefix("s", [user("a"), assistant(" b\n"), user("c")])
+    assert (known.ids, known.messages[-1]["reasoning_content"]) == ([1, 2], "because")
+    assert manager.known_prefix("s", [user("x"), assistant("b")]) is None
+    assert manager.known_prefix("other", [user("a")]) is None
+
+
+def test_a_limit_cuts_the_sample_and_says_so():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1, 2], [3, 4])
+    (sample,) = manager.get_trajectory("s", base_sample=BASE, max_sample_tokens=3)
+    assert (sample.tokens, sample.loss_mask, sample.metadata["truncated"]) == ([1, 2, 3], [1], True)
+    assert manager.get_trajectory("s", base_sample=BASE, max_sample_tokens=2) == []
+
+
+def test_facts_about_turns_reach_the_metadata():
+    manager = TrajectoryManager()
+    facts = {"use_tool": True, "ill_formed": True}
+    record(manager, [user("a")], assistant("b"), [1], [2], finish_reason="length", metadata=facts)
+    (sample,) = manager.get_trajectory("s", base_sample=BASE, extra_metadata={"task": 1})
+    expected = {"task": 1, "truncated": True, "use_tool": True, "ill_formed": True, "num_turns": 1}
+    assert {key: sample.metadata[key] for key in expected} == expected
+    assert sample.status is Sample.Status.COMPLETED
+
+
+def test_only_the_newest_weights_are_trained_on_request():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1], [2, 3, 4], weight_spans=[("7", 2), ("8", 1)])
+    (sample,) = manager.get_trajectory("s", base_sample=BASE, mask_off_policy=True)
+    assert (sample.loss_mask, sample.weight_versions) == ([0, 0, 1], ["7", "8"])
+    assert sample.metadata["weight_spans"] == [("7", 0, 2), ("8", 2, 3)]
+
+
+def test_time_between_turns_is_time_of_tools():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1], [2], began_s=10.0, ended_s=11.0)
+    record(manager, [user("a"), assistant("b"), user("c")], assistant("d"), [1, 2, 3], [4], began_s=14.0, ended_s=15.0)
+    (sample,) = manager.get_trajectory("s", base_sample=BASE)
+    assert sample.non_generation_time == 3.0
+
+
+def test_a_dropped_session_is_gone():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1], [2])
+    manager.drop_session("s")
+    assert not manager.has_session("s")
+    assert manager.get_trajectory("s", base_sample=BASE) == []
+
+
+def test_a_turn_whose_parts_do_not_fit_is_refused():
+    with pytest.raises(DataError, match="2 log-probs for 1"):
+        TurnRecord(prompt_ids=[1], output_ids=[2], output_log_probs=[0.0, 0.0])
+    with pytest.raises(DataError, match="do not cover"):
+        turn([1], [2], weight_spans=[("1", 5)])
+
+
+def test_messages_that_say_the_same_have_one_key():
+    as_text = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}],
+    }
+    as_object = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+    assert message_key(as_text) == message_key({**as_object, "reasoning_content": "x"})
+    assert message_key(as_text) != message_key({"role": "assistant", "content": ""})
+
+
+@pytest.mark.parametrize("shared", [0, 1, 5, 16, 17])
+def test_common_length_is_what_a_loop_counts(shared):
+    first = list(range(17))
+    second = first[:shared] + [-1] * 5
+    assert common_length(first, second) == shared
+    assert common_length(second, first) == shared

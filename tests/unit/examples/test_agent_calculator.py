@@ -1,0 +1,76 @@
+"""The example of docs/agent.md, as the rollout calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from argparse import Namespace
+
+import pytest
+
+from examples.agent_calculator import generate as example
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
+from slime.utils.types import Sample
+from tests.unit.agent.talking_engine import TalkingEngine, make_tokenizer
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def policy(prompt):
+    result = re.findall(r"<tool_response>(.*?)</tool_response>", prompt)
+    if result:
+        return f"It is {result[-1]}."
+    a, b = re.findall(r"\d+", prompt.rpartition("<|im_start|>user")[2])
+    return f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+
+
+@pytest.fixture
+def args(tmp_path, monkeypatch):
+    make_tokenizer().save_pretrained(tmp_path)
+    engine = TalkingEngine(make_tokenizer(), policy)
+    engine.start()
+    monkeypatch.setattr(example, "_SERVERS", [])
+    GenerateState.clear_instances()
+    yield Namespace(
+        hf_checkpoint=str(tmp_path),
+        sglang_router_ip="127.0.0.1",
+        sglang_router_port=engine.port,
+        sglang_server_concurrency=8,
+        rollout_num_gpus=1,
+        rollout_num_gpus_per_engine=1,
+        rollout_temperature=1.0,
+        rollout_top_p=1.0,
+        rollout_top_k=-1,
+        rollout_max_response_len=300,
+        rollout_stop=None,
+        rollout_stop_token_ids=None,
+        rollout_skip_special_tokens=False,
+        sglang_enable_deterministic_inference=False,
+        partial_rollout=False,
+        mask_offpolicy_in_partial_rollout=False,
+        group_rm=False,
+        custom_generate_function_path="examples.agent_calculator.generate.generate",
+        rollout_seed=0,
+        n_samples_per_prompt=1,
+        sglang_dp_size=1,
+    )
+    for _, handle in example._SERVERS:
+        handle.stop()
+    engine.stop()
+    GenerateState.clear_instances()
+
+
+def test_the_rollout_gets_one_trained_sample_of_two_turns_with_its_reward(args):
+    sample = Sample(index=5, group_index=1, prompt="What is 12 times 13?", label="156")
+    params = {"temperature": 1.0, "max_new_tokens": 200}
+    (played,) = asyncio.run(generate_and_rm(args, sample, params))
+    assert (played.reward, played.index, played.rollout_id) == (1.0, 5, 5)
+    assert played.metadata["num_turns"] == 2 and played.metadata["use_tool"]
+    assert 0 in played.loss_mask and played.loss_mask[0] == played.loss_mask[-1] == 1
+    assert played.response.endswith("It is 156.<|im_end|>")
+
+
+def test_wrong_arguments_are_an_answer_of_the_tool():
+    assert example.multiply('{"a": 3, "b": 4}') == "12"
+    assert example.multiply("{").startswith("error")
+    assert example.multiply('{"a": 3}').startswith("error")
