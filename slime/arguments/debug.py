@@ -43,7 +43,7 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
         "--save-debug-train-data",
         default=None,
         metavar="TEMPLATE",
-        help="File for each rank's train data; has {rollout_id}.",
+        help="File for what each rollout was trained on, all ranks together; has {rollout_id}.",
     )
     group.add_argument(
         "--dump-details", default=None, metavar="DIR", help="Folder for both dumps; sets the two flags above."

@@ -32,7 +32,6 @@ NO_DISK_PUSH = "weights do not travel over disk yet"
 NO_REPLAY = "expert routing is not replayed yet"
 NO_CI_CHECKS = "the checks of a CI run are not built yet"
 NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
-NO_TRAIN_DUMP = "train data is not dumped yet; --save-debug-rollout-data records the samples"
 
 NOT_YET: dict[str, Missing] = {
     "advantage_estimator": Missing(reason=NO_CRITIC, used=lambda value: value == "ppo"),
@@ -51,9 +50,6 @@ NOT_YET: dict[str, Missing] = {
     "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),
     "qwen_gdn_backend": Missing(reason="the gated delta net is not built yet", used=lambda value: value != "fla"),
     "use_stateless_adam": Missing(reason="this optimizer is not built yet"),
-    "load_forge_rollout_data": Missing(reason="samples cannot be replayed beside running engines yet", used=_is_given),
-    "save_debug_train_data": Missing(reason=NO_TRAIN_DUMP, used=_is_given),
-    "dump_details": Missing(reason=NO_TRAIN_DUMP, used=_is_given),
     "log_multi_turn": Missing(reason="metrics of turns are not computed yet"),
     "log_correct_samples": Missing(reason="statistics of correct samples are not computed yet"),
     "memory_recorder": Missing(reason="memory is recorded by torch only, so far", used=lambda value: value != "torch"),

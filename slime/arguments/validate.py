@@ -242,7 +242,7 @@ def _distillation(args: Namespace) -> Iterator[str]:
             yield f"--custom-rm-path {own} asks the teacher at --rm-url, which is not given."
 
 
-def _fully_async(args: Namespace) -> Iterator[str]:
+def _rollout_functions(args: Namespace) -> Iterator[str]:
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
     if args.eval_function_path == path and args.eval_datasets and not args.debug_train_only:
         yield (
@@ -253,6 +253,13 @@ def _fully_async(args: Namespace) -> Iterator[str]:
         yield (
             f"--rollout-function-path {path} keeps requests in flight while the trainer works, so the engines' memory "
             "cannot be taken away: drop --colocate and --offload-rollout, and use train_async.py."
+        )
+    forge = "slime.rollout.forge_load.generate_rollout"
+    if (args.load_forge_rollout_data is not None) != (forge in (args.rollout_function_path, args.eval_function_path)):
+        yield (
+            f"--load-forge-rollout-data is {args.load_forge_rollout_data} and --rollout-function-path is "
+            f"{args.rollout_function_path}; a replay beside engines takes both the file and --rollout-function-path "
+            f"{forge}."
         )
     if args.stale_group_policy != "regenerate" and args.max_staleness is None:
         yield f"--stale-group-policy {args.stale_group_policy} needs --max-staleness, which says what is stale."
@@ -316,7 +323,7 @@ CHECKS = (
     _off_policy,
     _trained_parameters,
     _distillation,
-    _fully_async,
+    _rollout_functions,
     _saves,
     _evals,
     _dump_templates,

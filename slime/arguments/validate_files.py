@@ -72,15 +72,18 @@ def _check_teacher(args: Namespace) -> None:
 
 
 def _check_replay(args: Namespace) -> None:
-    template = args.load_debug_rollout_data
-    if template is None:
-        return
+    for flag in ("load_debug_rollout_data", "load_forge_rollout_data"):
+        if (template := getattr(args, flag)) is not None:
+            _check_dumps(template, f"--{flag.replace('_', '-')}")
+
+
+def _check_dumps(template: str, flag: str) -> None:
     pattern = "".join(
         glob.escape(text) + ("" if field is None else "*") for text, field, _, _ in string.Formatter().parse(template)
     )
     if not glob.glob(pattern):
         raise ConfigError(
-            f"--load-debug-rollout-data: no file fits {template}. Record some with --save-debug-rollout-data, and "
+            f"{flag}: no file fits {template}. Record some with --save-debug-rollout-data, and "
             "write {rollout_id} where the number stands."
         )
 

@@ -24,6 +24,7 @@ from slime.backends.megatron_utils.forward import Reader, forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
 from slime.backends.megatron_utils.model_switch import ModelSwitch
+from slime.backends.megatron_utils.train_dump import dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight import sender_class
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
@@ -188,8 +189,11 @@ class MegatronTrainRayActor(TrainWorker):
             with timer("advantages"):
                 compute_advantages_and_returns(args, data)
         metrics = self._postprocess_and_log(rollout_id, data)
+        recorded = self._recorded_log_probs(data, iterators) if args.save_debug_train_data else {}
         with timer("actor_train"), self._profiler.profile("train_actor", rollout_id):
             metrics |= self._take_steps(rollout_id, data, iterators, args.loss_type)
+        if args.save_debug_train_data:
+            dump_train_data(args, rollout_id, data | recorded)
         self._keep_policies(rollout_id)
         return metrics
 
@@ -210,6 +214,13 @@ class MegatronTrainRayActor(TrainWorker):
         name = "values" if read is get_values else f"{prefix}log_probs"
         with timer(name), self._profiler.profile("train_log_probs", self._rollout_id):
             data.update(forward_only(read, self.args, self.model, iterators, data["num_microbatches"], prefix))
+
+    def _recorded_log_probs(self, data: RolloutBatch, iterators: list[DataIterator]) -> dict[str, Any]:
+        """Log-probs for the dump alone, where training takes them from its first forward pass and keeps none."""
+        if not needs_old_log_probs(self.args, data) or not self.args.compute_advantages_and_returns:
+            counts = data["num_microbatches"]
+            return forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, counts)
+        return {}
 
     def _postprocess_and_log(self, rollout_id: int, data: RolloutBatch) -> dict[str, float]:
         args = self.args

@@ -20,7 +20,7 @@ from slime.observability.metric_utils import compute_pass_rate, dict_add_prefix
 from slime.train_data.flops import FlopsModel
 from slime.utils.types import RolloutBatch
 
-_TOKEN_COLUMNS = (
+TOKEN_COLUMNS = (
     "log_probs",
     "ref_log_probs",
     "rollout_log_probs",
@@ -97,7 +97,7 @@ def rollout_metrics(args: Namespace, rollout_data: RolloutBatch) -> dict[str, fl
     if args.calculate_per_token_loss:
         local_tokens = float(sum(mask.sum().item() for mask in rollout_data["loss_masks"]))
     sums: dict[str, list[float]] = {}
-    for name in _TOKEN_COLUMNS:
+    for name in TOKEN_COLUMNS:
         if rollout_data.get(name) is not None:
             total = float(reduce(torch.cat([values.float() for values in rollout_data[name]])))
             # Every rank adds 1 / dp of the number of rollouts, or its own tokens.

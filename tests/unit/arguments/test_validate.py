@@ -13,6 +13,7 @@ from slime.arguments.validate import CHECKS
 from slime.utils.errors import ConfigError, DataError, HookError
 
 DISTILLATION = "slime.rollout.on_policy_distillation"
+FORGE = "slime.rollout.forge_load.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
@@ -78,6 +79,11 @@ def test_the_smallest_command_is_accepted(make_args):
         ),
         (["--use-opd", "--opd-type", "sglang"], None),
         (["--stale-group-policy", "mask"], "needs --max-staleness"),
+        (["--load-forge-rollout-data", "x.pt"], "takes both the file and --rollout-function-path"),
+        (["--rollout-function-path", FORGE], "--load-forge-rollout-data is None"),
+        (["--rollout-function-path", FORGE, "--load-forge-rollout-data", "/none/{rollout_id}.pt"], "no file fits"),
+        (["--dump-details", "details"], None),
+        (["--save-debug-train-data", "x_{step}.pt"], "it may only have {rank} and {rollout_id}"),
         (["--rollout-function-path", FULLY_ASYNC, "--offload-rollout"], "use train_async.py"),
         (["--eval-function-path", FULLY_ASYNC, "--eval-prompt-data", "x", "y"], "which cannot evaluate"),
         (["--rollout-function-path", FULLY_ASYNC, "--max-staleness", "2"], None),

@@ -1,0 +1,72 @@
+"""Recorded samples in place of generation, while the engines run: everything else of the job is real.
+
+    --rollout-function-path slime.rollout.forge_load.generate_rollout
+    --load-forge-rollout-data DIR/{rollout_id}.pt
+
+The files are those of ``--save-debug-rollout-data``.  A rollout without a file of its own gets that of rollout 0, so
+one file is enough to exercise memory, weight pushes and speed for as long as one likes.  ``--load-debug-rollout-data``
+replays the same files without engines.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.observability.rollout_dump import load_rollout_dump
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.utils.errors import ConfigError
+from slime.utils.types import Sample
+
+__all__ = ["generate_rollout"]
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--load-forge-rollout-data"
+EVAL_NAME = "forge_eval"
+
+
+def generate_rollout(
+    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The recorded samples of a rollout, grouped by prompt; of an evaluation, under the name ``forge_eval``.
+
+    Raises:
+        ConfigError: the flag is not given.
+        DataError: neither this rollout's file nor that of rollout 0 is there.
+    """
+    template = args.load_forge_rollout_data
+    if not template:
+        raise ConfigError(f"{FLAG} is not given; it must name a file that --save-debug-rollout-data wrote.")
+    if evaluation:
+        path = _first_that_exists(template, f"eval_{rollout_id}", "eval_0", rollout_id, 0)
+        return RolloutFnEvalOutput(data={EVAL_NAME: _results(args, load_rollout_dump(path, rollout_id, flag=FLAG))})
+    path = _first_that_exists(template, rollout_id, 0)
+    samples = load_rollout_dump(path, rollout_id, flag=FLAG)
+    logger.info("Rollout %d: %d samples from %s", rollout_id, len(samples), path)
+    return RolloutFnTrainOutput(samples=in_groups(samples))
+
+
+def in_groups(samples: list[Sample]) -> list[list[Sample]]:
+    """Neighbours of one ``group_index`` together; samples without one each alone."""
+    groups: list[list[Sample]] = []
+    for sample in samples:
+        if groups and sample.group_index is not None and groups[-1][0].group_index == sample.group_index:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
+def _first_that_exists(template: str, *names: int | str) -> str:
+    paths = [template.format(rollout_id=name) for name in names]
+    return next((path for path in paths if Path(path).exists()), paths[0])
+
+
+def _results(args: Namespace, samples: list[Sample]) -> dict[str, Any]:
+    key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
+    rewards = [sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward for sample in samples]
+    truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
+    return {"rewards": rewards, "truncated": truncated, "samples": samples}

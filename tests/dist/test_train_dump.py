@@ -1,0 +1,59 @@
+"""``--save-debug-train-data``: the same file whatever the layout, and it holds what was trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.observability.train_dump import load_train_dump
+from tests.dist.trainer_case import LENGTHS, cut, make_args, make_train_data, run_workers, start_worker, write_model
+
+pytestmark = pytest.mark.dist
+
+LAYOUTS = {
+    "DP2": (),
+    "CP2": ("--context-parallel-size", "2"),
+    "TP2": ("--tensor-model-parallel-size", "2"),
+    "PP2": ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"),
+    "reused": ("--advantage-estimator", "grpo"),
+}
+
+
+def train_and_dump(rank: int, world_size: int, port: int, hf: str, folder: str) -> None:
+    for name, layout in LAYOUTS.items():
+        flags = ("--actor-num-gpus-per-node", world_size, *layout)
+        flags += ("--save-debug-train-data", f"{folder}/{name}/{{rollout_id}}.pt")
+        if name != "reused":
+            flags += ("--kl-coef", 0.2, "--advantage-estimator", "reinforce_plus_plus_baseline")
+            flags += ("--normalize-advantages",)
+        args = make_args(Path(hf), *flags)
+        worker = start_worker(args, rank, world_size, port, with_ref=name != "reused")
+        parallel = worker.get_parallel_config()
+        worker.train(3, cut(args, make_train_data(), parallel)[parallel["dp_rank"]])
+
+
+def test_all_layouts_write_the_same_samples(tmp_path):
+    write_model(tmp_path / "hf")
+    run_workers(train_and_dump, 2, str(tmp_path / "hf"), str(tmp_path), timeout_s=250)
+    dumps = {name: load_train_dump(tmp_path / name / "3.pt") for name in LAYOUTS}
+    given = make_train_data()
+    for name, dump in dumps.items():
+        assert (dump["format_version"], dump["rollout_id"], dump["rank"]) == (2, 3, 0)
+        # Rollouts that do not fill a step are left out; 8 of the 8 fit.
+        assert [sample["position"] for sample in dump["samples"]] == list(range(len(LENGTHS)))
+        assert [shard["dp_rank"] for shard in dump["dp_shards"]] == ([0, 1] if name in ("DP2", "reused") else [0])
+        assert sorted(p for shard in dump["dp_shards"] for p in shard["partition"]) == list(range(len(LENGTHS)))
+        assert dump["raw_reward"] == given["raw_reward"]
+        for position, (sample, (prompt, response)) in enumerate(zip(dump["samples"], LENGTHS, strict=True)):
+            assert sample["tokens"].tolist() == given["tokens"][position]
+            assert sample["loss_masks"].tolist() == given["loss_masks"][position]
+            assert (sample["total_lengths"], sample["response_lengths"]) == (prompt + response, response)
+            for column in ("log_probs", "rollout_log_probs", "advantages", "returns"):
+                assert sample[column].shape == (response,), (name, column)
+            torch.testing.assert_close(sample["rollout_log_probs"], torch.tensor(given["rollout_log_probs"][position]))
+            columns = ["log_probs"] if name == "reused" else ["log_probs", "ref_log_probs", "advantages", "kl"]
+            for column in columns:
+                wanted = dumps["DP2"]["samples"][position][column]
+                torch.testing.assert_close(sample[column], wanted, atol=2e-5, rtol=2e-5, msg=f"{name} {column}")
