@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -31,11 +32,15 @@ def no_job_survives():
 
 
 def busy_job(task: Path, folder: Path, layout: str = "--rollout-num-gpus 1") -> Job:  # noqa: F811
-    """A job whose second rollout generates; its responses take some seconds."""
+    """A job whose second rollout generates; its responses take some seconds.
+
+    Nothing is carried over from one rollout to the next, so that all samples of a rollout come from the same weights.
+    """
     flags = grpo_flags(
         task, folder, *"--actor-num-gpus-per-node 1 --num-rollout 3".split(), *layout.split(), *TOLERANT.split(),
-        *"--rollout-max-response-len 400 --max-tokens-per-gpu 2048".split(),
+        *"--rollout-max-response-len 400 --max-tokens-per-gpu 2048 --check-weight-update-equal".split(),
     )  # fmt: skip
+    flags.remove("--partial-rollout")
     job = Job("train.py", flags, folder / "log.txt")
     job.wait_until(lambda: "step 1/3" in job.text(), "first step", 240)
     return job
@@ -62,8 +67,12 @@ def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_
     assert "step 3/3" in job.text()
     steps = records(tmp_path, "train/step")
     assert len(steps) == 6
-    # The replacement had the weights of the checkpoint on disk; what it sampled with are those of the trainer.
-    assert all(step["train/train_rollout_logprob_abs_diff"] < 0.05 for step in steps)
+    # The replacement started with the weights on disk; it sampled with those that the trainer had pushed last.
+    pushed = re.findall(r"Pushed weight version (\d) .*Every engine's weights equal the trainer's", job.text())
+    assert sorted(pushed) == ["1", "2", "2", "3", "4"]
+    differences = [step["train/train_rollout_logprob_abs_diff"] for step in steps]
+    print(f"log-probs of trainer and engine differ by {max(differences):.2g}")
+    assert max(differences) < 1e-3
     job.seconds_until_gone(30)
 
 
