@@ -50,8 +50,6 @@ NOT_YET: dict[str, Missing] = {
     "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),
     "qwen_gdn_backend": Missing(reason="the gated delta net is not built yet", used=lambda value: value != "fla"),
     "use_stateless_adam": Missing(reason="this optimizer is not built yet"),
-    "log_multi_turn": Missing(reason="metrics of turns are not computed yet"),
-    "log_correct_samples": Missing(reason="statistics of correct samples are not computed yet"),
     "memory_recorder": Missing(reason="memory is recorded by torch only, so far", used=lambda value: value != "torch"),
     "megatron_deepgemm_forward_layers": Missing(reason=NO_ALIGNMENT, used=_is_given),
     "megatron_deepgemm_forward_modules": Missing(reason=NO_ALIGNMENT, used=_is_given),

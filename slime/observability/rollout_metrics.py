@@ -19,6 +19,7 @@ from slime.observability.metric_utils import (
     has_repetition,
 )
 from slime.observability.request_metrics import compute_request_metrics
+from slime.observability.turn_metrics import correct_sample_metrics, multi_turn_metrics
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -148,6 +149,10 @@ def compute_rollout_record(
     group_size = args.n_samples_per_prompt
     if getattr(args, "log_passrate", False) and rewards and len(rewards) % group_size == 0:
         record |= dict_add_prefix(compute_pass_rate(rewards, group_size), "passrate/")
+    if getattr(args, "log_multi_turn", False):
+        record |= multi_turn_metrics(samples)
+    if getattr(args, "log_correct_samples", False) and len(rewards) == len(samples):
+        record |= correct_sample_metrics(samples, rewards)
     record["rollout/step"] = compute_rollout_step(args, rollout_id)
     return record
 

@@ -17,7 +17,7 @@ import wandb
 
 AXES = {
     "train/step": ("train/*",),
-    "rollout/step": ("rollout/*", "multi_turn/*", "passrate/*", "perf/*"),
+    "rollout/step": ("rollout/*", "multi_turn/*", "multi_turn_metric/*", "passrate/*", "perf/*"),
     "eval/step": ("eval/*",),
 }
 
