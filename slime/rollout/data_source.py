@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import copy
 import logging
-import os
 import pickle
 from argparse import Namespace
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from slime.rollout.atomic_file import write_atomically
 from slime.rollout.buffer import check_groups, check_taken, groups_from_state, groups_to_state, pop_first
 from slime.rollout.prompt_dataset import Dataset
 from slime.utils.errors import ConfigError, DataError
@@ -180,7 +180,9 @@ class RolloutDataSource(DataSource):
         """
         if self.args.save is None:
             raise ConfigError("The data source cannot be saved: --save is not set.")
-        _save_atomically(dict(self.state_dict() if state is None else state), state_path(self.args.save, rollout_id))
+        content = dict(self.state_dict() if state is None else state)
+        path = state_path(self.args.save, rollout_id)
+        write_atomically(path, lambda file: torch.save(content, file), what="The data position")
 
     def load(self, rollout_id: int | None = None) -> None:
         """Go on from the state stored after rollout ``rollout_id`` under ``--load``.
@@ -262,22 +264,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add to the notes; they are saved and restored with the position."""
         self.metadata.update(metadata)
-
-
-def _save_atomically(state: dict[str, Any], path: Path) -> None:
-    """Write beside ``path`` and rename, so that a crash leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _load_state(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -11,9 +12,12 @@ from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_ROLLOUT_TIMEOUT_S = 86400.0
 LINE_INTERVAL_S = 15.0
 REDRAW_INTERVAL_S = 0.5
+CANCEL_WAIT_S = 30.0
 _BAR_CELLS = 24
 
 
@@ -162,8 +166,24 @@ class LongWait:
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until each has ended, so that none of them outlives its rollout."""
+    """Cancel tasks and wait until each has ended, so that none of them outlives its rollout.
+
+    A custom function may swallow the cancellation; such a task is named in the log after ``CANCEL_WAIT_S`` and left.
+    """
     waiting = list(tasks)
     for task in waiting:
         task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
+    if not waiting:
+        return
+    ended, left = await asyncio.wait(waiting, timeout=CANCEL_WAIT_S)
+    for task in ended:
+        if not task.cancelled():
+            task.exception()  # looked at, so that asyncio does not report it as forgotten
+    if left:
+        logger.error(
+            "%d tasks have not ended %.0f s after they were cancelled, the first is %s. Does a custom generate or "
+            "reward function catch CancelledError?",
+            len(left),
+            CANCEL_WAIT_S,
+            next(iter(left)),
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -14,6 +15,11 @@ from typing import Self
 
 from slime.agent.sandbox.protocol import ExecResult, FileContent, SandboxError, checked
 from slime.utils import env as environment
+
+logger = logging.getLogger(__name__)
+
+KILL_WAIT_S = 10.0
+"""For the kernel to end a killed process."""
 
 
 class LocalSandbox:
@@ -92,3 +98,11 @@ class LocalSandbox:
         if self.folder is None:
             raise SandboxError("The sandbox was not entered; use it with 'async with'.")
         return self.folder
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    """Wait for a killed process to be gone."""
+    try:
+        await asyncio.wait_for(process.wait(), KILL_WAIT_S)
+    except TimeoutError:  # stuck in the kernel; nobody needs it any more
+        logger.warning("Process %d of a sandbox outlives its SIGKILL.", process.pid)

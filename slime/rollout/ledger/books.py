@@ -11,7 +11,6 @@ Position of a checkpoint: the first segment that a process which starts from it 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import threading
 from argparse import Namespace
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout import ledger as ledger_package
+from slime.rollout.atomic_file import write_atomically
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.buffer import groups_from_state, groups_to_state
 from slime.rollout.ledger.compact import compact
@@ -186,10 +186,9 @@ class Books:
         first, open_groups = self._position() if ahead is None else ahead
         self.ledger.saved(rollout_id, first)
         path = position_path(self._args.save, rollout_id)
-        path.parent.mkdir(parents=True, exist_ok=True)
         groups = groups_to_state([[Sample.from_dict(fields) for fields in issued.fields] for issued in open_groups])
         position = {"folder": str(self._folder.resolve()), "first": first, "open": groups}
-        _write_atomically(path, pickle.dumps(position))
+        write_atomically(path, lambda file: file.write(pickle.dumps(position)), what="The position in the ledger")
         self._saved[rollout_id] = first
 
     def published(self, rollout_id: int) -> None:
@@ -247,12 +246,3 @@ def _tracked_rollout(folder: str) -> int:
 def _keeps_open(path: str) -> bool:
     """Whether a rollout function says that groups stay in flight from one rollout to the next."""
     return bool(path) and bool(getattr(load_function(path), "keeps_groups_in_flight", False))
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(path.name + ".tmp")
-    with open(unfinished, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING = 16384
 """Items in the queue beyond which whoever adds one writes them itself."""
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 18
 SEGMENT_BYTES = 256 << 20
 RETRY_INTERVAL_S = 1.0
 
@@ -68,16 +68,16 @@ class LedgerWriter:
         self._failure: DataError | None = None
         self._is_closed = False
         self.number = next_number(folder)
-        self._file = self._open()
+        self._file = self._open(self.number)
         self._size = 0
         self._thread: threading.Thread | None = None
         if is_threaded:
             self._thread = threading.Thread(target=self._serve, name="slime-ledger", daemon=True)
             self._thread.start()
 
-    def _open(self) -> int:
+    def _open(self, number: int) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.open(segment_path(self.folder, self.number), flags, 0o644)
+        return os.open(segment_path(self.folder, number), flags, 0o644)
 
     def put(self, item: Any) -> None:
         """Queue one item.
@@ -97,7 +97,7 @@ class LedgerWriter:
         """Write everything queued so far; with ``sync`` down to the disk.
 
         Raises:
-            DataError: it could not be done within the deadline.
+            DataError: it could not be done within the deadline, or the disk did not keep it.
         """
         if not self._lock.acquire(timeout=2 * self._timeout_s):
             raise DataError(f"The ledger {self.folder} is still writing after {2 * self._timeout_s:.0f} s. {_REMEDY}")
@@ -106,16 +106,25 @@ class LedgerWriter:
             if self._failure is not None:
                 raise self._failure
             if sync:
-                os.fsync(self._file)
+                try:
+                    os.fsync(self._file)
+                except OSError as error:
+                    raise self._failed(error) from error
         finally:
             self._lock.release()
 
     def rotate(self) -> int:
-        """Write everything queued and go on in a new segment; gives its number."""
+        """Write everything queued and go on in a new segment; gives its number.
+
+        Raises:
+            DataError: as ``flush`` does, or the segment could not be begun.
+        """
         self.flush()
         with self._lock:
             if self._size:
                 self._next_segment()
+            if self._failure is not None:
+                raise self._failure
             return self.number
 
     def close(self) -> None:
@@ -128,11 +137,20 @@ class LedgerWriter:
         os.close(self._file)
 
     def _next_segment(self) -> None:
-        os.fsync(self._file)
-        os.close(self._file)
-        self.number += 1
-        self._size = 0
-        self._file = self._open()
+        """Go on in a new file.  The old one stays open until it is there, or its descriptor could become another's."""
+        give_up_s = time.monotonic() + self._timeout_s
+        while self._failure is None:
+            try:
+                os.fsync(self._file)
+                file = self._open(self.number + 1)
+            except OSError as error:
+                self._wait_or_fail(error, give_up_s)
+                continue
+            os.close(self._file)
+            self.number += 1
+            self._size = 0
+            self._file = file
+            return
 
     def _serve(self) -> None:
         while not self._is_closed:
@@ -173,24 +191,42 @@ class LedgerWriter:
     def _write(self, data: bytes) -> None:
         """Append ``data`` whole; on an error cut the file back and try again until the deadline."""
         give_up_s = time.monotonic() + self._timeout_s
-        while True:
+        while self._failure is None:
             try:
                 view = memoryview(data)
                 while view:
                     view = view[os.write(self._file, view) :]
-                break
+                self._size += len(data)
+                self.bytes_written += len(data)
+                return
             except OSError as error:
+                self._wait_or_fail(error, give_up_s, cut_back=True)
+
+    def _wait_or_fail(self, error: OSError, give_up_s: float, *, cut_back: bool = False) -> None:
+        """After a failed write or open: a pause before the next try, or ``_failure`` when the time is up.
+
+        Args:
+            cut_back: drop what a failed write left behind the last whole record.
+        """
+        try:
+            if cut_back:
                 os.ftruncate(self._file, self._size)
                 os.lseek(self._file, self._size, os.SEEK_SET)
-                if time.monotonic() > give_up_s:
-                    what = f"The ledger in {self.folder} cannot be written, for {self._timeout_s:.0f} s: {error}."
-                    self._failure = DataError(f"{what} {_REMEDY}")
-                    logger.error("%s", self._failure)
-                    return
-                logger.warning("The ledger cannot be written to %s (%s); it is tried again.", self.folder, error)
-                time.sleep(min(RETRY_INTERVAL_S, self._timeout_s))
-        self._size += len(data)
-        self.bytes_written += len(data)
+        except OSError as worse:  # half a record stays; nothing may follow it
+            self._failed(worse)
+            return
+        if time.monotonic() > give_up_s:
+            self._failed(error)
+            return
+        logger.warning("The ledger cannot be written to %s (%s); it is tried again.", self.folder, error)
+        time.sleep(min(RETRY_INTERVAL_S, self._timeout_s))
+
+    def _failed(self, error: OSError) -> DataError:
+        """Nothing is written from now on."""
+        what = f"The ledger in {self.folder} cannot be written (tried for {self._timeout_s:.0f} s): {error}."
+        self._failure = DataError(f"{what} {_REMEDY}")
+        logger.error("%s", self._failure)
+        return self._failure
 
 
 _REMEDY = (

@@ -26,6 +26,8 @@ TIME_LIMIT_S = 5.0
 """For one expression, in a running child."""
 START_LIMIT_S = 120.0
 """For a child to import sympy, on a busy machine."""
+KILL_WAIT_S = 10.0
+"""For the kernel to end a killed child."""
 NUM_WORKERS = 2
 
 _WORKER_FILE = Path(__file__).with_name("symbolic_worker.py")
@@ -60,7 +62,10 @@ class SymbolicWorker:
         """End the child."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(KILL_WAIT_S)
+            except subprocess.TimeoutExpired:  # stuck in the kernel; nobody needs it any more
+                logger.warning("Process %d of the math graders outlives its SIGKILL.", self._process.pid)
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None and not pipe.closed:
                     try:

@@ -254,10 +254,11 @@ def test_a_save_that_fails_leaves_the_old_file(make_args, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(data_source_module.torch, "save", fails_halfway)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(DataError, match="disk full.*--save"):
         source.save(0)
     monkeypatch.undo()
     path = state_path(source.args.save, 0)
+    assert not path.with_name(path.name + ".tmp").exists()
     assert torch.load(path, weights_only=False)["sample_offset"] == 0
 
 

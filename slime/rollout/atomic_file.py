@@ -1,0 +1,45 @@
+"""Files that are there whole or not at all: what a checkpoint says of the rollout side is written this way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from slime.utils.errors import DataError
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], Any], *, what: str, flag: str = "--save") -> None:
+    """Write beside ``path``, down to the disk, and rename: a crash leaves the old file or the new one.
+
+    Args:
+        path: of the file; its folder is made when it is missing.
+        write: writes the content to the open file.
+        what: the content, for the error.
+        flag: where the place comes from, for the error.
+
+    Raises:
+        DataError: it cannot be written (a full disk); the old file is still there.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when its file fails
+        with contextlib.suppress(OSError):
+            unfinished.unlink()  # half a file would take the room that is missing
+        raise DataError(
+            f"{what} cannot be written to {path} ({type(error).__name__}: {error}). Make room there, or choose "
+            f"another place with {flag}; the file of the save before is unharmed."
+        ) from error
