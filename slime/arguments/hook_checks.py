@@ -35,6 +35,23 @@ def check_hooks_on_driver(args: Namespace) -> None:
             check_import(hook, path, where)
         else:
             check_source(hook, path, where)
+    check_spec_source(getattr(args, "spec", None))
+
+
+def check_spec_source(spec: list[str] | None) -> None:
+    """Check that the module and the name of Megatron's ``--spec MODULE FUNC`` exist, by reading the source.
+
+    Raises:
+        HookError: one of them does not.
+    """
+    if not spec:
+        return
+    if len(spec) != 2:
+        raise HookError(f"--spec is {' '.join(spec)!r}; give two words, a module and a function in it.")
+    source = _source_of(spec[0], " ".join(spec), "--spec")
+    names = {name for name, _ in _top_level(ast.parse(source).body)} if source is not None else {"*"}
+    if not names & {spec[1], "*", "__getattr__"}:
+        raise HookError(f"--spec: {spec[0]} has no {spec[1]}. Correct the second word.")
 
 
 def check_hooks(args: Namespace, side: Literal["rollout", "trainer"]) -> None:

@@ -8,7 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.hook_checks import check_hooks_on_driver, check_import, check_source, named_hooks
+from slime.arguments.hook_checks import (
+    check_hooks_on_driver,
+    check_import,
+    check_source,
+    check_spec_source,
+    named_hooks,
+)
 from slime.arguments.hooks import HOOKS, Hook
 from slime.utils.errors import HookError
 
@@ -143,3 +149,17 @@ def test_each_path_of_a_repeated_flag_is_named():
 def test_every_contract_has_a_description_and_a_call(hook: Hook):
     assert (hook.protocol.__doc__ or "").strip()
     assert hook.protocol.__call__.__annotations__["return"]
+
+
+def test_the_model_spec_is_looked_for_without_importing_it(plug_in):
+    path = plug_in("1 / 0\ndef get_spec(args, config, vp_stage): ...", "get_spec")
+    module, name = path.rsplit(".", 1)
+    check_hooks_on_driver(no_hooks(spec=[module, name]))
+    check_spec_source(None)
+    for spec, says in (
+        ([module, "other"], "has no other"),
+        (["nowhere.at_all", "f"], "nowhere"),
+        ([module], "two words"),
+    ):
+        with pytest.raises(HookError, match=says):
+            check_hooks_on_driver(no_hooks(spec=list(spec)))

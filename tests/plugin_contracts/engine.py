@@ -1,0 +1,81 @@
+"""An engine whose answers are given texts, tokenised by the model's tokenizer; it may abort or cut them off."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from tests.scripted_engine.server import ThreadedServer
+
+DEFAULT_ANSWERS = (
+    "Let me think. 2 + 3 = 5, so the answer is \\boxed{5}.",
+    "<think>Hm.</think> It must be \\boxed{6}",
+    "Answer: 5",
+    "\u00e4\u00f6\u00fc \u6570\u5b66 \U0001f600 \\boxed{5",
+)
+
+
+class AnsweringEngine(ThreadedServer):
+    """Stands for the router and its only engine."""
+
+    def __init__(self, tokenizer: Any, answers: Sequence[str] = DEFAULT_ANSWERS) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._answers = itertools.cycle(answers)
+        self.num_requests = 0
+        self.is_aborting = False
+        """Every answer ends after three tokens with the finish reason abort."""
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/generate", self._generate),
+            web.get("/workers", self._workers),
+            web.get("/v1/loads", self._loads),
+            web.post("/abort_request", self._abort),
+            web.get("/health", self._abort),
+        ]
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        return web.json_response({"workers": [{"id": "0", "url": self.url, "worker_type": "regular"}]})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        return web.json_response({"loads": []})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.num_requests += 1
+        ids = self._tokenizer.encode(next(self._answers), add_special_tokens=False)
+        limit = (body.get("sampling_params") or {}).get("max_new_tokens") or len(ids)
+        kind = "length" if limit < len(ids) else "stop"
+        ids = ids[:limit]
+        if self.is_aborting:
+            ids, kind = ids[:3], "abort"
+        num_prompt = len(body.get("input_ids") or body.get("text") or [])
+        answer = {
+            "text": self._tokenizer.decode(ids),
+            "output_ids": ids,
+            "meta_info": {
+                "id": body.get("rid") or str(self.num_requests),
+                "finish_reason": {"type": kind},
+                "output_token_logprobs": [[-0.25 - 0.01 * (k % 7), token, None] for k, token in enumerate(ids)],
+                "weight_version": "1",
+                "prompt_tokens": num_prompt,
+                "completion_tokens": len(ids),
+                "cached_tokens": 0,
+                "e2e_latency": 0.01,
+            },
+        }
+        if not body.get("stream"):
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
+        await response.write_eof()
+        return response
