@@ -30,7 +30,6 @@ def _is_given(value: Any) -> bool:
 NO_CRITIC = "PPO's critic is not built yet"
 NO_DISK_PUSH = "weights do not travel over disk yet"
 NO_REPLAY = "expert routing is not replayed yet"
-NO_CI_CHECKS = "the checks of a CI run are not built yet"
 NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
 
 NOT_YET: dict[str, Missing] = {
@@ -55,11 +54,6 @@ NOT_YET: dict[str, Missing] = {
     "megatron_deepgemm_forward_modules": Missing(reason=NO_ALIGNMENT, used=_is_given),
     "megatron_deepgemm_moe_forward_layers": Missing(reason=NO_ALIGNMENT, used=_is_given),
     "megatron_deepgemm_moe_forward_modules": Missing(reason=NO_ALIGNMENT, used=_is_given),
-    "ci_test": Missing(reason=NO_CI_CHECKS),
-    "ci_disable_kl_checker": Missing(reason=NO_CI_CHECKS),
-    "ci_train_rollout_logprob_abs_diff_threshold": Missing(reason=NO_CI_CHECKS, used=lambda value: value != 0.1),
-    "ci_save_grad_norm": Missing(reason=NO_CI_CHECKS, used=_is_given),
-    "ci_load_grad_norm": Missing(reason=NO_CI_CHECKS, used=_is_given),
 }
 """Attribute of args -> what is missing."""
 

@@ -283,6 +283,12 @@ def _evals(args: Namespace) -> Iterator[str]:
         yield "--ref-update-interval refreshes a reference model that is not there; add --use-kl-loss or --kl-coef."
 
 
+def _ci(args: Namespace) -> Iterator[str]:
+    for flag in ("ci_disable_kl_checker", "ci_save_grad_norm", "ci_load_grad_norm"):
+        if getattr(args, flag) and not args.ci_test:
+            yield f"--{flag.replace('_', '-')} belongs to the checks of --ci-test; add that flag or drop this one."
+
+
 def _dump_templates(args: Namespace) -> Iterator[str]:
     for name, fields in _TEMPLATE_FIELDS.items():
         template = getattr(args, name)
@@ -326,6 +332,7 @@ CHECKS = (
     _rollout_functions,
     _saves,
     _evals,
+    _ci,
     _dump_templates,
 )
 

@@ -27,3 +27,7 @@ class EngineError(SlimeError, RuntimeError):
 
 class WeightSyncError(SlimeError, RuntimeError):
     """The weights in an engine are not those of the trainer."""
+
+
+class CheckError(SlimeError, AssertionError):
+    """A number is not what a check of the user's asked for (``--ci-test``)."""

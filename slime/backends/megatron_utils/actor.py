@@ -19,6 +19,7 @@ from megatron.core import mpu
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, train_metrics
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
+from slime.backends.megatron_utils.ci_checks import check_step
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.forward import Reader, forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
@@ -256,6 +257,7 @@ class MegatronTrainRayActor(TrainWorker):
             )
             log(args, metrics, step_key="train/step")
             last.update(metrics)
+            check_step(args, self.role, rollout_id, step_id, result.metrics, result.grad_norm)
 
         train_rollout(
             args,

@@ -1,0 +1,67 @@
+"""The checks of ``--ci-test`` on made-up numbers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from slime.backends.megatron_utils.ci_checks import check_step
+from slime.utils.errors import CheckError
+
+GOOD = {"ppo_kl": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.01, "mtp_loss": 0.5}
+
+
+def arguments(**overrides) -> Namespace:
+    defaults = {
+        "ci_test": True,
+        "ci_disable_kl_checker": False,
+        "ci_train_rollout_logprob_abs_diff_threshold": 0.1,
+        "ci_save_grad_norm": None,
+        "ci_load_grad_norm": None,
+        "use_rollout_logprobs": False,
+        "keep_old_actor": False,
+    }
+    return Namespace(**(defaults | overrides))
+
+
+def check(metrics, *, rollout_id=0, step_id=0, grad_norm=1.0, **overrides) -> None:
+    check_step(arguments(**overrides), "actor", rollout_id, step_id, GOOD | metrics, grad_norm)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [
+        ({"ppo_kl": 1e-6}, "ppo_kl is 1e-06"),
+        ({"ppo_kl": -1e-6}, "ppo_kl is -1e-06"),
+        ({"ppo_kl": float("nan")}, "ppo_kl is nan"),
+        ({"kl_loss": 1e-3}, "kl_loss is 0.001.*--ref-load"),
+        ({"train_rollout_logprob_abs_diff": 0.2}, "train_rollout_logprob_abs_diff is 0.2.*threshold is 0.1"),
+        ({"mtp_loss": 1.5}, "mtp_loss is 1.5"),
+    ],
+)
+def test_a_number_that_is_off_ends_the_run(metrics, says):
+    check({})
+    with pytest.raises(CheckError, match=f"actor, rollout 0, step 0: {says}"):
+        check(metrics)
+    check(metrics, ci_test=False)
+
+
+def test_the_kl_is_checked_only_where_the_policies_are_equal():
+    check({"ppo_kl": 1.0, "kl_loss": 1.0}, step_id=1)
+    check({"kl_loss": 1.0}, rollout_id=1)
+    check({"ppo_kl": 1.0}, use_rollout_logprobs=True)
+    check({"ppo_kl": 1.0, "kl_loss": 1.0}, ci_disable_kl_checker=True)
+    with pytest.raises(CheckError):
+        check({"ppo_kl": 1.0}, rollout_id=1)
+
+
+def test_gradient_norms_of_two_runs_are_compared(tmp_path):
+    template = str(tmp_path / "{role}_{rollout_id}_{step_id}.pt")
+    check({}, grad_norm=5.0, rollout_id=2, ci_save_grad_norm=template)
+    assert (tmp_path / "actor_2_0.pt").exists()
+    check({}, grad_norm=5.04, rollout_id=2, ci_load_grad_norm=template)
+    with pytest.raises(CheckError, match="grad_norm is 5.2, and was 5 in the run"):
+        check({}, grad_norm=5.2, rollout_id=2, ci_load_grad_norm=template)
+    with pytest.raises(CheckError, match="does not exist"):
+        check({}, rollout_id=3, ci_load_grad_norm=template)
