@@ -7,6 +7,7 @@ import io
 
 import pytest
 
+from slime.rollout import waiting
 from slime.rollout.waiting import DeadlineExceeded, FinishedTasks, LongWait, cancel_all
 
 
@@ -121,3 +122,26 @@ def test_an_abort_waits_for_failed_tasks_as_for_others():
         await cancel_all(tasks)
 
     asyncio.run(main())
+
+
+def test_a_task_that_swallows_its_cancellation_is_named_and_left(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "CANCEL_WAIT_S", 0.05)
+
+    async def deaf(release: asyncio.Event) -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async def main() -> None:
+        release = asyncio.Event()
+        tasks = [asyncio.create_task(deaf(release)), asyncio.create_task(asyncio.sleep(60))]
+        await asyncio.sleep(0)
+        await cancel_all(tasks)
+        assert not tasks[0].done() and tasks[1].cancelled()
+        release.set()
+        await tasks[0]
+
+    asyncio.run(main())
+    assert "1 tasks have not ended" in caplog.text and "deaf" in caplog.text
