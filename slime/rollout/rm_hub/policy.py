@@ -116,9 +116,9 @@ async def grade_by_policy(
             FAILURES.succeeded()
             graded.append(reward)
         else:
-            error = ValueError(problem)
-            _note(args, [sample], error)
-            graded.append(_failed_reward(args, sample, error))
+            failure = ValueError(problem)
+            _note(args, [sample], failure)
+            graded.append(_failed_reward(args, sample, failure))
     return graded
 
 

@@ -146,3 +146,28 @@ def test_the_deadline_ends_an_evaluation(cluster, tmp_path):
     cluster.plans["a"] = Plan(hold_after=1)
     with pytest.raises(EngineError, match=r"evaluation of d .* 0 of 1 are done"):
         evaluate(cluster, dataset(tmp_path, "d", ["a"]), rollout_timeout_s=0.3)
+
+
+def test_answers_to_one_prompt_are_one_group_in_every_data_set(cluster, tmp_path):
+    data = evaluate(
+        cluster,
+        dataset(tmp_path, "first", ["a", "b"], n_samples_per_eval_prompt=2),
+        dataset(tmp_path, "second", ["c", "d", "e"]),
+    )
+    assert [sample.group_index for sample in data["first"]["samples"]] == [0, 0, 1, 1]
+    assert [sample.group_index for sample in data["second"]["samples"]] == [0, 1, 2]
+    assert [sample.index for sample in data["first"]["samples"]] == [0, 1, 2, 3]
+
+
+def test_a_grader_that_fails_costs_an_evaluation_one_answer(cluster, tmp_path):
+    config = dataset(tmp_path, "d", ["a", "b"], custom_rm_path=f"{HOOKS}.position_reward")
+    config.custom_rm_path = "tests.unit.rollout.test_eval_rollout.fails_on_b"
+    data = evaluate(cluster, config)["d"]
+    assert data["rewards"] == [1.0, 0.0]
+    assert "reward_error" in data["samples"][1].metadata and "reward_error" not in data["samples"][0].metadata
+
+
+async def fails_on_b(args: Any, sample: Any, **kwargs: Any) -> float:
+    if sample.prompt == "b":
+        raise ZeroDivisionError
+    return 1.0
