@@ -1,0 +1,159 @@
+"""Whole rollouts while an engine or the reward server is of no use: the same samples at last, or the first cause."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from slime.rollout import data_source as data_source_module
+from slime.rollout import generate as generate_module
+from slime.rollout import sglang_streaming_rollout, state
+from slime.rollout.control_client import close_control_client
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.groups import leaf_samples
+from slime.rollout.rm_hub import policy, remote
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.utils import http_utils
+from slime.utils.async_utils import run
+from slime.utils.errors import EngineError
+from slime.utils.http_utils import close_http_client, init_http_client
+from slime.utils.types import Sample
+from tests.scripted_engine.script import Fault, Script
+from tests.scripted_engine.server import ScriptedEngine
+from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args, write_prompts
+
+PROMPTS = ["a", "b", "c", "d"]
+STREAMING = f"{sglang_streaming_rollout.__name__}.generate_streaming"
+TOLERANT = {
+    "use_fault_tolerance": True,
+    "rollout_health_check_interval": 5.0,
+    "rollout_health_check_timeout": 5.0,
+    "engine_start_timeout_s": 30.0,
+}
+Rollout = Callable[..., list[Sample]]
+
+
+@pytest.fixture
+def rollout(tmp_path, monkeypatch) -> Iterator[Rollout]:
+    """Samples of one rollout over an engine with the given faults; ``rollout.engine`` is the engine."""
+    for module in (state, data_source_module):
+        monkeypatch.setattr(module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+        monkeypatch.setattr(module, "load_processor", lambda *a, **k: None)
+    for module in (http_utils, sglang_streaming_rollout):
+        monkeypatch.setattr(module, "RETRY_WAIT_S", 0.05)
+    monkeypatch.setattr(generate_module, "NONSENSE_WAIT_S", 0.05)
+    monkeypatch.setattr(policy, "FAILURES", policy.FailureCount())
+    engines: list[ScriptedEngine] = []
+
+    def start(*faults: Fault, and_then: Callable[[ScriptedEngine], None] | None = None, **flags: Any) -> list[Sample]:
+        GenerateState.clear_instances()
+        engine = ScriptedEngine(Script(length=8, faults=list(faults)))
+        engines.append(engine)
+        engine.start()
+        prompts = write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
+        sizes = {"rollout_batch_size": 4, "over_sampling_batch_size": 4, "rollout_max_response_len": 16}
+        seeds = {"sglang_enable_deterministic_inference": True}
+        args = make_args(engine.port, prompt_data=prompts, **(sizes | seeds | flags))
+        init_http_client(args)
+        helper = threading.Thread(target=and_then, args=(engine,)) if and_then else None
+        if helper:
+            helper.start()
+        output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+        if helper:
+            helper.join(30)
+        return list(leaf_samples(output.samples))
+
+    yield start
+    run(close_http_client())
+    run(close_control_client())
+    run(remote.close_remote_rm_client())
+    GenerateState.clear_instances()
+    for engine in engines:
+        engine.stop()
+
+
+def facts(samples: list[Sample]) -> list[Any]:
+    return [(s.index, s.tokens, s.rollout_log_probs, s.status, s.reward) for s in samples]
+
+
+@pytest.mark.parametrize("path", [None, STREAMING], ids=["plain", "streaming"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("garbage", times=3),
+        Fault("empty", times=3),
+        Fault("half", times=3),
+        Fault("status", status=500, times=3),
+        Fault("status", status=502, times=3),
+        Fault("status", status=429, times=3),
+        Fault("slow", seconds=0.5, times=3),
+    ],
+    ids=lambda fault: f"{fault.kind}{fault.status if fault.kind == 'status' else ''}",
+)
+def test_the_samples_are_those_of_a_rollout_without_the_fault(rollout, fault, path):
+    wanted = facts(rollout(custom_generate_function_path=path))
+    assert facts(rollout(fault, custom_generate_function_path=path, **TOLERANT)) == wanted
+    assert fault.times == 0, "the fault did not strike"
+
+
+@pytest.mark.parametrize("kind", ["hang", "die"])
+def test_requests_of_an_engine_that_is_replaced_are_asked_again(rollout, kind):
+    def replace(engine: ScriptedEngine) -> None:
+        """What the health monitor does with an engine that hangs: kill it, start one in its place."""
+        give_up_s = time.monotonic() + 30
+        while engine.calls["/generate"] < 8 and engine.is_up and time.monotonic() < give_up_s:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        engine.stop()
+        engine.start()
+
+    wanted = facts(rollout())
+    assert facts(rollout(Fault(kind, requests=[2]), and_then=replace, **TOLERANT)) == wanted
+
+
+@pytest.mark.parametrize("kind", ["garbage", "empty"])
+def test_without_fault_tolerance_nonsense_ends_the_rollout_with_the_engines_own_words(rollout, kind):
+    with pytest.raises(EngineError, match="cannot be used: it is .*Look at the log of the engine"):
+        rollout(Fault(kind))
+
+
+def test_an_engine_that_hangs_ends_the_rollout_at_its_deadline(rollout):
+    with pytest.raises(EngineError, match=r"3 of 4 are done, 1 groups pending.*\(1\).*--rollout-timeout-s"):
+        rollout(Fault("hang", requests=[7]), rollout_timeout_s=1.5)
+
+
+def dead_url() -> str:
+    """An address where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{taken.getsockname()[1]}/"
+
+
+@pytest.fixture
+def no_waits_between_tries(monkeypatch):
+    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(remote.random, "random", lambda: 1.0)
+
+
+def test_a_reward_server_that_is_down_costs_rewards_and_not_the_rollout(rollout, no_waits_between_tries):
+    samples = rollout(custom_rm_path=None, rm_type="remote_rm", rm_url=dead_url(), rm_timeout_s=30.0)
+    assert [s.reward for s in samples] == [0.0] * 8
+    assert all("failed 10 times" in s.metadata["reward_error"] for s in samples)
+
+
+def test_a_reward_server_that_stays_down_ends_the_run_with_the_first_cause(rollout, no_waits_between_tries):
+    with pytest.raises(EngineError, match="last 5 gradings failed .*The reward server .* failed 10 times"):
+        rollout(custom_rm_path=None, rm_type="remote_rm", rm_url=dead_url(), rm_timeout_s=30.0, rm_max_failures=5)
+
+
+def test_a_reward_server_that_is_slow_costs_one_deadline_and_is_named(rollout):
+    with ScriptedEngine(Script(faults=[Fault("hang", times=10**6)])) as server:
+        flags = {"rm_type": "remote_rm", "rm_url": f"{server.url}/generate", "rm_timeout_s": 0.5}
+        samples = rollout(custom_rm_path=None, rm_failure_policy="failed", **flags)
+    assert all(s.status is Sample.Status.FAILED and s.remove_sample for s in samples)
+    assert all("no reward within 0.5 s (--rm-timeout-s)" in s.metadata["reward_error"] for s in samples)
