@@ -23,7 +23,7 @@ from slime.rollout.atomic_file import write_atomically
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.buffer import groups_from_state, groups_to_state
 from slime.rollout.ledger.compact import compact
-from slime.rollout.ledger.facts import facts_of, has_sample_hooks, has_user_code
+from slime.rollout.ledger.facts import facts_of, has_late_user_code, has_sample_hooks, has_user_code
 from slime.rollout.ledger.ledger import Ledger
 from slime.rollout.ledger.reader import read_folder
 from slime.rollout.ledger.recovery import NO_SEGMENT, Recovery
@@ -93,6 +93,7 @@ class Books:
             folder,
             facts=self._facts,
             has_user_code=has_user_code(args),
+            has_late_user_code=has_late_user_code(args),
             has_sample_hooks=has_sample_hooks(args),
             flush_s=getattr(args, "rollout_ledger_flush_s", 0.02),
             timeout_s=getattr(args, "rollout_ledger_timeout_s", 60.0),

@@ -52,6 +52,8 @@ _HOOKS = (
     "rollout_all_samples_process_path",
 )
 
+_LATE_HOOKS = ("dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path")
+
 
 def facts_of(args: Namespace) -> dict[str, Any]:
     """The values of these flags, as text."""
@@ -64,6 +66,12 @@ def facts_of(args: Namespace) -> dict[str, Any]:
 def has_user_code(args: Namespace) -> bool:
     """Whether lists of a sample may be edited in place between two records, so that each is looked through again."""
     return any(getattr(args, name, None) for name in _HOOKS)
+
+
+def has_late_user_code(args: Namespace) -> bool:
+    """Whether samples may be edited in place between the end of their group and the end of the rollout."""
+    names = ("rollout_function_path", *_LATE_HOOKS)
+    return any(not path.startswith("slime.") for name in names if (path := getattr(args, name, None)))
 
 
 def has_sample_hooks(args: Namespace) -> bool:

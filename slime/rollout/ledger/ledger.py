@@ -56,6 +56,7 @@ class Ledger:
         *,
         facts: Mapping[str, Any],
         has_user_code: bool = True,
+        has_late_user_code: bool = True,
         has_sample_hooks: bool = True,
         flush_s: float = 0.02,
         timeout_s: float = 60.0,
@@ -67,6 +68,7 @@ class Ledger:
         Args:
             facts: the flags that decide what a group is; recovery compares them.
             has_user_code: whether lists of a sample may be edited in place between two records.
+            has_late_user_code: whether they may be once the group is finished.
             has_sample_hooks: whether they may be edited while an answer waits to be written.
             flush_s, timeout_s, segment_bytes, is_threaded: see ``LedgerWriter``.
         """
@@ -74,6 +76,7 @@ class Ledger:
         self.open: dict[int, Issued] = {}
         self._facts = dict(facts)
         self._copy_lists = has_sample_hooks
+        self._is_settled = {Kind.HANDED: not has_late_user_code}
         self._encoder = EntryEncoder(trust_identity=not has_user_code)
         self.writer = LedgerWriter(
             folder,
@@ -228,7 +231,8 @@ class Ledger:
         if item.entries:
             described = []
             for key, leaves, base in item.entries:
-                description, data = self._encoder.encode(key, leaves, base)
+                is_settled = self._is_settled.get(item.kind, False)
+                description, data = self._encoder.encode(key, leaves, base, is_settled=is_settled)
                 described.append(description)
                 chunks += data
             head["entries"] = described

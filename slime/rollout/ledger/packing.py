@@ -137,7 +137,7 @@ class EntryEncoder:
     """
 
     def __init__(self, *, trust_identity: bool) -> None:
-        self._trust_identity = trust_identity
+        self._trust_identity = self._is_settled = trust_identity
         self._comparable = _COPIED | _CONTAINERS if trust_identity else _COPIED
         self._known: dict[Any, dict[str, Any]] = {}
         self._left_out: set[str] = set()
@@ -150,14 +150,19 @@ class EntryEncoder:
         for key in keys:
             self._known.pop(key, None)
 
-    def encode(self, key: Any, leaves: Leaves, issued: dict[str, Any] | None) -> tuple[dict[str, Any], list[bytes]]:
+    def encode(
+        self, key: Any, leaves: Leaves, issued: dict[str, Any] | None, *, is_settled: bool = False
+    ) -> tuple[dict[str, Any], list[bytes]]:
         """Description (for the head) and bytes of what changed in an execution.
 
         Args:
             key: names the execution.
             leaves: the execution now.
             issued: the fields of its sample when it was issued; None writes everything.
+            is_settled: no user code has seen the execution since its last record, so a list that is the same object
+                has the same items.
         """
+        self._is_settled = is_settled or self._trust_identity
         is_single = leaves.shape == 0
         chunks: list[bytes] = []
         described = []
@@ -215,11 +220,11 @@ class EntryEncoder:
         """Write what is new of a packed field; None when it holds something that the packing cannot hold."""
         packing = _PACKED[name]
         if type(earlier) is not _Known:
-            is_same = value is earlier and self._trust_identity and len(value) == num_items
+            is_same = value is earlier and self._is_settled and len(value) == num_items
             earlier = self._digest(packing, earlier)
             if is_same and earlier is not None:
                 return earlier
-        elif value is earlier.value and num_items == earlier.num_items and self._trust_identity:
+        elif value is earlier.value and num_items == earlier.num_items and self._is_settled:
             return earlier
         try:
             data = packing.pack(value if len(value) == num_items else value[:num_items])

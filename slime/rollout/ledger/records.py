@@ -98,9 +98,10 @@ _decode = msgspec.msgpack.Decoder(dict).decode
 def pack_frame(kind: Kind, head: Mapping[str, Any], blob: bytes = b"", *, flags: int = 0) -> bytes:
     """One frame."""
     body = _encode(head)
-    start = HEADER.pack(MAGIC, kind, flags, len(body), len(blob), 0, zlib.crc32(blob))
+    blob_crc = zlib.crc32(blob)
+    start = HEADER.pack(MAGIC, kind, flags, len(body), len(blob), 0, blob_crc)
     crc = zlib.crc32(body, zlib.crc32(start))
-    return HEADER.pack(MAGIC, kind, flags, len(body), len(blob), crc, zlib.crc32(blob)) + body + blob
+    return HEADER.pack(MAGIC, kind, flags, len(body), len(blob), crc, blob_crc) + body + blob
 
 
 @dataclass(frozen=True, slots=True)

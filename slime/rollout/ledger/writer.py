@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 16384
 """Items in the queue beyond which whoever adds one writes them itself."""
 CHUNK_BYTES = 1 << 18
+POLITE_ITEMS = 8
+"""Records made in a row by the thread, about half a millisecond."""
 SEGMENT_BYTES = 256 << 20
 RETRY_INTERVAL_S = 1.0
 
@@ -184,8 +186,8 @@ class LedgerWriter:
             frames.append(frame)
             size += len(frame)
             self.items_written += 1
-            if is_polite:
-                time.sleep(0)  # Lets the event loop have the interpreter between two samples.
+            if is_polite and self.items_written % POLITE_ITEMS == 0:
+                time.sleep(0)  # Lets the event loop have the interpreter.
         return b"".join(frames)
 
     def _write(self, data: bytes) -> None:
