@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import copy
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,11 +19,13 @@ from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+from slime.rollout.generate import generate
 from slime.rollout.groups import leaf_samples
+from slime.rollout.ledger.books import open_books
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, EngineError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Request, Script
@@ -305,12 +308,12 @@ def test_every_group_issued_is_trained_or_still_there(start_job):
 
 def test_an_error_in_a_reward_ends_the_rollout_that_waits(start_job):
     job = start_job(script=Script(length=2), custom_rm_path=f"{__name__}.broken_reward")
-    with pytest.raises(RuntimeError, match="no reward today"):
+    with pytest.raises(HookError, match="no reward today"):
         job.generate(0)
 
 
 async def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    raise RuntimeError("no reward today")
+    raise HookError("no reward today")
 
 
 def test_a_rollout_that_takes_too_long_says_which_engine_holds_requests(start_job):
@@ -346,7 +349,6 @@ def test_hooks_at_the_end_see_the_batch_and_everything_finished(start_job):
 
 
 NOTED: list[list[int]] = []
-_LOCK = threading.Lock()
 
 
 def note_batch(args: Any, groups: list[Any]) -> None:
@@ -355,3 +357,102 @@ def note_batch(args: Any, groups: list[Any]) -> None:
 
 def note_all(args: Any, groups: list[Any], get_samples: Any) -> None:
     NOTED.append([group[0].index for group in groups])
+
+
+def test_an_execution_may_fan_out_and_begins_again_after_a_push(start_job):
+    script = Script(length=30, hold_after=5, holds=4)
+    job = start_job(
+        script=script,
+        max_staleness=2,
+        sglang_server_concurrency=4,
+        custom_generate_function_path=f"{__name__}.two_parts",
+        custom_rm_path=f"{__name__}.any_reward",
+    )
+    first = ThreadPoolExecutor(1).submit(job.generate, 0)
+    while len(job.engine.payloads) < 4:
+        time.sleep(0.01)
+    job.push()
+    output = first.result(TEST_TIMEOUT_S)
+    for group in output.samples:
+        for entry in group:
+            assert [part.status for part in entry] == [Sample.Status.COMPLETED] * 2
+            assert [part.weight_versions for part in entry] == [["2"], ["2"]]
+    assert output.metrics["rollout/groups/interrupted"] == 2
+
+
+async def two_parts(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """The same answer twice, as two samples of one execution."""
+    other = copy.deepcopy(sample)
+    sample.rollout_id = other.rollout_id = sample.index
+    return [await generate(args, part, dict(sampling_params)) for part in (sample, other)]
+
+
+async def any_reward(args: Any, sample: Any, **kwargs: Any) -> Any:
+    return [1.0] * len(sample) if isinstance(sample, list) else 1.0
+
+
+class LedgeredJob(Job):
+    """One process of a job with a ledger: what the rollout manager and the loop of train_async.py do."""
+
+    def __init__(self, engine: ScriptedEngine, args: Any, start_rollout_id: int) -> None:
+        super().__init__(engine, args)
+        self.books = open_books(args, self.source)
+        self.source = self.books.data_source
+        self._states: dict[int, bytes] = {}
+        self.start_rollout_id = start_rollout_id
+        if start_rollout_id:
+            self.source.load(start_rollout_id - 1)
+        self.books.start(start_rollout_id)
+
+    def generate(self, rollout_id: int) -> Any:
+        set_current_rollout_id(rollout_id)
+        self._states[rollout_id] = pickle.dumps(self.source.state_dict())
+        return self.books.make_samples(
+            rollout_id, lambda: generate_rollout_fully_async(self.args, rollout_id, self.source)
+        )
+
+    def save(self, rollout_id: int) -> None:
+        while rollout_id + 1 not in self.books._positions:  # the next rollout has begun
+            time.sleep(0.001)
+        self.source.save(rollout_id, state=pickle.loads(self._states[rollout_id + 1]))
+        self.books.save(rollout_id)
+        self.books.published(rollout_id)
+
+    def run(self, stop: int, *, save_after: int | None = None) -> None:
+        """Rollouts up to ``stop``, the next one always begun; then the process is gone."""
+        ahead = self._thread.submit(self.generate, self.start_rollout_id)
+        for rollout_id in range(self.start_rollout_id, stop):
+            output = ahead.result(TEST_TIMEOUT_S)
+            ahead = self._thread.submit(self.generate, rollout_id + 1)
+            self.train(rollout_id, output)
+            self.books.trained(rollout_id)
+            if rollout_id == save_after:
+                self.save(rollout_id)
+            ahead.result(TEST_TIMEOUT_S)
+            self.push()
+        for worker in fully_async_rollout._WORKERS:
+            run(worker.stop())
+        fully_async_rollout._WORKERS.clear()
+        GenerateState.clear_instances()
+        self.books.close()
+
+
+@pytest.mark.parametrize("save_after", [None, 0, 2])
+@pytest.mark.parametrize("policy", ["regenerate", "mask"])
+def test_after_a_crash_no_group_is_lost_and_none_trained_twice(start_job, tmp_path, save_after, policy):
+    flags = {"max_staleness": 2, "stale_group_policy": policy, "rollout_batch_size": 4, "num_rollout": 9}
+    flags |= {"rollout_function_path": f"{fully_async_rollout.__name__}.generate_rollout_fully_async"}
+    flags |= {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "start_rollout_id": None}
+    job = start_job(100, Script(length=straggling, seconds_per_token=0.001), **flags)
+    first = LedgeredJob(job.engine, job.args, 0)
+    first.run(5, save_after=save_after)
+
+    begin = 0 if save_after is None else save_after + 1
+    set_current_rollout_id(None)
+    job.engine.weight_version = str(begin + 1)
+    second = LedgeredJob(job.engine, job.args, begin)
+    second.run(8)
+    lineage = [item for item in first.trained if item[0] < begin] + second.trained
+    names = Counter(group[0].group_index for _, _, group in lineage)
+    assert len(lineage) == 8 * 4 and set(names.values()) == {1}
+    assert set(names) <= set(range(9 * 4)), "nothing was skipped: nine rollouts take the first 36 groups"
