@@ -23,7 +23,7 @@ from slime.rollout.generate import generate
 from slime.rollout.groups import leaf_samples
 from slime.rollout.ledger.books import open_books
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, EngineError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
@@ -254,6 +254,33 @@ def test_groups_that_are_too_old_can_be_masked_instead(start_job):
     output = job.generate(0)
     assert [[sample.remove_sample for sample in group] for group in output.samples] == [[True, True], [False, False]]
     assert output.metrics["rollout/staleness/samples_masked"] == 2
+
+
+@pytest.mark.parametrize("policy", ["regenerate", "mask"])
+def test_the_bound_holds_for_surplus_and_partial_groups_of_the_default_rollout(start_job, policy):
+    flags = {"partial_rollout": True, "max_staleness": 1, "stale_group_policy": policy, "rollout_batch_size": 3}
+    job = start_job(script=Script(length=6), over_sampling_batch_size=3, **flags)
+    job.engine.weight_version = "9"
+    partial = finished_group(job, "6")
+    for sample in partial:
+        sample.tokens = sample.tokens[:-3] + job.engine.script.tokens_of(_request(sample), 0, 3)
+        sample.status, sample.reward = Sample.Status.ABORTED, None
+    job.source.add_samples([partial, finished_group(job, "5"), finished_group(job, "8")])
+    output = generate_rollout(job.args, 0, job.source)
+    versions = [[sample.weight_versions for sample in group] for group in output.samples]
+    removed = [[sample.remove_sample for sample in group] for group in output.samples]
+    if policy == "regenerate":
+        assert versions == [[["9"]] * 2, [["9"]] * 2, [["8"]] * 2] and not any(map(any, removed))
+        assert output.metrics["rollout/staleness/groups_regenerated"] == 2
+    else:
+        assert versions == [[["6", "9"]] * 2, [["5"]] * 2, [["8"]] * 2]
+        assert removed == [[True] * 2, [True] * 2, [False] * 2]
+        assert output.metrics["rollout/staleness/groups_masked"] == 2
+    assert output.metrics["rollout/staleness/max"] == 1.0
+
+
+def _request(sample: Sample) -> Request:
+    return Request(0, {}, tuple(map(ord, sample.prompt)), 0, 0, 99, "")
 
 
 def finished_group(job: Job, version: str) -> list[Sample]:
