@@ -228,7 +228,7 @@ def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = 
 def start_server(num_samples: int) -> tuple[subprocess.Popen[str], str]:
     """A scripted engine in a process of its own, and its URL."""
     command = [sys.executable, "-m", "tests.scripted_engine", "--length", "64"]
-    command += ["--cached-bodies", str(num_samples // GROUP_SIZE)]
+    command += ["--cached-bodies", str(4 * num_samples // GROUP_SIZE)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPO)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()

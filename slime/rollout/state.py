@@ -40,7 +40,7 @@ def training_sampling_params(args: Namespace) -> dict[str, Any]:
 
 
 PROMPTS_KEPT = 16
-OBJECTS_PER_REQUEST = 160
+OBJECTS_PER_REQUEST = 256
 """Containers that a request in flight keeps alive: its tasks, connection, buffers, sample and spans."""
 MIN_YOUNG_OBJECTS = 20_000
 

@@ -148,12 +148,13 @@ def share_ids(ids: list[int]) -> list[int]:
     Raises:
         TypeError: one of them is no integer.
     """
-    if len(ids) < 2 or min(ids) < 0:
+    if len(ids) < 2:
         return ids
     try:
-        return list(operator.itemgetter(*ids)(_shared_ids()))
+        shared = list(operator.itemgetter(*ids)(_shared_ids()))
     except IndexError:  # an id above today's vocabularies
         return ids
+    return shared if sum(shared) == sum(ids) else ids  # a negative id counts from the end of the table
 
 
 def read_top_p_spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Tensor, Tensor] | None:

@@ -349,8 +349,13 @@ class Sample:
 
 
 def _list_of(kind: type, values: Sequence[Any]) -> list[Any]:
-    """The values as a list of ``kind``.  Most are so already, and then they are not made anew one by one."""
-    if isinstance(values, list) and set(map(type, values)) <= {kind}:
+    """The values as a list of ``kind``.  Most are so already, and then they are not made anew one by one.
+
+    Of scalars of another library the sum is such a scalar, too, and takes less time than a look at each type.
+    """
+    if isinstance(values, list) and not values:
+        return values
+    if isinstance(values, list) and type(values[0]) is kind and type(sum(values)) is kind:
         return values
     return [kind(value) for value in values]
 

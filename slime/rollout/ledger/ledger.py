@@ -75,6 +75,7 @@ class Ledger:
         self.rollout_id = -1
         self.open: dict[int, Issued] = {}
         self._facts = dict(facts)
+        self._looks_again = has_user_code
         self._copy_lists = has_sample_hooks
         self._is_settled = {Kind.HANDED: not has_late_user_code}
         self._encoder = EntryEncoder(trust_identity=not has_user_code)
@@ -128,7 +129,7 @@ class Ledger:
         fields = issued.fields[issued.indices.index(sample.index)]
         head = {"t": time.time(), "r": self.rollout_id, "g": sample.group_index, "i": [sample.index]}
         # The hooks come right after this; the other records are taken when they have been there.
-        leaves = snapshot(entry, copy_lists=self._copy_lists)
+        leaves = snapshot(entry, copy_lists=self._copy_lists, pack_now=True)
         self.writer.put(_Item(Kind.RESPONSE, head, [(key, leaves, fields)]))
 
     def finished(self, group: list[Any]) -> None:
@@ -215,7 +216,11 @@ class Ledger:
             indices: list[int] | None = issued.indices
         else:
             keys, bases, indices = [None] * len(group), [None] * len(group), None
-        entries = [(key, snapshot(entry), base) for key, entry, base in zip(keys, group, bases, strict=True)]
+        pack_now = kind is Kind.FINISHED and self._looks_again
+        entries = [
+            (key, snapshot(entry, pack_now=pack_now), base)
+            for key, entry, base in zip(keys, group, bases, strict=True)
+        ]
         head = {"t": time.time(), "r": self.rollout_id, "g": name, "i": indices, **facts}
         is_last = kind in (Kind.RETURNED, Kind.HANDED) and indices is not None
         self.writer.put(_Item(kind, head, entries, forget=keys if is_last else ()))

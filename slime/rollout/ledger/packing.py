@@ -9,6 +9,7 @@ be pickled (a client, a lock that a hook attached) are left out, with a line in 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import struct
@@ -50,40 +51,56 @@ class Leaves(NamedTuple):
     """0 for a single Sample; else a nested list of sample positions."""
 
 
-def snapshot(entry: Sample | list[Any], *, copy_lists: bool = False) -> Leaves:
+class PackedNow(NamedTuple):
+    """A list of numbers that was packed when it was taken."""
+
+    value: list[Any]
+    data: bytes
+
+
+def snapshot(entry: Sample | list[Any], *, copy_lists: bool = False, pack_now: bool = False) -> Leaves:
     """Hold an execution as it is now.
 
     Args:
         entry: a Sample, or samples nested in lists.
         copy_lists: whether user code may change lists in place before they are written.  Our own code only replaces
             or extends them.
+        pack_now: pack tokens, log-probs and mask at once.  An answer that has just been parsed lies in the caches of
+            this core; for the writer's thread each number is a fetch from another core's.
     """
     if isinstance(entry, Sample):
-        return Leaves([_snapshot_sample(entry, copy_lists)], 0)
+        return Leaves([_snapshot_sample(entry, copy_lists, pack_now)], 0)
     samples: list[Snapshot] = []
 
     def shape_of(item: Any) -> Any:
         if isinstance(item, Sample):
-            samples.append(_snapshot_sample(item, copy_lists))
+            samples.append(_snapshot_sample(item, copy_lists, pack_now))
             return len(samples) - 1
         return [shape_of(part) for part in item]
 
     return Leaves(samples, shape_of(entry))
 
 
-def _snapshot_sample(sample: Sample, copy_lists: bool) -> Snapshot:
+def _snapshot_sample(sample: Sample, copy_lists: bool, pack_now: bool) -> Snapshot:
     values = sample.__dict__.copy()
+    num_tokens = len(sample.tokens)
     # What our own code changes in place; the writer comes to it later.
     values["status"] = sample.status.value
     values["weight_versions"] = sample.weight_versions[:]
     values["metadata"] = sample.metadata.copy()
     values["prefix_cache_info"] = sample.prefix_cache_info.to_dict()
     values["spec_info"] = sample.spec_info.to_dict()
+    if pack_now:
+        for name in _LISTS_OF_NUMBERS:
+            value = values.get(name)
+            if type(value) is list and value:
+                with contextlib.suppress(*_PACK_ERRORS):  # then it is pickled, like anything that is no number
+                    values[name] = PackedNow(value, _PACKED[name].pack(value))
     if copy_lists:
         for name, value in values.items():
             if type(value) is list or type(value) is dict:
                 values[name] = value.copy()
-    return Snapshot(values, len(values["tokens"]))
+    return Snapshot(values, num_tokens)
 
 
 _DEFAULTS = Sample().to_dict()
@@ -117,6 +134,7 @@ _PACKED = {
     "loss_mask": _Packing(bytes, list, 1),
     "response": _Packing(str.encode, bytes.decode, 1),
 }
+_LISTS_OF_NUMBERS = ("tokens", "rollout_log_probs", "loss_mask", "teacher_log_probs")
 _PACK_ERRORS = (struct.error, TypeError, ValueError, OverflowError, UnicodeError)
 
 
@@ -191,7 +209,7 @@ class EntryEncoder:
                 continue
             if issued is not None and name in _DATA_FIELDS and value is issued.get(name, _MISSING):
                 continue
-            if name in _PACKED and type(value) in (list, str) and len(value) > 0:
+            if name in _PACKED and type(value) in (list, str, PackedNow) and len(value) > 0:
                 done = self._encode_packed(name, value, _length(name, leaf), earlier, packed, chunks)
                 if done is not None:
                     known[name] = done
@@ -219,6 +237,10 @@ class EntryEncoder:
     ) -> _Known | None:
         """Write what is new of a packed field; None when it holds something that the packing cannot hold."""
         packing = _PACKED[name]
+        data: bytes | None = None
+        if type(value) is PackedNow:
+            value, data = value
+            num_items = len(data) // packing.width
         if type(earlier) is not _Known:
             is_same = value is earlier and self._is_settled and len(value) == num_items
             earlier = self._digest(packing, earlier)
@@ -226,10 +248,11 @@ class EntryEncoder:
                 return earlier
         elif value is earlier.value and num_items == earlier.num_items and self._is_settled:
             return earlier
-        try:
-            data = packing.pack(value if len(value) == num_items else value[:num_items])
-        except _PACK_ERRORS:
-            return None
+        if data is None:
+            try:
+                data = packing.pack(value if len(value) == num_items else value[:num_items])
+            except _PACK_ERRORS:
+                return None
         digest = xxhash.xxh3_64_intdigest(data)
         start = 0
         if earlier is not None and earlier.num_bytes <= len(data):
@@ -268,6 +291,8 @@ def _length(name: str, leaf: Snapshot) -> int:
     if name == "tokens":
         return leaf.num_tokens
     value = leaf.values[name]
+    if type(value) is PackedNow:
+        value = value.value
     if name in ("loss_mask", "rollout_log_probs"):
         return min(len(value), leaf.values["response_length"])
     return len(value)

@@ -313,7 +313,8 @@ class Life:
         if leaves.shape != 0 and leaf["status"] == "aborted":
             return  # an interrupted fan-out begins anew, whether or not anybody was killed
         issued = item.entries[0][2]
-        prompt, _ = split_prompt(leaf["tokens"])
+        tokens = getattr(leaf["tokens"], "value", leaf["tokens"])
+        prompt, _ = split_prompt(tokens)
         earlier = issued["response_length"]
         if leaf["response_length"] > earlier:
             seed = self.args.rollout_seed + leaf["index"] % self.args.n_samples_per_prompt

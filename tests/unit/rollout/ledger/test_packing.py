@@ -150,3 +150,13 @@ def test_a_fan_out_keeps_its_nesting_and_stripped_heads_have_no_bytes():
     back = to_entry(values)
     assert [back[0].tokens[-1], back[1][0].tokens[-1], back[1][1].tokens[-1]] == [0, 1, 2]
     assert set(stripped_entry(described)["leaves"][0]) == {"status", "response", "reward", "weights"}
+
+
+def test_lists_packed_at_once_are_written_as_they_were_then():
+    sample = fresh()
+    issued = snapshot(sample).samples[0].values
+    taken = snapshot(answered(sample, [7, 8, 9]), pack_now=True)
+    later = EntryEncoder(trust_identity=False).encode("key", snapshot(sample), issued)
+    sample.loss_mask[0] = 0
+    sample.tokens.append(10)
+    assert EntryEncoder(trust_identity=False).encode("key", taken, issued) == later
