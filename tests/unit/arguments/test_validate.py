@@ -135,7 +135,6 @@ def test_all_impossible_combinations_are_shown_together(complaint):
         (["--update-weight-transport", "disk"], "weights do not travel over disk yet"),
         (["--use-rollout-routing-replay"], "expert routing is not replayed yet"),
         (["--rollout-data-transport", "nixl"], "NIXL is not supported yet"),
-        (["--rollout-external-engine-addrs", "a:1"], "cannot be adopted yet"),
     ],
 )
 def test_features_that_do_not_exist_are_refused_and_not_ignored(complaint, words, says):
