@@ -47,6 +47,8 @@ NEEDS_MORE = (
     "slime.observability.tensorboard_utils",
     "slime.utils.wandb_utils",
     "slime.utils.tensorboard_utils",
+    # CUDA kernels: torch for CUDA brings Triton, torch for CPU does not
+    "slime.algorithms.log_probs_kernels",
     # old paths of modules that live in a backend
     "slime.utils.memory_utils",
     "slime.utils.routing_replay",

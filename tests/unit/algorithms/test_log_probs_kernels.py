@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.unit.triton_here import needs_triton
+
 REPO = Path(__file__).parents[3]
 
 
@@ -65,6 +67,7 @@ def compare_all() -> None:
     assert torch.equal(sums, torch.zeros_like(sums)) and largest.isfinite().all()  # a shard that is all padding
 
 
+@needs_triton
 def test_kernels_give_the_values_and_gradients_of_the_plain_path():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", f"import {__name__} as case; case.compare_all()"]

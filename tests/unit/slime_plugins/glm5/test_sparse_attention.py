@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slime_plugins.models.glm5 import sparse_attention as module
 from slime_plugins.models.glm5.sparse_attention import sparse_attention
+from tests.unit.triton_here import needs_triton
 
 SCALE, VALUE_DIM = 0.3, 24
 
@@ -118,8 +119,8 @@ def run_kernels_in_the_interpreter() -> None:
     torch.testing.assert_close(scores, index_scores(query, weight, key), rtol=1e-5, atol=1e-5)
 
 
+@needs_triton
 def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
-    pytest.importorskip("triton", reason="the kernels' own tests are in tests/gpu")
     program = f"import sys; sys.path.insert(0, {os.getcwd()!r})\n" + (
         "import importlib.util\n"
         f"spec = importlib.util.spec_from_file_location('case', {__file__!r})\n"
