@@ -149,3 +149,16 @@ def test_the_error_of_a_status_survives_the_way_to_another_process():
     error = pickle.loads(pickle.dumps(http_utils.HttpStatusError("POST", "http://h/x", 404, "no such thing")))
     assert (error.status, error.body) == (404, "no such thing")
     assert "POST http://h/x was answered with status 404: no such thing" in str(error)
+
+
+def test_json_that_the_fast_parser_refuses_is_read_by_the_standard_one():
+    assert http_utils.decode_json(b'{"a": 1.5}') == {"a": 1.5}
+    assert http_utils.decode_json(b'[Infinity, "\xff"]') == [float("inf"), "\N{REPLACEMENT CHARACTER}"]
+    assert http_utils.decode_json(b"not json") == "not json"
+    assert http_utils.encode_json({"a": [1, None]}) == b'{"a":[1,null]}'
+    assert http_utils.encode_json({1: "x"}) == b'{"1": "x"}'
+
+
+def test_an_answer_may_be_decoded_in_the_callers_way():
+    result, _ = talk([(200, "abc")], lambda url: http_utils.post(url, {}, decode=len))
+    assert result == 3

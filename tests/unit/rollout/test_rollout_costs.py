@@ -1,0 +1,107 @@
+"""What keeps the client side of a rollout cheap: work done once a prompt, waves that start in pieces, traces."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slime.rollout import data_source as data_source_module
+from slime.rollout import sglang_rollout, state
+from slime.rollout.control_client import close_control_client
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.groups import leaf_samples
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.utils.async_utils import run
+from slime.utils.http_utils import close_http_client
+from tests.scripted_engine.script import Script
+from tests.scripted_engine.server import ScriptedEngine
+from tests.unit.rollout import fake_cluster
+from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args, write_prompts
+
+
+class CountingTokenizer(FakeTokenizer):
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.encoded.append(text)
+        return super().encode(text)
+
+
+@pytest.fixture
+def tokenizer(monkeypatch) -> Iterator[CountingTokenizer]:
+    tokenizer = CountingTokenizer()
+    for module in (state, data_source_module):
+        monkeypatch.setattr(module, "load_tokenizer", lambda *a, **k: tokenizer)
+        monkeypatch.setattr(module, "load_processor", lambda *a, **k: None)
+    GenerateState.clear_instances()
+    fake_cluster.CALLS.clear()
+    yield tokenizer
+    run(close_http_client())
+    run(close_control_client())
+    GenerateState.clear_instances()
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(Script(length=5)) as engine:
+        yield engine
+
+
+def rollout(engine: ScriptedEngine, tmp_path: Any, prompts: list[str], **flags: Any) -> list[Any]:
+    flags = {"rollout_batch_size": len(prompts), "over_sampling_batch_size": len(prompts)} | flags
+    args = make_args(engine.port, prompt_data=write_prompts(tmp_path / "prompts.jsonl", prompts), **flags)
+    return generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
+
+
+def test_siblings_share_one_look_at_the_tokenizer_and_no_list(tokenizer, engine, tmp_path):
+    groups = rollout(engine, tmp_path, ["a", "b"], n_samples_per_prompt=4)
+    assert sorted(tokenizer.encoded) == ["a", "b"]
+    lists = {id(sample.tokens) for sample in leaf_samples(groups)}
+    assert len(lists) == 8
+
+
+def test_every_sample_tells_its_spans_from_the_inside_out(tokenizer, engine, tmp_path):
+    (group,) = rollout(engine, tmp_path, ["a"], n_samples_per_prompt=2)
+    for sample in group:
+        ends = [event for event in sample.trace["events"] if event["type"] == "span_end"]
+        names = [event["name"] for event in ends]
+        assert names == ["sglang_generate", "reward_model", "generate_and_rm", "generate_and_rm_group"]
+        ids = {event["name"]: event["span_id"] for event in ends}
+        assert ends[0]["parent_span_id"] == ends[1]["parent_span_id"] == ids["generate_and_rm"]
+        assert ends[2]["parent_span_id"] == ids["generate_and_rm_group"]
+        assert ends[0]["attrs"]["completion_tokens"] == 5 and ends[0]["attrs"]["finish_reason"] == "stop"
+    assert group[0].trace["trace_id"] != group[1].trace["trace_id"]
+
+
+def test_a_wave_starts_in_pieces_between_which_other_work_is_done(tokenizer, engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(sglang_rollout, "STARTED_AT_ONCE", 4)
+    running: list[int] = []
+    pieces: list[int] = []
+    submit = GenerateState.submit_generate_tasks
+
+    def noting(self: GenerateState, groups: Any) -> None:
+        pieces.append(len(groups))
+        asyncio.get_running_loop().call_soon(lambda: running.append(len(pieces)))
+        submit(self, groups)
+
+    monkeypatch.setattr(GenerateState, "submit_generate_tasks", noting)
+    rollout(engine, tmp_path, list("abcdef"), n_samples_per_prompt=2)
+    assert pieces == [2, 2, 2]
+    assert running == [1, 2, 3]
+
+
+def test_the_collector_is_left_with_more_room_than_requests_in_flight_take(tokenizer, engine, tmp_path):
+    thresholds = gc.get_threshold()
+    state._spare_the_collector.cache_clear()
+    try:
+        rollout(engine, tmp_path, ["a"], sglang_server_concurrency=1000)
+        assert gc.get_threshold()[0] == 1000 * state.OBJECTS_PER_REQUEST
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
