@@ -82,11 +82,15 @@ class RolloutHealthMonitor:
             self._check_all()
 
     def _check_all(self) -> None:
-        """Ask every engine at once, so that a slow one does not delay the verdict on the others."""
+        """Ask every serving engine at once, so that a slow one does not delay the verdict on the others.
+
+        A new engine that waits for its weights, or takes them, answers nothing, rightly: the push has deadlines of its
+        own, and its death is noticed without asking.
+        """
         pauses = self._num_pauses
         asked = {
             index: self._group.engines[index].check_health.remote(timeout_s=self._timeout_s)
-            for index in self._group.indices(EngineState.READY, EngineState.SERVING)
+            for index in self._group.indices(EngineState.SERVING)
             if self._group.engines[index] is not None
         }
         deadline_s = time.monotonic() + self._timeout_s + ACTOR_MARGIN_S
