@@ -1,8 +1,8 @@
 """Requests posted from several processes (``--use-distributed-post``), for rollouts that one process cannot serve.
 
 One process builds and parses the JSON of every request.  Where that is the bottleneck (very many short responses, or
-many megabytes of images), actors on every node share it; the answers come back through Ray.  For everything else the
-one process is faster, because nothing is copied twice: see docs/verified.md.
+many megabytes of images), actors on every node share it; the answers come back through Ray, copied once more.  Which
+of the two is faster was not measured.
 """
 
 from __future__ import annotations
