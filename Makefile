@@ -1,12 +1,16 @@
 # The two commands: `make demo` and `make test`.  Each makes .venv first when it is missing or its pins have changed.
 
-.PHONY: demo test matrix install check
+.PHONY: demo test faults matrix install check
 
 demo: install
 	@scripts/demo.sh
 
 test: install
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu" --durations=10 tests
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10 tests
+
+# Engines and routers of real jobs, killed in the middle of a rollout: minutes each, on a machine with nothing else to do.
+faults: install
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "faults and not gpu" tests/e2e
 
 # Every model family against every check and every parallel layout, with the numbers.
 matrix: install
