@@ -1,0 +1,97 @@
+"""A 64-bit digest of bytes that is the same on every device and can be summed over pieces.
+
+    digest = sum over the 32-bit words i of  mix(word_i, position_i)   (mod 2**64)
+
+The sum makes the order of evaluation irrelevant, so that a GPU kernel, a plain loop and several ranks that each hold a
+part come to the same value; the position inside ``mix`` makes exchanged words visible.  ``mix`` is the finalizer of
+splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): every input bit changes
+every output bit with a probability near one half.  It guards against damage and mistakes, not against an adversary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+WORD_BYTES = 4
+MASK_64 = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+MULTIPLIER_2 = 0x94D049BB133111EB
+CHUNK_WORDS = 1 << 22
+"""Words hashed at a time on a CPU, which bounds the scratch memory."""
+
+
+def mix(word: int, position: int) -> int:
+    """The contribution of one word, in plain Python: the definition that the fast paths are tested against.
+
+    Args:
+        word: unsigned, 32 bits.
+        position: of the word in its segment, from zero, at most 32 bits.
+    """
+    value = ((position << 32 | word) + GOLDEN) & MASK_64
+    value = ((value ^ value >> 30) * MULTIPLIER_1) & MASK_64
+    value = ((value ^ value >> 27) * MULTIPLIER_2) & MASK_64
+    return value ^ value >> 31
+
+
+def digest_bytes(data: Tensor) -> int:
+    """Digest of one segment of bytes.
+
+    Args:
+        data: uint8, contiguous, one dimension.  A length that is no multiple of four counts as filled up with zeros.
+
+    Returns:
+        The unsigned digest; 0 for no bytes.
+    """
+    if data.dtype != torch.uint8 or data.dim() != 1:
+        raise ValueError(f"digest_bytes takes a flat uint8 tensor; got {data.dtype} of shape {list(data.shape)}")
+    num_whole = data.numel() // WORD_BYTES * WORD_BYTES
+    total = 0
+    if num_whole:
+        whole = data[:num_whole]
+        # A view as words needs an aligned start; a segment may lie anywhere in its bucket.
+        aligned = whole if whole.data_ptr() % WORD_BYTES == 0 else whole.clone()
+        total += _sum_of_words(aligned.view(torch.int32))
+    if num_whole < data.numel():
+        tail = int.from_bytes(bytes(data[num_whole:].tolist()), "little")
+        total += mix(tail, num_whole // WORD_BYTES)
+    return total & MASK_64
+
+
+def digest_tensor(tensor: Tensor) -> int:
+    """Digest of a tensor's elements in row-major order, whatever its strides."""
+    return digest_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8))
+
+
+def combine(digests: Iterable[int]) -> int:
+    """One digest of several segments in their order."""
+    total = 0
+    for position, digest in enumerate(digests):
+        total += mix(digest & 0xFFFFFFFF, 2 * position) + mix(digest >> 32, 2 * position + 1)
+    return total & MASK_64
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as torch's signed integer."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _xor_shifted(value: Tensor, bits: int) -> Tensor:
+    """``value ^ value >> bits`` with the shift of an unsigned number."""
+    return value ^ ((value >> bits) & ((1 << (64 - bits)) - 1))
+
+
+def _sum_of_words(words: Tensor) -> int:
+    """Sum of ``mix`` over int32 ``words``; torch's int64 arithmetic wraps as the definition demands."""
+    total = 0
+    for start in range(0, words.numel(), CHUNK_WORDS):
+        part = words[start : start + CHUNK_WORDS].to(torch.int64) & 0xFFFFFFFF
+        positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=words.device)
+        value = ((positions << 32) | part) + _signed(GOLDEN)
+        value = _xor_shifted(value, 30) * _signed(MULTIPLIER_1)
+        value = _xor_shifted(value, 27) * _signed(MULTIPLIER_2)
+        total += int(_xor_shifted(value, 31).sum())
+    return total & MASK_64
