@@ -1,0 +1,180 @@
+"""Matrices in eight-bit floats (e4m3) with one fp32 scale per block, per row or per matrix.
+
+    scale = max(largest magnitude of the block, 1e-10) / 448
+    q     = e4m3(weight / scale),   weight ~ q * scale
+
+448 is the largest finite e4m3 number.  Both quotients are true fp32 divisions and the cast rounds to nearest, ties to
+even, so that every path (this one, the Triton kernels, the offline tool, CPU and GPU) gives the same bytes.  A block
+of zeros gets the scale 1e-10 / 448 and stays zeros.
+
+With ``ue8m0=True`` each scale is rounded up to a power of two, which is all that an eight-bit exponent can hold; see
+``ue8m0.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime.utils.errors import DataError
+from slime.weights.quantize.ue8m0 import round_up_to_power_of_two
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+MIN_ABSMAX = 1e-10
+"""Magnitude that a block of zeros, or of smaller numbers, counts as having: its scale must not be zero."""
+DEFAULT_BLOCK = (128, 128)
+PANEL_ELEMENTS = 1 << 24
+"""Elements worked on at a time, which bounds the fp32 scratch memory to a few times 64 MiB."""
+
+
+def num_blocks(rows: int, columns: int, block: tuple[int, int] = DEFAULT_BLOCK) -> tuple[int, int]:
+    """Blocks of a ``[rows, columns]`` matrix along both dimensions, those cut off at the edge included."""
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def quantize_block(
+    weight: Tensor, block: tuple[int, int] = DEFAULT_BLOCK, *, ue8m0: bool = False, name: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """One scale per block.
+
+    Args:
+        weight: ``[M, N]`` of bf16, fp16 or fp32; neither needs to be a multiple of the block.
+        block: rows and columns of a block.
+        ue8m0: scales are powers of two.
+        name: the tensor's name; given, a NaN or an infinity in it is an error (which waits for the device).
+
+    Returns:
+        ``[M, N]`` float8_e4m3fn and ``[ceil(M / rows), ceil(N / columns)]`` fp32, both contiguous.
+
+    Raises:
+        ValueError: ``weight`` is no floating-point matrix, or ``block`` is not positive.
+        DataError: ``name`` is given and the weight is not finite.
+    """
+    _check_matrix(weight)
+    if min(block) < 1:
+        raise ValueError(f"a block of {block} has no elements; rows and columns of a block must be positive")
+    rows, columns = weight.shape
+    scale_rows, scale_columns = num_blocks(rows, columns, block)
+    quantized = torch.empty(rows, columns, dtype=FP8, device=weight.device)
+    scale = torch.empty(scale_rows, scale_columns, dtype=torch.float32, device=weight.device)
+    # Whole rows of blocks at a time.
+    blocks_at_once = max(1, PANEL_ELEMENTS // max(1, block[0] * columns))
+    for first in range(0, scale_rows, blocks_at_once):
+        last = min(first + blocks_at_once, scale_rows)
+        part = slice(first * block[0], min(last * block[0], rows))
+        padded = _padded(weight[part].float(), (last - first) * block[0], scale_columns * block[1])
+        tiles = padded.view(last - first, block[0], scale_columns, block[1])
+        scale[first:last] = _scales(tiles.abs().amax(dim=(1, 3)), ue8m0)
+        tiles = _cast(tiles, scale[first:last, None, :, None])
+        quantized[part] = tiles.view(padded.shape)[: part.stop - part.start, :columns]
+    if name is not None:
+        require_finite(name, scale)
+    return quantized, scale
+
+
+def quantize_tensor(weight: Tensor, *, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """One scale for the whole tensor.
+
+    Args:
+        weight: of bf16, fp16 or fp32, any shape.
+        name: as in :func:`quantize_block`.
+
+    Returns:
+        float8_e4m3fn of the same shape, and fp32 of shape ``[1]``.
+    """
+    _check_floating(weight)
+    absmax = weight.abs().amax().float() if weight.numel() else weight.new_zeros((), dtype=torch.float32)
+    scale = _scales(absmax.view(1), False)
+    if name is not None:
+        require_finite(name, scale)
+    return _cast(weight.float(), scale), scale
+
+
+def quantize_channel(weight: Tensor, *, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """One scale per row, that is per output channel.
+
+    Args:
+        weight: ``[M, N]`` of bf16, fp16 or fp32.
+        name: as in :func:`quantize_block`.
+
+    Returns:
+        ``[M, N]`` float8_e4m3fn and ``[M, 1]`` fp32.
+    """
+    _check_matrix(weight)
+    return quantize_block(weight, (1, max(1, weight.size(1))), name=name)
+
+
+def dequantize_block(
+    quantized: Tensor, scale: Tensor, block: tuple[int, int] = DEFAULT_BLOCK, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """The inverse of :func:`quantize_block` up to rounding: the fp32 product, then one cast.
+
+    Args:
+        quantized: ``[M, N]``, one byte each.
+        scale: ``[ceil(M / rows), ceil(N / columns)]``, any floating-point dtype.
+        block: rows and columns of a block.
+        dtype: of the result.
+
+    Raises:
+        DataError: the scales are not as many as the blocks.
+    """
+    rows, columns = quantized.shape
+    if tuple(scale.shape) != num_blocks(rows, columns, block):
+        raise DataError(
+            f"{tuple(scale.shape)} scales for a {rows} x {columns} tensor in blocks of {block[0]} x {block[1]}, which "
+            f"has {num_blocks(rows, columns, block)}; weight_block_size of the config.json does not fit the tensors"
+        )
+    result = torch.empty(rows, columns, dtype=dtype, device=quantized.device)
+    blocks_at_once = max(1, PANEL_ELEMENTS // max(1, block[0] * columns))
+    for first in range(0, scale.size(0), blocks_at_once):
+        part = slice(first * block[0], min((first + blocks_at_once) * block[0], rows))
+        factors = scale[first : first + blocks_at_once].float()
+        factors = factors.repeat_interleave(block[0], 0)[: part.stop - part.start]
+        result[part] = quantized[part].float() * factors.repeat_interleave(block[1], 1)[:, :columns]
+    return result
+
+
+def require_finite(name: str, scale: Tensor) -> None:
+    """Refuse a tensor by its scales: these are finite exactly where the weights of their block are.
+
+    Raises:
+        DataError: naming the tensor.
+    """
+    if not bool(torch.isfinite(scale).all()):
+        raise DataError(
+            f"{name} has NaN or infinite elements, which cannot be quantized; look for the training step or the "
+            "checkpoint that made them"
+        )
+
+
+def _check_floating(weight: Tensor) -> None:
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        raise ValueError(f"only bf16, fp16 and fp32 tensors can be quantized; got {weight.dtype}")
+
+
+def _check_matrix(weight: Tensor) -> None:
+    _check_floating(weight)
+    if weight.dim() != 2:
+        raise ValueError(f"only matrices have blocks; got a tensor of shape {list(weight.shape)}")
+
+
+def _scales(absmax: Tensor, ue8m0: bool) -> Tensor:
+    """fp32 scales of fp32 magnitudes; a NaN stays one."""
+    # A tensor, because torch multiplies by the reciprocal when it divides a CUDA tensor by a number, and 1/448 is not
+    # exact.
+    largest = torch.full((), FP8_MAX, dtype=torch.float32, device=absmax.device)
+    scale = absmax.clamp(min=MIN_ABSMAX) / largest
+    return round_up_to_power_of_two(scale) if ue8m0 else scale
+
+
+def _cast(weight: Tensor, scale: Tensor) -> Tensor:
+    """e4m3 of fp32 weights, whose quotient may exceed 448 by a rounding error."""
+    return (weight / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """The matrix with zeros below and to the right of it; itself when it is large enough."""
+    if matrix.shape == (rows, columns):
+        return matrix.contiguous()
+    return torch.nn.functional.pad(matrix, (0, columns - matrix.size(1), 0, rows - matrix.size(0)))
