@@ -8,7 +8,7 @@ asked) pipeline parallelism.  Deliberately elsewhere: name conversion (``megatro
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,27 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
     dim = shard.split_dim
     parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, value.contiguous(), group=group)
-    if is_gated and ".linear_fc1." in shard.name:
+    return join_parts(parts, dim, is_gate_up=is_gated and ".linear_fc1." in shard.name)
+
+
+def join_parts(parts: Sequence[Tensor], dim: int, *, is_gate_up: bool) -> Tensor:
+    """The whole of what tensor-parallel ranks hold, in the order of the ranks.
+
+    Args:
+        parts: of equal shape.
+        dim: the dimension that was cut.
+        is_gate_up: gate and up were cut apart, so that each part has a piece of both.
+    """
+    if is_gate_up:
         gates, ups = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
         parts = [*gates, *ups]
-    return torch.cat(parts, dim=dim)
+    return torch.cat(tuple(parts), dim=dim)
+
+
+def sent_dtype(name: str, held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """What a parameter travels in: ``dtype``, if given, for floating-point ones; expert biases stay as they are."""
+    is_cast = dtype is not None and held.is_floating_point and "expert_bias" not in name
+    return dtype if is_cast and dtype is not None else held
 
 
 def whole_shape(shard: Shard) -> torch.Size:
@@ -69,6 +86,7 @@ def iter_full_tensors(
     dtype: torch.dtype | None,
     host_weights: HostWeights | None = None,
     across_stages: bool = True,
+    only: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Global name and full tensor of every parameter.
 
@@ -77,6 +95,7 @@ def iter_full_tensors(
         dtype: floating-point parameters are cast to it; None leaves them. Expert biases stay as they are.
         host_weights: where the values are while the parameters are asleep.
         across_stages: give all ranks the parameters of all pipeline stages; otherwise each its own stage's.
+        only: :attr:`Shard.name` of those wanted, the same on all ranks; None for all.
     """
     config = unwrap_model(model[0]).config
     is_gated = config.gated_linear_unit
@@ -84,18 +103,16 @@ def iter_full_tensors(
     def value_of(shard: Shard) -> Tensor:
         return shard.tensor.detach() if host_weights is None else shard.part_of(host_weights[shard.key])
 
-    def sent_dtype(shard: Shard) -> torch.dtype:
-        value = value_of(shard)
-        is_cast = dtype is not None and value.is_floating_point() and "expert_bias" not in shard.name
-        return dtype if is_cast and dtype is not None else value.dtype
+    def dtype_of(shard: Shard) -> torch.dtype:
+        return sent_dtype(shard.name, value_of(shard).dtype, dtype)
 
     def whole(shard: Shard) -> Tensor:
-        value = value_of(shard).to(shard.tensor.device, non_blocking=True).to(sent_dtype(shard))
+        value = value_of(shard).to(shard.tensor.device, non_blocking=True).to(dtype_of(shard))
         return gather_tensor_parallel(shard, value, is_gated=is_gated)
 
-    shards = list(iter_shards(model))
+    shards = [shard for shard in iter_shards(model) if only is None or shard.name in only]
     if across_stages and mpu.get_pipeline_model_parallel_world_size() > 1:
-        stream = _across_stages(shards, whole, sent_dtype)
+        stream = _across_stages(shards, whole, dtype_of)
     else:
         stream = ((shard, whole(shard)) for shard in shards)
     seen: set[str] = set()
@@ -107,7 +124,7 @@ def iter_full_tensors(
 
 
 def _across_stages(
-    shards: list[Shard], whole: Callable[[Shard], Tensor], sent_dtype: Callable[[Shard], torch.dtype]
+    shards: list[Shard], whole: Callable[[Shard], Tensor], dtype_of: Callable[[Shard], torch.dtype]
 ) -> Iterator[tuple[Shard, Tensor]]:
     """The tensors of all pipeline stages, stage after stage; what each will send is told once, beforehand.
 
@@ -116,7 +133,7 @@ def _across_stages(
     group = mpu.get_pipeline_model_parallel_group()
     stage = mpu.get_pipeline_model_parallel_rank()
     ranks = dist.get_process_group_ranks(group)
-    headers = [(shard.name, shard.expert_index, whole_shape(shard), sent_dtype(shard)) for shard in shards]
+    headers = [(shard.name, shard.expert_index, whole_shape(shard), dtype_of(shard)) for shard in shards]
     stages: list[Any] = [None] * group.size()
     dist.all_gather_object(stages, headers, group=group)
     sent: set[tuple[str, int | None]] = set()
@@ -161,6 +178,7 @@ def iter_hf_tensors(
     quantization_config: Mapping[str, Any] | None = None,
     host_weights: HostWeights | None = None,
     across_stages: bool = True,
+    only: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """HF name and full tensor of every parameter; arguments as in :func:`iter_full_tensors`.
 
@@ -168,7 +186,8 @@ def iter_hf_tensors(
         WeightSyncError: two parameters were given the same HF name.
     """
     seen: dict[str, str] = {}
-    for name, full in iter_full_tensors(model, dtype=dtype, host_weights=host_weights, across_stages=across_stages):
+    tensors = iter_full_tensors(model, dtype=dtype, host_weights=host_weights, across_stages=across_stages, only=only)
+    for name, full in tensors:
         converted = convert_to_hf(args, model_name, GLOBAL_PREFIX + name, full, quantization_config)
         for hf_name, tensor in converted:
             if hf_name in seen:
