@@ -1,0 +1,69 @@
+"""What a converter quantizes, by name."""
+
+import pytest
+
+from slime.weights.quantize.offline_rules import is_quantized_offline, modules_to_not_convert
+
+QUANTIZED = (
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+    "model.layers.0.self_attn.kv_b_proj.weight",
+    "model.layers.0.self_attn.indexer.wq_b.weight",
+    "model.layers.0.self_attn.indexer.wk.weight",
+    "model.layers.0.mlp.gate_proj.weight",
+    "model.layers.0.mlp.gate_up_proj.weight",
+    "model.layers.3.mlp.experts.17.down_proj.weight",
+    "model.layers.3.mlp.shared_experts.up_proj.weight",
+    "model.layers.3.mlp.shared_expert.up_proj.weight",
+    "model.mtp_layers.0.self_attn.k_proj.weight",
+)
+KEPT = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.norm.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.layers.0.self_attn.q_norm.weight",
+    "model.layers.0.self_attn.kv_a_layernorm.weight",
+    "model.layers.0.self_attn.indexer.weights_proj.weight",
+    "model.layers.0.self_attn.indexer.k_norm.bias",
+    "model.layers.3.mlp.gate.weight",
+    "model.layers.3.mlp.gate.e_score_correction_bias",
+    "model.layers.3.mlp.shared_expert_gate.weight",
+    "model.layers.61.eh_proj.weight",
+    "model.layers.61.embed_tokens.weight",
+    "model.layers.61.shared_head.head.weight",
+    "model.layers.61.shared_head.norm.weight",
+    "model.mtp_layers.0.input_proj.weight",
+)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_matrices_of_attention_mlp_and_experts_are_quantized(name):
+    assert is_quantized_offline(name)
+    assert is_quantized_offline(name, (128, 64))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_rest_is_kept(name):
+    assert not is_quantized_offline(name)
+
+
+def test_what_is_no_matrix_is_kept_whatever_its_name():
+    assert not is_quantized_offline("model.layers.0.self_attn.sinks.weight", (64,))
+    assert not is_quantized_offline("model.layers.0.mlp.experts.gate_up_proj.weight", (8, 64, 128))
+
+
+def test_the_config_names_the_matrices_that_are_kept():
+    assert modules_to_not_convert([*QUANTIZED, *KEPT]) == [
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.0.self_attn.indexer.weights_proj",
+        "model.layers.3.mlp.gate",
+        "model.layers.3.mlp.shared_expert_gate",
+        "model.layers.61.eh_proj",
+        "model.layers.61.embed_tokens",
+        "model.layers.61.shared_head.head",
+        "model.mtp_layers.0.input_proj",
+    ]
