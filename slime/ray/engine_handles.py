@@ -46,11 +46,27 @@ class RayWeightReceiver:
             "get_weight_version",
             "check_weights",
             "post_process_weights",
+            "begin_weight_update",
+            "receive_weight_bucket",
+            "join_weight_group",
+            "leave_weight_group",
+            "acknowledge_weight_update",
+            "commit_weight_update",
         }
     )
 
-    def __init__(self, handle: Any, *, index: int, num_gpus: int, gpu_offset: int, is_colocated: bool) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        *,
+        index: int,
+        num_gpus: int,
+        gpu_offset: int,
+        is_colocated: bool,
+        acknowledges: bool = False,
+    ) -> None:
         self.handle = handle
+        self.acknowledges = acknowledges
         self.index = index
         self.num_gpus = num_gpus
         self.gpu_offset = gpu_offset

@@ -35,6 +35,8 @@ class WeightReceiver(Protocol):
     """First of them, counted from the start of the rollout slice."""
     is_colocated: bool
     """The engine shares its GPUs with trainer ranks ``gpu_offset .. gpu_offset + num_gpus - 1``."""
+    acknowledges: bool
+    """Our loader runs in the engine: it takes the verbs of a two-phase push.  Without it, only stock SGLang's."""
 
     def pause_generation(self) -> Pending:
         """Abort running requests and accept no step until ``continue_generation``."""
@@ -73,6 +75,46 @@ class WeightReceiver(Protocol):
         """Load tensors that rank 0 of ``group_name`` broadcasts next, in this order."""
 
     def update_weights_from_disk(self, model_path: str, weight_version: str) -> Pending: ...
+
+    # A push in two phases.  ``push_id`` names one attempt at a push; what belongs to another attempt is refused.
+
+    def begin_weight_update(self, manifest_json: str, push_id: str) -> Pending:
+        """Prepare for the buckets of a ``Manifest`` and forget any unfinished push.
+
+        The engine checks that it can place every tensor of the manifest and that these fill all its parameters.  From
+        here to the commit it holds neither the old nor the new weights: it must refuse ``continue_generation``.
+        """
+
+    def receive_weight_bucket(
+        self, push_id: str, bucket_index: int, payload: list[str] | None, group_name: str | None
+    ) -> Pending:
+        """Load one flat bucket; a bucket of this push that was loaded before does no harm.
+
+        Args:
+            push_id: of the push begun last.
+            bucket_index: position in the manifest's buckets.
+            payload: handles to the flat buffer, one for each of the engine's GPUs, when the engine can map it.
+            group_name: the group whose rank 0 broadcasts the buffer, otherwise.
+        """
+
+    def join_weight_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> Pending:
+        """As ``init_weights_update_group``; the group is a ``slime.weights.channel.WeightChannel`` of our loader."""
+
+    def leave_weight_group(self, group_name: str) -> Pending:
+        """Leave it; one that the engine does not know is no error."""
+
+    def acknowledge_weight_update(self, push_id: str) -> Pending:
+        """``wait`` gives ``{"push_id", "buckets", "problems"}`` for what the engine would serve.
+
+        ``buckets``: digest of each bucket of the manifest as 16 hexadecimal digits (``slime.weights.digest``:
+        ``combine`` over the digests of its pieces, in the manifest's order), "" for one that did not arrive.
+        ``problems``: what keeps the engine from serving these weights, one sentence each, over all its ranks.
+        """
+
+    def commit_weight_update(self, push_id: str, weight_version: str) -> Pending:
+        """Call the weights of a complete and acknowledged push ``weight_version``; refuse any other push."""
 
     def get_weight_version(self) -> Pending:
         """``wait`` gives the version string of the weights the engine holds."""

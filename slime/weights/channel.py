@@ -1,0 +1,139 @@
+"""A process group of one trainer rank and the GPUs of some engines, over which flat buckets are broadcast.
+
+Both ends use it: the trainer is rank 0, our loader inside each engine joins with one rank for each GPU.  It is built
+from a store and a bare backend, so it neither needs nor disturbs the process groups that either side has already.
+
+No member waits for ever.  Every wait has the group's deadline, and any member may *abandon* the group: a word in the
+store ends the waits of all the others within :data:`POLL_S`, which is how the survivors of a dead engine get free.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.utils.errors import WeightSyncError
+
+POLL_S = 0.02
+"""How often a waiting member looks whether the group was abandoned."""
+STORE_TIMEOUT_S = 10.0
+"""Deadline of one question to the store, once everybody has joined."""
+_ABANDONED = "abandoned"
+
+
+class WeightChannel:
+    """One member of the group.  Invariant: after an error the group is of no use; leave it.
+
+    Args:
+        rank: 0 is the trainer.
+        world_size: 1 + the GPUs of all engines.
+        backend: ``nccl`` or ``gloo``; the current device is used for ``nccl``.
+        timeout_s: deadline of joining, and of each broadcast.
+
+    Raises:
+        WeightSyncError: not all members joined in time.
+    """
+
+    def __init__(
+        self, master_address: str, master_port: int, *, rank: int, world_size: int, backend: str, timeout_s: float
+    ) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        limit = timedelta(seconds=timeout_s)
+        try:
+            self._store = dist.TCPStore(
+                master_address.strip("[]"), master_port, world_size, is_master=rank == 0, timeout=limit,
+                wait_for_workers=False,
+            )  # fmt: skip
+            # All must have joined before any of them makes connections: a backend's own hand-shake is harder to end.
+            if self._store.add("joined", 1) == world_size:
+                self._store.set("complete", "1")
+            self._store.wait(["complete"], limit)
+            self._group = _make_backend(backend, dist.PrefixStore("group", self._store), rank, world_size, limit)
+        except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
+            raise WeightSyncError(
+                f"rank {rank} of {world_size} could not join the weight group at {master_address}:{master_port} "
+                f"within {timeout_s:g} s (--weight-update-timeout-s): {error}"
+            ) from error
+        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+
+    def broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> None:
+        """Give ``buffer`` of rank 0 to all; blocks until this rank's part is done.
+
+        Raises:
+            WeightSyncError: the group was abandoned, a member died, or the deadline passed.
+        """
+        self.wait(self.start_broadcast(buffer), timeout_s)
+
+    def start_broadcast(self, buffer: Tensor) -> dist.Work:
+        """Begin :meth:`broadcast`; :meth:`wait` ends it.  The buffer must live until then."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.asyncOp = True
+        try:
+            return self._group.broadcast([buffer], options)
+        except RuntimeError as error:
+            raise WeightSyncError(f"rank {self.rank} of the weight group could not broadcast: {error}") from error
+
+    def wait(self, work: dist.Work, timeout_s: float | None = None) -> None:
+        """Until ``work`` is done.  Raises as :meth:`broadcast`."""
+        deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        next_look_s = time.monotonic() + POLL_S
+        while not work.is_completed():
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                raise WeightSyncError(
+                    f"rank {self.rank} of the weight group waited {timeout_s or self.timeout_s:g} s for a broadcast "
+                    "(--weight-update-timeout-s); another member is slow or dead"
+                )
+            if now_s >= next_look_s:
+                if self.is_abandoned:
+                    raise WeightSyncError(f"the weight group was abandoned while rank {self.rank} waited in it")
+                next_look_s = now_s + POLL_S
+            time.sleep(0.0005)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WeightSyncError(f"a broadcast failed on rank {self.rank} of the weight group: {error}") from error
+
+    def abandon(self) -> None:
+        """End the waits of all members with an error: one of them will not come."""
+        try:
+            self._store.set(_ABANDONED, "1")
+        except RuntimeError:
+            return  # the store's owner has gone, which the others notice as well
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether some member gave the group up, or its store is gone."""
+        try:
+            return self._store.check([_ABANDONED])
+        except RuntimeError:
+            return True
+
+    def leave(self) -> None:
+        """Give the connections back; pending broadcasts are cut off."""
+        abort = getattr(self._group, "abort", None)
+        if abort is not None:
+            abort()
+        del self._group
+
+
+def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Backend:
+    """A backend of its own, known to no registry.
+
+    Raises:
+        WeightSyncError: for a backend that is neither nccl nor gloo.
+    """
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        return group
+    raise WeightSyncError(f"a weight group cannot use the backend {backend!r}; it knows nccl and gloo")
