@@ -24,7 +24,7 @@ from megatron.core.utils import unwrap_model
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.backends.megatron_utils.weight_maps import find_weight_map
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, tensor_parallel_join
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import iter_buckets
 from slime.weights.named_tensors import NamedTensors
@@ -49,21 +49,7 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
     dim = shard.split_dim
     parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, value.contiguous(), group=group)
-    return join_parts(parts, dim, is_gate_up=is_gated and ".linear_fc1." in shard.name)
-
-
-def join_parts(parts: Sequence[Tensor], dim: int, *, is_gate_up: bool) -> Tensor:
-    """The whole of what tensor-parallel ranks hold, in the order of the ranks.
-
-    Args:
-        parts: of equal shape.
-        dim: the dimension that was cut.
-        is_gate_up: gate and up were cut apart, so that each part has a piece of both.
-    """
-    if is_gate_up:
-        gates, ups = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
-        parts = [*gates, *ups]
-    return torch.cat(tuple(parts), dim=dim)
+    return tensor_parallel_join(parts, dim=dim, is_gate_up=is_gated and ".linear_fc1." in shard.name)
 
 
 def sent_dtype(name: str, held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

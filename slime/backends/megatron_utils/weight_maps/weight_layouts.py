@@ -7,6 +7,7 @@ All functions work on whole tensors, not on tensor-parallel slices, and only mov
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,6 +153,14 @@ def tensor_parallel_slice(full: Tensor, *, dim: int, rank: int, size: int, is_ga
         raise DataError(f"dimension {dim} of a tensor of shape {tuple(full.shape)} cannot be cut into {size} parts.")
     parts = [half.chunk(size, dim=dim)[rank] for half in halves]
     return torch.cat(parts, dim=dim) if is_gate_up else parts[0]
+
+
+def tensor_parallel_join(parts: Sequence[Tensor], *, dim: int, is_gate_up: bool = False) -> Tensor:
+    """The inverse of :func:`tensor_parallel_slice`: the whole of what the ranks hold, in their order."""
+    if is_gate_up:
+        gates, ups = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
+        parts = [*gates, *ups]
+    return torch.cat(tuple(parts), dim=dim)
 
 
 def _check_rows(name: str, tensor: Tensor, expected: int) -> None:

@@ -1,0 +1,297 @@
+"""Where the elements of the HF tensors lie in the parameters that this rank holds.
+
+Nothing here knows a model family.  What an export does to a parameter is found out by exporting numbers that say where
+they came from: ``convert_to_hf`` is given, instead of the parameter, the index of every element along one dimension,
+and so are the parts that tensor parallelism joins.  What comes out tells for each row and column of each HF tensor
+which rank holds it, in which row and column of its own part.
+
+An export that moves whole rows and whole columns is described by :class:`Rectangle`; any other is left to the senders
+that gather (``gather.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+from slime.backends.megatron_utils.weight_maps import find_weight_map
+from slime.backends.megatron_utils.weight_maps.rule import Rule
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, tensor_parallel_join
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """``count`` rows of a parameter in an order that arithmetic describes.
+
+    Row ``r`` of them is row ``first + (r // run) * stride + r % run`` of the parameter: runs of neighbours, a constant
+    distance apart, as the query rows of an interleaved qkv are.
+    """
+
+    first: int
+    count: int
+    run: int
+    stride: int
+
+    def between(self, begin: int, end: int) -> Iterator[Rows]:
+        """Rows ``begin .. end`` of these; a cut through a run makes pieces of its own of it."""
+        while begin < end:
+            number, offset = divmod(begin, self.run)
+            first = self.first + number * self.stride + offset
+            if offset or end - begin <= self.run:
+                count = min(self.run - offset, end - begin)
+                yield Rows(first, count, count, 0)
+            else:
+                is_last_partial = (end - begin) % self.run
+                count = end - begin - is_last_partial
+                yield Rows(first, count, self.run, self.stride)
+            begin += count
+
+    def indices(self) -> list[int]:
+        """The rows one by one: for tests and for messages."""
+        return [self.first + (r // self.run) * self.stride + r % self.run for r in range(self.count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A part of one HF tensor that this rank holds: row-major, ``rows`` one behind the other, from ``first_column``.
+
+    A vector counts as a matrix of one column: its elements are rows.
+    """
+
+    name: str
+    whole_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    first_column: int
+    rows: tuple[Rows, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def cut_unit(self) -> int:
+        """Rows of which a cut should leave multiples on both sides, so that it goes through no run."""
+        return math.lcm(*(rows.run for rows in self.rows if rows.count > rows.run))
+
+    def between(self, begin: int, end: int) -> Rectangle:
+        """Its rows ``begin .. end``."""
+        if (begin, end) == (0, self.num_rows):
+            return self
+        pieces: list[Rows] = []
+        position = 0
+        for rows in self.rows:
+            low, high = max(begin, position), min(end, position + rows.count)
+            if low < high:
+                pieces.extend(rows.between(low - position, high - position))
+            position += rows.count
+        start = (self.start[0] + begin, *self.start[1:])
+        return Rectangle(
+            self.name, self.whole_shape, start, (end - begin, *self.shape[1:]), self.first_column, tuple(pieces)
+        )
+
+    def is_on_blocks(self, block: tuple[int, int]) -> bool:
+        """Whether its edges, and the seams between its ``rows``, lie on blocks of the HF tensor or on its end."""
+        if len(self.shape) != 2:
+            return False
+        for start, extent, size, step in zip(self.start, self.shape, self.whole_shape, block, strict=True):
+            if start % step or ((start + extent) % step and start + extent != size):
+                return False
+        return all(seam % block[0] == 0 for seam in self.seams())
+
+    def seams(self) -> Iterator[int]:
+        """Rows at which a new member of ``rows`` begins."""
+        position = 0
+        for rows in self.rows[:-1]:
+            position += rows.count
+            yield position
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How tensor parallelism cuts a parameter; ``dim`` None for one that every rank holds whole."""
+
+    dim: int | None = None
+    rank: int = 0
+    size: int = 1
+    is_gate_up: bool = False
+    """Gate and up are cut apart."""
+
+
+class ShardLayout:
+    """Finds the rectangles of one parameter after the other; what is alike is worked out once.
+
+    Args:
+        args: complete Megatron flags.
+        model_name: as ``convert_to_hf`` takes it.
+    """
+
+    def __init__(self, args: Namespace, model_name: str) -> None:
+        self._args = args
+        self._model_name = model_name
+        self._map = find_weight_map(model_name)
+        self._shape = ModelShape.from_args(args)
+        self._known: dict[tuple[Rule, tuple[int, ...], Cut], tuple[tuple[Rectangle, ...], ...] | None] = {}
+
+    def hf_tensors(self, name: str, whole_shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of what the export of a whole parameter gives.
+
+        Args:
+            name: in the whole model, with the number of the expert.
+            whole_shape: of the parameter, before vocabulary padding is cut off.
+        """
+        converted = self._convert(name, torch.empty(tuple(whole_shape), device="meta"))
+        return [(hf_name, tuple(tensor.shape)) for hf_name, tensor in converted]
+
+    def rectangles(self, name: str, part_shape: Sequence[int], cut: Cut) -> list[Rectangle] | None:
+        """All that this rank's part holds of HF tensors.
+
+        Args:
+            name: in the whole model, with the number of the expert.
+            part_shape: of what this rank holds.
+            cut: what it is a part of.
+
+        Returns:
+            in the order of ``convert_to_hf``; None when the export does more than move rows and columns.
+        """
+        whole_shape = list(part_shape)
+        if cut.dim is not None:
+            whole_shape[cut.dim] *= cut.size
+        hf_tensors = self.hf_tensors(name, whole_shape)
+        if not hf_tensors:
+            return []
+        rule, _ = self._map.find(name, self._shape)
+        key = (rule, tuple(part_shape), cut)
+        if key not in self._known:
+            self._known[key] = self._work_out(name, tuple(whole_shape), cut)
+        templates = self._known[key]
+        if templates is None:
+            return None
+        return [
+            Rectangle(hf_name, shape, found.start, found.shape, found.first_column, found.rows)
+            for (hf_name, shape), rectangles in zip(hf_tensors, templates, strict=True)
+            for found in rectangles
+        ]
+
+    def _convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        return convert_to_hf(self._args, self._model_name, name, tensor)
+
+    def _work_out(self, name: str, whole_shape: tuple[int, ...], cut: Cut) -> tuple[tuple[Rectangle, ...], ...] | None:
+        """Per HF tensor, its rectangles (whose names do not count)."""
+        if len(whole_shape) not in (1, 2):
+            return None
+        held = [_held_indices(size, dim, cut) for dim, size in enumerate(whole_shape)]
+        per_dim = [self._convert(name, _index_along(whole_shape, dim)) for dim in range(len(whole_shape))]
+        result = []
+        for outputs in zip(*per_dim, strict=True):
+            axes = [_axis_of(tensor, dim) for dim, (_, tensor) in enumerate(outputs)]
+            if any(
+                axis is None or tensor.dim() != len(whole_shape)
+                for axis, (_, tensor) in zip(axes, outputs, strict=True)
+            ):
+                return None
+            ranges = [
+                _contiguous(own[axis.long()], joins=dim == 0)
+                for dim, (own, axis) in enumerate(zip(held, axes, strict=True))
+                if axis is not None
+            ]
+            result.append(tuple(_rectangles(tuple(outputs[0][1].shape), ranges)))
+        return tuple(result)
+
+
+def _index_along(shape: tuple[int, ...], dim: int) -> Tensor:
+    """Every element's index in dimension ``dim``; takes the memory of a vector."""
+    view = [1] * len(shape)
+    view[dim] = shape[dim]
+    return torch.arange(shape[dim], dtype=torch.int32).view(view).expand(shape)
+
+
+def _axis_of(exported: Tensor, dim: int) -> Tensor | None:
+    """The indices along ``dim`` of an exported :func:`_index_along`; None when they depend on other dimensions too."""
+    axis = exported
+    for other in reversed(range(exported.dim())):
+        if other != dim:
+            if exported.size(other) == 0:
+                return None
+            axis = axis.select(other, 0)
+    if axis.dim() != 1:
+        return None
+    is_broadcast = all(exported.stride(d) == 0 or exported.size(d) == 1 for d in range(exported.dim()) if d != dim)
+    if not is_broadcast:  # a view of the index proves it; a copy is looked at
+        view = [1] * exported.dim()
+        view[dim] = axis.numel()
+        if not torch.equal(exported, axis.view(view).expand_as(exported)):
+            return None
+    return axis
+
+
+def _held_indices(size: int, dim: int, cut: Cut) -> Tensor:
+    """For each index of the whole parameter's dimension the index in this rank's part, -1 where another holds it."""
+    if dim != cut.dim:
+        return torch.arange(size)
+    length = size // cut.size
+    parts = [torch.arange(length) + rank * length for rank in range(cut.size)]
+    joined = tensor_parallel_join(parts, dim=0, is_gate_up=cut.is_gate_up)
+    return torch.where(joined // length == cut.rank, joined % length, -1)
+
+
+def _contiguous(own: Tensor, *, joins: bool) -> list[tuple[int, Tensor]]:
+    """Neighbouring indices of an HF dimension that this rank holds: the first of them, and where they lie in its part.
+
+    Args:
+        own: per index of the HF dimension the index in the part, -1 for none.
+        joins: neighbours may lie anywhere in the part; otherwise only one behind the other.
+    """
+    is_start = torch.ones(own.numel(), dtype=torch.bool)
+    is_start[1:] = (own[1:] < 0) != (own[:-1] < 0)
+    if not joins:
+        is_start[1:] |= own[1:] != own[:-1] + 1
+    starts = [*is_start.nonzero().flatten().tolist(), own.numel()]
+    ranges = [(begin, own[begin:end]) for begin, end in zip(starts[:-1], starts[1:], strict=True)]
+    return [(begin, indices) for begin, indices in ranges if int(indices[0]) >= 0]
+
+
+def _rectangles(whole_shape: tuple[int, ...], ranges: list[list[tuple[int, Tensor]]]) -> Iterator[Rectangle]:
+    column_ranges = ranges[1] if len(ranges) == 2 else None
+    for first_row, indices in ranges[0]:
+        rows = tuple(_affine(indices))
+        if column_ranges is None:
+            yield Rectangle("", whole_shape, (first_row,), (indices.numel(),), 0, rows)
+            continue
+        for first, columns in column_ranges:
+            shape = (indices.numel(), columns.numel())
+            yield Rectangle("", whole_shape, (first_row, first), shape, int(columns[0]), rows)
+
+
+def _affine(indices: Tensor) -> Iterator[Rows]:
+    """Row numbers as few :class:`Rows`, in their order."""
+    breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1
+    begins = [0, *breaks.tolist()]
+    runs = [
+        (int(indices[begin]), end - begin) for begin, end in zip(begins, [*begins[1:], indices.numel()], strict=True)
+    ]
+    position = 0
+    while position < len(runs):
+        first, run = runs[position]
+        count, stride, previous = run, 0, first
+        position += 1
+        # Runs of one length and one distance; the last may be shorter.
+        while position < len(runs) and count % run == 0:
+            begin, length = runs[position]
+            distance = begin - previous
+            if length > run or distance <= 0 or (stride and distance != stride):
+                break
+            stride, previous, count = distance, begin, count + length
+            position += 1
+        yield Rows(first, count, run, stride)
