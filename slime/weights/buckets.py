@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from slime.utils.errors import ConfigError, WeightSyncError
+from slime.weights.manifest import BucketEntry, TensorEntry, align, pack_whole
 from slime.weights.named_tensors import NamedTensors, total_bytes
+
+Item = TypeVar("Item")
 
 TogetherWith = Callable[[str], tuple[str, ...]]
 """The names, the given one included, that an engine must receive in one call; empty for a name that stands alone."""
@@ -34,7 +40,7 @@ def iter_buckets(
         raise ConfigError(f"--update-weight-buffer-size is {bucket_bytes}; it must be a positive number of bytes")
     bucket: NamedTensors = []
     size = 0
-    for unit in _iter_units(named_tensors, together_with):
+    for unit in iter_units(named_tensors, together_with):
         added = total_bytes(unit)
         if bucket and size + added > bucket_bytes:
             yield bucket
@@ -45,18 +51,22 @@ def iter_buckets(
         yield bucket
 
 
-def _iter_units(
-    named_tensors: Iterable[tuple[str, Tensor]], together_with: TogetherWith | None
-) -> Iterator[NamedTensors]:
-    """Single tensors, and complete groups of those that must travel together."""
-    waiting: dict[tuple[str, ...], NamedTensors] = {}
-    for name, tensor in named_tensors:
+def iter_units(
+    named: Iterable[tuple[str, Item]], together_with: TogetherWith | None
+) -> Iterator[list[tuple[str, Item]]]:
+    """Single tensors, and complete groups of those that must travel together, in the order of the last member.
+
+    Raises:
+        WeightSyncError: the tensors end, and some wait for a partner that did not come.
+    """
+    waiting: dict[tuple[str, ...], list[tuple[str, Item]]] = {}
+    for name, item in named:
         group = together_with(name) if together_with is not None else ()
         if not group:
-            yield [(name, tensor)]
+            yield [(name, item)]
             continue
         members = waiting.setdefault(group, [])
-        members.append((name, tensor))
+        members.append((name, item))
         if len(members) == len(group):
             yield waiting.pop(group)
     if waiting:
@@ -66,3 +76,39 @@ def _iter_units(
             f"{members[0][0]} must reach the engine together with {', '.join(missing)}, which the model has not; the "
             "table of slime.backends.megatron_utils.weight_maps is wrong"
         )
+
+
+def plan_buckets(
+    units: Iterable[list[tuple[str, tuple[int, ...], torch.dtype]]], bucket_bytes: int
+) -> tuple[list[TensorEntry], list[BucketEntry]]:
+    """Lay whole tensors into flat buckets of at most ``bucket_bytes``; a larger unit has a bucket of its own.
+
+    Args:
+        units: name, shape and dtype of tensors; a unit is never parted.
+        bucket_bytes: the limit; ``--update-weight-buffer-size``.
+
+    Raises:
+        ConfigError: the limit is not positive.
+    """
+    if bucket_bytes <= 0:
+        raise ConfigError(f"--update-weight-buffer-size is {bucket_bytes}; it must be a positive number of bytes")
+    tensors: list[TensorEntry] = []
+    buckets: list[BucketEntry] = []
+    held: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    size = 0
+
+    def close() -> None:
+        entries, bucket = pack_whole(held)
+        tensors.extend(entries)
+        buckets.append(bucket)
+
+    for unit in units:
+        added = sum(align(math.prod(shape) * dtype.itemsize) for _, shape, dtype in unit)
+        if held and size + added > bucket_bytes:
+            close()
+            held, size = [], 0
+        held += unit
+        size += added
+    if held:
+        close()
+    return tensors, buckets

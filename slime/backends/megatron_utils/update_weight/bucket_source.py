@@ -1,0 +1,188 @@
+"""Where the flat buckets of a push come from: the protocol, and the plain way, which gathers whole tensors.
+
+A source says once, in its manifest, what it will send, and fills the buckets again for every push.  The plain way is
+right for every model and layout, and the only one that engines without our loader understand; ``shard_buckets`` is
+the fast one.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.headers import StageHeaders, hf_headers
+from slime.backends.megatron_utils.weight_maps import find_weight_map
+from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
+from slime.utils.errors import WeightSyncError
+from slime.weights.buckets import iter_units, plan_buckets
+from slime.weights.manifest import BucketEntry, Manifest, Piece, TensorEntry
+from slime.weights.named_tensors import dtype_name
+
+NO_BUCKET = -1
+"""Index of a step in which a rank has nothing to send, and only takes part in the others' collectives."""
+
+Header = tuple[str, tuple[int, ...], torch.dtype]
+"""HF name, shape and dtype of a tensor as it travels."""
+
+
+class BucketSource(Protocol):
+    """The buckets of one model and layout.  Made on all ranks at once, and used in step."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """All tensors and buckets of the push, the same on all ranks; buckets are numbered over all senders."""
+
+    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        """This rank's buckets with the weights of now: ``(index in the manifest, flat uint8 buffer)``.
+
+        Collective over the ranks that send in one turn: all of them walk the iterator to its end, and it gives each of
+        them equally many steps.  A step in which a rank has nothing to send is ``(NO_BUCKET, empty buffer)``.  One
+        buffer is valid at a time: until the next step.  The same bucket may come from several ranks (each engine GPU
+        then takes the one of the trainer rank beside it); its bytes are then the same on all of them.
+        """
+
+
+class Quantizer(Protocol):
+    """What a source asks of ``slime.weights.quantize``."""
+
+    def is_quantized(self, name: str) -> bool: ...
+
+    def outputs(self, name: str, shape: tuple[int, ...]) -> list[Header]: ...
+
+    def quantize(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]: ...
+
+
+class GatheredBuckets:
+    """Whole tensors, gathered, converted and quantised one after the other, then laid into flat buffers.
+
+    With ``across_stages`` every rank has every bucket; otherwise the ranks of each pipeline stage have that stage's.
+
+    Args:
+        args: complete flags.
+        model: this rank's chunks.
+        weights_getter: host copies of the parameters to read instead of the live ones; None reads these.
+        model_name: chooses the name converter.
+        dtype: of floating-point tensors that are not quantised.
+        quantizer: what the engines hold quantised; None for nothing.
+        bucket_bytes: ``--update-weight-buffer-size``; a larger tensor has a bucket of its own.
+        across_stages: all ranks get the tensors of all pipeline stages.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: Sequence[torch.nn.Module],
+        weights_getter: Callable[[], HostWeights | None],
+        *,
+        model_name: str,
+        dtype: torch.dtype,
+        quantizer: Quantizer | None,
+        bucket_bytes: int,
+        across_stages: bool,
+    ) -> None:
+        self._args, self._model, self._weights_getter = args, model, weights_getter
+        self._model_name, self._dtype, self._quantizer = model_name, dtype, quantizer
+        self._across_stages = across_stages
+        self._device = next(iter(model[0].parameters())).device
+        weight_map, shape = find_weight_map(model_name), ModelShape.from_args(args)
+        self._together: Callable[[str], tuple[str, ...]] = lambda name: weight_map.together_with(name, shape)
+        stages = hf_headers(args, model, model_name=model_name, dtype=dtype)
+        if across_stages:
+            stages = [[header for headers in stages for header in headers]]
+        tensors, buckets, turns = [], [], []
+        for headers in stages:
+            planned_tensors, planned_buckets = plan_buckets(self._planned(headers), bucket_bytes)
+            turns.append(range(len(buckets), len(buckets) + len(planned_buckets)))
+            tensors += planned_tensors
+            buckets += planned_buckets
+        self._turn = turns[0 if across_stages else mpu.get_pipeline_model_parallel_rank()]
+        self._own = {header[0] for header in stages[0 if across_stages else mpu.get_pipeline_model_parallel_rank()]}
+        self._manifest = Manifest(tuple(tensors), tuple(buckets))
+
+    @property
+    def manifest(self) -> Manifest:
+        """As the protocol says."""
+        return self._manifest
+
+    def _planned(self, headers: StageHeaders) -> Iterator[list[Header]]:
+        """The tensors as they travel, in groups that no bucket's end may part."""
+        for unit in iter_units(((name, (name, shape, dtype)) for name, shape, dtype in headers), self._together):
+            yield [output for _, header in unit for output in self._outputs(header)]
+
+    def _outputs(self, header: Header) -> list[Header]:
+        name, shape, _ = header
+        if self._quantizer is None or not self._quantizer.is_quantized(name):
+            return [header]
+        return self._quantizer.outputs(name, shape)
+
+    @torch.no_grad()
+    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        """As the protocol says; collective over the stage, or with ``across_stages`` over all ranks."""
+        indices = iter(self._turn)
+        index, entry, buffer, places = NO_BUCKET, BucketEntry(0, ()), None, {}
+        for name, tensor in self._tensors():
+            if name not in places:
+                if buffer is not None:
+                    self._check_full(index, places)
+                    yield index, buffer
+                index = next(indices)
+                entry = self._manifest.buckets[index]
+                places = {piece.name: piece for piece in entry.pieces}
+                buffer = torch.empty(entry.num_bytes, dtype=torch.uint8, device=self._device)
+            assert buffer is not None
+            _lay(buffer, places.pop(name, None), self._manifest.by_name.get(name), name, tensor)
+        if buffer is not None:
+            self._check_full(index, places)
+            yield index, buffer
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What travels, in the order of the plan."""
+        converted = iter_hf_tensors(
+            self._args,
+            self._model,
+            model_name=self._model_name,
+            dtype=self._dtype,
+            host_weights=self._weights_getter(),
+            across_stages=self._across_stages,
+        )
+        wanted = ((name, tensor) for name, tensor in converted if name in self._own)
+        for unit in iter_units(wanted, self._together):
+            for name, tensor in unit:
+                if self._quantizer is None or not self._quantizer.is_quantized(name):
+                    yield name, tensor
+                else:
+                    yield from self._quantizer.quantize(name, tensor)
+
+    def _check_full(self, index: int, missing: dict[str, Piece]) -> None:
+        if missing:
+            raise WeightSyncError(
+                f"bucket {index} shall hold {next(iter(missing))}, which did not come; the model's parameters have "
+                "changed since its first push"
+            )
+
+
+def _lay(buffer: Tensor, piece: Piece | None, entry: TensorEntry | None, name: str, tensor: Tensor) -> None:
+    """Copy a tensor to its place.
+
+    Raises:
+        WeightSyncError: the manifest has another tensor there.
+    """
+    if piece is None or entry is None or (tuple(tensor.shape), dtype_name(tensor.dtype)) != (entry.shape, entry.dtype):
+        planned = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        raise WeightSyncError(
+            f"{name} came as {tensor.dtype} {list(tensor.shape)}, but the manifest of the push has {planned} in its "
+            "place; the model's parameters have changed since its first push"
+        )
+    if tensor.numel():
+        place = buffer[piece.offset : piece.offset + entry.num_bytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor)
