@@ -71,13 +71,25 @@ def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
 
 
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
-    """Send one record to every sink of the run.  ``metrics[step_key]`` must hold the step."""
+    """Send one record to every sink of the run.  ``metrics[step_key]`` must hold the step.
+
+    A sink whose disk is full loses the record, which is logged; training goes on.
+    """
     if step_key not in metrics:
         raise KeyError(f"metrics have no {step_key!r}, the step that they belong to; they have {sorted(metrics)}")
     if _Process.trackers is None:
         init_tracking(args, primary=False)
     for tracker in _Process.trackers or ():
-        tracker.log(metrics, step_key)
+        try:
+            tracker.log(metrics, step_key)
+        except OSError as error:
+            logger.error(
+                "Metrics of %s %s are lost, %s cannot write: %s",
+                step_key,
+                metrics[step_key],
+                type(tracker).__name__,
+                error,
+            )
 
 
 def finish_tracking(args: Namespace | None = None) -> None:

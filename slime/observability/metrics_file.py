@@ -56,7 +56,11 @@ def _plain(value: Any) -> Any:
 
 
 def append_record(path: Path, metrics: Mapping[str, Any]) -> None:
-    """Append one record; whole, or (when the process dies in the middle) as a torn line that readers skip."""
+    """Append one record; whole, or (when the process dies in the middle) as a torn line that readers skip.
+
+    Raises:
+        OSError: there is no room for it.
+    """
     record = {_TIME_KEY: round(time.time(), 3), **{key: _plain(value) for key, value in metrics.items()}}
     line = (json.dumps(record, ensure_ascii=True) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,8 @@ def append_record(path: Path, metrics: Mapping[str, Any]) -> None:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line  # a writer was killed in the middle of its line
-        os.write(descriptor, line)
+        while line:  # a disk that is nearly full takes the first bytes without an error
+            line = line[os.write(descriptor, line) :]
     finally:
         os.close(descriptor)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
 
 FORMAT_VERSION = 2
@@ -32,6 +33,9 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
         rank: the one that writes.
         shards: of each data-parallel rank: ``dp_rank``, the keys of ``LAYOUT``, ``raw_reward`` and ``samples``, one
             dict of columns for each entry of ``partition``.
+
+    Raises:
+        DataError: it cannot be written; a dump that was there before still is.
     """
     samples = [
         {"position": position, "dp_rank": shard["dp_rank"], **columns}
@@ -47,10 +51,13 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
         "raw_reward": shards[0].get("raw_reward"),
     }
     path = Path(template.format(rollout_id=rollout_id, rank=rank))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    torch.save(content, unfinished)
-    unfinished.replace(path)
+    write_atomically(
+        path,
+        lambda file: torch.save(content, file),
+        what=f"The train data of rollout {rollout_id}",
+        flag="--save-debug-train-data",
+        to_disk=False,
+    )
     return path
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from slime.observability.logging_utils import configure_logger, finish_tracking
-from slime.observability.rollout_dump import load_rollout_dump, save_rollout_dump
+from slime.observability.rollout_dump import dump_rollout, load_rollout_dump
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engine_fleet import CONTROL_GROUP, DEADLINE_MARGIN_S, EngineFleet
 from slime.ray.placement_group import GpuSlice
@@ -89,8 +89,7 @@ class RolloutManager(EngineFleet, Watched):
         check_fan_out(groups)
         samples = flatten(groups)
         seconds = time.monotonic() - start
-        if self.args.save_debug_rollout_data:
-            save_rollout_dump(self.args.save_debug_rollout_data, rollout_id, samples)
+        dump_rollout(self.args, rollout_id, samples)
         if self.args.debug_rollout_only:
             log_rollout(self.args, rollout_id, samples, metrics, seconds)
             return None
@@ -130,9 +129,8 @@ class RolloutManager(EngineFleet, Watched):
         output = self._watching_engines(
             lambda: call_rollout_fn(self.eval_rollout, self.args, rollout_id, self.data_source, evaluation=True)
         )
-        if self.args.save_debug_rollout_data:
-            samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
-            save_rollout_dump(self.args.save_debug_rollout_data, rollout_id, samples, evaluation=True)
+        samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
+        dump_rollout(self.args, rollout_id, samples, evaluation=True)
         return log_eval(self.args, rollout_id, output.data, output.metrics, time.monotonic() - start)
 
     # Data position

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from slime.rollout.atomic_file import write_atomically
 from slime.rollout.buffer import check_groups, check_taken, groups_from_state, groups_to_state, pop_first
 from slime.rollout.prompt_dataset import Dataset
+from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer

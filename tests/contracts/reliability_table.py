@@ -505,6 +505,21 @@ EDGES: tuple[Edge, ...] = (
         log="driver, with the path",
         outcome="ends the run before the checkpoint counts; the one before is whole, and the half file is removed",
     ),
+    Edge(
+        area=DATA,
+        waits="Debug dumps and metrics for their disk",
+        code=(
+            "slime.observability.rollout_dump.dump_rollout",
+            "slime.observability.train_dump.save_train_dump",
+            "slime.observability.logging_utils.log",
+        ),
+        bounds=(),
+        deadline="an error of the disk: at once",
+        raises="",
+        log="manager, trainer or driver: an error with the path and the flag",
+        outcome="the dump or record is lost and the run goes on; with --debug-rollout-only the dump is the purpose, "
+        "and its DataError ends the run",
+    ),
     # Agents and services
     Edge(
         area=OTHERS,

@@ -17,6 +17,7 @@ KIT = {
     "accelerator",
     "env",
     "errors",
+    "atomic_file",
 }
 OLD_PATHS = {
     facade.removeprefix("slime.utils.").split(".")[0] for facade in FACADES if facade.startswith("slime.utils.")

@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.data import sample_columns
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS
 from slime.observability.train_dump import LAYOUT, save_train_dump
 from slime.utils.distributed_utils import get_gloo_group
+from slime.utils.errors import DataError
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,11 @@ def dump_train_data(args: Namespace, rollout_id: int, rollout_data: RolloutBatch
     dist.gather_object(_shard_of_this_rank(rollout_data), shards, dst=0, group=group)
     if shards is not None:
         known = sorted((shard for shard in shards if shard is not None), key=lambda shard: shard["dp_rank"])
-        path = save_train_dump(args.save_debug_train_data, rollout_id, 0, known)
-        logger.info("Train data of rollout %d: %s", rollout_id, path)
+        try:
+            path = save_train_dump(args.save_debug_train_data, rollout_id, 0, known)
+            logger.info("Train data of rollout %d: %s", rollout_id, path)
+        except DataError as error:  # training does not depend on a dump
+            logger.error("%s The run goes on without this dump.", error)
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout import ledger as ledger_package
-from slime.rollout.atomic_file import write_atomically
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.buffer import groups_from_state, groups_to_state
 from slime.rollout.ledger.compact import compact
@@ -29,6 +28,7 @@ from slime.rollout.ledger.reader import read_folder
 from slime.rollout.ledger.recovery import NO_SEGMENT, Recovery
 from slime.rollout.ledger.source import LedgeredSource
 from slime.rollout.ledger.story import Story
+from slime.utils.atomic_file import write_atomically
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 

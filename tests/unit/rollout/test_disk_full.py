@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from slime.observability import logging_utils
+from slime.observability.rollout_dump import dump_rollout, load_rollout_dump
+from slime.observability.train_dump import save_train_dump
 from slime.rollout import ledger
-from slime.rollout.atomic_file import write_atomically
 from slime.rollout.data_source import state_path
 from slime.rollout.ledger import writer as writer_module
 from slime.rollout.ledger.books import position_path
+from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
+from slime.utils.types import Sample
 from tests.unit.rollout.ledger.test_books import Process
 from tests.unit.rollout.ledger.test_files import numbers, open_writer
 
@@ -135,3 +141,49 @@ def test_a_segment_that_can_never_be_begun_ends_the_job(tmp_path, monkeypatch):
 def move_away(folder: Path) -> Path:
     """As a file system that is gone: no file can be made in ``folder``."""
     return folder.rename(folder.with_name(folder.name + "-away"))
+
+
+# --------------------------------------------------------------------------------------- what training can do without
+
+
+def dump_args(path: Path, **flags: bool) -> Namespace:
+    return Namespace(save_debug_rollout_data=str(path / "{rollout_id}.pt"), **{"debug_rollout_only": False, **flags})
+
+
+SAMPLES = [Sample(index=k, prompt="x" * 1000) for k in range(100)]
+
+
+def test_a_dump_without_room_is_named_and_the_run_goes_on(tmp_path, caplog):
+    args = dump_args(tmp_path)
+    with full_disk(1000):
+        dump_rollout(args, 3, SAMPLES)
+        dump_rollout(args, 3, SAMPLES, evaluation=True)
+    assert "The dump of rollout 3 cannot be written" in caplog.text and "eval_3" in caplog.text
+    assert "--save-debug-rollout-data" in caplog.text
+    assert list(tmp_path.iterdir()) == [], "half a dump keeps no room"
+    dump_rollout(args, 4, SAMPLES)
+    assert len(load_rollout_dump(args.save_debug_rollout_data, 4)) == 100
+
+
+def test_a_dump_that_is_the_purpose_of_the_run_ends_it(tmp_path):
+    with full_disk(1000), pytest.raises(DataError, match=r"The dump of rollout 0 cannot be written .*--save-debug"):
+        dump_rollout(dump_args(tmp_path, debug_rollout_only=True), 0, SAMPLES)
+
+
+def test_train_data_without_room_is_a_clear_error(tmp_path):
+    shard = {"dp_rank": 0, "partition": range(100), "samples": [{"text": "x" * 1000}] * 100}
+    with full_disk(1000), pytest.raises(DataError, match=r"train data of rollout 2 .*--save-debug-train-data"):
+        save_train_dump(str(tmp_path / "{rollout_id}.pt"), 2, 0, [shard])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_without_room_are_lost_and_the_run_goes_on(tmp_path, caplog):
+    args = Namespace(save=str(tmp_path), wandb_run_id="run")
+    logging_utils.init_tracking(args)
+    with full_disk((tmp_path / "metrics.jsonl").stat().st_size + 5):
+        logging_utils.log(args, {"rollout/step": 1, "rollout/raw_reward": 0.5}, "rollout/step")
+    logging_utils.log(args, {"rollout/step": 2, "rollout/raw_reward": 0.5}, "rollout/step")
+    logging_utils.finish_tracking(args)
+    assert "Metrics of rollout/step 1 are lost" in caplog.text
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["rollout/step"] == 2

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: what a checkpoint says of the rollout side is written this way."""
+"""Files that are there whole or not at all: what a checkpoint says of the rollout side, and debug dumps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import IO, Any
 from slime.utils.errors import DataError
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], Any], *, what: str, flag: str = "--save") -> None:
-    """Write beside ``path``, down to the disk, and rename: a crash leaves the old file or the new one.
+def write_atomically(
+    path: Path, write: Callable[[IO[bytes]], Any], *, what: str, flag: str = "--save", to_disk: bool = True
+) -> None:
+    """Write beside ``path`` and rename: a crash leaves the old file or the new one.
 
     Args:
         path: of the file; its folder is made when it is missing.
         write: writes the content to the open file.
         what: the content, for the error.
         flag: where the place comes from, for the error.
+        to_disk: outlive a crash of the machine, too, at the price of waiting for the disk.
 
     Raises:
         DataError: it cannot be written (a full disk); the old file is still there.
@@ -28,18 +31,24 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any], *, what: str
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
+            if to_disk:
+                file.flush()
+                os.fsync(file.fileno())
         unfinished.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        if to_disk:
+            _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when its file fails
         with contextlib.suppress(OSError):
             unfinished.unlink()  # half a file would take the room that is missing
         raise DataError(
             f"{what} cannot be written to {path} ({type(error).__name__}: {error}). Make room there, or choose "
-            f"another place with {flag}; the file of the save before is unharmed."
+            f"another place with {flag}; what was there before is unharmed."
         ) from error
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
