@@ -93,6 +93,8 @@ def test_the_field_arrives_that_the_router_would_have_dropped(router, workers):
 
 @pytest.mark.parametrize("policy", ["round_robin", None, "least_loaded"])
 def test_requests_at_once_are_spread_evenly(router, workers, policy):
+    for engine in workers:
+        engine.script.seconds_per_token = 0.2  # none is answered before the last is sent
     send(router, [[i] for i in range(12)], router_policy=policy)
     assert counts(workers) == [4, 4, 4]
 

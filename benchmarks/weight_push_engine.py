@@ -1,0 +1,300 @@
+"""Seconds from "push" to "every engine serves the new weights": the real sender into real SGLang engines.
+
+    python benchmarks/weight_push_engine.py --model qwen3-4B
+    python benchmarks/weight_push_engine.py --model qwen3-30B-A3B --fp8 --num-gpus 4 -- \\
+        --expert-model-parallel-size 4 --sglang-ep-size 4
+    python benchmarks/weight_push_engine.py --model tiny --pushes 2                    # on a CPU
+
+Trainer ranks and one engine share the GPUs ``0 .. num-gpus - 1``, as with ``--colocate``; with ``--disaggregated`` the
+engine has the GPUs behind the trainer's.  Shapes are those of the model, weights are random on both sides, and neither
+side reads a checkpoint.  Every push is the product's own: pause, flush, buckets, digests compared, commit, continue.
+Flags behind ``--`` are those of ``train.py``.  Printed: the median push, its phases, bytes, and the rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from slime.backends.sglang_utils import cpu_shim  # noqa: E402
+from slime.utils.net import get_free_port  # noqa: E402
+
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tiny": QWEN3
+    | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
+    | {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False},
+    "qwen3-4B": QWEN3
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+    "glm4-9B": {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 10000}
+    | {"hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 32}
+    | {"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552, "tie_word_embeddings": False}
+    | {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "qwen3-30B-A3B": QWEN3
+    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
+    | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    | {"mlp_only_layers": [], "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    | {"tie_word_embeddings": False},
+}
+"""What of each model's config.json decides its shapes."""
+COMMON = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+TINY_FLAGS = """
+--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --kv-channels 32 --vocab-size 512 --swiglu --qk-layernorm --normalization RMSNorm
+--norm-epsilon 1e-6 --rotary-base 1000000 --disable-bias-linear --untie-embeddings-and-output-weights
+--use-rotary-position-embeddings
+""".split()
+RUN_FLAGS = """
+--num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 1 --global-batch-size 1
+--disable-rollout-global-dataset --attention-dropout 0 --hidden-dropout 0 --sglang-load-format dummy
+--sglang-skip-tokenizer-init --sglang-max-total-tokens 16384 --sglang-disable-cuda-graph
+""".split()
+
+
+def parse_options() -> tuple[argparse.Namespace, list[str]]:
+    """Options of the benchmark, and the flags for train.py."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", choices=sorted(CONFIGS))
+    parser.add_argument("--fp8", action="store_true", help="the engine serves blockwise FP8")
+    parser.add_argument("--num-gpus", type=int, default=1, help="trainer ranks")
+    parser.add_argument("--engine-gpus", type=int, default=None, help="GPUs of the engine; default: --num-gpus")
+    parser.add_argument("--disaggregated", action="store_true", help="the engine has GPUs of its own")
+    parser.add_argument("--pushes", type=int, default=5, help="measured pushes, behind one that warms up")
+    parser.add_argument("--out", default=None, metavar="FILE", help="the numbers as JSON")
+    parser.add_argument("--work-dir", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--url", default=None, help=argparse.SUPPRESS)
+    own, extra = sys.argv[1:], []
+    if "--" in own:
+        own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
+    options = parser.parse_args(own)
+    options.engine_gpus = options.engine_gpus or options.num_gpus
+    return options, extra
+
+
+def write_folder(folder: Path, options: argparse.Namespace) -> None:
+    """A model folder without weights."""
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    config = COMMON | CONFIGS[options.model] | {"torch_dtype": dtype}
+    if options.fp8:
+        config["quantization_config"] = FP8
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"unused": torch.zeros(1)}, folder / "model.safetensors")  # never read: the weights are random
+
+
+def run_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Namespace:
+    """Complete args of the job that this run stands for."""
+    from benchmarks.train_mfu import model_flags
+    from slime.arguments import parse_args
+
+    flags = TINY_FLAGS if options.model == "tiny" else model_flags(options.model)
+    place = [] if options.disaggregated else ["--colocate"]
+    argv = [
+        *(*flags, *RUN_FLAGS, *place, "--hf-checkpoint", folder, "--ref-load", folder, "--load", folder),
+        *("--bf16" if torch.cuda.is_available() else "--fp32",),
+        *("--actor-num-gpus-per-node", options.num_gpus, "--rollout-num-gpus-per-engine", options.engine_gpus),
+        *("--rollout-num-gpus", options.engine_gpus, *extra),
+    ]
+    return parse_args(argv=[str(word) for word in argv])
+
+
+# The engine
+
+
+def start_engine(folder: str, options: argparse.Namespace, extra: list[str]) -> Any:
+    """An engine that serves random weights."""
+    from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+    args = run_args(folder, options, extra)
+    first = options.num_gpus if options.disaggregated else 0
+    engine = SGLangEngine(args, rank=0, base_gpu_id=first, num_gpus_per_engine=options.engine_gpus)
+    port = get_free_port(26000, consecutive=3)
+    engine.init(host="127.0.0.1", port=port, nccl_port=port + 1, dist_init_addr=f"127.0.0.1:{port + 2}")
+    return engine
+
+
+class ThreadPending:
+    """An engine's answer, waited for on a thread."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def wait(self, timeout_s: float) -> Any:
+        return self.future.result(timeout_s)
+
+
+class ThreadReceiver:
+    """``WeightReceiver`` over an engine object of this process."""
+
+    index = 0
+
+    def __init__(self, engine: Any, *, num_gpus: int, gpu_offset: int, is_colocated: bool) -> None:
+        self.engine, self.num_gpus, self.gpu_offset, self.is_colocated = engine, num_gpus, gpu_offset, is_colocated
+        self.pool = ThreadPoolExecutor(4)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.engine, name)
+        return lambda *args, **kwargs: ThreadPending(self.pool.submit(method, *args, **kwargs))
+
+
+# The trainer
+
+
+def trainer(options: argparse.Namespace, extra: list[str]) -> None:
+    """One rank: the model with random weights, and the pushes."""
+    from slime.backends.megatron_utils import cpu_platform  # noqa: F401, I001
+    from slime.backends.megatron_utils import initialize
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.backends.megatron_utils.model import build_model
+    from slime.backends.megatron_utils.update_weight import sender_class
+    from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    args = run_args(options.work_dir, options, extra)
+    worker = MegatronTrainRayActor()
+    worker.set_rendezvous(world_size, rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), local_rank=rank)
+    worker.join_process_group(args)
+    initialize.init(args)
+    model = build_model(args, wrap_with_ddp=False)
+    hf_config = json.loads((Path(options.work_dir) / "config.json").read_text())
+    if options.fp8:
+        write_index(args, model, hf_config, Path(options.work_dir))
+    engine = SGLangEngine(args, rank=0, num_gpus_per_engine=options.engine_gpus)
+    engine.connect(options.url, tp_size=options.engine_gpus)
+    offset = options.num_gpus if options.disaggregated else 0
+    receiver = ThreadReceiver(
+        engine, num_gpus=options.engine_gpus, gpu_offset=offset, is_colocated=not options.disaggregated
+    )
+    sender = sender_class(args)(args, model, lambda: None, model_name=hf_config["model_type"], hf_config=hf_config)
+    sender.connect_rollout_engines([receiver])
+    reports, seconds = [], []
+    for push in range(options.pushes + 1):
+        perturb(model)
+        dist.barrier()
+        started = time.perf_counter()
+        report = sender.update_weights()
+        if push:
+            reports.append(report)
+            seconds.append(time.perf_counter() - started)
+        if rank == 0:
+            print(f"push {push}: {time.perf_counter() - started:.3f} s {asdict(report)}", flush=True)
+    if rank == 0:
+        print_result(options, extra, engine, seconds, reports)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # threads that hold connections must not delay the end
+
+
+def perturb(model: Any) -> None:
+    """Change every weight a little, so that no push could be served from an older one."""
+    with torch.no_grad():
+        for chunk in model:
+            for parameter in chunk.parameters():
+                parameter.mul_(1.01)
+
+
+def write_index(args: Namespace, model: Any, hf_config: Mapping[str, Any], folder: Path) -> None:
+    """The index of an FP8 checkpoint of this model, which tells the sender what to quantise."""
+    from slime.backends.megatron_utils.update_weight.bucket_source import plan_tensors
+    from slime.weights.quantize.offline_rules import is_quantized_offline
+
+    names = [entry.name for entry in plan_tensors(args, model, model_name=hf_config["model_type"])]
+    if dist.get_rank() == 0:
+        weight_map = {name: "model.safetensors" for name in names}
+        weight_map |= {f"{n}_scale_inv": "model.safetensors" for n in names if is_quantized_offline(n)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    dist.barrier()
+
+
+def print_result(
+    options: argparse.Namespace, extra: list[str], engine: Any, seconds: list[float], reports: list[Any]
+) -> None:
+    """One line, and the JSON of ``--out``."""
+    median = statistics.median(seconds)
+    report = reports[seconds.index(sorted(seconds)[len(seconds) // 2])]
+    where = f"{options.num_gpus} GPUs" + (f" + {options.engine_gpus} for the engine" if options.disaggregated else "")
+    kind = "FP8" if options.fp8 else "bf16"
+    print(
+        f"\n{options.model} {kind} on {where} [{' '.join(extra)}]: median push {median:.3f} s "
+        f"(min {min(seconds):.3f}, max {max(seconds):.3f}), {report.num_bytes / 2**30:.2f} GiB in "
+        f"{report.num_buckets} buckets, {report.num_tensors} tensors, {report.num_bytes / median / 1e9:.1f} GB/s; "
+        f"engine serves version {engine.get_weight_version()}",
+        flush=True,
+    )
+    if options.out:
+        numbers = {
+            "options": vars(options),
+            "flags": extra,
+            "seconds": seconds,
+            "reports": [asdict(r) for r in reports],
+        }
+        Path(options.out).write_text(json.dumps(numbers, indent=2))
+
+
+def main() -> None:
+    options, extra = parse_options()
+    if not torch.cuda.is_available():
+        cpu_shim.install()
+    if options.url is not None:
+        trainer(options, extra)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder), options)
+        started = time.perf_counter()
+        engine = start_engine(folder, options, extra)
+        print(f"engine up after {time.perf_counter() - started:.0f} s at {engine.get_url()}", flush=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        at = command.index("--") if "--" in command else len(command)
+        command[at:at] = ["--work-dir", folder, "--url", engine.get_url()]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.num_gpus), "LOCAL_RANK": str(rank)}
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            )
+            for rank in range(options.num_gpus)
+        ]
+        try:
+            codes = [process.wait(timeout=1800) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+            engine.shutdown()
+    sys.exit(max(abs(code) for code in codes))
+
+
+if __name__ == "__main__":
+    main()
