@@ -22,7 +22,7 @@ import requests
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS
+from slime.backends.sglang_utils.server_args import WEIGHT_CHECKS
 from slime.backends.sglang_utils.server_control import ServerControl, num_requests_in_flight, wait_idle
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.errors import WeightSyncError
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; engines on a GPU have tests of their own"),
 ]
 
-COMPARE, POISON, FIND_POISON = WEIGHT_LOADERS[:3]
+COMPARE, POISON, FIND_POISON = WEIGHT_CHECKS[:3]
 PROMPT = [5, 6, 7, 8, 9]
 
 

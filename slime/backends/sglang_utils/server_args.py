@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.sglang_utils.loader_message import RECEIVER
+
 logger = logging.getLogger(__name__)
 
 CPU_MEM_FRACTION = 0.1
@@ -33,10 +35,18 @@ NOT_FIELDS = frozenset(
 )
 """Attributes of args that begin like an engine's flag and are none."""
 
-WEIGHT_LOADERS = tuple(
+WEIGHT_CHECKS = tuple(
     f"slime.backends.sglang_utils.weight_check.{name}"
     for name in ("compare_weights", "poison_weights", "find_poison", "snapshot_weights", "compare_with_snapshot")
 )
+"""Loaders that compare or overwrite what an engine holds, and report problems."""
+CHECK_LOADERS = {
+    "snapshot": "slime.backends.sglang_utils.weight_check.snapshot_weights",
+    "reset_tensors": "slime.backends.sglang_utils.weight_check.poison_weights",
+    "compare": "slime.backends.sglang_utils.weight_check.compare_with_snapshot",
+}
+"""What serves ``check_weights`` on a CPU, where SGLang's own ``/weights_checker`` wants CUDA."""
+WEIGHT_LOADERS = (*WEIGHT_CHECKS, RECEIVER)
 """Import paths that an update request may name as its ``load_format``."""
 
 

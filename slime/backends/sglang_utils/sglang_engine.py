@@ -6,10 +6,8 @@ object on each; only the first talks to the server, the others just keep their p
 
 from __future__ import annotations
 
-import base64
 import logging
 import os
-import pickle
 import signal
 import time
 from argparse import Namespace
@@ -20,26 +18,20 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.child_process import ChildProcess
 from slime.backends.sglang_utils.owner_watch import kill_tree
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
-from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS, EnginePlace, build_server_args
+from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
 from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, probe_answer
 from slime.backends.sglang_utils.server_process import start_server, wait_until_healthy
+from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.utils import env
-from slime.utils.errors import ConfigError, EngineError, WeightSyncError
+from slime.utils.errors import ConfigError, EngineError
 from slime.utils.net import format_host_port
 
 logger = logging.getLogger(__name__)
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-REPORT_NAME = "slime.weight_check"
-CHECK_LOADERS = {
-    "snapshot": "slime.backends.sglang_utils.weight_check.snapshot_weights",
-    "reset_tensors": "slime.backends.sglang_utils.weight_check.poison_weights",
-    "compare": "slime.backends.sglang_utils.weight_check.compare_with_snapshot",
-}
-"""What serves ``check_weights`` on a CPU, where SGLang's own ``/weights_checker`` wants CUDA."""
 
 
-class SGLangEngine:
+class SGLangEngine(WeightVerbs):
     """An engine on GPUs ``[base_gpu_id, base_gpu_id + num_gpus_per_engine)`` of this node, or on the CPU."""
 
     def __init__(
@@ -145,6 +137,7 @@ class SGLangEngine:
         self._tp_size = int(server_args["tp_size"])
         self._bootstrap_port = disaggregation_bootstrap_port
         self._released.clear()
+        self._push_id = self._acknowledged = self._known_manifest = None
         name = f"engine {self.rank} {format_host_port(host, port)}"
         self.server = ServerControl(
             f"http://{format_host_port(host, port)}", api_key=server_args.get("api_key"), name=name
@@ -243,7 +236,12 @@ class SGLangEngine:
         self._request("POST", "/pause_generation", {})
 
     def continue_generation(self) -> None:
-        """Serve again, with the requests that came in while paused."""
+        """Serve again, with the requests that came in while paused.
+
+        Raises:
+            WeightSyncError: the engine holds a push that was begun and not committed.
+        """
+        self._refuse_fenced()
         self._request("POST", "/continue_generation", {})
 
     def abort_all(self) -> None:
@@ -275,122 +273,6 @@ class SGLangEngine:
             self._request("POST", "/resume_memory_occupation", {"tags": wanted})
             self._released.difference_update(wanted)
 
-    # --- weights --------------------------------------------------------------------------------------------------
-
-    def init_weights_update_group(
-        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None:
-        """Join the process group over which updates are broadcast; blocks until all its ranks have."""
-        payload = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        self._update("/init_weights_update_group", payload)
-
-    def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leave the group; one that the server does not know (it may have been restarted) is no error."""
-        try:
-            self._update("/destroy_weights_update_group", {"group_name": group_name})
-        except EngineError as error:
-            logger.info("group %s was not destroyed on engine %d: %s", group_name, self.rank, error)
-
-    def update_weights_from_tensor(
-        self,
-        serialized_named_tensors: list[str],
-        load_format: str | None = None,
-        weight_version: str | None = None,
-        flush_cache: bool = False,
-    ) -> None:
-        """Load tensors from shared (CUDA IPC) memory: one serialised payload for each of the engine's GPUs.
-
-        With ``load_format`` one of ``weight_check``'s functions the tensors are compared instead.
-
-        Raises:
-            WeightSyncError: the comparison found differences; the message names the tensors.
-        """
-        payload: dict[str, Any] = {"serialized_named_tensors": serialized_named_tensors, "flush_cache": flush_cache}
-        self._update("/update_weights_from_tensor", _with_given(payload, load_format, weight_version))
-        if load_format in WEIGHT_LOADERS:
-            self._raise_problems(load_format)
-
-    def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        weight_version: str | None = None,
-        load_format: str | None = None,
-        flush_cache: bool = False,
-    ) -> None:
-        """Load tensors that rank 0 of ``group_name`` broadcasts, in this order."""
-        payload: dict[str, Any] = {
-            "names": list(names),
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name,
-            "flush_cache": flush_cache,
-        }
-        self._update("/update_weights_from_distributed", _with_given(payload, load_format, weight_version))
-
-    def update_weights_from_disk(
-        self, model_path: str, weight_version: str | None = None, load_format: str | None = None
-    ) -> None:
-        """Load an HF checkpoint folder that the engine's node can read."""
-        payload = {"model_path": model_path}
-        self._update("/update_weights_from_disk", _with_given(payload, load_format, weight_version))
-
-    def get_weight_version(self) -> str | None:
-        """The version string that came with the last update; ``"default"`` before the first."""
-        info = self._request("GET", "/model_info")
-        return None if info is None else info["weight_version"]
-
-    def check_weights(self, action: str) -> None:
-        """``snapshot`` the weights, ``reset_tensors`` (overwrite them), or ``compare`` them with the snapshot.
-
-        Raises:
-            WeightSyncError: ``compare`` found differences.
-        """
-        if action not in CHECK_LOADERS:
-            raise ConfigError(f"check_weights got the action {action!r}; it knows {', '.join(CHECK_LOADERS)}")
-        if cpu_shim.is_needed():
-            nothing = base64.b64encode(pickle.dumps([])).decode("ascii")
-            self.update_weights_from_tensor([nothing] * self._tp_size, load_format=CHECK_LOADERS[action])
-            return
-        try:
-            self._update("/weights_checker", {"action": action})
-        except EngineError as error:
-            if action == "compare":
-                raise WeightSyncError(f"engine {self.rank} differs from its snapshot: {error}") from error
-            raise
-
-    def post_process_weights(
-        self, restore_weights_before_load: bool = False, post_process_quantization: bool = False
-    ) -> None:
-        """Undo or redo the engine's own repacking of quantised weights (needs a patched SGLang)."""
-        self._update(
-            "/post_process_weights",
-            {
-                "restore_weights_before_load": restore_weights_before_load,
-                "post_process_quantization": post_process_quantization,
-            },
-        )
-
-    def pull_weights(self, target_version: int) -> None:
-        """Bring the local checkpoint copy to ``target_version`` (needs a patched SGLang)."""
-        self._update(
-            "/pull_weights",
-            {
-                "local_checkpoint_dir": self.args.update_weight_local_checkpoint_dir,
-                "source_dir": self.args.update_weight_disk_dir,
-                "target_version": target_version,
-            },
-        )
-
     # --- profiling ------------------------------------------------------------------------------------------------
 
     def start_profile(self, **options: Any) -> None:
@@ -419,17 +301,6 @@ class SGLangEngine:
                 raise EngineError(f"{error}\n{end}") from error
             raise
 
-    def _update(self, path: str, payload: Mapping[str, Any]) -> None:
-        self._request("POST", path, dict(payload), timeout_s=self.args.weight_update_timeout_s)
-
-    def _raise_problems(self, check: str) -> None:
-        problems = self._request("POST", "/get_weights_by_name", {"name": REPORT_NAME, "truncate_size": 200})
-        if problems:
-            shown = "\n  ".join(problems[:20])
-            raise WeightSyncError(
-                f"engine {self.rank}: {check.rpartition('.')[2]} found {len(problems)} problems:\n  {shown}"
-            )
-
 
 def visible_index(physical_id: int) -> int:
     """Position of a GPU among those this process sees (``CUDA_VISIBLE_DEVICES``).
@@ -446,8 +317,3 @@ def visible_index(physical_id: int) -> int:
             "the GPUs that the job may use"
         )
     return visible.index(str(physical_id))
-
-
-def _with_given(payload: dict[str, Any], load_format: str | None, weight_version: str | None) -> dict[str, Any]:
-    optional = {"load_format": load_format, "weight_version": weight_version}
-    return payload | {key: value for key, value in optional.items() if value is not None}

@@ -7,7 +7,7 @@ through from_tensor, also for engines that get their weights over a process grou
 unpacked for custom loaders.
 
 A loader must not raise, because an exception there ends SGLang's scheduler.  Problems are kept on the model and read
-back through ``/get_weights_by_name`` under the name ``REPORT_NAME``; ``SGLangEngine`` does that after each check and
+back through ``/get_weights_by_name`` under the name ``CHECK_REPORT``; ``SGLangEngine`` does that after each check and
 raises WeightSyncError.
 
 Comparing works for every model and layout without knowing its names: the model's own ``load_weights`` runs against
@@ -20,19 +20,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slime.backends.sglang_utils.loader_message import CHECK_REPORT
+from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
+
 logger = logging.getLogger(__name__)
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-
-REPORT_NAME = "slime.weight_check"
-"""The parameter name under which ``/get_weights_by_name`` gives the problems found since the last time."""
 
 SAME_WIDTH_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 POISON_BYTE = 0xFF
@@ -149,9 +148,7 @@ def _reporting(model: nn.Module) -> Iterator[list[str]]:
     state = vars(model)
     if "_slime_weight_problems" not in state:
         state["_slime_weight_problems"] = []
-        state["get_weights_by_name"] = functools.partial(
-            _read_report, model, getattr(model, "get_weights_by_name", None)
-        )
+        answer_by_name(model, CHECK_REPORT, functools.partial(_take_problems, model))
     problems: list[str] = []
     try:
         yield problems
@@ -161,25 +158,8 @@ def _reporting(model: nn.Module) -> Iterator[list[str]]:
     state["_slime_weight_problems"] += problems
 
 
-def _read_report(
-    model: nn.Module, original: Callable[..., Any] | None, name: str, truncate_size: int = 100, tp_size: int = 1
-) -> Any:
-    if name != REPORT_NAME:
-        if original is None:
-            raise AttributeError(f"{type(model).__name__} gives no weights by name")
-        return original(name, truncate_size, tp_size=tp_size)
+def _take_problems(model: nn.Module) -> list[str]:
+    """The problems of all ranks, which are forgotten."""
     problems = vars(model)["_slime_weight_problems"]
     vars(model)["_slime_weight_problems"] = []
-    return _gather_over_ranks(problems)[:truncate_size]
-
-
-def _gather_over_ranks(problems: list[str]) -> list[str]:
-    """The problems of all tensor-parallel ranks; the server answers with those of the first rank only."""
-    from sglang.srt.distributed import get_tp_group
-
-    group = get_tp_group()
-    if group.world_size == 1:
-        return problems
-    everywhere: list[list[str] | None] = [None] * group.world_size
-    torch.distributed.all_gather_object(everywhere, problems, group=group.cpu_group)
-    return [f"rank {rank}: {problem}" for rank, found in enumerate(everywhere) for problem in found or []]
+    return with_ranks(gather_over_ranks(problems))

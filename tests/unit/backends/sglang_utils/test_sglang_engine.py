@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils import sglang_engine
-from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS
+from slime.backends.sglang_utils.loader_message import RECEIVER
+from slime.backends.sglang_utils.server_args import CHECK_LOADERS, WEIGHT_CHECKS, WEIGHT_LOADERS
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine, visible_index
 from slime.utils.errors import ConfigError, EngineError, WeightSyncError
 
@@ -146,9 +146,9 @@ def test_a_hidden_gpu_is_refused(monkeypatch):
         visible_index(3)
 
 
-def test_the_names_of_the_report_agree():
+def test_every_loader_that_a_server_is_told_of_exists():
     from slime.backends.sglang_utils import weight_check
 
-    assert sglang_engine.REPORT_NAME == weight_check.REPORT_NAME
-    assert set(sglang_engine.CHECK_LOADERS.values()) <= set(WEIGHT_LOADERS)
-    assert all(hasattr(weight_check, path.rpartition(".")[2]) for path in WEIGHT_LOADERS)
+    assert set(CHECK_LOADERS.values()) <= set(WEIGHT_CHECKS)
+    assert all(hasattr(weight_check, path.rpartition(".")[2]) for path in WEIGHT_CHECKS)
+    assert set(WEIGHT_LOADERS) - set(WEIGHT_CHECKS) == {RECEIVER}

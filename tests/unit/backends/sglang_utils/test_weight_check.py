@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from slime.backends.sglang_utils import weight_check
+from slime.backends.sglang_utils.loader_message import CHECK_REPORT
 from slime.backends.sglang_utils.weight_check import (
-    REPORT_NAME,
     compare_weights,
     compare_with_snapshot,
     differing_names,
@@ -40,7 +40,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(weight_check, "_gather_over_ranks", lambda problems: problems)
+    monkeypatch.setattr(weight_check, "gather_over_ranks", lambda problems: [problems])
 
 
 def held(model: Fused) -> list[tuple[str, torch.Tensor]]:
@@ -50,7 +50,7 @@ def held(model: Fused) -> list[tuple[str, torch.Tensor]]:
 
 
 def report(model: Fused) -> list[str]:
-    return model.get_weights_by_name(REPORT_NAME, 100, tp_size=1)
+    return model.get_weights_by_name(CHECK_REPORT, 100, tp_size=1)
 
 
 @DTYPES

@@ -1,0 +1,57 @@
+"""Answers of code that runs inside the engine, to a caller who only has SGLang's HTTP endpoints.
+
+A loader must not raise, because an exception there ends SGLang's scheduler, and its return value is dropped.  What it
+has to say is therefore kept with the model and fetched through ``/get_weights_by_name``, under names that no parameter
+has.  The server returns the answer of the first rank only, so ranks gather before they answer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Answer = Callable[[], list[str]]
+
+
+def answer_by_name(model: nn.Module, name: str, answer: Answer) -> None:
+    """From now on ``model.get_weights_by_name(name)`` gives ``answer()``; other names mean what they meant."""
+    state = vars(model)
+    if "_slime_answers" not in state:
+        state["_slime_answers"] = {}
+        original = getattr(model, "get_weights_by_name", None)
+        state["get_weights_by_name"] = functools.partial(_read, model, original)
+    state["_slime_answers"][name] = answer
+
+
+def _read(
+    model: nn.Module, original: Callable[..., Any] | None, name: str, truncate_size: int = 100, tp_size: int = 1
+) -> Any:
+    answer = vars(model)["_slime_answers"].get(name)
+    if answer is not None:
+        return answer()[:truncate_size]
+    if original is None:
+        raise AttributeError(f"{type(model).__name__} gives no weights by name")
+    return original(name, truncate_size, tp_size=tp_size)
+
+
+def gather_over_ranks(own: Any) -> list[Any]:
+    """What each tensor-parallel rank has to say, in rank order; every rank must call this."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return [own]
+    everywhere: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(everywhere, own, group=group.cpu_group)
+    return everywhere
+
+
+def with_ranks(found: Sequence[Sequence[str]]) -> list[str]:
+    """The problems of all ranks as one list; the rank is named where there is more than one."""
+    if len(found) == 1:
+        return list(found[0])
+    return [f"rank {rank}: {problem}" for rank, problems in enumerate(found) for problem in problems]
