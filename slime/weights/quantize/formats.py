@@ -1,0 +1,186 @@
+"""The formats in which checkpoints hold quantized weights: which tensors stand for one weight, and how to make them.
+
+Every format turns ``X.weight`` into tensors called ``X.`` and one of the format's parts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.utils.errors import DataError
+from slime.weights.quantize import group_int
+from slime.weights.quantize.block_fp8 import (
+    FP8,
+    dequantize_block,
+    num_blocks,
+    quantize_block,
+    quantize_channel,
+    quantize_tensor,
+)
+
+Shape = tuple[int, ...]
+PartHeaders = dict[str, tuple[Shape, torch.dtype]]
+"""Part of a weight's name -> shape and dtype."""
+
+
+class WeightFormat(ABC):
+    """How one weight is stored."""
+
+    marker: str
+    """The part that only a quantized weight has."""
+
+    @abstractmethod
+    def outputs(self, name: str, shape: Shape) -> PartHeaders:
+        """What :meth:`quantize` makes of a weight, told without making it.
+
+        Raises:
+            ConfigError: the format cannot hold this shape.
+        """
+
+    @abstractmethod
+    def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
+        """The tensors that stand for the weight.
+
+        Args:
+            name: of the weight, for messages.
+            weight: ``[M, N]`` of bf16, fp16 or fp32.
+            check_finite: a NaN or an infinity is an error; costs a wait for the device.
+
+        Raises:
+            DataError: ``check_finite`` is given and the weight is not finite.
+        """
+
+    @abstractmethod
+    def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        """The bf16 weight that the parts stand for.
+
+        Raises:
+            DataError: their shapes do not fit each other.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFp8(WeightFormat):
+    """e4m3 with one fp32 scale per block."""
+
+    block: tuple[int, int]
+    ue8m0: bool = False
+    """Scales are powers of two."""
+    marker: str = "weight_scale_inv"
+
+    def outputs(self, name: str, shape: Shape) -> PartHeaders:
+        rows, columns = _matrix(name, shape)
+        return {"weight": (shape, FP8), self.marker: (num_blocks(rows, columns, self.block), torch.float32)}
+
+    def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
+        quantized, scale = quantize_block(weight, self.block, ue8m0=self.ue8m0, name=name if check_finite else None)
+        return {"weight": quantized, self.marker: scale}
+
+    def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        return dequantize_block(parts["weight"], parts[self.marker], self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFp8(WeightFormat):
+    """e4m3 with one fp32 scale per matrix."""
+
+    marker: str = "weight_scale"
+
+    def outputs(self, name: str, shape: Shape) -> PartHeaders:
+        _matrix(name, shape)
+        return {"weight": (shape, FP8), self.marker: ((1,), torch.float32)}
+
+    def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
+        quantized, scale = quantize_tensor(weight, name=name if check_finite else None)
+        return {"weight": quantized, self.marker: scale}
+
+    def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        scale = parts[self.marker]
+        if scale.numel() != 1:
+            raise DataError(f"{scale.numel()} scales for a tensor that must have one")
+        return (parts["weight"].float() * scale.float().view(1, 1)).to(torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelFp8(WeightFormat):
+    """e4m3 with one fp32 scale per row."""
+
+    marker: str = "weight_scale"
+
+    def outputs(self, name: str, shape: Shape) -> PartHeaders:
+        rows, _ = _matrix(name, shape)
+        return {"weight": (shape, FP8), self.marker: ((rows, 1), torch.float32)}
+
+    def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
+        quantized, scale = quantize_channel(weight, name=name if check_finite else None)
+        return {"weight": quantized, self.marker: scale}
+
+    def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        weight, scale = parts["weight"], parts[self.marker]
+        return dequantize_block(weight, scale.view(-1, 1), (1, weight.size(1)))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInt(WeightFormat):
+    """Packed integers with scales, and perhaps zero points, per group of columns."""
+
+    num_bits: int
+    group_size: int | None
+    """None for one group per row."""
+    is_symmetric: bool
+    scale_dtype: torch.dtype = torch.bfloat16
+    marker: str = "weight_packed"
+
+    def outputs(self, name: str, shape: Shape) -> PartHeaders:
+        rows, columns = _matrix(name, shape)
+        groups = group_int.num_groups(columns, self.group_size, name)
+        headers: PartHeaders = {
+            "weight_packed": ((rows, group_int.num_words(columns, self.num_bits)), torch.int32),
+            "weight_scale": ((rows, groups), self.scale_dtype),
+            "weight_shape": ((2,), torch.int32),
+        }
+        if not self.is_symmetric:
+            headers["weight_zero_point"] = ((group_int.num_words(rows, self.num_bits), groups), torch.int32)
+        return headers
+
+    def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
+        quantized, scale, zeros = group_int.quantize_group(
+            weight,
+            num_bits=self.num_bits,
+            groups=group_int.num_groups(weight.size(1), self.group_size, name),
+            is_symmetric=self.is_symmetric,
+            scale_dtype=self.scale_dtype,
+            name=name if check_finite else None,
+        )
+        parts = {
+            "weight_packed": group_int.pack(quantized, self.num_bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape, dtype=torch.int32, device=weight.device),
+        }
+        if zeros is not None:
+            order = group_int.zero_point_order(name, self.num_bits)
+            parts["weight_zero_point"] = group_int.pack(zeros.T, self.num_bits, order).T.contiguous()
+        return parts
+
+    def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        rows, columns = (int(size) for size in parts["weight_shape"])
+        packed = parts["weight_packed"]
+        if tuple(packed.shape) != (rows, group_int.num_words(columns, self.num_bits)):
+            raise DataError(f"{tuple(packed.shape)} packed words for a {rows} x {columns} weight")
+        zeros = None
+        if not self.is_symmetric:
+            order = group_int.zero_point_order(name, self.num_bits)
+            zeros = group_int.unpack(parts["weight_zero_point"].T, self.num_bits, rows, order).T
+        quantized = group_int.unpack(packed, self.num_bits, columns)
+        return group_int.dequantize_group(quantized, parts["weight_scale"], zeros, num_bits=self.num_bits)
+
+
+def _matrix(name: str, shape: Shape) -> tuple[int, int]:
+    if len(shape) != 2:
+        raise DataError(f"{name} is quantized in the checkpoint and has the shape {list(shape)}; only matrices can be")
+    return shape[0], shape[1]

@@ -1,0 +1,148 @@
+"""Matrices in four- or eight-bit integers with a scale per group of columns: "pack-quantized" of compressed-tensors.
+
+    symmetric:    scale = max(largest magnitude of the group / 7, 1e-5),   q = round(weight / scale) in -8 .. 7
+    asymmetric:   scale = max((max - min) / 15, 1e-5),   z = round(-min / scale),   q = round(weight / scale) + z
+
+(7, 8 and 15 for four bits; 127, 128 and 255 for eight.)  The range of an asymmetric group includes zero.  Scales are
+rounded to the dtype in which the engine holds them before the weights are divided by them, so that the product comes
+as near to the weight as it can.  Stored is an unsigned number: ``q + 8``, or with a zero point ``q`` itself.  Eight of
+four bits make an int32, the first in its lowest bits: weights along the input dimension, zero points along the output
+dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.quantize.block_fp8 import require_finite
+
+MIN_SCALE = 1e-5
+WORD_BITS = 32
+AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
+"""Bits -> the place that each of the neighbours in a word has in it, as AWQ lays them."""
+
+
+def quantize_group(
+    weight: Tensor,
+    *,
+    num_bits: int,
+    groups: int,
+    is_symmetric: bool,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    name: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One scale per row and group of columns.
+
+    Args:
+        weight: ``[M, N]`` of bf16, fp16 or fp32.
+        num_bits: 4 or 8.
+        groups: in a row; they divide N.
+        is_symmetric: without zero points.
+        scale_dtype: of the scales.
+        name: the tensor's name; given, a NaN or an infinity in it is an error (which waits for the device).
+
+    Returns:
+        The unsigned numbers ``[M, N]`` uint8, the scales ``[M, groups]``, the zero points ``[M, groups]`` uint8 or
+        None.
+
+    Raises:
+        DataError: ``name`` is given and the weight is not finite.
+    """
+    rows, columns = weight.shape
+    top = (1 << num_bits) - 1
+    values = weight.float().reshape(rows, groups, -1)
+    low = values.amin(dim=2, keepdim=True)
+    high = values.amax(dim=2, keepdim=True)
+    if is_symmetric:
+        spread, steps = torch.maximum(-low, high), top // 2
+    else:
+        low = low.clamp(max=0)
+        spread, steps = high.clamp(min=0) - low, top
+    # By a tensor: torch multiplies CUDA tensors by the reciprocal of a number.
+    scale = spread / torch.full((), float(steps), dtype=torch.float32, device=weight.device)
+    scale = scale.clamp(min=MIN_SCALE).to(scale_dtype)
+    if name is not None:
+        require_finite(name, scale)
+    divisor = scale.float()
+    zeros = torch.full_like(divisor, (top + 1) // 2) if is_symmetric else torch.round(-low / divisor).clamp(0, top)
+    quantized = (torch.round(values / divisor) + zeros).clamp(0, top).to(torch.uint8)
+    return quantized.view(rows, columns), scale.squeeze(2), None if is_symmetric else zeros.to(torch.uint8).squeeze(2)
+
+
+def dequantize_group(
+    quantized: Tensor, scale: Tensor, zeros: Tensor | None, *, num_bits: int, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """The inverse of :func:`quantize_group` up to rounding: ``(q - zero point) * scale`` in fp32, then one cast.
+
+    Raises:
+        DataError: the scales do not fit the matrix.
+    """
+    rows, columns = quantized.shape
+    if scale.size(0) != rows or scale.size(1) == 0 or columns % scale.size(1):
+        raise DataError(
+            f"{tuple(scale.shape)} scales for a {rows} x {columns} tensor; group_size of the config.json does not fit "
+            "the tensors"
+        )
+    offset = 1 << (num_bits - 1) if zeros is None else zeros.float()[:, :, None]
+    values = quantized.float().view(rows, scale.size(1), -1) - offset
+    return (values * scale.float()[:, :, None]).view(rows, columns).to(dtype)
+
+
+def num_groups(columns: int, group_size: int | None, name: str) -> int:
+    """Groups in a row; None for the size makes it one.
+
+    Raises:
+        ConfigError: they do not divide it.
+    """
+    if group_size is None:
+        return 1
+    if group_size < 1 or columns % group_size:
+        raise ConfigError(
+            f"{name} has {columns} columns, which are no whole number of groups of {group_size}; choose another "
+            "group size when the checkpoint of --hf-checkpoint is converted"
+        )
+    return columns // group_size
+
+
+def num_words(count: int, num_bits: int) -> int:
+    """int32 words that ``count`` numbers take."""
+    return -(-count * num_bits // WORD_BITS)
+
+
+def pack(values: Tensor, num_bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Numbers of a few bits as words, along the last dimension.
+
+    Args:
+        values: uint8 ``[..., n]``, below ``2 ** num_bits``.
+        num_bits: 4 or 8.
+        order: the place in its word of each of the numbers that share one; None keeps their order.
+
+    Returns:
+        int32 ``[..., ceil(n * num_bits / 32)]``; what is missing at the end is zeros.
+    """
+    per_word = WORD_BITS // num_bits
+    padded = values.new_zeros(*values.shape[:-1], num_words(values.size(-1), num_bits) * per_word)
+    padded[..., : values.size(-1)] = values
+    words = padded.view(*values.shape[:-1], -1, per_word)
+    if order is not None:
+        words = words[..., sorted(range(per_word), key=lambda index: order[index])]
+    if num_bits == 4:
+        words = words[..., 0::2] | words[..., 1::2] << 4
+    return words.contiguous().view(torch.int32).squeeze(-1)
+
+
+def unpack(words: Tensor, num_bits: int, count: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """The inverse of :func:`pack`: uint8 ``[..., count]``."""
+    values = words.contiguous().unsqueeze(-1).view(torch.uint8)
+    if num_bits == 4:
+        values = torch.stack([values & 15, values >> 4], dim=-1).flatten(-2)
+    if order is not None:
+        values = values[..., list(order)]
+    return values.flatten(-2)[..., :count]
+
+
+def zero_point_order(name: str, num_bits: int) -> tuple[int, ...] | None:
+    """How the zero points of a weight lie in their words: SGLang's kernels for routed experts want AWQ's order."""
+    return AWQ_ORDER[num_bits] if ".experts." in name else None
