@@ -1,0 +1,169 @@
+"""The bytes of a tensor that changed, compressed; and their application in place.
+
+Two encodings of the change from ``old`` to ``new``, both as long as they need to be for any bytes:
+
+    xor        new ^ old, all of it: mostly zeros, which zstd shrinks to almost nothing
+    overwrite  u4 count | count u4 positions | count new bytes   (little endian)
+
+The encoded stream is compressed with zstd.  Applying ``overwrite`` twice gives the same; applying ``xor`` twice
+undoes it, so whoever applies it in place must know whether that was done (see ``local_copy``).
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from slime.utils.errors import ConfigError, WeightSyncError
+from slime.weights.checksums import new_checksum
+
+Bytes = NDArray[np.uint8]
+"""One dimension, contiguous."""
+
+ENCODINGS = ("xor", "overwrite")
+COMPRESSION = "zstd"
+ZSTD_LEVEL = 1
+CHUNK_BYTES = 4 * 1024**2
+"""Bytes worked on at a time: they stay in the cache between comparison, compression and checksum."""
+MAX_POSITION = (1 << 32) - 1
+_U4 = np.dtype("<u4")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDelta:
+    """How one tensor changed."""
+
+    blob: bytes
+    """The compressed stream."""
+    num_changed: int
+    """Bytes that differ."""
+    checksum: str
+    """Of the new bytes."""
+
+
+def encode_delta(old: Bytes, new: Bytes, *, encoding: str, checksum: str) -> EncodedDelta | None:
+    """What turns ``old`` into ``new``; None when they are equal.
+
+    Raises:
+        ConfigError: unknown encoding or checksum; ``overwrite`` of a tensor beyond 4 GiB.
+        WeightSyncError: the sizes differ.
+    """
+    if old.size != new.size:
+        raise WeightSyncError(f"a delta goes from {old.size} to {new.size} bytes; the tensor's shape or dtype changed")
+    if encoding not in ENCODINGS:
+        raise ConfigError(f"--update-weight-delta-encoding is {encoding!r}; there are {', '.join(ENCODINGS)}")
+    if encoding == "overwrite" and new.size > MAX_POSITION:
+        raise ConfigError(
+            f"--update-weight-delta-encoding overwrite has 32 bits for a position, and a tensor has {new.size} bytes; "
+            "use xor"
+        )
+    return _encode_xor(old, new, checksum) if encoding == "xor" else _encode_overwrite(old, new, checksum)
+
+
+def _chunks(size: int) -> list[slice]:
+    return [slice(start, min(start + CHUNK_BYTES, size)) for start in range(0, size, CHUNK_BYTES)]
+
+
+def _encode_xor(old: Bytes, new: Bytes, checksum: str) -> EncodedDelta | None:
+    check, out = new_checksum(checksum), io.BytesIO()
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True).compressobj(size=new.size)
+    difference = np.empty(min(CHUNK_BYTES, new.size), np.uint8)
+    changed = num_held_back = 0
+    for part in _chunks(new.size):
+        chunk = difference[: part.stop - part.start]
+        np.bitwise_xor(old[part], new[part], out=chunk)
+        changed += int(np.count_nonzero(chunk))
+        check.update(new[part])
+        if not changed:
+            num_held_back += chunk.size  # most tensors may be unchanged: no zeros are compressed for those
+            continue
+        while num_held_back:
+            zeros = np.zeros(min(num_held_back, CHUNK_BYTES), np.uint8)
+            out.write(compressor.compress(zeros))
+            num_held_back -= zeros.size
+        out.write(compressor.compress(chunk))
+    if not changed:
+        return None
+    out.write(compressor.flush())
+    return EncodedDelta(out.getvalue(), changed, check.hexdigest())
+
+
+def _encode_overwrite(old: Bytes, new: Bytes, checksum: str) -> EncodedDelta | None:
+    check = new_checksum(checksum)
+    found = []
+    for part in _chunks(new.size):
+        found.append((np.flatnonzero(old[part] != new[part]) + part.start).astype(_U4))
+        check.update(new[part])
+    positions = np.concatenate(found) if found else np.empty(0, _U4)
+    if not positions.size:
+        return None
+    stream = b"".join([np.array([positions.size], _U4).tobytes(), positions.tobytes(), new[positions].tobytes()])
+    blob = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True).compress(stream)
+    return EncodedDelta(blob, int(positions.size), check.hexdigest())
+
+
+def apply_delta(target: Bytes, blob: bytes | memoryview, *, encoding: str, checksum: str) -> str:
+    """Change ``target`` in place, and give the checksum of what it holds then.
+
+    The caller compares the checksum.  Whatever is wrong with the stream, no byte outside ``target`` is touched; the
+    bytes inside may be half changed when an error is raised.
+
+    Raises:
+        WeightSyncError: the stream is damaged or made for a tensor of another size, or its encoding is unknown.
+    """
+    if encoding not in ENCODINGS:
+        raise WeightSyncError(f"the delta has the encoding {encoding!r}; this version of slime knows {ENCODINGS}")
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(blob) as stream:
+            return (_apply_xor if encoding == "xor" else _apply_overwrite)(target, stream, checksum)
+    except zstandard.ZstdError as error:
+        raise WeightSyncError(f"the compressed stream is damaged: {error}") from error
+
+
+def _read_into(stream: zstandard.ZstdDecompressionReader, buffer: Bytes) -> None:
+    """Fill ``buffer``, which one read need not do."""
+    view, done = memoryview(buffer), 0
+    while done < len(view):
+        count = stream.readinto(view[done:])
+        if not count:
+            raise WeightSyncError(f"the stream ends {len(view) - done} bytes early; it was made for a larger tensor")
+        done += count
+
+
+def _expect_end(stream: zstandard.ZstdDecompressionReader) -> None:
+    if stream.read(1):
+        raise WeightSyncError("the stream is longer than the tensor needs; it was made for another tensor")
+
+
+def _apply_xor(target: Bytes, stream: zstandard.ZstdDecompressionReader, checksum: str) -> str:
+    check = new_checksum(checksum)
+    buffer = np.empty(min(CHUNK_BYTES, target.size), np.uint8)
+    for part in _chunks(target.size):
+        chunk = buffer[: part.stop - part.start]
+        _read_into(stream, chunk)
+        np.bitwise_xor(target[part], chunk, out=target[part])
+        check.update(target[part])
+    _expect_end(stream)
+    return check.hexdigest()
+
+
+def _apply_overwrite(target: Bytes, stream: zstandard.ZstdDecompressionReader, checksum: str) -> str:
+    count = np.empty(1, _U4)
+    _read_into(stream, count.view(np.uint8))
+    if count[0] > target.size:
+        raise WeightSyncError(f"the stream changes {count[0]} bytes of a tensor that has {target.size}")
+    positions, values = np.empty(int(count[0]), _U4), np.empty(int(count[0]), np.uint8)
+    _read_into(stream, positions.view(np.uint8))
+    _read_into(stream, values)
+    _expect_end(stream)
+    if positions.size and int(positions.max()) >= target.size:
+        raise WeightSyncError(f"the stream changes byte {positions.max()} of a tensor that has {target.size}")
+    target[positions] = values
+    check = new_checksum(checksum)
+    for part in _chunks(target.size):
+        check.update(target[part])
+    return check.hexdigest()

@@ -1,0 +1,68 @@
+"""What the engines hold, as the trainer remembers it: the bytes that the next changes are told against.
+
+The base moves in two steps, as a push does: :meth:`DeltaBase.encode` compares new weights with it, and only
+:meth:`DeltaBase.commit`, when the engines serve them, makes them the base.  In between the compressed changes are
+kept, not a second copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from slime.utils.errors import WeightSyncError
+from slime.weights.delta import Bytes, EncodedDelta, apply_delta, encode_delta
+
+
+class DeltaBase:
+    """The base of the tensors of one process.
+
+    Args:
+        tensors: bytes by name; they are changed in place.
+        encoding: of the changes, see ``slime.weights.delta``.
+        checksum: of the new bytes.
+    """
+
+    def __init__(self, tensors: Mapping[str, Bytes], *, encoding: str, checksum: str) -> None:
+        self._tensors = dict(tensors)
+        self._encoding, self._checksum = encoding, checksum
+        self._pending: dict[str, EncodedDelta] = {}
+
+    def encode(self, name: str, new: Bytes) -> EncodedDelta | None:
+        """The change of one tensor from the base to ``new``; None when there is none.
+
+        Raises:
+            WeightSyncError: the base has no such tensor, or one of another size.
+        """
+        if name not in self._tensors:
+            raise WeightSyncError(f"{name} is new since the first push; the model's parameters must not change")
+        encoded = encode_delta(self._tensors[name], new, encoding=self._encoding, checksum=self._checksum)
+        if encoded is not None:
+            self._pending[name] = encoded
+        return encoded
+
+    def commit(self) -> None:
+        """The engines serve what was encoded last: make it the base.
+
+        Raises:
+            WeightSyncError: a tensor did not become what it should; the base is of no use any more.
+        """
+        pending, self._pending = self._pending, {}
+        for name, change in pending.items():
+            found = apply_delta(self._tensors[name], change.blob, encoding=self._encoding, checksum=self._checksum)
+            if found != change.checksum:
+                raise WeightSyncError(
+                    f"the trainer's own base of {name} has the checksum {found} after a commit instead of "
+                    f"{change.checksum}: host memory was damaged"
+                )
+
+    def discard(self) -> None:
+        """The engines did not take what was encoded last: the base stays."""
+        self._pending = {}
+
+    def items(self) -> Iterator[tuple[str, Bytes]]:
+        """All tensors of the base."""
+        yield from self._tensors.items()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(data.size for data in self._tensors.values())
