@@ -1,0 +1,202 @@
+"""An engine without a server: SGLang's model on one CPU process for each rank, behind the weight verbs.
+
+    with LoadedModel(folder, tp_size=2) as model:
+        model.begin_weight_update(manifest.to_json(), "push 1")     # the methods of SGLangEngine, blocking
+        model.parameters()[0]["model.norm.weight"]                   # rank 0, the engine's own names
+
+``LoadedEngine(model)`` dresses it as the ``WeightReceiver`` that a sender talks to: every method gives a ``Pending``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from argparse import Namespace
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from slime.backends.sglang_utils.weight_verbs import WeightVerbs
+from slime.utils.errors import EngineError
+
+START_TIMEOUT_S = 180
+
+
+class LoadedModel(WeightVerbs):
+    """The blocking methods of ``SGLangEngine`` that concern weights, on real models.
+
+    Args:
+        folder: HF checkpoint folder; its config.json alone is read.  The weights begin as random numbers.
+        tp_size: processes.
+        quantization: a ``quantization_config`` to give the model instead of the folder's (``rank.BLOCK_FP8``).
+        dtype: of unquantised parameters, as ``--dtype`` of SGLang.
+        timeout_s: deadline of every request, and ``--weight-update-timeout-s``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        tp_size: int = 1,
+        quantization: dict[str, Any] | None = None,
+        dtype: str = "bfloat16",
+        timeout_s: float = 60.0,
+        rank: int = 0,
+    ) -> None:
+        self.args = Namespace(weight_update_timeout_s=timeout_s)
+        self.rank, self.node_rank, self._tp_size = rank, 0, tp_size
+        self.is_paused = False
+        self.asked: list[str] = []
+        self._folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for tp_rank in range(tp_size):
+            here, there = context.Pipe()
+            settings = {
+                "folder": str(folder),
+                "tp_rank": tp_rank,
+                "tp_size": tp_size,
+                "store": f"{self._folder.name}/store",
+                "dtype": dtype,
+                "quantization": quantization,
+            }
+            process = context.Process(target=_serve, args=(there, settings), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        try:
+            self._collect(START_TIMEOUT_S)
+        except EngineError:
+            self.close()
+            raise
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def swap(self, folder: str | Path, *, quantization: dict[str, Any] | None = None, dtype: str = "bfloat16") -> None:
+        """Become a fresh engine of another model in the same processes, which saves their start (10 s)."""
+        self._push_id = self._acknowledged = self._known_manifest = None
+        self._ask("swap", str(folder), dtype, quantization)
+
+    def pause_generation(self) -> None:
+        self.is_paused = True
+
+    def continue_generation(self) -> None:
+        self._refuse_fenced()
+        self.is_paused = False
+
+    def flush_cache(self) -> None:
+        """There is no cache."""
+
+    def parameters(self) -> list[dict[str, torch.Tensor]]:
+        """Every rank's parameters as they are now, under the engine's own names; copies."""
+        return self._ask("parameters")
+
+    def call(self, function: Any, *arguments: Any) -> list[Any]:
+        """``function(loaded_rank, *arguments)`` on every rank; it must be importable by name."""
+        return self._ask("call", function, *arguments)
+
+    def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
+        self.asked.append(path)
+        return self._ask("answer", method, path, payload, timeout_s=timeout_s)[0]
+
+    def _ask(self, what: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((what, arguments))
+        return self._collect((timeout_s or self.args.weight_update_timeout_s) + 5)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(timeout_s):
+                    raise EngineError(f"rank {rank} of the loaded model did not answer within {timeout_s:g} s")
+                value, error = pipe.recv()
+            except (EOFError, OSError) as gone:
+                raise EngineError(f"rank {rank} of the loaded model ended") from gone
+            if error is not None:
+                raise EngineError(f"rank {rank} of the loaded model failed:\n{error}")
+            answers.append(value)
+        return answers
+
+
+class _Answer:
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self, timeout_s: float) -> Any:
+        try:
+            return self._future.result(timeout_s)
+        except FutureTimeoutError as error:
+            raise EngineError(f"the loaded model did not answer within {timeout_s:g} s") from error
+
+
+class LoadedEngine:
+    """A :class:`LoadedModel` as a ``WeightReceiver``: calls return at once and run one after the other."""
+
+    acknowledges = True
+
+    def __init__(self, model: LoadedModel, *, index: int = 0, gpu_offset: int = 0, is_colocated: bool = True) -> None:
+        self.model, self.index, self.gpu_offset, self.is_colocated = model, index, gpu_offset, is_colocated
+        self.num_gpus = model._tp_size
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self._pool = ThreadPoolExecutor(1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        method = getattr(self.model, name)
+
+        def call(*positional: Any, **keyword: Any) -> _Answer:
+            self.calls.append((name, keyword))
+            return _Answer(self._pool.submit(method, *positional, **keyword))
+
+        return call
+
+
+def _serve(pipe: Any, settings: dict[str, Any]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        from tests.loaded_model.rank import LoadedRank
+
+        rank = LoadedRank(**settings)
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+        return
+    pipe.send((None, None))
+    while True:
+        try:
+            what, arguments = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            with torch.no_grad():
+                if what == "call":
+                    value = arguments[0](rank, *arguments[1:])
+                else:
+                    value = getattr(rank, what)(*arguments)
+                if what == "parameters":
+                    value = {name: tensor.clone() for name, tensor in value.items()}
+            pipe.send((value, None))
+        except Exception:  # the edge of this process: whoever asked hears of it
+            pipe.send((None, traceback.format_exc()))

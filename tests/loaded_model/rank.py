@@ -1,0 +1,167 @@
+"""SGLang's own model classes on the CPU, in this process, without a server: one tensor-parallel rank.
+
+What stands between an HTTP request and the model in SGLang (tokenizer manager, scheduler, model runner) is replaced by
+:meth:`LoadedRank.answer`; the model, its layers, their weight loaders and the parallel groups are SGLang's.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.backends.sglang_utils import cpu_shim
+
+BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+"""``quantization_config`` of a checkpoint in block-wise FP8."""
+
+
+class LoadedRank:
+    """One rank of a model whose weights are random.
+
+    Args:
+        folder: HF checkpoint folder; only its config.json is read, ``quantization_config`` included.
+        store: path that the ranks meet at.
+        dtype: of the parameters.
+        quantization: takes the place of the config's ``quantization_config``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        store: str,
+        dtype: str = "bfloat16",
+        quantization: dict[str, Any] | None = None,
+    ) -> None:
+        cpu_shim.install()
+        self.tp_rank, self.tp_size, self._store = tp_rank, tp_size, store
+        self.swap(folder, dtype, quantization)
+
+    def swap(self, folder: str | Path, dtype: str, quantization: dict[str, Any] | None) -> None:
+        """Put a fresh model in the place of the old one."""
+        self.weight_version = "default"
+        with _config_folder(folder, quantization) as configured:
+            server_args, model_config = _describe(configured, self.tp_size, dtype)
+        _enter_world(server_args, model_config, self.tp_rank, self.tp_size, self._store)
+        self.model = _build(model_config)
+        self.loaders = tuple(server_args.custom_weight_loader)
+
+    def answer(self, method: str, path: str, payload: Any) -> Any:
+        """What the server would answer; every rank must be asked the same."""
+        if path == "/update_weights_from_tensor":
+            self._update(payload)
+        elif path == "/get_weights_by_name":
+            return self.model.get_weights_by_name(payload["name"], payload.get("truncate_size", 100), tp_size=1)
+        elif path == "/update_weight_version":
+            self.weight_version = payload["new_version"]
+        elif path == "/model_info":
+            return {"weight_version": self.weight_version}
+        elif path not in ("/pause_generation", "/continue_generation", "/flush_cache"):
+            raise ValueError(f"the loaded model knows no {method} {path}")
+        return None
+
+    def _update(self, payload: dict[str, Any]) -> None:
+        """As ``ModelRunner.update_weights_from_tensor``."""
+        from sglang.srt.utils import MultiprocessingSerializer, dynamic_import
+
+        named_tensors = MultiprocessingSerializer.deserialize(payload["serialized_named_tensors"][self.tp_rank])
+        load_format = payload.get("load_format")
+        if load_format is None:
+            self.model.load_weights(named_tensors)
+        elif load_format in self.loaders:
+            dynamic_import(load_format)(self.model, [(name, tensor.to("cpu")) for name, tensor in named_tensors])
+        else:
+            raise ValueError(f"the loaded model knows no load_format {load_format!r}")
+        if "weight_version" in payload:
+            self.weight_version = payload["weight_version"]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters of this rank under the engine's own names, as they are now."""
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+
+@contextmanager
+def _config_folder(folder: str | Path, quantization: dict[str, Any] | None) -> Iterator[str]:
+    """A folder with the config.json of ``folder``, quantised as told."""
+    if quantization is None:
+        yield str(folder)
+        return
+    with tempfile.TemporaryDirectory() as changed:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        (Path(changed) / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+        yield changed
+
+
+def _describe(folder: str | Path, tp_size: int, dtype: str) -> tuple[Any, Any]:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS
+
+    server_args = ServerArgs(
+        model_path=str(folder),
+        device="cpu",
+        attention_backend="torch_native",
+        dtype=dtype,
+        tp_size=tp_size,
+        skip_tokenizer_init=True,
+        disable_overlap_schedule=True,
+        custom_weight_loader=list(WEIGHT_LOADERS),
+    )
+    set_global_server_args_for_scheduler(server_args)
+    return server_args, ModelConfig.from_server_args(server_args)
+
+
+def _enter_world(server_args: Any, model_config: Any, tp_rank: int, tp_size: int, store: str) -> None:
+    """SGLang's parallel state; once a process, for all models of the same size."""
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.distributed.parallel_state import model_parallel_is_initialized
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+
+    if not model_parallel_is_initialized():
+        init_distributed_environment(
+            backend="gloo",
+            world_size=tp_size,
+            rank=tp_rank,
+            local_rank=tp_rank,
+            distributed_init_method=f"file://{store}",
+        )
+        initialize_model_parallel(tensor_model_parallel_size=tp_size)
+    initialize_dp_attention(server_args=server_args, model_config=model_config)
+
+
+def _build(model_config: Any) -> torch.nn.Module:
+    """As ``DummyModelLoader``, which fills the model with random numbers.
+
+    On a CPU without AMX, SGLang refuses to *run* FP8 and says so when it prepares weights for its kernels; that step
+    is left out.  On a GPU without UE8M0 scales it changes nothing that a loader sees.
+    """
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+    from sglang.srt.model_loader.loader import (
+        _get_quantization_config,
+        _initialize_model,
+        _post_load_weights,
+        initialize_dummy_weights,
+    )
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    load_config = LoadConfig(load_format="dummy")
+    with set_default_torch_dtype(model_config.dtype):
+        with torch.device("cpu"):
+            model = _initialize_model(model_config, load_config, _get_quantization_config(model_config, load_config))
+        initialize_dummy_weights(model)
+        _post_load_weights(model)
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None and not isinstance(method, (Fp8LinearMethod, Fp8MoEMethod)):
+                method.process_weights_after_loading(module)
+    return model.eval()
