@@ -8,7 +8,7 @@ the fast one.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -76,6 +76,7 @@ class GatheredBuckets:
         quantizer: what the engines hold quantised; None for nothing.
         bucket_bytes: ``--update-weight-buffer-size``; a larger tensor has a bucket of its own.
         across_stages: all ranks get the tensors of all pipeline stages.
+        only: names of the parameters to send (``Shard.name``), the same on all ranks; None for all.
     """
 
     def __init__(
@@ -89,14 +90,21 @@ class GatheredBuckets:
         quantizer: Quantizer | None,
         bucket_bytes: int,
         across_stages: bool,
+        only: Container[str] | None = None,
     ) -> None:
         self._args, self._model, self._weights_getter = args, model, weights_getter
         self._model_name, self._dtype, self._quantizer = model_name, dtype, quantizer
-        self._across_stages = across_stages
+        self._across_stages, self._only = across_stages, only
         self._device = next(iter(model[0].parameters())).device
         weight_map, shape = find_weight_map(model_name), ModelShape.from_args(args)
-        self._together: Callable[[str], tuple[str, ...]] = lambda name: weight_map.together_with(name, shape)
-        stages = hf_headers(args, model, model_name=model_name, dtype=dtype)
+        stages = hf_headers(args, model, model_name=model_name, dtype=dtype, only=only)
+        present = {name for headers in stages for name, _, _ in headers}
+
+        def together(name: str) -> tuple[str, ...]:
+            names = weight_map.together_with(name, shape)
+            return names if only is None else tuple(name for name in names if name in present)
+
+        self._together = together
         if across_stages:
             stages = [[header for headers in stages for header in headers]]
         tensors, buckets, turns = [], [], []
@@ -154,6 +162,7 @@ class GatheredBuckets:
             dtype=self._dtype,
             host_weights=self._weights_getter(),
             across_stages=self._across_stages,
+            only=self._only,
         )
         wanted = ((name, tensor) for name, tensor in converted if name in self._own)
         for unit in iter_units(wanted, self._together):

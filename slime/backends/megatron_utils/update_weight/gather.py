@@ -49,7 +49,12 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
     dim = shard.split_dim
     parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, value.contiguous(), group=group)
-    return tensor_parallel_join(parts, dim=dim, is_gate_up=is_gated and ".linear_fc1." in shard.name)
+    return tensor_parallel_join(parts, dim=dim, is_gate_up=is_gate_up(shard, is_gated=is_gated))
+
+
+def is_gate_up(shard: Shard, *, is_gated: bool) -> bool:
+    """Whether a parameter holds gate and up, each of which tensor parallelism cuts on its own."""
+    return is_gated and ".linear_fc1." in shard.name
 
 
 def sent_dtype(name: str, held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

@@ -6,7 +6,7 @@ The order is that in which ``gather`` gives the tensors themselves.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,12 @@ StageHeaders = list[tuple[str, tuple[int, ...], torch.dtype]]
 
 
 def hf_headers(
-    args: Namespace, model: Sequence[torch.nn.Module], *, model_name: str, dtype: torch.dtype | None
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    *,
+    model_name: str,
+    dtype: torch.dtype | None,
+    only: Container[str] | None = None,
 ) -> list[StageHeaders]:
     """The headers of every pipeline stage, the same on all ranks.  Collective over the pipeline.
 
@@ -39,11 +44,12 @@ def hf_headers(
         model: this rank's chunks.
         model_name: chooses the name converter.
         dtype: as ``gather.iter_full_tensors`` takes it.
+        only: likewise.
 
     Raises:
         WeightSyncError: two parameters of a stage convert to the same HF name.
     """
-    own = list(_megatron_headers(model, dtype))
+    own = list(_megatron_headers(model, dtype, only))
     stages: list[Any] = [own]
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         group = mpu.get_pipeline_model_parallel_group()
@@ -72,12 +78,14 @@ def hf_headers(
 
 
 def _megatron_headers(
-    model: Sequence[torch.nn.Module], dtype: torch.dtype | None
+    model: Sequence[torch.nn.Module], dtype: torch.dtype | None, only: Container[str] | None
 ) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
     """Global name, whole shape and dtype of this stage's parameters, those of all expert ranks included."""
     num_experts = unwrap_model(model[0]).config.num_moe_experts
     seen: set[str] = set()
     for shard in iter_shards(model):
+        if only is not None and shard.name not in only:
+            continue
         names = [shard.name]
         if shard.expert_index is not None and num_experts is not None:
             num_owners = mpu.get_expert_model_parallel_world_size()

@@ -1,0 +1,203 @@
+"""Buckets that every rank fills from its own parameters: nothing is gathered, and no tensor is handled by itself.
+
+Made once: what each rank holds of which HF tensor (``shard_offers``), who sends what (``shard_plan``), and for each
+bucket a table of all its rectangles.  A push is then one launch per bucket, which copies, casts or quantises straight
+from the parameters into the rank's one buffer.  That buffer stays where it is, so that engines map it once.
+
+Parameters for which this cannot be done (an fp8 block that two ranks share, quantisation other than by blocks) are
+named in the log once, and travel gathered, in buckets behind the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, GatheredBuckets
+from slime.backends.megatron_utils.update_weight.gather import HostWeights
+from slime.backends.megatron_utils.update_weight.shard_offers import ShardOffers
+from slime.backends.megatron_utils.update_weight.shard_plan import (
+    Offer,
+    PlannedBucket,
+    QuantizedBlocks,
+    ShardPlan,
+    plan_shards,
+)
+from slime.utils.distributed_utils import get_gloo_group
+from slime.weights.kernels.cast_table import CastTable
+from slime.weights.manifest import Manifest
+from slime.weights.quantize import Quantizer
+from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
+from slime.weights.quantize.formats import BlockFp8
+
+logger = logging.getLogger(__name__)
+
+
+class ShardBuckets:
+    """A source of buckets, as ``bucket_source.BucketSource`` describes them.  Made on all ranks at once.
+
+    Args:
+        args: complete flags.
+        model: this rank's chunks.
+        weights_getter: host copies of the parameters to read instead of the live ones; None reads these.
+        model_name: chooses the name converter.
+        dtype: of floating-point tensors that are not quantised.
+        quantizer: what the engines hold quantised; None for nothing.
+        bucket_bytes: the largest bucket of a rank; ``--update-weight-buffer-size``.
+        by_stage: one pipeline stage sends after the other; otherwise all ranks send at the same time.
+
+    Raises:
+        WeightSyncError: the ranks together do not hold every tensor once and whole.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: Sequence[torch.nn.Module],
+        weights_getter: Callable[[], HostWeights | None],
+        *,
+        model_name: str,
+        dtype: torch.dtype,
+        quantizer: Quantizer | None,
+        bucket_bytes: int,
+        by_stage: bool = False,
+    ) -> None:
+        self._weights_getter = weights_getter
+        self._dtype = dtype
+        self._device = next(iter(model[0].parameters())).device
+        self._blocks = quantized_blocks(quantizer)
+        self._offers = ShardOffers(args, model, model_name=model_name, dtype=dtype, blocks=self._blocks)
+        stages, offered, self.misfits = self._tell_all(by_stage)
+        self._offers.leave_out(self.misfits)
+        self.plan: ShardPlan = plan_shards(
+            offered,
+            bucket_bytes=bucket_bytes,
+            blocks=self._blocks,
+            groups=[[rank for rank, stage in enumerate(stages) if stage == turn] for turn in sorted(set(stages))],
+        )
+        self.group_ranks = [rank for rank, stage in enumerate(stages) if stage == stages[dist.get_rank()]]
+        """Ranks that send when this one does."""
+        self._own: tuple[PlannedBucket, ...] = self.plan.buckets[dist.get_rank()]
+        self._manifest = self.plan.manifest
+        self._gathered: GatheredBuckets | None = None
+        if self.misfits:
+            self._gathered = GatheredBuckets(
+                args,
+                model,
+                weights_getter,
+                model_name=model_name,
+                dtype=dtype,
+                quantizer=quantizer,
+                bucket_bytes=bucket_bytes,
+                across_stages=not by_stage,
+                only=frozenset(self.misfits),
+            )
+            rest = self._gathered.manifest
+            self._manifest = Manifest(
+                (*self.plan.manifest.tensors, *rest.tensors), (*self.plan.manifest.buckets, *rest.buckets)
+            )
+            _log_misfits(self.misfits)
+        self._buffer: Tensor | None = None
+        self._pointers: list[int] = []
+        self._tables: list[CastTable] = []
+
+    @property
+    def manifest(self) -> Manifest:
+        """All tensors and buckets; the gathered ones last."""
+        return self._manifest
+
+    def _tell_all(self, by_stage: bool) -> tuple[list[int], list[list[Offer]], Mapping[str, str]]:
+        """Of every rank its pipeline stage (0 if the stages do not matter) and what it offers; and what nobody does.
+
+        A parameter that one rank cannot send by itself is offered by none.
+        """
+        stage = mpu.get_pipeline_model_parallel_rank() if by_stage else 0
+        group = get_gloo_group()
+        told: list[tuple[int, list[tuple[str, Offer]], dict[str, str]]] = [(0, [], {})] * dist.get_world_size(group)
+        dist.all_gather_object(told, (stage, self._offers.offers(), self._offers.misfits), group=group)
+        misfits = {name: reason for _, _, found in told for name, reason in found.items()}
+        offered = [[offer for name, offer in listed if name not in misfits] for _, listed, _ in told]
+        return [stage for stage, _, _ in told], offered, misfits
+
+    @torch.no_grad()
+    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        """As the protocol says.  Every rank's buckets are its own, but for the gathered ones, which all ranks have."""
+        for bucket, flat in self.iter_turns():
+            yield (NO_BUCKET if bucket is None else bucket.index), flat
+        yield from self.iter_gathered()
+
+    @torch.no_grad()
+    def iter_turns(self) -> Iterator[tuple[PlannedBucket | None, Tensor]]:
+        """This rank's own buckets, one in each turn of its group, and the filled part of the buffer."""
+        host_weights = self._weights_getter()
+        self._refresh_tables(host_weights)
+        buffer = self.buffer()
+        for turn in range(self.plan.num_turns(self.group_ranks)):
+            if turn >= len(self._own):
+                yield None, buffer[:0]
+                continue
+            bucket = self._own[turn]
+            flat = buffer[: bucket.num_bytes]
+            self._tables[turn].run(flat)
+            if flat.is_cuda:
+                torch.cuda.current_stream().synchronize()  # another process reads it next
+            yield bucket, flat
+
+    def iter_gathered(self) -> Iterator[tuple[int, Tensor]]:
+        """What travels gathered: the same buckets on all ranks of the group."""
+        if self._gathered is not None:
+            num_own = len(self.plan.manifest.buckets)
+            yield from ((num_own + index, flat) for index, flat in self._gathered.iter_buckets())
+
+    def buffer(self) -> Tensor:
+        """The rank's one buffer; it stays at its address until :meth:`release`."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.plan.buffer_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer
+
+    def release(self) -> None:
+        """Give the buffer and the tables back; the next push makes them again."""
+        self._buffer, self._tables, self._pointers = None, [], []
+
+    def _refresh_tables(self, host_weights: HostWeights | None) -> None:
+        """Make the tables, again when a parameter lies elsewhere than in the last push."""
+        pointers = [*map(Tensor.data_ptr, self._offers.tensors(host_weights))]
+        if pointers == self._pointers:
+            return
+        block = self._blocks.block if self._blocks is not None and self._blocks.block is not None else DEFAULT_BLOCK
+        self._tables = [
+            CastTable(self._offers.items(bucket.parts, host_weights), self._dtype, block) for bucket in self._own
+        ]
+        self._pointers = pointers
+
+
+def quantized_blocks(quantizer: Quantizer | None) -> QuantizedBlocks | None:
+    """What rectangles need to know of the quantiser."""
+    if quantizer is None:
+        return None
+    kind = quantizer.format
+    if isinstance(kind, BlockFp8):
+        name = "fp8_block_ue8m0" if kind.ue8m0 else "fp8_block"
+        return QuantizedBlocks(quantizer.is_quantized, quantizer.outputs, kind.block, name)
+    return QuantizedBlocks(quantizer.is_quantized, quantizer.outputs, None)
+
+
+def _log_misfits(misfits: Mapping[str, str]) -> None:
+    if dist.get_rank() != 0:
+        return
+    by_kind: dict[str, list[str]] = {}
+    for name in sorted(misfits):
+        by_kind.setdefault(name.rpartition(".layers.")[2].partition(".")[2] or name, []).append(name)
+    for names in by_kind.values():
+        more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+        logger.info("%s%s: gathered for every push, as %s", names[0], more, misfits[names[0]])

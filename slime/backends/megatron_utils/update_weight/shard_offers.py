@@ -1,0 +1,185 @@
+"""What this rank can send without asking another: rectangles of HF tensors, and where their numbers are read."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+
+from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
+from slime.backends.megatron_utils.update_weight.gather import GLOBAL_PREFIX, HostWeights, is_gate_up, sent_dtype
+from slime.backends.megatron_utils.update_weight.shard_layout import Cut, Rectangle, Rows, ShardLayout
+from slime.backends.megatron_utils.update_weight.shard_plan import Offer, Part, QuantizedBlocks
+from slime.weights.kernels.cast_table import CastItem, Kind
+from slime.weights.quantize.block_fp8 import num_blocks
+
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rectangle, and the parameter that it is a part of."""
+
+    shard: Shard
+    rectangle: Rectangle
+    dtype: torch.dtype
+    """As it travels, unless it is quantised."""
+    is_quantized: bool
+
+
+class ShardOffers:
+    """This rank's rectangles, in the order of its parameters.
+
+    Args:
+        args: complete flags.
+        model: this rank's chunks.
+        model_name: chooses the name converter.
+        dtype: of floating-point tensors that are not quantised.
+        blocks: what is quantised, and how; None for nothing.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: Sequence[torch.nn.Module],
+        *,
+        model_name: str,
+        dtype: torch.dtype,
+        blocks: QuantizedBlocks | None,
+    ) -> None:
+        self._dtype, self._blocks = dtype, blocks
+        self.misfits: dict[str, str] = {}
+        """:attr:`Shard.name` of the parameters that this rank cannot send by itself, and why."""
+        self._held: list[Held] = []
+        self._live: dict[str, Tensor] = {}
+        layout = ShardLayout(args, model_name)
+        config = unwrap_model(model[0]).config
+        num_local, expert_rank = 0, 0
+        if config.num_moe_experts is not None:
+            num_local = config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
+            expert_rank = mpu.get_expert_model_parallel_rank()
+        seen: set[str] = set()
+        for shard in iter_shards(model):
+            name = shard.global_name(num_local, expert_rank)
+            if name in seen:  # chunks may share a parameter: the first one's counts
+                continue
+            seen.add(name)
+            cut = _cut_of(shard, is_gated=config.gated_linear_unit)
+            self._live[shard.key] = shard.parameter
+            found = layout.rectangles(GLOBAL_PREFIX + name, tuple(shard.tensor.shape), cut)
+            if found is None:
+                self.misfits[shard.name] = "its export does more than move rows and columns"
+                continue
+            for rectangle in found:
+                self._take(shard, rectangle)
+        self.leave_out(self.misfits)
+
+    def _take(self, shard: Shard, rectangle: Rectangle) -> None:
+        held = shard.tensor.dtype
+        is_quantized = self._blocks is not None and self._blocks.is_quantized(rectangle.name)
+        if is_quantized and (reason := self._misfit(held, rectangle)):
+            self.misfits[shard.name] = reason
+            return
+        self._held.append(Held(shard, rectangle, sent_dtype(shard.name, held, self._dtype), is_quantized))
+
+    def _misfit(self, held: torch.dtype, rectangle: Rectangle) -> str | None:
+        """Why this rank cannot quantise a rectangle by itself."""
+        assert self._blocks is not None
+        block = self._blocks.block
+        if block is None:
+            return f"{rectangle.name} is not quantized by blocks"
+        if held != self._dtype:
+            return f"{rectangle.name} is rounded from {held} to {self._dtype} before it is quantized"
+        if not rectangle.is_on_blocks(block):
+            return (
+                f"a rank holds {list(rectangle.shape)} of {rectangle.name} from {list(rectangle.start)}, which does "
+                f"not begin and end on blocks of {block[0]} x {block[1]}"
+            )
+        return None
+
+    def leave_out(self, misfits: Container[str]) -> None:
+        """Offer nothing of the parameters with these names: they travel another way."""
+        self._held = [held for held in self._held if held.shard.name not in misfits]
+
+    def offers(self) -> list[tuple[str, Offer]]:
+        """Name of the parameter and offer, by the position that :class:`Part` refers to."""
+        return [
+            (
+                held.shard.name,
+                Offer(
+                    held.rectangle.name,
+                    held.rectangle.whole_shape,
+                    held.dtype,
+                    held.rectangle.start,
+                    held.rectangle.shape,
+                    held.rectangle.cut_unit,
+                ),
+            )
+            for held in self._held
+        ]
+
+    def tensors(self, host_weights: HostWeights | None) -> list[Tensor]:
+        """All tensors that are read, the live ones or their host copies: where they lie tells if a table is stale."""
+        if host_weights is None:
+            return list(self._live.values())
+        return [host_weights[key] for key in self._live]
+
+    def items(self, parts: Sequence[Part], host_weights: HostWeights | None) -> list[CastItem]:
+        """What writes these parts into their bucket."""
+        values: Mapping[str, Tensor] = self._live if host_weights is None else host_weights
+        return [item for part in parts for item in self._items_of(part, values)]
+
+    def _items_of(self, part: Part, values: Mapping[str, Tensor]) -> Iterator[CastItem]:
+        held = self._held[part.offer]
+        value = held.shard.part_of(values[held.shard.key]).detach()
+        rectangle = held.rectangle.between(part.begin, part.end)
+        kind: Kind = "copy" if value.dtype == held.dtype else "cast"
+        row_bytes = rectangle.num_columns * held.dtype.itemsize
+        scale_row_bytes, block_rows = 0, 1
+        if held.is_quantized:
+            assert self._blocks is not None and self._blocks.block is not None
+            kind, row_bytes = self._blocks.kind, rectangle.num_columns
+            block_rows = self._blocks.block[0]
+            scale_row_bytes = num_blocks(1, rectangle.num_columns, self._blocks.block)[1] * SCALE_BYTES
+        done = 0
+        for rows in rectangle.rows:
+            scale_offset = None
+            if part.scale_offset is not None:
+                scale_offset = part.scale_offset + done // block_rows * scale_row_bytes
+            offset = part.offset + done * row_bytes
+            if value.dim() == 1:
+                yield from _vector_items(
+                    value, rows.first, rows.count, rows.run, rows.stride, offset, kind, held.dtype
+                )
+            else:
+                first = rectangle.first_column
+                source = value[rows.first :, first : first + rectangle.num_columns]
+                yield CastItem(source, rows.run, rows.stride, rows.count, offset, kind, scale_offset)
+            done += rows.count
+
+
+def _vector_items(value: Tensor, rows: Rows, offset: int, kind: Kind, dtype: torch.dtype) -> Iterator[CastItem]:
+    """Runs of a vector as the rows of a matrix; the last run may be shorter."""
+    num_whole, rest = divmod(rows.count, rows.run)
+    matrix = value.as_strided((num_whole, rows.run), (rows.stride or rows.run, 1), value.storage_offset() + rows.first)
+    yield CastItem(matrix, num_whole, num_whole, num_whole, offset, kind)
+    if rest:
+        begin = rows.first + num_whole * rows.stride
+        offset += num_whole * rows.run * dtype.itemsize
+        yield CastItem(value[None, begin : begin + rest], 1, 1, 1, offset, kind)
+
+
+def _cut_of(shard: Shard, *, is_gated: bool) -> Cut:
+    group = tensor_parallel_group(shard)
+    if shard.split_dim is None or group.size() == 1:
+        return Cut()
+    return Cut(shard.split_dim, group.rank(), group.size(), is_gate_up(shard, is_gated=is_gated))
