@@ -108,7 +108,7 @@ class CastTable:
             self._launch.run(out)
             return
         for item in self.items:
-            _run_in_torch(item, out, self.out_dtype, self.block)
+            run_in_torch(item, out, self.out_dtype, self.block)
 
     def _bytes_out(self, item: CastItem) -> int:
         size = item.rows * item.columns * _out_dtype(item, self.out_dtype).itemsize
@@ -169,7 +169,8 @@ def _rows_of(item: CastItem) -> Tensor:
     return item.source[row // item.row_run * item.run_stride + row % item.row_run]
 
 
-def _run_in_torch(item: CastItem, out: Tensor, out_dtype: torch.dtype, block: tuple[int, int]) -> None:
+def run_in_torch(item: CastItem, out: Tensor, out_dtype: torch.dtype, block: tuple[int, int]) -> None:
+    """Write one item into the bucket, in plain torch: what the kernels are compared with."""
     matrix = _rows_of(item).detach()
     if item.is_fp8:
         assert item.scale_offset is not None  # checked

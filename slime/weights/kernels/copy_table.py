@@ -82,7 +82,7 @@ class CopyTable:
             self._launch.copy(flat)
             return
         for item in self.items:
-            item.dst.detach().copy_(_source(item, flat))
+            item.dst.detach().copy_(source_view(item, flat))
 
     def count_differences(self, flat: Tensor) -> Tensor:
         """How many bytes of each destination are not what :meth:`copy` would write.
@@ -105,11 +105,11 @@ class CopyTable:
 def differing_bytes(item: CopyItem, flat: Tensor) -> Tensor:
     """The count of one item, in plain torch."""
     held = item.dst.detach().contiguous().view(-1).view(torch.uint8)
-    expected = _source(item, flat).to(device=item.dst.device, dtype=item.dst.dtype)
+    expected = source_view(item, flat).to(device=item.dst.device, dtype=item.dst.dtype)
     return (held != expected.contiguous().view(-1).view(torch.uint8)).sum()
 
 
-def _source(item: CopyItem, flat: Tensor) -> Tensor:
+def source_view(item: CopyItem, flat: Tensor) -> Tensor:
     """The item's elements in the bucket, as a view of the shape of ``dst``."""
     data = flat[item.src_offset : item.end].view(item.src_dtype)
     return data.as_strided(tuple(item.dst.shape), item.src_strides)

@@ -1,0 +1,118 @@
+"""The launches of ``copy_table``: all tiles of all items by one kernel, whatever their dtypes and strides."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+from slime.weights.kernels.copy_table import CopyItem, differing_bytes, source_view
+from slime.weights.kernels.rectangles import matrices, tile_index
+from slime.weights.kernels.triton_tiles import (
+    DST,
+    FIELDS,
+    FIRST_TILE,
+    LAST,
+    SRC,
+    form_of,
+    move_descriptors,
+    move_tile,
+    on_device,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyShape:
+    """How the work is cut up; the defaults were the fastest on an H100."""
+
+    rows: int = 16
+    columns: int = 256
+    """Of a tile, in four-byte words or elements."""
+    num_warps: int = 8
+
+
+@triton.jit
+def _copy_kernel(
+    flat, owner, table, counts, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    COMPARE: tl.constexpr,
+):  # fmt: skip
+    """One program a tile."""
+    program = tl.program_id(0)
+    table += tl.load(owner + program).to(tl.int64) * FIELDS
+    tile = program - tl.load(table + FIRST_TILE).to(tl.int32)
+    src = flat + tl.load(table + SRC)
+    dst = tl.load(table + DST).to(tl.pointer_type(tl.uint8))
+    count = move_tile(table, tile, src, dst, FORMS, TILE_ROWS, TILE_COLUMNS, COMPARE)
+    if COMPARE:
+        if count > 0:
+            tl.atomic_add(counts + tl.load(table + LAST), count.to(tl.int64))
+
+
+class CopyLaunch:
+    """The table of one list of items on their device."""
+
+    def __init__(self, items: Sequence[CopyItem], shape: CopyShape | None = None) -> None:
+        self.shape = shape or CopyShape()
+        self.items = items
+        self.device = items[0].dst.device
+        self.in_torch: list[int] = []
+        """Items whose cast no kernel has."""
+        descriptors: list[list[int]] = []
+        tiles: list[int] = []
+        for index, item in enumerate(items):
+            if form_of(item.src_dtype, item.dst.dtype) is None:
+                self.in_torch.append(index)
+                continue
+            for matrix in matrices(
+                item.dst.shape,
+                item.src_offset,
+                item.src_strides,
+                item.src_dtype.itemsize,
+                item.dst.data_ptr(),
+                item.dst.stride(),
+                item.dst.element_size(),
+            ):
+                tile = (self.shape.rows, self.shape.columns)
+                rows, counts = move_descriptors(matrix, item.src_dtype, item.dst.dtype, tile, index)
+                descriptors += rows
+                tiles += counts
+        self.forms = functools.reduce(operator.or_, (row[0] for row in descriptors), 0)
+        if descriptors:
+            table = torch.tensor(descriptors, dtype=torch.int64, device=self.device)
+            self.owner, table[:, FIRST_TILE.value] = tile_index(tiles, self.device)
+            self.table = table
+
+    def copy(self, flat: Tensor) -> None:
+        self._run(flat, None)
+        for index in self.in_torch:
+            item = self.items[index]
+            item.dst.detach().copy_(source_view(item, flat))
+
+    def count_differences(self, flat: Tensor) -> Tensor:
+        counts = torch.zeros(len(self.items), dtype=torch.int64, device=self.device)
+        self._run(flat, counts)
+        for index in self.in_torch:
+            counts[index] = differing_bytes(self.items[index], flat)
+        return counts
+
+    def _run(self, flat: Tensor, counts: Tensor | None) -> None:
+        if not self.forms:
+            return
+        with on_device(self.device):
+            _copy_kernel[(len(self.owner),)](
+                flat,
+                self.owner,
+                self.table,
+                counts,
+                FORMS=self.forms,
+                TILE_ROWS=self.shape.rows,
+                TILE_COLUMNS=self.shape.columns,
+                COMPARE=counts is not None,
+                num_warps=self.shape.num_warps,
+            )

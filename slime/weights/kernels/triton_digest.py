@@ -1,0 +1,102 @@
+"""The launch of ``digest_table``: sums of mixed 64-bit words, many segments at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+from slime.weights import digest
+from slime.weights.kernels.rectangles import is_aligned, tile_index
+from slime.weights.kernels.triton_tiles import on_device
+
+GOLDEN = tl.constexpr(digest.GOLDEN)
+MULTIPLIER_1 = tl.constexpr(digest.MULTIPLIER_1)
+MULTIPLIER_2 = tl.constexpr(digest.MULTIPLIER_2)
+WORD_BYTES = tl.constexpr(digest.WORD_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class DigestShape:
+    """How the work is cut up; the defaults were the fastest on an H100."""
+
+    words: int = 4096
+    """Of 64 bits, for one program."""
+    num_warps: int = 8
+
+
+@triton.jit
+def mix(word, position):
+    """``slime.weights.digest.mix`` of unsigned 64-bit words and positions."""
+    value = word + (position + 1) * GOLDEN
+    value = (value ^ (value >> 30)) * MULTIPLIER_1
+    value = (value ^ (value >> 27)) * MULTIPLIER_2
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _digest_kernel(flat, owner, segments, sums, UNIT: tl.constexpr, TILE: tl.constexpr):
+    """One program a tile of one segment.  ``segments``: first tile, offset in UNIT bytes, bytes."""
+    program = tl.program_id(0)
+    segment = tl.load(owner + program)
+    fields = segments + segment.to(tl.int64) * 3
+    begin = (program - tl.load(fields)) * TILE
+    data = flat + tl.load(fields + 1) * UNIT
+    num_bytes = tl.load(fields + 2)
+    num_whole = num_bytes // WORD_BYTES
+    index = begin + tl.arange(0, TILE)
+    words = data.to(tl.pointer_type(tl.uint64), bitcast=True)
+    words = tl.multiple_of(words, UNIT)
+    is_whole = index < num_whole
+    word = tl.load(words + index, mask=is_whole, other=0)
+    total = tl.sum(tl.where(is_whole, mix(word, index.to(tl.uint64)), 0))
+    if begin + TILE > num_whole:
+        # The bytes behind the last whole word, filled up with zeros; in the last tile, or in one of their own.
+        byte = tl.arange(0, WORD_BYTES)
+        where = num_whole * WORD_BYTES + byte
+        rest = tl.load(data + where, mask=where < num_bytes, other=0).to(tl.uint64)
+        tail = tl.sum(rest << (8 * byte).to(tl.uint64))
+        total += tl.where(num_whole * WORD_BYTES < num_bytes, mix(tail, num_whole.to(tl.uint64)), 0)
+    tl.atomic_add(sums + segment, total.to(tl.int64, bitcast=True))
+
+
+class DigestLaunch:
+    """The table of one list of segments on a device."""
+
+    def __init__(
+        self, offsets: Sequence[int], lengths: Sequence[int], device: torch.device, shape: DigestShape | None = None
+    ) -> None:
+        if any(offset % WORD_BYTES.value for offset in offsets):
+            raise ValueError("segments start at multiples of 8 bytes; a bucket aligns its pieces to 256")
+        self.shape = shape or DigestShape()
+        self.device = device
+        self.unit = 16 if is_aligned(*offsets) else WORD_BYTES.value
+        tiles = [-(-length // (self.shape.words * WORD_BYTES.value)) for length in lengths]
+        segments = torch.tensor(
+            [[0, offset // self.unit, length] for offset, length in zip(offsets, lengths)],
+            dtype=torch.int64,
+            device=device,
+        )
+        self.owner, segments[:, 0] = tile_index(tiles, device)
+        self.segments = segments
+
+    def run(self, flat: Tensor) -> Tensor:
+        if flat.data_ptr() % self.unit:
+            raise ValueError(f"the bucket starts at an address that is no multiple of {self.unit}")
+        sums = torch.zeros(len(self.segments), dtype=torch.int64, device=self.device)
+        if len(self.owner):
+            with on_device(self.device):
+                _digest_kernel[(len(self.owner),)](
+                    flat,
+                    self.owner,
+                    self.segments,
+                    sums,
+                    UNIT=self.unit,
+                    TILE=self.shape.words,
+                    num_warps=self.shape.num_warps,
+                )
+        return sums
