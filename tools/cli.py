@@ -1,14 +1,21 @@
-"""How a command-line tool ends when its input is wrong: the message, exit code 2, no traceback."""
+"""What the command-line tools share: how they end when their input is wrong, and the flags of folder conversions."""
 
 from __future__ import annotations
 
+import argparse
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from slime.utils.errors import SlimeError
 
+if TYPE_CHECKING:
+    from slime.weights.hf_rewrite.plan import Rewrite
+
 EXIT_BAD_INPUT = 2
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -19,3 +26,42 @@ def clean_exit() -> Iterator[None]:
     except SlimeError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(EXIT_BAD_INPUT) from None
+
+
+def add_rewrite_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every tool that makes one model folder out of another."""
+    parser.add_argument("--max-workers", type=int, default=1, help="threads; each holds some rows of one tensor")
+    parser.add_argument("--device", help="cpu, cuda (all GPUs in turn) or cuda:N; default: CUDA where there is any")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model in the folder that is written")
+
+
+def rewrite(
+    recipe: Rewrite, source: str, target: str, options: argparse.Namespace, only_files: Sequence[str] = ()
+) -> None:
+    """Carry out a conversion as the flags of :func:`add_rewrite_flags` say, and tell what was done."""
+    from slime.weights.hf_rewrite.run import rewrite_folder
+
+    report = rewrite_folder(
+        recipe,
+        source,
+        target,
+        workers=options.max_workers,
+        device=options.device,
+        overwrite=options.overwrite,
+        only_files=only_files,
+    )
+    speed = report.source_bytes / 1e6 / max(report.elapsed_s, 1e-9)
+    logger.info(
+        "%s: wrote %d shards from %.2f GiB in %.1f s (%.0f MB/s)",
+        target, report.shards_written, report.source_bytes / 2**30, report.elapsed_s, speed,
+    )  # fmt: skip
+    if not report.is_complete:
+        logger.info("%s is no model yet: shards that --files did not name are still to be converted", target)
+
+
+def parse_bool(text: str) -> bool:
+    """``true`` or ``false`` on a command line."""
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return values[text.lower()]

@@ -1,0 +1,136 @@
+"""FP8 weights back to bf16, with scales by blocks, by channels or by tensors.
+
+A weight and its scale may lie in different shards.  What is left has no trace of quantization: scales are dropped,
+and so is the quantization config, by which an engine would look for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.hf_rewrite.plan import Piece, Rows, Step, copied, dropped
+from slime.weights.hf_rewrite.source import HfSource, shown, without_quantization
+from slime.weights.hf_rewrite.tensor_file import StoredTensor, TensorInfo
+from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
+
+FP8_CODES = ("F8_E4M3", "F8_E5M2")
+SCALE_CODES = ("F32", "BF16", "F16", "F8_E8M0")
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
+ACTIVATION_SCALES = (".input_scale", ".activation_scale")
+
+
+@dataclass(frozen=True)
+class Fp8ToBf16:
+    """The conversion; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What makes two conversions differ: nothing does."""
+        return {"to": "bf16", "from": "fp8"}
+
+    def check(self, source: HfSource) -> None:
+        """Refuse sources without FP8 weights, and weights or scales that lack each other.
+
+        Raises:
+            ConfigError: nothing in the folder is FP8.
+            DataError: naming what does not fit.
+        """
+        quantized = [name for name, stored in source.tensors.items() if _is_fp8(stored)]
+        if not quantized:
+            raise ConfigError(f"{source.folder} has no FP8 tensor; give the quantized model")
+        bare = [name for name in quantized if _scale_of(source, name) is None]
+        if bare:
+            raise DataError(f"{len(bare)} FP8 tensors of {source.folder} have no scale: {shown(bare)}")
+        lone = [name for name in source.tensors if name.endswith("_scale_inv") and not _is_scale(source, name)]
+        if lone:
+            raise DataError(f"{len(lone)} scales of {source.folder} have no FP8 weight: {shown(lone)}")
+        for name in quantized:
+            _scale_block(source, source.tensors[name])
+
+    def step(self, source: HfSource, stored: StoredTensor) -> Step:
+        """FP8 tensors are multiplied out, scales dropped, everything else is copied."""
+        name = stored.info.name
+        if _is_scale(source, name) or name.endswith(ACTIVATION_SCALES):
+            return dropped(stored)
+        if not _is_fp8(stored):
+            return copied(stored)
+        scale = _scale_of(source, name)
+        assert scale is not None, name
+        block = _scale_block(source, stored)
+
+        def convert(read: Rows) -> Iterator[Piece]:
+            scales = read.read(scale).float()
+            if stored.info.shape[:-2]:
+                for first, matrices in read.chunks(stored):
+                    yield name, first, _multiply_all(matrices, scales[first : first + matrices.size(0)], block)
+                return
+            scales = scales.reshape(num_blocks(*stored.info.shape, block))
+            for first, rows in read.chunks(stored, block[0] if scales.size(0) > 1 else 1):
+                part = scales[first // block[0] :][: num_blocks(*rows.shape, block)[0]]
+                yield name, first, dequantize_block(rows, part, block)
+
+        return Step(stored, (TensorInfo.of(name, torch.bfloat16, stored.info.shape),), convert)
+
+    def config(self, source: HfSource) -> dict[str, Any]:
+        """The source's config without quantization."""
+        return without_quantization(source.config)
+
+
+def _is_fp8(stored: StoredTensor) -> bool:
+    return stored.info.dtype in FP8_CODES
+
+
+def _scale_of(source: HfSource, name: str) -> StoredTensor | None:
+    return next((source.tensors[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in source.tensors), None)
+
+
+def _is_scale(source: HfSource, name: str) -> bool:
+    """Whether it is the scale of an FP8 tensor."""
+    return any(
+        name.endswith(suffix) and (weight := source.tensors.get(name.removesuffix(suffix))) and _is_fp8(weight)
+        for suffix in SCALE_SUFFIXES
+    )
+
+
+def _scale_block(source: HfSource, stored: StoredTensor) -> tuple[int, int]:
+    """Rows and columns that share a scale.
+
+    Raises:
+        DataError: the shape of the scales fits neither the config's block, nor rows, nor the whole tensor.
+    """
+    info = stored.info
+    scale = _scale_of(source, info.name)
+    assert scale is not None, info.name
+    config = source.quantization_config or {}
+    block = tuple(config.get("weight_block_size") or DEFAULT_BLOCK)
+    found = scale.info.shape
+    if scale.info.dtype not in SCALE_CODES:
+        raise DataError(f"{scale.info.name} has dtype {scale.info.dtype}; scales are {', '.join(SCALE_CODES)}")
+    if len(info.shape) < 2:
+        raise DataError(f"{info.name} has shape {list(info.shape)}; only matrices are FP8 weights")
+    rows, columns = info.shape[-2:]
+    leading = info.shape[:-2]
+    if found == (*leading, *num_blocks(rows, columns, block)):
+        return block
+    if found in ((*leading, rows, 1), (*leading, rows)):
+        return 1, columns
+    if not leading and found in ((), (1,), (1, 1)):
+        return rows, columns
+    raise DataError(
+        f"{scale.info.name} has shape {list(found)}, {info.name} has {list(info.shape)}: neither one scale per "
+        f"{block[0]} x {block[1]} block (weight_block_size of config.json), nor per row, nor per tensor"
+    )
+
+
+def _multiply_all(matrices: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """``[..., M, N]`` of FP8 and their scales, matrix by matrix."""
+    rows, columns = matrices.shape[-2:]
+    flat = matrices.reshape(-1, rows, columns)
+    factors = scales.reshape(flat.size(0), *num_blocks(rows, columns, block))
+    return torch.stack([dequantize_block(*pair, block) for pair in zip(flat, factors)]).view(matrices.shape)

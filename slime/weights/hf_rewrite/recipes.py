@@ -1,0 +1,172 @@
+"""The quantizations that the tools offer: their flags checked, and what config.json says of the result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from slime.utils.errors import ConfigError
+from slime.weights.hf_rewrite.to_quantized import ToQuantized
+from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
+from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8
+from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline, modules_to_not_convert
+
+STRATEGIES = ("block", "channel", "tensor")
+BLOCK_SIDES = tuple(2**power for power in range(4, 10))
+"""What the engines' kernels tile by."""
+UE8M0 = "ue8m0"
+NUMBERS_PER_WORD = 8
+ALWAYS_PLAIN_IN_INT4 = "kv_b_proj"
+"""The engine takes the weight apart when it absorbs it into the queries, and cannot do that with packed integers."""
+
+
+def to_fp8(
+    strategy: str = "block", block_size: Sequence[int] | None = None, scale_fmt: str | None = None
+) -> ToQuantized:
+    """FP8 weights; activations are quantized by the engine as they come.
+
+    Args:
+        strategy: what shares a scale: ``block``, ``channel`` (a row) or ``tensor``.
+        block_size: rows and columns of a block; None is 128 x 128.
+        scale_fmt: ``ue8m0`` makes the scales powers of two.
+
+    Raises:
+        ConfigError: flags that do not go together, or a block that no engine can use.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"--strategy is {strategy!r}; use one of {', '.join(STRATEGIES)}")
+    if scale_fmt not in (None, UE8M0):
+        raise ConfigError(f"--scale-fmt is {scale_fmt!r}; {UE8M0} is the only format, leave it out for fp32 scales")
+    if strategy != "block":
+        for flag, value in (("--block-size", block_size), ("--scale-fmt", scale_fmt)):
+            if value is not None:
+                raise ConfigError(f"{flag} is for --strategy block; leave it out with --strategy {strategy}")
+    settings = {"to": "fp8", "strategy": strategy}
+    if strategy == "channel":
+        return ToQuantized(ChannelFp8(), 1, is_quantized_offline, _channel_config, settings)
+    if strategy == "tensor":
+        # Null and not absent: transformers takes 128 x 128 where nothing is said.
+        return ToQuantized(
+            TensorFp8(), None, is_quantized_offline, lambda names: _fp8_config(names, weight_block_size=None), settings
+        )
+    block = _checked_block(DEFAULT_BLOCK if block_size is None else block_size)
+    more: dict[str, Any] = {"weight_block_size": list(block)}
+    if scale_fmt is not None:
+        more["scale_fmt"] = scale_fmt
+    return ToQuantized(
+        BlockFp8(block, ue8m0=scale_fmt == UE8M0),
+        block[0],
+        is_quantized_offline,
+        lambda names: _fp8_config(names, **more),
+        {**settings, **more},
+    )
+
+
+def to_int4(
+    group_size: int = 32,
+    is_symmetric: bool = True,
+    ignore_rules: Sequence[str] = (),
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> ToQuantized:
+    """Four-bit integers by rounding to nearest, in compressed-tensors' packed form.
+
+    Args:
+        group_size: columns that share a scale.
+        is_symmetric: without zero points.
+        ignore_rules: modules that stay as they are: ``re:`` and a regular expression, a name, or the front part of
+            names.
+        scale_dtype: in which engines hold the unquantized weights of this model.
+
+    Raises:
+        ConfigError: a group size or a rule that cannot work.
+    """
+    if group_size < NUMBERS_PER_WORD or group_size % NUMBERS_PER_WORD:
+        raise ConfigError(
+            f"--group-size is {group_size}; it must be a multiple of {NUMBERS_PER_WORD}, engines take 32 or 128"
+        )
+    for rule in ignore_rules:
+        if rule.startswith("re:"):
+            try:
+                re.compile(rule[3:])
+            except re.error as error:
+                raise ConfigError(f"--ignore-rules {rule!r} is no regular expression: {error}") from error
+
+    def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
+        module = name.removesuffix(SUFFIX)
+        return (
+            is_quantized_offline(name, shape)
+            and not module.endswith(ALWAYS_PLAIN_IN_INT4)
+            and not any(is_ignored(module, rule) for rule in ignore_rules)
+        )
+
+    def config(names: Collection[str]) -> dict[str, Any]:
+        plain = modules_to_not_convert(names)
+        absorbed = sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(ALWAYS_PLAIN_IN_INT4 + SUFFIX))
+        by_rule = sorted(
+            name.removesuffix(SUFFIX)
+            for name in names
+            if is_quantized_offline(name) and any(is_ignored(name.removesuffix(SUFFIX), rule) for rule in ignore_rules)
+        )
+        weights = {
+            **{"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size},
+            **{"symmetric": is_symmetric, "dynamic": False, "actorder": None},
+        }
+        ignored = list(dict.fromkeys([*plain, *absorbed, *by_rule]))
+        return _compressed_config("pack-quantized", ignored, weights, None)
+
+    return ToQuantized(
+        GroupInt(num_bits=4, group_size=group_size, is_symmetric=is_symmetric, scale_dtype=scale_dtype),
+        NUMBERS_PER_WORD,
+        is_quantized,
+        config,
+        {"to": "int4", "group_size": group_size, "symmetric": is_symmetric, "ignore": list(ignore_rules)},
+    )
+
+
+def is_ignored(module: str, rule: str) -> bool:
+    """Whether an entry of compressed-tensors' ``ignore`` is meant for a module."""
+    if rule.startswith("re:"):
+        return re.match(rule[3:], module) is not None
+    return module == rule or module.startswith(rule + ".")
+
+
+def _checked_block(block: Sequence[int]) -> tuple[int, int]:
+    if len(block) != 2 or any(side not in BLOCK_SIDES for side in block):
+        raise ConfigError(
+            f"--block-size is {' '.join(map(str, block))}; give rows and columns, each one of "
+            f"{', '.join(map(str, BLOCK_SIDES))}; engines are made for 128 128"
+        )
+    return block[0], block[1]
+
+
+def _fp8_config(names: Collection[str], **more: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        **more,
+        "modules_to_not_convert": modules_to_not_convert(names),
+    }
+
+
+def _channel_config(names: Collection[str]) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    return _compressed_config("float-quantized", modules_to_not_convert(names), weights, activations)
+
+
+def _compressed_config(
+    layout: str, ignored: list[str], weights: dict[str, Any], activations: dict[str, Any] | None
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }

@@ -1,0 +1,294 @@
+"""Carries out a conversion: threads that take one tensor after the other, over all shards.
+
+Memory: what one chunk of rows needs, for each worker; neither the shards nor the tensors have to fit.  The tensors of
+a shard may be shared out among workers, so that a folder of one shard is converted in parallel too; a shard gets its
+name when the last of its tensors is on the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from slime.utils.errors import ConfigError
+from slime.weights.hf_rewrite.plan import Rewrite, ShardPlan, Step, make_plan
+from slime.weights.hf_rewrite.source import HfSource, open_source, shown
+from slime.weights.hf_rewrite.target import Target
+from slime.weights.hf_rewrite.tensor_file import StoredTensor, copy_bytes, read_rows, write_at
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = {"cpu": 2 * 1024**2, "cuda": 128 * 1024**2}
+"""Of the source, at a time and worker: on a CPU what stays in its caches, on a GPU what keeps it busy."""
+OPEN_FILES = 4
+"""Shards of the source that one worker keeps open."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did."""
+
+    shards_written: int
+    shards_found: int
+    """Finished by an earlier run."""
+    source_bytes: int
+    """Read by this run."""
+    elapsed_s: float
+    is_complete: bool
+    """Whether the folder is a model now; it is not when other shards are left to other machines."""
+
+
+def rewrite_folder(
+    rewrite: Rewrite,
+    source_folder: str | Path,
+    target_folder: str | Path,
+    *,
+    workers: int = 1,
+    device: str | None = None,
+    overwrite: bool = False,
+    only_files: Collection[str] = (),
+) -> Report:
+    """Convert a model folder; a run that was interrupted is taken up by the same call.
+
+    Args:
+        rewrite: what becomes of the tensors.
+        source_folder: the model that is read.
+        target_folder: a new or empty folder, or one with an unfinished run of the same conversion.
+        workers: threads.
+        device: where tensors are converted; None is CUDA where there is any, all GPUs in turn.
+        overwrite: replace a model in ``target_folder``.
+        only_files: shards of the source to convert, all by default.
+
+    Raises:
+        SlimeError: something is wrong with the source, the target or the settings; nothing was written.
+    """
+    if workers < 1:
+        raise ConfigError(f"--max-workers is {workers}; it must be at least 1")
+    devices = _devices(device)
+    source = open_source(source_folder)
+    rewrite.check(source)
+    plans = make_plan(rewrite, source)
+    if unknown := sorted(set(only_files) - set(source.shards)):
+        raise ConfigError(
+            f"--files names {shown(unknown)}, no shards of {source.folder}: {shown(list(source.shards))}"
+        )
+    target = Target(target_folder, source, plans)
+    start = time.monotonic()
+    with target.held(rewrite.settings, overwrite=overwrite, is_shared=bool(only_files)):
+        wanted = [plan for plan in plans if not only_files or plan.source in only_files]
+        todo = [plan for plan in wanted if not target.is_finished(plan)]
+        if len(todo) < len(wanted):
+            logger.info("%d of %d shards are finished already", len(wanted) - len(todo), len(wanted))
+        with tqdm(
+            total=sum(plan.source_bytes for plan in wanted),
+            initial=sum(plan.source_bytes for plan in wanted) - sum(plan.source_bytes for plan in todo),
+            desc=f"{source.folder.name} -> {target.folder.name}",
+            unit="B",
+            unit_scale=True,
+            disable=None,
+        ) as bar:
+            _Conversion(source, target, todo, bar).run(workers, devices)
+        is_complete = all(target.is_finished(plan) for plan in plans)
+        if is_complete:
+            target.close(rewrite.config(source))
+    return Report(
+        shards_written=len(todo),
+        shards_found=len(wanted) - len(todo),
+        source_bytes=sum(plan.source_bytes for plan in todo),
+        elapsed_s=time.monotonic() - start,
+        is_complete=is_complete,
+    )
+
+
+def _devices(name: str | None) -> list[torch.device]:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name} is no device of torch; use cpu, cuda or cuda:0") from error
+    if device.type not in CHUNK_BYTES:
+        raise ConfigError(f"--device {name} is not supported; use cpu, cuda or cuda:0")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"--device {name}: torch finds no CUDA device here; use --device cpu")
+        if device.index is None:
+            return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [device]
+
+
+class _OpenShard:
+    """A shard that is being written."""
+
+    def __init__(self, plan: ShardPlan, partial: Path, path: Path) -> None:
+        self.plan = plan
+        self._path = path
+        self._partial = partial
+        self._left = len(plan.steps)
+        self._lock = threading.Lock()
+        self.descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.truncate(self.descriptor, plan.file_bytes)
+        os.pwrite(self.descriptor, plan.header, 0)
+
+    def step_done(self) -> None:
+        """Count; whoever ends the last step closes the file and gives it its name."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        os.fsync(self.descriptor)
+        self.close()
+        os.replace(self._partial, self._path)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self.descriptor)
+        self.descriptor = -1
+
+    def abandon(self) -> None:
+        """Remove what cannot be finished."""
+        if self.descriptor >= 0:
+            self.close()
+            self._partial.unlink(missing_ok=True)
+
+
+class _Conversion:
+    """The steps of the shards that are left, handed out one at a time, in order."""
+
+    def __init__(self, source: HfSource, target: Target, plans: list[ShardPlan], bar: Any) -> None:
+        self._source = source
+        self._target = target
+        self._bar = bar
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._opened: list[_OpenShard] = []
+        self._steps = self._all_steps(plans)
+
+    def run(self, workers: int, devices: list[torch.device]) -> None:
+        """All of them; the first error stops every worker.
+
+        Raises:
+            ConfigError: the disk is full.
+        """
+        threads = torch.get_num_threads()
+        if workers > 1:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
+        try:
+            futures = [pool.submit(self._work, devices[index % len(devices)]) for index in range(workers)]
+            for future in as_completed(futures):
+                future.result()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise ConfigError(
+                f"the disk of {self._target.folder} is full; free some space and repeat the command, finished shards "
+                "are kept"
+            ) from error
+        finally:
+            self._stop.set()
+            pool.shutdown()
+            for shard in self._opened:
+                shard.abandon()
+            torch.set_num_threads(threads)
+
+    def _all_steps(self, plans: list[ShardPlan]) -> Iterator[tuple[_OpenShard, Step]]:
+        for plan in plans:
+            shard = _OpenShard(plan, self._target.partial_path(plan.name), self._target.folder / plan.name)
+            self._opened.append(shard)
+            for step in plan.steps:
+                yield shard, step
+
+    def _work(self, device: torch.device) -> None:
+        try:
+            with _Reader(device) as reader, reader.stream():
+                while not self._stop.is_set():
+                    with self._lock:
+                        shard, step = next(self._steps, (None, None))
+                    if shard is None or step is None:
+                        return
+                    if not self._carry_out(shard, step, reader):
+                        return
+                    shard.step_done()
+                    with self._lock:
+                        self._bar.update(step.source.info.num_bytes)
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def _carry_out(self, shard: _OpenShard, step: Step, reader: _Reader) -> bool:
+        """Write the outputs of one step; False when another worker's error stopped it halfway."""
+        offsets, outputs = shard.plan.offsets, shard.plan.outputs
+        if step.convert is not None:
+            for name, first, rows in step.convert(reader):
+                write_at(shard.descriptor, rows, offsets[name] + first * outputs[name].row_bytes)
+                if self._stop.is_set():
+                    return False
+        elif step.outputs:
+            stored = step.source
+            copy_bytes(
+                reader.descriptor(stored.path),
+                stored.offset,
+                shard.descriptor,
+                offsets[step.outputs[0].name],
+                stored.info.num_bytes,
+            )
+        return True
+
+
+class _Reader:
+    """One worker's way to the source's tensors: open files, device, chunk size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._chunk_bytes = CHUNK_BYTES[device.type]
+        self._files: OrderedDict[Path, int] = OrderedDict()
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Work of this worker does not wait for that of the others on a GPU."""
+        is_cuda = self._device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.Stream(self._device)) if is_cuda else nullcontext():
+            yield
+
+    def descriptor(self, path: Path) -> int:
+        """The open file; what was used longest ago is closed."""
+        if path not in self._files:
+            while len(self._files) >= OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            self._files[path] = os.open(path, os.O_RDONLY)
+        self._files.move_to_end(path)
+        return self._files[path]
+
+    def read(self, stored: StoredTensor, first: int = 0, count: int | None = None) -> Tensor:
+        """Some rows of a tensor, all by default, on the worker's device."""
+        rows = read_rows(self.descriptor(stored.path), stored, first, count, pin=self._device.type == "cuda")
+        return rows.to(self._device, non_blocking=True)
+
+    def chunks(self, stored: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """A tensor in runs of rows, each of a multiple of so many but the last; and the first row of each."""
+        rows = stored.info.rows
+        at_once = max(1, self._chunk_bytes // max(1, multiple * stored.info.row_bytes)) * multiple
+        for first in range(0, rows, at_once):
+            yield first, self.read(stored, first, min(at_once, rows - first))

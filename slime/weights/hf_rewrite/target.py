@@ -1,0 +1,176 @@
+"""The folder that a conversion writes: whose it is, what is finished in it, and whether the rest fits the disk.
+
+While a conversion is under way the folder holds its journal, ``.conversion.json``: the settings, and names, sizes and
+times of the source's files.  Another conversion does not go on with it, and nobody takes it for a model: config.json
+and the index come last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import ConfigError
+from slime.weights.hf_files import INDEX_FILE, is_weight_file
+from slime.weights.hf_rewrite.plan import ShardPlan, make_index
+from slime.weights.hf_rewrite.source import CONFIG_FILE, HfSource
+
+JOURNAL = ".conversion.json"
+LOCK = ".conversion.lock"
+PARTIAL_SUFFIX = ".partial"
+RESERVE_BYTES = 64 * 1024**2
+"""Left free on the disk."""
+
+
+class Target:
+    """One folder, held by this process while :meth:`held` is open."""
+
+    def __init__(self, folder: str | Path, source: HfSource, plans: list[ShardPlan]) -> None:
+        self.folder = Path(folder)
+        self._source = source
+        self._plans = plans
+        if self.folder.resolve() == source.folder.resolve():
+            raise ConfigError(f"the model cannot be written over its own source {folder}; choose another folder")
+
+    @contextmanager
+    def held(self, settings: Mapping[str, Any], *, overwrite: bool, is_shared: bool) -> Iterator[None]:
+        """Take the folder, begin or take up the journal, and clear what an interrupted run left half-written.
+
+        Args:
+            settings: of the conversion.
+            overwrite: remove a model or a conversion that is there.
+            is_shared: other machines may write other shards of it.
+
+        Raises:
+            ConfigError: the folder is another's, in use, or holds something else.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"{self.folder} is a file; give a folder")
+        self._require_space(overwrite)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / LOCK, "w") as lock:
+            try:
+                fcntl.flock(lock, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(
+                    f"another process converts into {self.folder}; wait for it or choose another folder"
+                ) from error
+            try:
+                self._take_over(settings, overwrite)
+                if not is_shared:
+                    for path in self.folder.glob(f".*{PARTIAL_SUFFIX}"):
+                        path.unlink()
+                yield
+            finally:
+                is_under_way = (self.folder / JOURNAL).exists()
+                if not is_shared or not is_under_way:
+                    (self.folder / LOCK).unlink(missing_ok=True)
+
+    def is_finished(self, plan: ShardPlan) -> bool:
+        """Whether a shard is there in full: its size and its header are those planned.
+
+        A file gets its name only after its last byte has reached the disk.
+        """
+        path = self.folder / plan.name
+        if not path.is_file() or path.stat().st_size != plan.file_bytes:
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(plan.header)) == plan.header
+
+    def partial_path(self, name: str) -> Path:
+        """Where this process writes a file until it is complete."""
+        return partial_path(self.folder / name)
+
+    def close(self, config: dict[str, Any]) -> None:
+        """Make the folder a model: assets, config and, last of all, the index."""
+        for path in self._assets():
+            temporary = self.partial_path(path.name)
+            shutil.copyfile(path, temporary)
+            os.replace(temporary, self.folder / path.name)
+        write_json(self.folder / CONFIG_FILE, config)
+        write_json(self.folder / INDEX_FILE, make_index(self._plans))
+        (self.folder / JOURNAL).unlink(missing_ok=True)
+
+    def _assets(self) -> list[Path]:
+        return [
+            path
+            for path in sorted(self._source.folder.iterdir())
+            if path.is_file() and not is_weight_file(path.name) and path.name not in (CONFIG_FILE, JOURNAL, LOCK)
+        ]
+
+    def _take_over(self, settings: Mapping[str, Any], overwrite: bool) -> None:
+        journal = self.folder / JOURNAL
+        wanted = {"settings": dict(settings), "source": self._fingerprint()}
+        wanted = json.loads(json.dumps(wanted))
+        if overwrite:
+            self._clear()
+            write_json(journal, wanted)
+            return
+        if journal.is_file():
+            found = json.loads(journal.read_text())
+            if found != wanted:
+                part = "settings" if found.get("settings") != wanted["settings"] else "source"
+                raise ConfigError(
+                    f"{self.folder} holds an unfinished conversion with other {part}"
+                    + (f" ({found.get('settings')}; now {wanted['settings']})" if part == "settings" else "")
+                    + "; repeat that command, choose another folder, or pass --overwrite to begin anew"
+                )
+            return
+        others = sorted(path.name for path in self.folder.iterdir() if path.name != LOCK)
+        if others:
+            what = "holds a model" if INDEX_FILE in others else f"is not empty ({', '.join(others[:3])})"
+            raise ConfigError(f"{self.folder} {what}; choose another folder, or pass --overwrite to replace it")
+        write_json(journal, wanted)
+
+    def _fingerprint(self) -> dict[str, list[int]]:
+        found = {}
+        for name in (CONFIG_FILE, *self._source.shards):
+            state = (self._source.folder / name).stat()
+            found[name] = [state.st_size, state.st_mtime_ns]
+        return found
+
+    def _clear(self) -> None:
+        # The index goes first: from then on nobody takes what is left for a model.
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name != INDEX_FILE):
+            if self._is_replaced(path):
+                path.unlink()
+
+    def _is_replaced(self, path: Path) -> bool:
+        is_ours = path.name in (CONFIG_FILE, JOURNAL) or path.name.endswith(PARTIAL_SUFFIX)
+        return path.is_file() and (is_ours or is_weight_file(path.name))
+
+    def _require_space(self, overwrite: bool) -> None:
+        shards = sum(plan.file_bytes for plan in self._plans if overwrite or not self.is_finished(plan))
+        needed = shards + sum(path.stat().st_size for path in self._assets()) + RESERVE_BYTES
+        place = self.folder
+        while not place.exists():
+            place = place.absolute().parent
+        free = shutil.disk_usage(place).free
+        if overwrite and self.folder.is_dir():
+            free += sum(path.stat().st_size for path in self.folder.iterdir() if self._is_replaced(path))
+        if needed > free:
+            raise ConfigError(
+                f"{self.folder} needs {needed / 2**30:.2f} GiB more, its disk has {free / 2**30:.2f} GiB free; "
+                "free some space or choose another disk"
+            )
+
+
+def partial_path(path: Path) -> Path:
+    """Where a process writes a file before it gets its name."""
+    return path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{PARTIAL_SUFFIX}")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file so that it is there in full or not at all."""
+    temporary = partial_path(path)
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,49 @@
+"""Convert a plain Hugging Face model to FP8, shard by shard.
+
+    python tools/convert_hf_to_fp8.py --model-dir MODEL --save-dir MODEL-FP8 \
+        --strategy block --block-size 128 128 --max-workers 4
+
+The result is what ``--hf-checkpoint`` and SGLang take for FP8 rollouts.  An interrupted run is taken up by the same
+command.  docs/quantization.md says what is quantized and what it costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.observability.logging_utils import configure_logger
+from slime.weights.hf_rewrite.recipes import STRATEGIES, UE8M0, to_fp8
+from tools.cli import add_rewrite_flags, clean_exit, rewrite
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The tool's flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", required=True, help="plain model folder (bf16, fp16 or fp32)")
+    parser.add_argument("--save-dir", required=True, help="folder to write; new or empty")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="block", help="what shares a scale")
+    parser.add_argument(
+        "--block-size", type=int, nargs="*", metavar="N", help="rows and columns of a block; default: 128 128"
+    )
+    parser.add_argument(
+        "--scale-fmt", choices=(UE8M0,), help="scales are powers of two, as DeepGEMM wants on Blackwell"
+    )
+    add_rewrite_flags(parser)
+    return parser
+
+
+def main() -> None:
+    """The command line."""
+    configure_logger()
+    with clean_exit():
+        options = build_parser().parse_args()
+        recipe = to_fp8(options.strategy, options.block_size, options.scale_fmt)
+        rewrite(recipe, options.model_dir, options.save_dir, options)
+
+
+if __name__ == "__main__":
+    main()

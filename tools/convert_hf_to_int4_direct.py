@@ -1,0 +1,55 @@
+"""Convert a plain Hugging Face model to four-bit integers by rounding to nearest, shard by shard.
+
+    python tools/convert_hf_to_int4_direct.py --model-dir MODEL --save-dir MODEL-INT4 --group-size 32 --max-workers 4
+
+Written is compressed-tensors' ``pack-quantized``.  No data is needed; ``convert_hf_to_int4.py`` calibrates (GPTQ).
+An interrupted run is taken up by the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.observability.logging_utils import configure_logger
+from slime.weights.hf_rewrite.recipes import to_int4
+from slime.weights.hf_rewrite.source import read_config
+from slime.weights.named_tensors import wire_dtype
+from tools.cli import add_rewrite_flags, clean_exit, parse_bool, rewrite
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The tool's flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", required=True, help="plain model folder (bf16, fp16 or fp32)")
+    parser.add_argument("--save-dir", required=True, help="folder to write; new or empty")
+    parser.add_argument("--group-size", type=int, default=32, help="columns that share a scale")
+    parser.add_argument(
+        "--is-symmetric", type=parse_bool, nargs="?", const=True, default=True, help="false: with zero points"
+    )
+    parser.add_argument(
+        "--ignore-rules",
+        nargs="*",
+        default=[],
+        metavar="RULE",
+        help="modules that stay plain beside those that always do: re:REGEX, a name, or its front part",
+    )
+    add_rewrite_flags(parser)
+    return parser
+
+
+def main() -> None:
+    """The command line."""
+    configure_logger()
+    with clean_exit():
+        options = build_parser().parse_args()
+        scale_dtype = wire_dtype(read_config(options.model_dir))
+        recipe = to_int4(options.group_size, options.is_symmetric, options.ignore_rules, scale_dtype)
+        rewrite(recipe, options.model_dir, options.save_dir, options)
+
+
+if __name__ == "__main__":
+    main()

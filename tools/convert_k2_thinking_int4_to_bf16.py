@@ -1,0 +1,59 @@
+"""Convert a model of packed integers (compressed-tensors, as Kimi-K2-Thinking is published) to bf16, shard by shard.
+
+    python tools/convert_k2_thinking_int4_to_bf16.py --model-dir Kimi-K2-Thinking --output-dir Kimi-K2-bf16
+
+Several machines may share the work: each names its shards with ``--files``, and the one that finishes last writes
+config and index.  An interrupted run is taken up by the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.observability.logging_utils import configure_logger
+from slime.utils.errors import ConfigError
+from slime.weights.hf_rewrite.int4_to_bf16 import Int4ToBf16
+from tools.cli import add_rewrite_flags, clean_exit, rewrite
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The tool's flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", required=True, help="quantized model folder")
+    parser.add_argument("--output-dir", required=True, help="folder to write; new or empty")
+    parser.add_argument("--files", nargs="*", default=[], help="only these shards of --model-dir")
+    parser.add_argument("--config-path", help="config.json that describes the quantization; default: the folder's own")
+    add_rewrite_flags(parser)
+    return parser
+
+
+def quantization_config(path: str | None) -> dict[str, object] | None:
+    """What ``--config-path`` says of the weights."""
+    if path is None:
+        return None
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config-path {path} cannot be read ({error}); name a config.json") from error
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not found:
+        raise ConfigError(f"--config-path {path} has no quantization_config; name the config of the quantized model")
+    return dict(found)
+
+
+def main() -> None:
+    """The command line."""
+    configure_logger()
+    with clean_exit():
+        options = build_parser().parse_args()
+        recipe = Int4ToBf16(quantization_config(options.config_path))
+        rewrite(recipe, options.model_dir, options.output_dir, options, only_files=options.files)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Cast an FP8 Hugging Face model to bf16, shard by shard.
+
+    python tools/fp8_cast_bf16.py --input-fp8-hf-path DeepSeek-R1 --output-bf16-hf-path DeepSeek-R1-bf16
+
+Scales per block (``weight_block_size`` of config.json, or 128 x 128), per row or per tensor.  The result's config.json
+does not mention quantization.  An interrupted run is taken up by the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.observability.logging_utils import configure_logger
+from slime.weights.hf_rewrite.fp8_to_bf16 import Fp8ToBf16
+from tools.cli import add_rewrite_flags, clean_exit, rewrite
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The tool's flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input-fp8-hf-path", required=True, help="FP8 model folder")
+    parser.add_argument("--output-bf16-hf-path", required=True, help="folder to write; new or empty")
+    add_rewrite_flags(parser)
+    return parser
+
+
+def main() -> None:
+    """The command line."""
+    configure_logger()
+    with clean_exit():
+        options = build_parser().parse_args()
+        rewrite(Fp8ToBf16(), options.input_fp8_hf_path, options.output_bf16_hf_path, options)
+
+
+if __name__ == "__main__":
+    main()
