@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_tensors
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError
@@ -38,17 +39,21 @@ def save_hf_model_to_path(
 ) -> None:
     """Write the model under its HF names, in the dtype of ``--hf-checkpoint``'s config.  Collective; rank 0 writes.
 
+    What ``--hf-checkpoint`` has quantized is quantized here, after the cast to that dtype, as the config says that is
+    copied beside it.
+
     Args:
         args: complete flags.
         output_dir: the folder to write.
         model: this rank's chunks.
         model_name: chooses the names; default: the model type of ``--hf-checkpoint``.
-        quantization_config: of the HF config.
+        quantization_config: of the HF config; None writes nothing quantized.
         host_weights: instead of the live parameters.
         progress_desc: what the progress bar says, on a terminal.
 
     Raises:
-        ConfigError: ``--hf-checkpoint`` is not a local folder, or is the target itself.
+        ConfigError: ``--hf-checkpoint`` is not a local folder, is the target itself, or is quantized in a way that is
+            not known.
     """
     source = Path(args.hf_checkpoint)
     if not source.is_dir():
@@ -56,20 +61,20 @@ def save_hf_model_to_path(
     start = time.monotonic()
     config = json.loads((source / "config.json").read_text())
     dtype = wire_dtype(config)
+    quantizer = checkpoint_quantizer(source, quantization_config, dtype=dtype)
     writer = HfFolderWriter(output_dir, assets_from=source) if dist.get_rank() == 0 else None
     tensors = iter_hf_tensors(
         args,
         model,
         model_name=model_name or config["model_type"],
         dtype=dtype,
-        quantization_config=quantization_config,
         host_weights=host_weights,
     )
     is_hidden = None if writer is not None else True
     with tqdm(desc=progress_desc, unit="B", unit_scale=True, disable=is_hidden) as bar:
         for name, tensor in tensors:
             if writer is not None:
-                writer.add(name, tensor)
+                writer.add_all([(name, tensor)] if quantizer is None else quantizer.quantize(name, tensor))
                 bar.update(tensor_bytes(tensor))
     if writer is not None:
         writer.close()

@@ -20,6 +20,8 @@ from slime.weights.named_tensors import NamedTensors
 FLATTENED_BUCKET = "flattened_bucket"
 """``load_format`` of a bucket whose tensors lie in one flat buffer."""
 
+RECEIVER = "slime.backends.sglang_utils.weight_receiver.receive"
+"""Our loader inside the engine, which takes the verbs of a two-phase push."""
 COMPARE_LOADER = "slime.backends.sglang_utils.weight_check.compare_weights"
 """``load_format`` that makes the engine compare what it is sent with what it holds, instead of loading it."""
 POISON_LOADER = "slime.backends.sglang_utils.weight_check.poison_weights"
@@ -51,6 +53,15 @@ def prepare() -> None:
         torch.multiprocessing.set_sharing_strategy("file_system")
 
 
+def wants_ue8m0_scales(block: tuple[int, int]) -> bool:
+    """Whether engines on GPUs like this process's multiply FP8 blocks by scales that are powers of two (Blackwell)."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 10:
+        return False
+    from sglang.srt.model_loader.utils import should_deepgemm_weight_requant_ue8m0
+
+    return bool(should_deepgemm_weight_requant_ue8m0(list(block)))
+
+
 def serialize_bucket(bucket: NamedTensors) -> tuple[str, torch.Tensor]:
     """The bucket in one fresh flat buffer: a handle to its shared or CUDA memory, as text, and the buffer itself.
 
@@ -61,6 +72,15 @@ def serialize_bucket(bucket: NamedTensors) -> tuple[str, torch.Tensor]:
     buffer = flat.get_flattened_tensor()
     payload = {"flattened_tensor": buffer, "metadata": flat.get_metadata()}
     return serializer.serialize(payload, output_str=True), buffer
+
+
+def serialize_handle(buffer: torch.Tensor) -> str:
+    """A handle to the shared or CUDA memory of a flat bucket, as text; the bucket must outlive the engine's answer.
+
+    A buffer in ordinary memory moves to shared memory.
+    """
+    serializer, _, _ = _sglang()
+    return serializer.serialize(buffer, output_str=True)
 
 
 def serialize_by_value(bucket: NamedTensors) -> str:

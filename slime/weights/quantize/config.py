@@ -143,6 +143,6 @@ def _block_size(value: Iterable[Any], key: str) -> tuple[int, int]:
 
 def _unsupported(what: str) -> ConfigError:
     return ConfigError(
-        f"--hf-checkpoint is quantized ({what}); weights can be made for {SUPPORTED}; point --hf-checkpoint at a "
-        "checkpoint in one of these formats, or at an unquantized one."
+        f"the checkpoint is quantized ({what}); weights can be made for, and loaded from, {SUPPORTED}; point "
+        "--hf-checkpoint (or --load, --ref-load where it is loaded) at one of these formats, or at an unquantized one."
     )

@@ -132,13 +132,6 @@ def quantized_names(stored_names: Collection[str], weight_format: WeightFormat) 
     return found
 
 
-def logical_names(stored_names: Collection[str], weight_format: WeightFormat) -> frozenset[str]:
-    """Names of all tensors of a checkpoint as if it were not quantized."""
-    quantized = quantized_names(stored_names, weight_format)
-    parts = {_part_name(name, part) for name in quantized for part in _PARTS}
-    return frozenset(name for name in stored_names if name not in parts) | quantized
-
-
 def check_ignored_modules(quantization_config: Mapping[str, Any], quantized_names: Collection[str]) -> None:
     """Refuse a config whose list of unquantized modules has one that is quantized: engines would drop its scales.
 
@@ -173,10 +166,6 @@ def warn_of_unlisted_weights(
             "example %s; engines may read them as quantized ones.", len(unlisted), unlisted[0],
         )  # fmt: skip
     return unlisted
-
-
-_PARTS = ("weight_scale_inv", "weight_scale", "weight_packed", "weight_shape", "weight_zero_point")
-"""All that may stand for a quantized weight, beside its own name."""
 
 
 def _part_name(name: str, part: str) -> str:

@@ -13,8 +13,10 @@ from typing import Any
 from slime.backends.megatron_utils.flags.hf_plain_check import attention_mismatches, softmax_router_mismatches
 from slime.backends.megatron_utils.flags.latent_arguments import latent_mismatches, sigmoid_router_mismatches
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
+from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.utils.errors import ConfigError
+from slime.weights.named_tensors import wire_dtype
 
 _SIMPLE = {
     # key of config.json -> attribute of args
@@ -78,7 +80,7 @@ def check_hf_config(args: Namespace) -> None:
 
 
 def _check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
-    """What the first push of weights would find out: no name map for the model, or a quantized one.
+    """What the first push of weights would find out: no name map for the model, or no way to quantize it.
 
     Nothing is pushed by ``--debug-train-only`` and by the tools, which have no such flag.
     """
@@ -87,12 +89,7 @@ def _check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -
     model_name = args.model_name or config.get("model_type")
     if model_name is not None:
         find_weight_map(model_name)
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method is not None:
-        raise ConfigError(
-            f"--hf-checkpoint is quantized ({method}); only unquantized weights can be pushed to its engines; point "
-            "--hf-checkpoint at an unquantized checkpoint."
-        )
+    checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=wire_dtype(config))
 
 
 def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:

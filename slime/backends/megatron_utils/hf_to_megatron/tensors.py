@@ -9,24 +9,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime.utils.errors import DataError
+from slime.weights.quantize import read_format
+from slime.weights.quantize.formats import WeightFormat
+from slime.weights.quantize.stored import logical_names, read_weight
 
 INDEX_FILE = "model.safetensors.index.json"
-FP8_BLOCK = 128
 MAX_OPEN_FILES = 2
 
 
 @functools.lru_cache(maxsize=4)
-def tensor_names(folder: str) -> frozenset[str]:
-    """Names of all tensors of a checkpoint; none for a folder without safetensors."""
+def stored_names(folder: str) -> frozenset[str]:
+    """Names of all tensors in a checkpoint's files, parts of quantized ones included; none without safetensors."""
     if not (Path(folder) / INDEX_FILE).is_file() and not any(Path(folder).glob("*.safetensors")):
         return frozenset()
     with HfTensors(folder) as tensors:
-        return frozenset(tensors.names())
+        return tensors.stored_names()
+
+
+@functools.lru_cache(maxsize=4)
+def tensor_names(folder: str) -> frozenset[str]:
+    """Names of all tensors of a checkpoint, as if none were quantized; none for a folder without safetensors."""
+    return frozenset(logical_names(stored_names(folder)))
 
 
 class MissingTensorError(DataError, KeyError):
@@ -73,29 +80,43 @@ class HfTensors:
             stack.close()
         self._open.clear()
 
+    def stored_names(self) -> frozenset[str]:
+        """Names in the files."""
+        return frozenset(self._file_of)
+
     def names(self) -> list[str]:
-        """All names, but for the scales of quantized tensors, which belong to these."""
-        return [name for name in self._file_of if not name.endswith("_scale_inv")]
+        """All names as if nothing were quantized."""
+        return list(self._names)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._names
 
     def get(self, name: str) -> Tensor:
-        """The tensor on the CPU; one-byte tensors with ``{name}_scale_inv`` are dequantized to bf16.
+        """The tensor on the CPU; a quantized one is dequantized to bf16.
 
         Raises:
             MissingTensorError: there is no such tensor.
+            DataError: it is quantized and its scales are missing or do not fit.
+            ConfigError: it is quantized in a way that is not known.
         """
-        if name not in self._file_of:
+        if name not in self._names:
             raise MissingTensorError(
                 f"{self.folder} has no tensor {name}; the checkpoint does not fit the model flags."
             )
         self.read.add(name)
-        tensor = self._handle(self._file_of[name]).get_tensor(name)
-        scale_name = f"{name}_scale_inv"
-        if tensor.element_size() == 1 and scale_name in self._file_of:
-            tensor = dequantize_blocks(tensor, self._handle(self._file_of[scale_name]).get_tensor(scale_name))
-        return tensor
+        return read_weight(name, self._stored, self._file_of, self._format)
+
+    def _stored(self, name: str) -> Tensor:
+        return self._handle(self._file_of[name]).get_tensor(name)
+
+    @functools.cached_property
+    def _names(self) -> dict[str, None]:
+        return dict.fromkeys(logical_names(self._file_of))
+
+    @functools.cached_property
+    def _format(self) -> WeightFormat | None:
+        config = self.folder / "config.json"
+        return read_format(json.loads(config.read_text()).get("quantization_config")) if config.is_file() else None
 
     def _handle(self, file: str) -> Any:
         """The open file.  What was read of a file counts as this process's memory until the file is closed."""
@@ -111,10 +132,3 @@ class HfTensors:
                 ) from error
         self._open[file] = self._open.pop(file)  # the one used longest ago is the first
         return self._open[file][0]
-
-
-def dequantize_blocks(quantized: Tensor, scale: Tensor, block: int = FP8_BLOCK) -> Tensor:
-    """[m, n] one-byte floats times [ceil(m / block), ceil(n / block)] scales, in bf16."""
-    rows, columns = quantized.shape
-    expanded = scale.float().repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
-    return (quantized.float() * expanded).to(torch.bfloat16)

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from slime.backends.megatron_utils.hf_to_megatron.tensors import tensor_names
+from slime.backends.megatron_utils.megatron_to_hf.quantization import quantize_converted
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import to_hf
 from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, unpad_vocabulary
-from slime.utils.errors import ConfigError
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -27,6 +27,7 @@ def convert_to_hf(
     name: str,
     param: Tensor,
     quantization_config: Mapping[str, Any] | None = None,
+    transform_ue8m0: bool = True,
 ) -> list[tuple[str, Tensor]]:
     """One whole Megatron parameter as the HF tensors it stands for.
 
@@ -34,8 +35,12 @@ def convert_to_hf(
         args: complete Megatron flags.
         model_name: HF architecture or config class, in any spelling: ``Qwen3Config``, ``qwen3``.
         name: name in the whole model, layers counted over all pipeline stages; leading ``module.`` are ignored.
-        param: the parameter, gathered over tensor parallelism; vocabulary padding is cut off here.
-        quantization_config: of the HF config; None pushes plain tensors.
+        param: the parameter, gathered over tensor parallelism, in the dtype in which it travels; vocabulary padding is
+            cut off here.
+        quantization_config: of the config of ``--hf-checkpoint``, whose quantized weights are quantized here too;
+            None gives plain tensors.
+        transform_ue8m0: give the scales of FP8 blocks the layout in which an engine's DeepGEMM holds them, on GPUs
+            where it does (Blackwell); False for files.
 
     Returns:
         HF names and tensors (views where possible), in the order q, k, v and gate, up; nothing for an output layer
@@ -43,16 +48,10 @@ def convert_to_hf(
         MTP layers.
 
     Raises:
-        ConfigError: the architecture is not known, or its weights would have to be quantized.
+        ConfigError: the architecture is not known, or weights cannot be quantized as ``--hf-checkpoint`` is.
         KeyError: the family has no such parameter.
     """
     weight_map = find_weight_map(model_name)
-    if quantization_config:
-        method = quantization_config.get("quant_method")
-        raise ConfigError(
-            f"--hf-checkpoint is quantized ({method}); only unquantized weights can be pushed or exported; point "
-            "--hf-checkpoint at an unquantized checkpoint."
-        )
     shape = ModelShape.from_args(args)
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -62,4 +61,7 @@ def convert_to_hf(
     if copies and args.hf_checkpoint:
         in_source = tensor_names(str(args.hf_checkpoint))
         copies = tuple(copy for copy in copies if copy in in_source)
-    return [*to_hf(weight_map, name, param, shape), *((copy, param) for copy in copies)]
+    tensors = [*to_hf(weight_map, name, param, shape), *((copy, param) for copy in copies)]
+    if not quantization_config:
+        return tensors
+    return quantize_converted(args.hf_checkpoint, quantization_config, tensors, transform_ue8m0=transform_ue8m0)

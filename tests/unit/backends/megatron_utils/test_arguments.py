@@ -288,7 +288,11 @@ def test_the_dense_size_of_a_model_of_experts_alone_is_not_compared(tmp_path: Pa
     ("config", "message"),
     [
         ({"model_type": "mamba"}, "'mamba'; weights can be converted for .*qwen3"),
-        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, "is quantized .fp8."),
+        ({"model_type": "qwen3", "quantization_config": {"quant_method": "gptq"}}, "is quantized .gptq."),
+        (
+            {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "no folder with safetensors",
+        ),
     ],
 )
 def test_weights_that_could_not_be_pushed_are_refused_when_flags_are_read(

@@ -151,6 +151,12 @@ def test_dequantized_values_are_one_rounding_away():
     assert ((restored - weight).abs() <= bound * 1.0001).all()
 
 
+def test_each_block_is_multiplied_by_its_own_scale():
+    scale = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
+    result = dequantize_block(torch.ones(3, 3).to(FP8), scale, (2, 2))
+    assert result.tolist() == [[1, 1, 10], [1, 1, 10], [100, 100, 1000]]
+
+
 def test_scales_that_do_not_fit_are_refused():
     quantized, scale = quantize_block(torch.ones(256, 256))
     with pytest.raises(DataError, match="weight_block_size"):

@@ -18,11 +18,11 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.hf_to_megatron.tensors import dequantize_blocks
 from slime.backends.megatron_utils.layers.latent_rotary import LatentRotary, rotate_pairs, zigzag_positions
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.parameters import iter_global_parameters
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_buckets
+from slime.weights.quantize.block_fp8 import dequantize_block
 from tests.matrix.case import load_cases, read_tensors, write_tensors
 from tests.matrix.references.kimi_k2 import KimiK2
 from tests.unit.backends.megatron_utils.megatron_case import (
@@ -237,7 +237,7 @@ def test_a_block_quantized_checkpoint_is_loaded_dequantized(tmp_path: Path) -> N
     for name, tensor in list(tensors.items()):
         if name.endswith("_proj.weight") or name.endswith("_mqa.weight"):
             tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensor)
-            expected[name] = dequantize_blocks(tensors[name], tensors[f"{name}_scale_inv"]).float()
+            expected[name] = dequantize_block(tensors[name], tensors[f"{name}_scale_inv"]).float()
             assert (expected[name] - tensor).abs().max() < 0.1 * tensor.abs().max()
     assert tensors["model.layers.0.mlp.gate_proj.weight_scale_inv"].shape == (3, 2)
     write_tensors(tmp_path, tensors)

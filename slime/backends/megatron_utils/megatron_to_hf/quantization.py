@@ -1,0 +1,102 @@
+"""Which of the exported tensors engines hold quantized: as the checkpoint at ``--hf-checkpoint`` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import sglang
+from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names, tensor_names
+from slime.utils.errors import ConfigError
+from slime.weights.named_tensors import NamedTensors
+from slime.weights.quantize import Quantizer, make_quantizer, quantized_names, read_format
+from slime.weights.quantize.formats import BlockFp8
+from slime.weights.quantize.quantizer import warn_of_unlisted_weights
+from slime.weights.quantize.ue8m0 import transform_scale_ue8m0
+
+
+def checkpoint_quantizer(
+    hf_checkpoint: str | Path, quantization_config: Mapping[str, Any] | None, *, dtype: torch.dtype = torch.bfloat16
+) -> Quantizer | None:
+    """The quantizer for engines that were started from ``--hf-checkpoint``; None for an unquantized one.
+
+    The names in the checkpoint's files decide what is quantized; the config's list of exceptions must agree.
+
+    Args:
+        hf_checkpoint: a local folder; without an index its files' headers are read.
+        quantization_config: of its config.json.
+        dtype: in which engines hold unquantized weights.
+
+    Raises:
+        ConfigError: the format is not supported, the folder is not local, holds nothing quantized, or contradicts its
+            own config.
+    """
+    weight_format = read_format(quantization_config, scale_dtype=dtype)
+    if weight_format is None or quantization_config is None:
+        return None
+    folder = str(hf_checkpoint)
+    stored = stored_names(folder)
+    if not stored:
+        raise ConfigError(
+            f"--hf-checkpoint {folder} is quantized, and no folder with safetensors, whose names say what is "
+            "quantized; download it and give the folder's path"
+        )
+    quantized = quantized_names(stored, weight_format)
+    warn_of_unlisted_weights(quantization_config, stored, quantized)
+    return make_quantizer(
+        quantization_config,
+        quantized,
+        known_names=tensor_names(folder),
+        dtype=dtype,
+        ue8m0=isinstance(weight_format, BlockFp8) and sglang.wants_ue8m0_scales(weight_format.block),
+    )
+
+
+_last: tuple[str, Mapping[str, Any], torch.dtype, Quantizer | None] | None = None
+"""The quantizer used last: conversion goes parameter by parameter, and reading a checkpoint's names takes a while."""
+
+
+def quantize_converted(
+    hf_checkpoint: str | Path,
+    quantization_config: Mapping[str, Any],
+    named_tensors: NamedTensors,
+    *,
+    transform_ue8m0: bool,
+) -> NamedTensors:
+    """The tensors of one parameter, quantized where the checkpoint has them so.
+
+    Args:
+        hf_checkpoint: a local folder.
+        quantization_config: of its config.json.
+        named_tensors: HF names and whole tensors, in the dtype in which they would travel unquantized.
+        transform_ue8m0: lay scales out as DeepGEMM holds them, where the engines' device needs that; not for files.
+
+    Raises:
+        ConfigError: as :func:`checkpoint_quantizer`.
+    """
+    global _last
+    folder = str(hf_checkpoint)
+    dtype = next((tensor.dtype for _, tensor in named_tensors if tensor.is_floating_point()), torch.bfloat16)
+    if _last is None or _last[0] != folder or _last[1] is not quantization_config or _last[2] != dtype:
+        _last = (folder, quantization_config, dtype, checkpoint_quantizer(folder, quantization_config, dtype=dtype))
+    quantizer = _last[3]
+    if quantizer is None:
+        return named_tensors
+    block = quantizer.format.block if isinstance(quantizer.format, BlockFp8) else None
+    result: NamedTensors = []
+    for name, tensor in named_tensors:
+        outputs = quantizer.quantize(name, tensor)
+        if transform_ue8m0 and len(outputs) == 2 and block is not None and _is_packed_by_engine(block, tensor):
+            (_, weight), (scale_name, scale) = outputs
+            outputs = [(name, weight), (scale_name, transform_scale_ue8m0(scale, mn=weight.size(0)))]
+        result += outputs
+    return result
+
+
+def _is_packed_by_engine(block: tuple[int, int], weight: Tensor) -> bool:
+    """Whether the engine multiplies this matrix with DeepGEMM, which takes no others than aligned ones."""
+    return sglang.wants_ue8m0_scales(block) and weight.size(0) % 64 == 0 and weight.size(1) % 128 == 0
