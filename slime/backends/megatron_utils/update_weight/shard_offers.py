@@ -16,7 +16,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
-from slime.backends.megatron_utils.update_weight.gather import GLOBAL_PREFIX, HostWeights, is_gate_up, sent_dtype
+from slime.backends.megatron_utils.update_weight.gather import HostWeights, is_gate_up, sent_dtype
 from slime.backends.megatron_utils.update_weight.shard_layout import Cut, Rectangle, Rows, ShardLayout
 from slime.backends.megatron_utils.update_weight.shard_plan import Offer, Part, QuantizedBlocks
 from slime.weights.kernels.cast_table import CastItem, Kind
@@ -75,7 +75,7 @@ class ShardOffers:
             seen.add(name)
             cut = _cut_of(shard, is_gated=config.gated_linear_unit)
             self._live[shard.key] = shard.parameter
-            found = layout.rectangles(GLOBAL_PREFIX + name, tuple(shard.tensor.shape), cut)
+            found = layout.rectangles(name, tuple(shard.tensor.shape), cut)
             if found is None:
                 self.misfits[shard.name] = "its export does more than move rows and columns"
                 continue
@@ -157,9 +157,7 @@ class ShardOffers:
                 scale_offset = part.scale_offset + done // block_rows * scale_row_bytes
             offset = part.offset + done * row_bytes
             if value.dim() == 1:
-                yield from _vector_items(
-                    value, rows.first, rows.count, rows.run, rows.stride, offset, kind, held.dtype
-                )
+                yield from _vector_items(value, rows, offset, kind, held.dtype)
             else:
                 first = rectangle.first_column
                 source = value[rows.first :, first : first + rectangle.num_columns]
