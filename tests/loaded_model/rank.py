@@ -20,6 +20,10 @@ from slime.backends.sglang_utils import cpu_shim
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 """``quantization_config`` of a checkpoint in block-wise FP8."""
 
+_DEEPSEEK = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK}
+"""By ``model_type``: settings of the published configs that transformers leaves out, and SGLang reads."""
+
 
 class LoadedRank:
     """One rank of a model whose weights are random.
@@ -90,13 +94,13 @@ class LoadedRank:
 
 @contextmanager
 def _config_folder(folder: str | Path, quantization: dict[str, Any] | None) -> Iterator[str]:
-    """A folder with the config.json of ``folder``, quantised as told."""
-    if quantization is None:
-        yield str(folder)
-        return
+    """A folder with the config.json of ``folder`` as the published ones have it, quantised as told."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config = UNWRITTEN.get(config["model_type"], {}) | config
+    if quantization is not None:
+        config["quantization_config"] = quantization
     with tempfile.TemporaryDirectory() as changed:
-        config = json.loads((Path(folder) / "config.json").read_text())
-        (Path(changed) / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+        (Path(changed) / "config.json").write_text(json.dumps(config))
         yield changed
 
 
