@@ -131,6 +131,29 @@ _stop_ray() {
     _RAY_PID=""
 }
 
+# has_nvlink: 1 when the GPUs of this machine are linked directly, else 0.
+has_nvlink() {
+    local links
+    links="$(nvidia-smi topo -m 2>/dev/null | grep -o 'NV[0-9][0-9]*' | wc -l || true)"
+    echo "$((links > 0 ? 1 : 0))"
+}
+
+# job_env NAME=VALUE...: the JSON object of these variables, for JOB_ENV.
+job_env() {
+    python3 -c 'import json, sys; print(json.dumps(dict(word.split("=", 1) for word in sys.argv[1:])))' "$@"
+}
+
+# need NAME...: end with a message when one of these variables is not set.
+need() {
+    local name
+    for name in "$@"; do
+        if [[ -z "${!name:-}" ]]; then
+            echo "$(basename "$0"): ${name} is not set; see the head of the script" >&2
+            exit 2
+        fi
+    done
+}
+
 # submit_job SCRIPT ARGUMENT...: run `python3 SCRIPT ARGUMENT...` as a Ray job and wait for it; its exit code is ours.
 # JOB_ENV, a JSON object of environment variables, goes along; so do the variables that JOB_EXTRA_ENV names.
 submit_job() {
