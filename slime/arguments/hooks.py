@@ -248,6 +248,12 @@ class UpdateWeightPostWrite(Protocol):
     def __call__(self, args: Namespace, version_dir: str, rollout_engines: list[Any], /) -> None: ...
 
 
+class PullWeightsPreRead(Protocol):
+    """Runs on every engine host before weights are read from ``--update-weight-disk-dir``: a place to fetch them."""
+
+    def __call__(self, source_dir: str, target_version: int, /) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hook:
     """One flag that takes an import path."""
@@ -309,5 +315,6 @@ HOOKS: tuple[Hook, ...] = (
     Hook(flag="--custom-megatron-before-log-prob-hook-path", protocol=MegatronBeforeLogProb, side="trainer"),
     Hook(flag="--custom-megatron-before-train-step-hook-path", protocol=MegatronBeforeTrainStep, side="trainer"),
     Hook(flag="--custom-update-weight-post-write-path", protocol=UpdateWeightPostWrite, side="trainer"),
+    Hook(flag="--sglang-custom-pull-weights-pre-read-hook", protocol=PullWeightsPreRead, side="rollout"),
 )
 """Every plug-in flag, in the order in which a step meets them."""

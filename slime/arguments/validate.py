@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
+from slime.arguments.validate_weights import check_weight_flags
 from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES, math_verify
 from slime.utils.errors import ConfigError
 
@@ -334,6 +335,7 @@ CHECKS = (
     _evals,
     _ci,
     _dump_templates,
+    check_weight_flags,
 )
 
 

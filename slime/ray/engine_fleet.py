@@ -101,13 +101,14 @@ class EngineFleet:
 
     def _describe(self, *states: EngineState) -> UpdatableEngines:
         offset = plan_gpus(self.args).rollout_offset
-        handles, counts, offsets = [], [], []
+        handles, counts, offsets, nodes = [], [], [], []
         for group in self._updatable_groups:
             for index in group.indices(*states):
                 if (engine := group.engines[index]) is not None:
                     handles.append(engine)
                     counts.append(group.num_gpus_per_engine)
                     offsets.append(offset + group.engine_gpu_offsets[index])
+                    nodes.append(group.actors_of(index))
         self._offered = handles
         num_new = len([handle for handle in handles if handle not in self._connected])
         return UpdatableEngines(
@@ -117,6 +118,7 @@ class EngineFleet:
             # One that is gone leaves a hole in the sender's group: connecting again closes it.
             num_new=num_new or int(handles != self._connected),
             num_trainer_gpus=self.args.actor_num_nodes * self.args.actor_num_gpus_per_node,
+            node_handles=nodes,
         )
 
     @ray.method(concurrency_group=CONTROL_GROUP)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -24,6 +25,18 @@ class RayPending:
             EngineError: the engine died, refused, or did not answer within ``timeout_s`` seconds.
         """
         return wait_for(self.ref, what=self.what, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True)
+class RayPendingOfNodes:
+    """The answers of all nodes of one engine."""
+
+    refs: list[ray.ObjectRef]
+    what: str
+
+    def wait(self, timeout_s: float) -> Any:
+        """The first node's answer, once all have answered.  Raises as :class:`RayPending`."""
+        return wait_for(self.refs, what=self.what, timeout_s=timeout_s)[0]
 
 
 class RayWeightReceiver:
@@ -52,8 +65,11 @@ class RayWeightReceiver:
             "leave_weight_group",
             "acknowledge_weight_update",
             "commit_weight_update",
+            "receive_weight_folder",
         }
     )
+    ON_ALL_NODES = frozenset({"pull_weights"})
+    """Each node of the engine has work to do; the other methods are answered by the first."""
 
     def __init__(
         self,
@@ -64,8 +80,10 @@ class RayWeightReceiver:
         gpu_offset: int,
         is_colocated: bool,
         acknowledges: bool = False,
+        node_handles: Sequence[Any] = (),
     ) -> None:
         self.handle = handle
+        self.node_handles = list(node_handles) or [handle]
         self.acknowledges = acknowledges
         self.index = index
         self.num_gpus = num_gpus
@@ -73,12 +91,16 @@ class RayWeightReceiver:
         self.is_colocated = is_colocated
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self.METHODS:
-            raise AttributeError(f"an engine receives no {name!r}; it receives {', '.join(sorted(self.METHODS))}")
+        if name not in self.METHODS | self.ON_ALL_NODES:
+            known = ", ".join(sorted(self.METHODS | self.ON_ALL_NODES))
+            raise AttributeError(f"an engine receives no {name!r}; it receives {known}")
 
-        def call(*args: Any, **kwargs: Any) -> RayPending:
-            ref = getattr(self.handle, name).remote(*args, **kwargs)
-            return RayPending(ref, f"{name} of engine {self.index}")
+        def call(*args: Any, **kwargs: Any) -> RayPending | RayPendingOfNodes:
+            what = f"{name} of engine {self.index}"
+            if name in self.ON_ALL_NODES:
+                refs = [getattr(handle, name).remote(*args, **kwargs) for handle in self.node_handles]
+                return RayPendingOfNodes(refs, what)
+            return RayPending(getattr(self.handle, name).remote(*args, **kwargs), what)
 
         return call
 
@@ -95,6 +117,8 @@ class UpdatableEngines:
     """Engines started since the trainers last connected; above zero they must connect again."""
     num_trainer_gpus: int
     """GPUs [0, this) belong to the trainers; an engine inside that range is colocated."""
+    node_handles: list[list[Any]] = field(default_factory=list)
+    """The actors of each engine, one a node, the one in ``handles`` first; empty where every engine has one node."""
 
     def receivers(self) -> list[RayWeightReceiver]:
         """One receiver per engine."""
@@ -105,6 +129,7 @@ class UpdatableEngines:
                 num_gpus=count,
                 gpu_offset=offset,
                 is_colocated=offset + count <= self.num_trainer_gpus,
+                node_handles=self.node_handles[index] if self.node_handles else (),
             )
             for index, (handle, count, offset) in enumerate(
                 zip(self.handles, self.gpu_counts, self.gpu_offsets, strict=True)

@@ -7,7 +7,18 @@ actor handles, tests over plain objects.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class FencedEngine:
+    """An engine that a push left out.  It is paused, serves nothing, and waits to be refilled or dropped."""
+
+    index: int
+    """``WeightReceiver.index``."""
+    reason: str
+    """What it did or failed to do, as the end of a sentence."""
 
 
 class Pending(Protocol):
@@ -57,7 +68,7 @@ class WeightReceiver(Protocol):
         self,
         serialized_named_tensors: list[str],
         load_format: str | None,
-        weight_version: str,
+        weight_version: str | None,
         flush_cache: bool = False,
     ) -> Pending:
         """Load tensors that lie in memory the engine can map: one serialised bucket for each of its GPUs."""
@@ -95,6 +106,15 @@ class WeightReceiver(Protocol):
             bucket_index: position in the manifest's buckets.
             payload: handles to the flat buffer, one for each of the engine's GPUs, when the engine can map it.
             group_name: the group whose rank 0 broadcasts the buffer, otherwise.
+        """
+
+    def receive_weight_folder(self, push_id: str, folder: str) -> Pending:
+        """Load all buckets of the push from the safetensors files in ``folder``, as the engine's hosts see it."""
+
+    def pull_weights(self, target_version: int, rebuild: bool = False) -> Pending:
+        """Bring the checkpoint copy of every host of the engine to ``target_version``; ``wait`` gives its folder.
+
+        What the engine serves does not change.  ``rebuild`` makes the copy anew, however good it looks.
         """
 
     def join_weight_group(

@@ -28,6 +28,8 @@ from slime.backends.sglang_utils.loader_message import (
 )
 from slime.backends.sglang_utils.server_args import CHECK_LOADERS, WEIGHT_CHECKS
 from slime.utils.errors import ConfigError, EngineError, WeightSyncError
+from slime.utils.misc import load_function
+from slime.weights.local_copy import LocalCopy
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,17 @@ class WeightVerbs:
         self._require_push(push_id)
         self._acknowledged = None
         self._tell("receive", push_id, payload=payload, bucket_index=bucket_index, group_name=group_name, reads=False)
+
+    def receive_weight_folder(self, push_id: str, folder: str) -> None:
+        """Load all buckets of the push from the safetensors files in ``folder``, which the engine's hosts can read.
+
+        Raises:
+            WeightSyncError: another push was begun since, or none.
+        """
+        self._require_push(push_id)
+        self._acknowledged = None
+        if self.node_rank == 0:
+            self._tell("read", push_id, folder=folder, reads=False)
 
     def acknowledge_weight_update(self, push_id: str) -> dict[str, Any]:
         """What the engine would serve: ``{"push_id", "buckets", "problems"}``; see ``WeightReceiver``."""
@@ -304,16 +317,30 @@ class WeightVerbs:
             },
         )
 
-    def pull_weights(self, target_version: int) -> None:
-        """Bring the local checkpoint copy to ``target_version`` (needs a patched SGLang)."""
-        self._update(
-            "/pull_weights",
-            {
-                "local_checkpoint_dir": self.args.update_weight_local_checkpoint_dir,
-                "source_dir": self.args.update_weight_disk_dir,
-                "target_version": target_version,
-            },
+    def pull_weights(self, target_version: int, rebuild: bool = False) -> str:
+        """Bring this host's copy of the checkpoint to ``target_version`` and give its folder; on every node.
+
+        It happens in this process, which runs on the engine's host: stock SGLang has no endpoint for it.  The engine
+        goes on serving what it serves.
+
+        Args:
+            target_version: a version in ``--update-weight-disk-dir``; 0 is ``--hf-checkpoint`` itself.
+            rebuild: make the copy anew even if it seems good.
+
+        Raises:
+            WeightSyncError: the version cannot be reached, or its bytes are not what their checksums say.
+        """
+        args = self.args
+        if args.sglang_custom_pull_weights_pre_read_hook is not None and target_version > 0:
+            load_function(args.sglang_custom_pull_weights_pre_read_hook)(args.update_weight_disk_dir, target_version)
+        copy = LocalCopy(
+            args.update_weight_local_checkpoint_dir,
+            source=args.update_weight_disk_dir,
+            model=args.hf_checkpoint,
+            timeout_s=args.weight_update_timeout_s,
         )
+        copy.pull(target_version, rebuild=rebuild)
+        return str(copy.folder)
 
     def _raise_problems(self, check: str) -> None:
         problems = flatten_reports(
