@@ -1,0 +1,142 @@
+"""From a config and the names of a checkpoint to named tensors as the engines hold them."""
+
+import logging
+
+import pytest
+import torch
+
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.quantize import make_quantizer, quantized_names, read_format
+from slime.weights.quantize.block_fp8 import quantize_block
+from slime.weights.quantize.quantizer import warn_of_unlisted_weights
+from slime.weights.quantize.stored import logical_names, read_weight
+from tests.unit.weights.quantize.test_config import (
+    DEEPSEEK_V3,
+    DYNAMIC_TOKENS,
+    FP8_CHANNEL,
+    INT4,
+    compressed,
+)
+
+UP, GATE, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate.weight", "model.norm.weight"
+CONFIGS = {
+    "block": DEEPSEEK_V3,
+    "block ue8m0": {**DEEPSEEK_V3, "scale_fmt": "ue8m0"},
+    "small blocks": {**DEEPSEEK_V3, "weight_block_size": [32, 64]},
+    "tensor": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "channel": compressed("float-quantized", FP8_CHANNEL, DYNAMIC_TOKENS),
+    "int4": compressed("pack-quantized", INT4),
+    "int4 asymmetric": compressed("pack-quantized", {**INT4, "symmetric": False}),
+    "int8 rows": compressed("pack-quantized", {**INT4, "num_bits": 8, "strategy": "channel", "group_size": None}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_told_beforehand_is_what_is_made(name):
+    quantizer = make_quantizer(CONFIGS[name], {UP})
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((1, 32), (128, 128), (129, 160), (200, 96), (7, 320)):
+        weight = torch.randn(rows, columns, generator=generator).to(torch.bfloat16)
+        made = quantizer.quantize(UP, weight)
+        assert [(n, tuple(t.shape), t.dtype) for n, t in made] == quantizer.outputs(UP, (rows, columns))
+        assert all(t.is_contiguous() for _, t in made)
+        # Read back as a checkpoint would be.
+        stored = dict(made)
+        assert logical_names(stored) == [UP]
+        restored = read_weight(UP, stored.__getitem__, stored, read_format(CONFIGS[name]))
+        assert restored.shape == weight.shape
+        assert (restored - weight).abs().max() <= (0.5 if "int4" in name else 0.25)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpoints_names_say_what_is_quantized(name):
+    quantizer = make_quantizer(CONFIGS[name], {UP})
+    stored = {*dict(quantizer.quantize(UP, torch.ones(32, 32))), GATE, NORM}
+    assert quantized_names(stored, read_format(CONFIGS[name])) == {UP}
+    assert set(logical_names(sorted(stored))) == {UP, GATE, NORM}
+
+
+def test_what_is_not_quantized_passes_untouched():
+    quantizer = make_quantizer(DEEPSEEK_V3, {UP})
+    tensor = torch.ones(4)
+    ((name, same),) = quantizer.quantize(NORM, tensor)
+    assert name == NORM
+    assert same is tensor
+    assert not quantizer.is_quantized(NORM)
+
+
+def test_an_unquantized_checkpoint_needs_no_quantizer():
+    assert make_quantizer(None, ()) is None
+    assert make_quantizer({}, ()) is None
+
+
+def test_a_weight_that_the_checkpoint_does_not_have_is_refused():
+    quantizer = make_quantizer(DEEPSEEK_V3, {UP}, known_names={UP, GATE})
+    assert not quantizer.is_quantized(GATE)
+    assert not quantizer.is_quantized("model.layers.0.self_attn.q_proj.bias")
+    with pytest.raises(ConfigError, match="no tensor model.layers.1.mlp.up_proj.weight.*--mtp-num-layers"):
+        quantizer.is_quantized("model.layers.1.mlp.up_proj.weight")
+
+
+def test_only_matrices_are_quantized():
+    quantizer = make_quantizer(DEEPSEEK_V3, {UP})
+    with pytest.raises(DataError, match=r"shape \[2, 3, 4\]"):
+        quantizer.outputs(UP, (2, 3, 4))
+
+
+def test_a_config_that_claims_what_the_names_do_not_show_is_refused():
+    with pytest.raises(ConfigError, match=r"none of its 2 tensors is quantized .called \*.weight_scale_inv."):
+        quantized_names({UP, NORM}, read_format(DEEPSEEK_V3))
+
+
+@pytest.mark.parametrize(("config", "entry"), [
+    ({**DEEPSEEK_V3, "modules_to_not_convert": ["mlp.up_proj"]}, "mlp.up_proj"),
+    ({**DEEPSEEK_V3, "ignored_layers": ["model.layers.0.mlp.up_proj"]}, "layers.0.mlp.up_proj"),
+    (compressed("pack-quantized", INT4, ignore=["re:.*up_proj"]), "re:.*up_proj"),
+])  # fmt: skip
+def test_a_list_of_exceptions_with_a_quantized_module_is_refused(config, entry):
+    with pytest.raises(ConfigError) as caught:
+        make_quantizer(config, {UP})
+    assert f"has {UP} quantized" in str(caught.value)
+    assert f"lists {entry!r}" in str(caught.value)
+
+
+def test_matrices_that_are_neither_quantized_nor_listed_are_warned_of(caplog):
+    down = "model.layers.0.mlp.down_proj.weight"
+    with caplog.at_level(logging.WARNING):
+        assert warn_of_unlisted_weights(DEEPSEEK_V3, {UP, GATE, NORM, down}, {UP}) == [down]
+        assert "down_proj" in caplog.text
+        listed = {**DEEPSEEK_V3, "modules_to_not_convert": ["down_proj"]}
+        assert warn_of_unlisted_weights(listed, {UP, GATE, NORM, down}, {UP}) == []
+
+
+def test_finite_weights_can_be_insisted_on():
+    weight = torch.full((4, 4), float("inf"))
+    make_quantizer(DEEPSEEK_V3, {UP}).quantize(UP, weight)
+    with pytest.raises(DataError, match="layers.0.mlp.up_proj.weight has NaN or infinite"):
+        make_quantizer(DEEPSEEK_V3, {UP}, check_finite=True).quantize(UP, weight)
+
+
+# Reading back
+
+
+def test_blocks_are_read_without_a_config_too():
+    quantized, scale = quantize_block(torch.ones(130, 130))
+    stored = {"w": quantized, "w_scale_inv": scale}
+    assert torch.equal(read_weight("w", stored.__getitem__, stored, None), torch.ones(130, 130, dtype=torch.bfloat16))
+    assert logical_names(stored) == ["w"]
+
+
+def test_eight_bit_floats_without_a_scale_are_refused():
+    stored = {"w": torch.ones(2, 2).to(torch.float8_e4m3fn)}
+    with pytest.raises(DataError, match="without a scale .called w_scale_inv."):
+        read_weight("w", stored.__getitem__, stored, None)
+
+
+def test_packed_weights_need_their_config_and_all_parts():
+    stored = dict(make_quantizer(CONFIGS["int4"], {UP}).quantize(UP, torch.ones(8, 32)))
+    with pytest.raises(DataError, match="does not say how"):
+        read_weight(UP, stored.__getitem__, stored, None)
+    del stored["model.layers.0.mlp.up_proj.weight_shape"]
+    with pytest.raises(DataError, match="up_proj.weight_shape is missing"):
+        read_weight(UP, stored.__getitem__, stored, read_format(CONFIGS["int4"]))
