@@ -7,8 +7,6 @@ the rollout function, the data source and the hooks do is theirs; here is only t
 from __future__ import annotations
 
 import logging
-import pickle
-import threading
 import time
 from argparse import Namespace
 from typing import Any
@@ -24,6 +22,7 @@ from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, trai
 from slime.ray.rollout_logging import log_eval, log_rollout
 from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.ledger.books import open_books
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.errors import ConfigError, EngineError
@@ -37,11 +36,7 @@ __all__ = ["DEADLINE_MARGIN_S", "RemoteRolloutManager", "RolloutManager", "creat
 
 
 class RolloutManager(EngineFleet, Watched):
-    """Owner of engines (see ``EngineFleet``), data source and rollout functions.
-
-    Invariant: ``_data_states[k]`` is the data source's state just before ``generate(k)`` began, so that a save of
-    rollout k-1 made while ``generate(k)`` already runs never counts its prompts as consumed.
-    """
+    """Owner of engines (see ``EngineFleet``), data source and rollout functions."""
 
     def __init__(self, args: Namespace, gpus: GpuSlice) -> None:
         configure_logger(prefix="rollout")
@@ -56,8 +51,7 @@ class RolloutManager(EngineFleet, Watched):
         self.data_source = self.books.data_source
         self.generate_rollout = load_function(args.rollout_function_path)
         self.eval_rollout = load_function(args.eval_function_path)
-        self._data_states: dict[int, bytes] = {}
-        self._data_lock = threading.Lock()
+        self._position = CheckpointPosition(self.books)
         self._parallel: dict[str, int] | None = None
         self.rollout_id = -1
 
@@ -83,7 +77,7 @@ class RolloutManager(EngineFleet, Watched):
         start = time.monotonic()
         self.rollout_id = rollout_id
         set_current_rollout_id(rollout_id)
-        self._remember_data_state(rollout_id)
+        self._position.begin(rollout_id)
         self._begin_watching()
         groups, metrics = self._make_samples(rollout_id)
         check_fan_out(groups)
@@ -135,27 +129,10 @@ class RolloutManager(EngineFleet, Watched):
 
     # Data position
 
-    def _remember_data_state(self, rollout_id: int) -> None:
-        state_of = getattr(self.data_source, "state_dict", None)
-        if state_of is None:
-            return  # A user's own data source: its save() is called as it is.
-        # Frozen by pickling: the state shares its samples with the rollout, which goes on changing them.
-        frozen = pickle.dumps(state_of())
-        with self._data_lock:
-            self._data_states[rollout_id] = frozen
-            for old in [known for known in self._data_states if known < rollout_id - 1]:
-                del self._data_states[old]
-
     @ray.method(concurrency_group=CONTROL_GROUP)
     def save(self, rollout_id: int) -> None:
         """Write where the data stands after ``rollout_id``, whatever has been generated ahead of it since."""
-        with self._data_lock:
-            ahead = self._data_states.get(rollout_id + 1)
-        if ahead is not None:
-            self.data_source.save(rollout_id, state=pickle.loads(ahead))
-        else:
-            self.data_source.save(rollout_id)
-        self.books.save(rollout_id)
+        self._position.save(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def note_trained(self, rollout_id: int) -> None:

@@ -53,7 +53,7 @@ POLL_S = 1.0
 STARTED_AT_ONCE = 16
 """Groups that are started before the event loop looks at other work."""
 MAX_FRUITLESS_ATTEMPTS = 3
-"""How often a group may come back aborted without a new token and without a new weight version."""
+"""How often a group may come back aborted without a new token, in one rollout and from the same weights."""
 
 
 @dataclass
@@ -63,6 +63,8 @@ class _Flight:
     group: Group
     born: int
     """Oldest weight version that its trained tokens may have; 0 where versions are not known."""
+    moment: tuple[int | None, int]
+    """Weight version and rollout when its requests were sent: a push may have come since either changed."""
     fruitless: int = 0
     num_tokens: int = 0
 
@@ -162,7 +164,7 @@ class AsyncRolloutWorker:
                 return
             group = self._spare.popleft()
             unfinished += sum(not is_finished(entry) for entry in group)
-            self._start(_Flight(group, self._birth_of(group), num_tokens=_num_tokens(group)))
+            self._start(_Flight(group, self._birth_of(group), self._moment, num_tokens=_num_tokens(group)))
             started += 1
             if started % STARTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -203,6 +205,10 @@ class AsyncRolloutWorker:
     def _birth_of(self, group: Group) -> int:
         versions = (oldest_version(group), self.bound.clock.current)
         return min((version for version in versions if version is not None), default=0)
+
+    @property
+    def _moment(self) -> tuple[int | None, int]:
+        return self.bound.clock.current, self._next_rollout_id
 
     def _start(self, flight: _Flight) -> None:
         state = entry_points().GenerateState(self.args)
@@ -257,8 +263,8 @@ class AsyncRolloutWorker:
         """A push, or an engine, ended requests of the group: let it go on from the tokens it has."""
         self._counts["interrupted"] += 1
         stamp_start(group, self._next_rollout_id)
-        num_tokens, born = _num_tokens(group), self._birth_of(group)
-        has_moved = num_tokens > flight.num_tokens or born != flight.born
+        num_tokens, moment = _num_tokens(group), self._moment
+        has_moved = num_tokens > flight.num_tokens or moment != flight.moment
         fruitless = 0 if has_moved else flight.fruitless + 1
         if fruitless >= MAX_FRUITLESS_ATTEMPTS:
             raise EngineError(
@@ -266,7 +272,7 @@ class AsyncRolloutWorker:
                 "token, although no weights were pushed meanwhile. Engines abort requests that do not fit their "
                 "context; look at their logs and at --rollout-max-prompt-len."
             )
-        self._start(_Flight(group, born, fruitless, num_tokens))
+        self._start(_Flight(group, self._birth_of(group), moment, fruitless, num_tokens))
 
     # Consumer
 

@@ -48,7 +48,7 @@ class Account:
         for handed in rollout.handed:
             if handed.name is not None:
                 self._move(handed.name, TRAINED if rollout.is_trained else HANDED, where)
-        if not is_latest:
+        if not is_latest and not rollout.batch.head.get("keeps_open"):
             issued_here = {name for call in rollout.calls for name in call.names if name is not None}
             self._problems += [
                 f"group {name} was issued in {where}, which ended without saying where it went"

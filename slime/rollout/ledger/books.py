@@ -3,7 +3,7 @@
     books = open_books(args, data_source)
     books.start(first_rollout)                     once the data source stands where the checkpoint left it
     books.make_samples(k, generate)                the recorded samples of rollout k, or those of generate()
-    books.trained(k); books.save(k); books.published(k)
+    books.trained(k); books.save(k, position); books.published(k)
 
 Position of a checkpoint: the first segment that a process which starts from it has to read.
 """
@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import logging
 import pickle
-import threading
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime.rollout import ledger as ledger_package
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.buffer import groups_from_state, groups_to_state
 from slime.rollout.ledger.compact import compact
 from slime.rollout.ledger.facts import facts_of, has_late_user_code, has_sample_hooks, has_user_code
-from slime.rollout.ledger.ledger import Ledger
+from slime.rollout.ledger.ledger import Issued, Ledger
 from slime.rollout.ledger.reader import read_folder
-from slime.rollout.ledger.recovery import NO_SEGMENT, Recovery
+from slime.rollout.ledger.recovery import Recovery
 from slime.rollout.ledger.source import LedgeredSource
 from slime.rollout.ledger.story import Story
 from slime.utils.atomic_file import write_atomically
@@ -52,6 +51,17 @@ def position_path(folder: str, rollout_id: int) -> Path:
     return Path(folder) / "rollout" / f"ledger_position_{rollout_id}.pkl"
 
 
+class Position(NamedTuple):
+    """Where a ledger stands."""
+
+    first: int
+    """The oldest segment that is still needed."""
+    issued: list[Issued]
+    """Groups in the hands of the rollout function."""
+    others: list[Any]
+    """States of groups that an earlier process left open and that the rollout function has not asked for yet."""
+
+
 class NoBooks:
     """A run that keeps no ledger."""
 
@@ -68,7 +78,10 @@ class NoBooks:
     def trained(self, rollout_id: int) -> None:
         """Not noted."""
 
-    def save(self, rollout_id: int) -> None:
+    def position(self, rollout_id: int) -> None:
+        """There is none."""
+
+    def save(self, rollout_id: int, position: None = None) -> None:
         """Not noted."""
 
     def published(self, rollout_id: int) -> None:
@@ -81,8 +94,8 @@ class NoBooks:
 class Books:
     """A run that keeps a ledger.
 
-    Invariant: ``_positions[k]`` is the position just before rollout k began, like the data states that the manager
-    keeps: a save of rollout k-1 made while k already runs must find what k takes from the ledger.
+    Threads: ``make_samples`` and ``position`` are never called at the same time; the rest may be called while
+    ``make_samples`` runs, so it must not touch ``_recovery``.
     """
 
     def __init__(self, args: Namespace, source: Any, folder: Path, *, is_threaded: bool = True) -> None:
@@ -100,9 +113,7 @@ class Books:
             is_threaded=is_threaded,
         )
         self._recovery: Recovery | None = None
-        self._positions: dict[int, tuple[int, list[Any]]] = {}
         self._saved: dict[int, int] = {}
-        self._lock = threading.Lock()
         self._is_started = False
         self.data_source: Any = LedgeredSource(source, self.ledger, self._take)
 
@@ -112,9 +123,12 @@ class Books:
         first, open_groups = self._find_position(start_rollout_id)
         if first < self.ledger.writer.number:
             self._recovery = Recovery(
-                self._folder, first_segment=first, start_rollout_id=start_rollout_id, facts=self._facts
+                self._folder,
+                first_segment=first,
+                start_rollout_id=start_rollout_id,
+                facts=self._facts,
+                open_groups=open_groups,
             )
-            self.data_source.put_ahead(open_groups)
             if found := self._recovery.describe():
                 logger.info(
                     "The ledger %s gives %s; they are not generated again. Remove the folder to generate them anew.",
@@ -148,9 +162,10 @@ class Books:
         """The train data of a rollout: recorded before a crash, or made by ``generate`` and recorded now."""
         if not self._is_started:
             self.start(rollout_id)
-        self._remember_position(rollout_id)
         if self._recovery is not None:
             output = self._recovery.replay(rollout_id, self.data_source)
+            if self._recovery.is_used_up:
+                self._recovery = None
             if output is not None:
                 logger.info("Rollout %d: %d groups from the ledger", rollout_id, len(output.samples))
                 self.ledger.replayed(rollout_id)
@@ -161,35 +176,34 @@ class Books:
         self.ledger.handed(rollout_id, output.samples, output.metrics, keeps_open=_keeps_open(function))
         return output
 
-    def _remember_position(self, rollout_id: int) -> None:
-        position = self._position()
-        with self._lock:
-            self._positions[rollout_id] = position
-            for old in [known for known in self._positions if known < rollout_id - 1]:
-                del self._positions[old]
-
-    def _position(self) -> tuple[int, list[Any]]:
-        """The first segment still needed now, and the open groups as they were issued."""
+    def position(self, rollout_id: int) -> Position:
+        """Where the ledger stands before rollout ``rollout_id`` begins: a checkpoint made now needs it."""
+        if not self._is_started:
+            self.start(rollout_id)
         open_groups = list(self.ledger.open.values())
+        others = self.data_source.ahead
         first = min((issued.segment for issued in open_groups), default=self.ledger.writer.rotate())
         if self._recovery is not None:
             first = min(first, self._recovery.first_segment)
-        return first, open_groups
+            others += self._recovery.given
+        return Position(first, open_groups, groups_to_state(others))
 
     def trained(self, rollout_id: int) -> None:
         """The optimizer took the rollout's steps."""
         self.ledger.trained(rollout_id)
 
-    def save(self, rollout_id: int) -> None:
-        """Write the position that belongs to the checkpoint after ``rollout_id``."""
-        with self._lock:
-            ahead = self._positions.get(rollout_id + 1)
-        first, open_groups = self._position() if ahead is None else ahead
+    def save(self, rollout_id: int, position: Position | None = None) -> None:
+        """Write the position that belongs to the checkpoint after ``rollout_id``.
+
+        Args:
+            position: from before the next rollout began; by default it has not begun.
+        """
+        first, open_groups, others = self.position(rollout_id + 1) if position is None else position
         self.ledger.saved(rollout_id, first)
         path = position_path(self._args.save, rollout_id)
         groups = groups_to_state([[Sample.from_dict(fields) for fields in issued.fields] for issued in open_groups])
-        position = {"folder": str(self._folder.resolve()), "first": first, "open": groups}
-        write_atomically(path, lambda file: file.write(pickle.dumps(position)), what="The position in the ledger")
+        content = pickle.dumps({"folder": str(self._folder.resolve()), "first": first, "open": groups + others})
+        write_atomically(path, lambda file: file.write(content), what="The position in the ledger")
         self._saved[rollout_id] = first
 
     def published(self, rollout_id: int) -> None:
@@ -204,8 +218,6 @@ class Books:
         for done in [k for k in self._saved if k <= latest]:
             del self._saved[done]
         self.ledger.published(latest, first)
-        if self._recovery is not None and self._recovery.first_segment == NO_SEGMENT:
-            self._recovery = None
         freed = compact(self._folder, first_needed=first)
         logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, latest)
 

@@ -181,7 +181,7 @@ class Ledger:
                 self._note(Kind.DISCARDED, groups=sorted(self.open))
             self.open.clear()
         blob = try_pickle(dict(metrics or {})) or pickle.dumps({})
-        self._note(Kind.BATCH, blob=blob, rollout=rollout_id, num_groups=len(groups))
+        self._note(Kind.BATCH, blob=blob, rollout=rollout_id, num_groups=len(groups), keeps_open=keeps_open)
         self.writer.flush()
 
     def replayed(self, rollout_id: int) -> None:

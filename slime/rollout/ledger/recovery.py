@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,20 @@ class Recovery:
     Invariant: what is left of it lies in segments from ``first_segment`` on.
     """
 
-    def __init__(self, folder: Path, *, first_segment: int, start_rollout_id: int, facts: dict[str, Any]) -> None:
-        """Read the ledger from ``first_segment`` on (heads only; samples are read when they are needed)."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_segment: int,
+        start_rollout_id: int,
+        facts: dict[str, Any],
+        open_groups: Iterable[list[Any]] = (),
+    ) -> None:
+        """Read the ledger from ``first_segment`` on (heads only; samples are read when they are needed).
+
+        Args:
+            open_groups: those that the source had given when the checkpoint was made, and that had not come to an end.
+        """
         story = Story(facts).read(read_folder(folder, first_segment=first_segment))
         for rollout in story.rollouts.values():
             if rollout.rollout_id < start_rollout_id:
@@ -51,7 +64,12 @@ class Recovery:
         self._rollouts = {k: rollout for k, rollout in story.rollouts.items() if k >= start_rollout_id}
         self._next = start_rollout_id
         self._given: dict[int, list[Any]] = {}
-        """Groups that the source gave to replayed rollouts and that have not come to an end."""
+        """Groups that the source gave before, or to replayed rollouts, and that have not come to an end."""
+        ended = set().union(*(rollout.ended for k, rollout in story.rollouts.items() if k < start_rollout_id))
+        for group in open_groups:
+            name = group_name(group)
+            if name is not None and name not in ended:  # one may have been filtered right after the position was taken
+                self._given[name] = group
         self._blobs: tuple[Record, bytes] | None = None
         if story.other_facts:
             changed = [k for k in facts["hard"] if facts["hard"][k] != story.other_facts.get(k)]
@@ -67,6 +85,16 @@ class Recovery:
         groups = [state.first_segment for state in self._groups.values()]
         rollouts = [rollout.segment for rollout in self._rollouts.values() if rollout.batch is not None]
         return min(groups + rollouts, default=NO_SEGMENT)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether nothing is left to take over."""
+        return self.first_segment == NO_SEGMENT and not self._given
+
+    @property
+    def given(self) -> list[list[Any]]:
+        """Groups that the source will not give again, and that no rollout of this process has yet."""
+        return list(self._given.values())
 
     def describe(self) -> str:
         """One sentence for the log; empty when there is nothing to recover."""
@@ -177,13 +205,13 @@ class Recovery:
                 if name is not None:
                     self._given.pop(name, None)
                 continue
-            groups = source.take_unrecorded(call.wanted)
+            # Groups that an earlier process left open came through the source, and are here already.
+            expected = [name for name in call.names if name is None or name not in self._given]
+            groups = source.take_unrecorded(call.wanted - len(call.names) + len(expected))
             names = [group_name(group) for group in groups]
             self._given |= {name: group for name, group in zip(names, groups, strict=True) if name is not None}
-            if names != call.names:
-                raise DataError(
-                    f"the data source gives the groups {names[:8]}, where it gave {call.names[:8]} before."
-                )
+            if names != expected:
+                raise DataError(f"the data source gives the groups {names[:8]}, where it gave {expected[:8]} before.")
         return [self._load_handed(handed) for handed in rollout.handed]
 
     def _load_handed(self, handed: Handed) -> Any:

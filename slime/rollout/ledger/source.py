@@ -74,3 +74,8 @@ class LedgeredSource:
     def put_ahead(self, groups: list[list[Any]]) -> None:
         """Groups that the source gave and that come again before its next ones."""
         self._ahead.extend(groups)
+
+    @property
+    def ahead(self) -> list[list[Any]]:
+        """Those of them that nobody has asked for yet."""
+        return list(self._ahead)

@@ -8,7 +8,7 @@ does not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from slime.rollout.ledger.reader import segment_number
@@ -36,6 +36,8 @@ class GroupState:
     life: int
     prompt: str = ""
     """How it begins."""
+    segment: int = 0
+    """The one that says it was issued: its parts are told from there."""
     parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     """``Sample.index`` of an execution -> the records that tell its fields, in order."""
     generated: frozenset[int] = frozenset()
@@ -43,12 +45,12 @@ class GroupState:
 
     def copy(self) -> GroupState:
         """The state now; later records do not change it."""
-        return GroupState(self.indices, self.rollout_id, self.life, self.prompt, dict(self.parts), self.generated)
+        return replace(self, parts=dict(self.parts))
 
     @property
     def first_segment(self) -> int:
-        """The oldest segment that holds a part of it."""
-        return min((segment_number(p.record.segment) for ps in self.parts.values() for p in ps), default=1 << 60)
+        """The oldest segment without which its parts cannot be told: no part is older than its issue."""
+        return self.segment
 
 
 @dataclass(slots=True)
@@ -180,7 +182,9 @@ class Story:
             name, indices, prompt, is_recovered = described
             state = self.groups.get(name)
             if state is None or state.indices != indices or (state.life != self.life and not is_recovered):
-                self.groups[name] = GroupState(indices, head["r"], self.life, prompt)
+                self.groups[name] = GroupState(
+                    indices, head["r"], self.life, prompt, segment=segment_number(record.segment)
+                )
             else:
                 state.life = self.life
 

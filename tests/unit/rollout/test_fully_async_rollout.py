@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from slime.rollout import data_source as data_source_module
 from slime.rollout import fully_async_rollout, state
+from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
@@ -425,7 +425,7 @@ class LedgeredJob(Job):
         super().__init__(engine, args)
         self.books = open_books(args, self.source)
         self.source = self.books.data_source
-        self._states: dict[int, bytes] = {}
+        self.position = CheckpointPosition(self.books)
         self.start_rollout_id = start_rollout_id
         if start_rollout_id:
             self.source.load(start_rollout_id - 1)
@@ -433,16 +433,13 @@ class LedgeredJob(Job):
 
     def generate(self, rollout_id: int) -> Any:
         set_current_rollout_id(rollout_id)
-        self._states[rollout_id] = pickle.dumps(self.source.state_dict())
+        self.position.begin(rollout_id)
         return self.books.make_samples(
             rollout_id, lambda: generate_rollout_fully_async(self.args, rollout_id, self.source)
         )
 
     def save(self, rollout_id: int) -> None:
-        while rollout_id + 1 not in self.books._positions:  # the next rollout has begun
-            time.sleep(0.001)
-        self.source.save(rollout_id, state=pickle.loads(self._states[rollout_id + 1]))
-        self.books.save(rollout_id)
+        self.position.save(rollout_id)  # the next rollout has begun, or is about to
         self.books.published(rollout_id)
 
     def run(self, stop: int, *, save_after: int | None = None) -> None:

@@ -128,7 +128,5 @@ def test_a_sample_that_goes_back_to_its_prompt_keeps_only_what_it_was_issued_wit
     sample.response, sample.loss_mask, sample.rollout_log_probs, sample.reward = "text", [1] * 4, [-1.0] * 4, 1.0
     sample.status, sample.session_id = Sample.Status.TRUNCATED, "s"
     fresh = back_to_prompt(sample)
-    expected = Sample(
-        index=7, group_index=2, prompt="p", label="l", metadata={"a": 1}, tokens=[1, 2], session_id="s"
-    )
+    expected = Sample(index=7, group_index=2, prompt="p", label="l", metadata={"a": 1}, tokens=[1, 2], session_id="s")
     assert fresh is sample and fresh == expected

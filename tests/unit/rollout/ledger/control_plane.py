@@ -2,7 +2,8 @@
 
 Everything between the data source and ``post`` is the product's code.  Time is virtual, requests and training are
 scripted, and the job can be killed at any step of its event loop and between any two steps of a save: then only the
-files are left, the ledger's last write cut off at an arbitrary byte.
+files are left, the ledger's last write cut off at an arbitrary byte.  In the order of ``train_async.py`` training and
+each step of a save come at arbitrary steps of the next rollout.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import heapq
 import random
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.rollout import abort, generate, sglang_rollout, state
+from slime.rollout import abort, fully_async_rollout, generate, sglang_rollout, staleness, state
 from slime.rollout import data_source as data_source_module
 from slime.rollout import ledger as ledger_package
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.groups import first_index, leaf_samples
 from slime.rollout.ledger.books import TRACKER, Books
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Request, Script, split_prompt, text_of
 from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args, write_prompts
@@ -70,6 +73,8 @@ class World:
     seconds: Callable[[Request], float]
     """How long the engine draws a token."""
     save_interval: int = 1
+    is_ahead: bool = False
+    """The order of ``train_async.py``: the next rollout is under way while one is trained and saved."""
     kills: list[int] = field(default_factory=list)
     """Steps, counted from the start of each life, after which the process is killed."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -123,9 +128,18 @@ class Life:
         monkeypatch.setattr(generate, "post", self.post)
         monkeypatch.setattr(abort, "control_post", self.abort_all)
         monkeypatch.setattr(abort, "control_get", self.control_get)
-        monkeypatch.setattr(sglang_rollout, "run", lambda work, timeout: self.loop.run_until_complete(work))
+        monkeypatch.setattr(staleness, "control_get", self.control_get)
+        for module in (sglang_rollout, fully_async_rollout):
+            monkeypatch.setattr(module, "run", lambda work, timeout: self.loop.run_until_complete(work))
+        monkeypatch.setattr(fully_async_rollout, "get_async_loop", lambda: self.loop)
+        fully_async_rollout._WORKERS.clear()
         self.args = self.make_args()
+        self.weight_version = 1 + self.args.start_rollout_id
+        self.rollout_function = load_function(self.args.rollout_function_path)
+        self.chores: Iterator[None] = iter(())
+        """What is left of training and saving the rollout before."""
         self.books: Any = None
+        self.position: Any = None
 
     def make_args(self) -> Namespace:
         world = self.world
@@ -141,6 +155,7 @@ class Life:
                 "custom_rm_path": f"{HERE}.reward",
                 "rollout_max_response_len": 64,
                 "sglang_enable_deterministic_inference": True,
+                "rollout_function_path": f"{sglang_rollout.__name__}.generate_rollout",
                 **world.flags,
             },
         )
@@ -184,7 +199,7 @@ class Life:
                 "output_token_logprobs": [
                     [p, t, None] for p, t in zip(world.script.log_probs_of(tokens, earlier), tokens, strict=True)
                 ],
-                "weight_version": "1",
+                "weight_version": str(self.weight_version),
                 "prompt_tokens": len(payload["input_ids"]),
                 "completion_tokens": num_new,
                 "cached_tokens": 0,
@@ -198,6 +213,8 @@ class Life:
 
     async def control_get(self, url: str, *rest: Any, **keywords: Any) -> Any:
         await asyncio.sleep(0)
+        if url.endswith("/model_info"):
+            return {"weight_version": str(self.weight_version)}
         return {"workers": [{"url": "engine"}]} if url.endswith("/workers") else {"loads": []}
 
     # The job
@@ -236,7 +253,7 @@ class Life:
         self.loop.close()
 
     def job(self) -> None:
-        """The order of ``train.py`` and ``RolloutManager``."""
+        """The order of the training loops and of ``RolloutManager``."""
         args, world = self.args, self.world
         source = RolloutDataSourceWithBuffer(args)
         self.books = Books(args, source, Path(args.save) / "ledger", is_threaded=False)
@@ -246,38 +263,62 @@ class Life:
         self.step()
         for gone in [k for k in world.trained if k >= args.start_rollout_id]:
             del world.trained[gone]
-        rollout_id = args.start_rollout_id - 1
+        self.position = CheckpointPosition(self.books)
+        rollout_id = args.start_rollout_id
         while not world.is_drained:
+            world.trained[rollout_id] = self.generate(rollout_id)
+            self.do_chores()  # what the rollout before has left
+            self.chores = self.train_and_save(rollout_id)
+            if not world.is_ahead:
+                self.do_chores()
             rollout_id += 1
-            frozen = self.generate(rollout_id)
-            world.trained[rollout_id] = frozen
-            self.step()
-            self.books.trained(rollout_id)
-            self.step()
-            if (rollout_id + 1) % world.save_interval == 0 or world.is_drained:
-                self.save(rollout_id, source)
+        self.do_chores()
         self.books.close()
         world.final_state = source.state_dict()
 
     def generate(self, rollout_id: int) -> list[dict[str, Any]]:
         set_current_rollout_id(rollout_id)
+        self.do_some_chores()
+        self.position.begin(rollout_id)
+        self.do_some_chores()
         output = self.books.make_samples(
-            rollout_id, lambda: generate_rollout(self.args, rollout_id, self.books.data_source)
+            rollout_id, lambda: self.rollout_function(self.args, rollout_id, self.books.data_source)
         )
         assert isinstance(output, RolloutFnTrainOutput)
         return [frozen_sample(sample) for sample in leaf_samples(output.samples)]
 
-    def save(self, rollout_id: int, source: Any) -> None:
-        self.step()  # the model and the optimizer are written
-        source.save(rollout_id)
+    def train_and_save(self, rollout_id: int) -> Iterator[None]:
+        """The trainer's work on a rollout, bit by bit."""
+        self.books.trained(rollout_id)
+        yield
+        if (rollout_id + 1) % self.world.save_interval == 0 or self.world.is_drained:
+            yield  # the model and the optimizer are written
+            self.position.save(rollout_id)
+            yield
+            path = self.world.folder / "save" / TRACKER
+            path.write_text(str(rollout_id))
+            yield
+            self.books.published(rollout_id)
+            yield
+
+    def do_chores(self) -> None:
+        """All that is left of them; generation that goes on in the background does so meanwhile."""
         self.step()
-        self.books.save(rollout_id)
-        self.step()
-        path = self.world.folder / "save" / TRACKER
-        path.write_text(str(rollout_id))
-        self.step()
-        self.books.published(rollout_id)
-        self.step()
+        for _ in self.chores:
+            self.step()
+            self.loop.run_until_complete(asyncio.sleep(0.02))
+        if self.rollout_function is not sglang_rollout.generate_rollout:
+            self.push()
+
+    def do_some_chores(self) -> None:
+        while self.world.rng.random() < 0.3 and next(self.chores, self) is None:
+            self.step()
+
+    def push(self) -> None:
+        """New weights: what is in flight is cut off."""
+        self.weight_version += 1
+        for request in self.in_flight:
+            request.aborted.set()
 
     # The ledger's files
 
@@ -299,13 +340,15 @@ class Life:
                 self.note_returned(item)
             held.clear()
 
-        def flushing_step() -> None:
+        def busy_step() -> None:
             on_step()
             if self.world.rng.random() < 0.3:
                 writer.flush()
+            if self.world.rng.random() < 0.05:
+                next(self.chores, None)
 
         writer._encode, writer._write = noting_encode, noting_write
-        self.loop._on_step = flushing_step
+        self.loop._on_step = busy_step
 
     def note_returned(self, item: Any) -> None:
         leaves = item.entries[0][1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.ledger.books import TRACKER, Books, NoBooks, open_books, position_path
 from slime.rollout.ledger.reader import segment_files
@@ -49,6 +49,7 @@ class Process:
         if start:
             self.source.load(start - 1)
         self.books.start(start)
+        self.position = CheckpointPosition(self.books)
         self.generated: list[int] = []
 
     def rollout(self, rollout_id: int, *, stop_after: int | None = None) -> list[int]:
@@ -66,6 +67,7 @@ class Process:
             self.books.data_source.add_samples(groups[2:])
             return RolloutFnTrainOutput(samples=groups[:2], metrics={"rollout/kept": 2})
 
+        self.position.begin(rollout_id)
         output = self.books.make_samples(rollout_id, generate)
         assert output.metrics == {"rollout/kept": 2}
         return [group[0].group_index for group in output.samples]
@@ -79,8 +81,7 @@ class Process:
         ledger.response(sample, sample)
 
     def save(self, rollout_id: int) -> None:
-        self.source.save(rollout_id)
-        self.books.save(rollout_id)
+        self.position.save(rollout_id)
         (Path(self.args.save) / TRACKER).write_text(str(rollout_id))
         self.books.published(rollout_id)
 
@@ -188,13 +189,9 @@ def test_a_save_made_while_the_next_rollout_runs_keeps_what_that_one_recovered(t
     died_in_rollout_1(tmp_path)
     process = Process(tmp_path)
     process.rollout(0)
-    state = copy.deepcopy(process.source.state_dict())
     with pytest.raises(KeyboardInterrupt):
         process.rollout(1, stop_after=1)
-    process.source.save(0, state=state)
-    process.books.save(0)
-    (tmp_path / TRACKER).write_text("0")
-    process.books.published(0)
+    process.save(0)
     process.die()
     again = Process(tmp_path, start=1)
     assert again.rollout(1) == [2, 3]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slime.rollout.ledger.account import Account
 from slime.rollout.ledger.reader import read_folder
 from slime.rollout.ledger.story import Story
 from tests.unit.rollout.ledger import control_plane
@@ -16,6 +17,10 @@ from tests.unit.rollout.ledger.control_plane import World, make_world, run_to_th
 
 NUM_GROUPS = 14
 HERE = control_plane.__name__
+FULLY_ASYNC = {
+    "rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+    "sglang_server_concurrency": 16,
+}
 
 
 def uninterrupted(folder: Path, monkeypatch: Any, **options: Any) -> World:
@@ -49,8 +54,17 @@ def trained_groups(world: World) -> Counter[int]:
         (20, {"flags": {"custom_generate_function_path": f"{HERE}.attaches_a_lock"}}),
         (20, {"flags": {"custom_generate_function_path": f"{HERE}.fans_out"}, "save_interval": 2}),
         (20, {"flags": {"rollout_sample_hook_path": [f"{HERE}.counts_visits"]}, "save_interval": 2}),
+        (60, {"is_ahead": True}),
+        (20, {"is_ahead": True, "save_interval": 3}),
+        (30, {"flags": FULLY_ASYNC}),
+        (60, {"flags": FULLY_ASYNC, "is_ahead": True}),
+        (20, {"flags": FULLY_ASYNC, "is_ahead": True, "save_interval": 3}),
     ],
-    ids=["saves always", "saves seldom", "saves once", "group reward", "unpicklable", "fan-out", "sample hook"],
+    ids=[
+        *("saves always", "saves seldom", "saves once", "group reward", "unpicklable", "fan-out", "sample hook"),
+        *("saves while the next one runs", "and seldom"),
+        *("fully async in turn", "fully async", "fully async, saves seldom"),
+    ],
 )
 def test_a_killed_job_trains_the_samples_of_the_uninterrupted_one(tmp_path, monkeypatch, num_jobs, options):
     whole = uninterrupted(tmp_path, monkeypatch, **options)
@@ -61,6 +75,8 @@ def test_a_killed_job_trains_the_samples_of_the_uninterrupted_one(tmp_path, monk
         num_kills += world.num_lives - 1
         assert world.samples_of_first_groups() == expected, f"seed {seed}, killed after steps {world.kills}"
         assert world.asked_again == [], f"seed {seed}, killed after steps {world.kills}"
+        account = Account(Story().read(read_folder(world.folder / "save" / "ledger")))
+        assert account.problems() == [], f"seed {seed}, killed after steps {world.kills}"
     assert num_kills >= num_jobs
 
 
