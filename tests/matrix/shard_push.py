@@ -26,11 +26,14 @@ from torch import Tensor
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
+from megatron.core import mpu
+
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, BucketSource
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
+from slime.backends.megatron_utils.update_weight.shard_collect import CollectedBuckets
 from slime.utils.distributed_utils import get_gloo_group, init_gloo_group
 from slime.weights.manifest import Manifest
 from slime.weights.quantize import Quantizer
@@ -148,6 +151,9 @@ def compare_on_rank(
         )
         for _ in range(2):  # the second push finds everything made
             problems += [f"{label}: {text}" for text in differences(source, expected)]
+        if form.by_stage:
+            collected = CollectedBuckets(source, mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
+            problems += [f"{label}, collected: {text}" for text in differences(collected, expected)]
         sent = [sum(bucket.num_bytes for bucket in buckets) for buckets in source.plan.buckets]
         notes.append(f"{label}: {min(sent)}-{max(sent)} bytes a rank, {len(source.misfits)} gathered")
     return problems, notes

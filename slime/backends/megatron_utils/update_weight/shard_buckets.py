@@ -85,7 +85,7 @@ class ShardBuckets:
             blocks=self._blocks,
             groups=[[rank for rank, stage in enumerate(stages) if stage == turn] for turn in sorted(set(stages))],
         )
-        self.group_ranks = [rank for rank, stage in enumerate(stages) if stage == stages[dist.get_rank()]]
+        self.group_ranks = next(ranks for ranks in self.plan.groups if dist.get_rank() in ranks)
         """Ranks that send when this one does."""
         self._own: tuple[PlannedBucket, ...] = self.plan.buckets[dist.get_rank()]
         self._manifest = self.plan.manifest

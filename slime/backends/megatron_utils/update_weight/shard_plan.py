@@ -95,11 +95,13 @@ class ShardPlan:
 
     manifest: Manifest
     buckets: tuple[tuple[PlannedBucket, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks that send at the same time, in the order in which the groups send."""
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the largest bucket of any rank, which every rank's buffer has."""
-        return max((bucket.num_bytes for owned in self.buckets for bucket in owned), default=0)
+        """Size of every rank's buffer: that of the largest bucket of any rank, rounded up."""
+        return align(max((bucket.num_bytes for owned in self.buckets for bucket in owned), default=0))
 
     def num_turns(self, ranks: Iterable[int]) -> int:
         """Turns until all of these ranks have sent all that they have."""
@@ -133,7 +135,7 @@ def plan_shards(
     drafts = [
         list(_pack(offered, share.parts, sizes, bucket_bytes)) for offered, share in zip(offers, shares, strict=True)
     ]
-    groups = [range(len(offers))] if groups is None else groups
+    groups = (tuple(range(len(offers))),) if groups is None else tuple(map(tuple, groups))
     entries: list[BucketEntry] = []
     owned: list[list[PlannedBucket]] = [[] for _ in offers]
     for ranks in groups:
@@ -149,7 +151,8 @@ def plan_shards(
             if offer.name not in tensors:
                 for name, shape, dtype in sizes.outputs(offer):
                     tensors[name] = TensorEntry(name, shape, dtype_name(dtype))
-    return ShardPlan(Manifest(tuple(tensors.values()), tuple(entries)), tuple(tuple(buckets) for buckets in owned))
+    manifest = Manifest(tuple(tensors.values()), tuple(entries))
+    return ShardPlan(manifest, tuple(map(tuple, owned)), groups)
 
 
 class _Sizes:
