@@ -103,19 +103,9 @@ def to_int4(
         )
 
     def config(names: Collection[str]) -> dict[str, Any]:
-        plain = modules_to_not_convert(names)
-        absorbed = sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(ALWAYS_PLAIN_IN_INT4 + SUFFIX))
-        by_rule = sorted(
-            name.removesuffix(SUFFIX)
-            for name in names
-            if is_quantized_offline(name) and any(is_ignored(name.removesuffix(SUFFIX), rule) for rule in ignore_rules)
-        )
-        weights = {
-            **{"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size},
-            **{"symmetric": is_symmetric, "dynamic": False, "actorder": None},
-        }
-        ignored = list(dict.fromkeys([*plain, *absorbed, *by_rule]))
-        return _compressed_config("pack-quantized", ignored, weights, None)
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
+        weights |= {"symmetric": is_symmetric, "dynamic": False}
+        return _compressed_config("pack-quantized", ignored_by_int4(names, ignore_rules), weights, None)
 
     return ToQuantized(
         GroupInt(num_bits=4, group_size=group_size, is_symmetric=is_symmetric, scale_dtype=scale_dtype),
@@ -124,6 +114,25 @@ def to_int4(
         config,
         {"to": "int4", "group_size": group_size, "symmetric": is_symmetric, "ignore": list(ignore_rules)},
     )
+
+
+def ignored_by_int4(names: Collection[str], ignore_rules: Sequence[str] = ()) -> list[str]:
+    """The modules that a config of packed integers lists as plain.
+
+    Args:
+        names: of all tensors of the plain model.
+        ignore_rules: as :func:`to_int4` has them.
+    """
+    modules = {
+        name.removesuffix(SUFFIX)
+        for name in names
+        if is_quantized_offline(name)
+        and (
+            name.endswith(ALWAYS_PLAIN_IN_INT4 + SUFFIX)
+            or any(is_ignored(name.removesuffix(SUFFIX), rule) for rule in ignore_rules)
+        )
+    }
+    return sorted(modules.union(modules_to_not_convert(names)))
 
 
 def is_ignored(module: str, rule: str) -> bool:

@@ -1,0 +1,179 @@
+"""Plain model folders become quantized ones: which tensors, with which bytes, and what config.json says."""
+
+import json
+
+import pytest
+import torch
+
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.hf_rewrite.recipes import to_fp8, to_int4
+from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.quantize import make_quantizer, quantized_names, read_format
+from slime.weights.quantize.block_fp8 import quantize_block, quantize_channel, quantize_tensor
+from tests.unit.weights.hf_rewrite.checkpoints import QUANTIZED, read_folder, same_bytes, tensors_of, write_folder
+
+
+def quantized_weights(family, layers=3):
+    return {f"model.layers.{layer}.{module}.weight" for layer in range(layers) for module in QUANTIZED[family]}
+
+
+@pytest.mark.parametrize("family", QUANTIZED)
+def test_blocks_have_the_bytes_of_quantize_block_and_the_rest_is_untouched(tmp_path, family):
+    tensors = tensors_of(family)
+    source = write_folder(tmp_path / "plain", tensors)
+    report = rewrite_folder(to_fp8("block", [128, 128]), source, tmp_path / "fp8")
+    assert report.is_complete and report.shards_written == 3
+    expected = {}
+    for name, tensor in tensors.items():
+        if name in quantized_weights(family):
+            expected[name], expected[f"{name}_scale_inv"] = quantize_block(tensor)
+        else:
+            expected[name] = tensor
+    written = read_folder(tmp_path / "fp8")
+    assert written.keys() == expected.keys()
+    assert [name for name in expected if not same_bytes(written[name], expected[name])] == []
+    assert (tmp_path / "fp8" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_push_gives_the_bytes_of_the_offline_conversion(tmp_path):
+    tensors = tensors_of("deepseek_v32")
+    source = write_folder(tmp_path / "plain", tensors)
+    recipes = {
+        "block": to_fp8(),
+        "ue8m0": to_fp8("block", [64, 32], "ue8m0"),
+        "channel": to_fp8("channel"),
+        "tensor": to_fp8("tensor"),
+        "int4": to_int4(),
+        "asymmetric": to_int4(16, is_symmetric=False),
+    }
+    for name, recipe in recipes.items():
+        rewrite_folder(recipe, source, tmp_path / name, workers=2)
+        written = read_folder(tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        chosen = quantized_names(written, read_format(config))
+        quantizer = make_quantizer(config, chosen, known_names=tensors.keys())
+        pushed = dict(pair for item in tensors.items() for pair in quantizer.quantize(*item))
+        assert pushed.keys() == written.keys()
+        assert [key for key in pushed if not same_bytes(pushed[key], written[key])] == [], name
+
+
+def test_tensors_that_do_not_fit_a_chunk_are_converted_in_runs_of_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("slime.weights.hf_rewrite.run.CHUNK_BYTES", {"cpu": 5000})
+    weight = torch.randn(333, 200).to(torch.bfloat16)
+    source = write_folder(tmp_path / "plain", {"model.layers.0.mlp.up_proj.weight": weight}, shards=1)
+    for recipe, quantize in (
+        (to_fp8("block", [32, 64]), lambda w: quantize_block(w, (32, 64))),
+        (to_fp8("channel"), quantize_channel),
+        (to_fp8("tensor"), quantize_tensor),
+    ):
+        strategy = recipe.settings["strategy"]
+        rewrite_folder(recipe, source, tmp_path / strategy)
+        written = read_folder(tmp_path / strategy)
+        quantized, scale = quantize(weight)
+        assert same_bytes(written.pop("model.layers.0.mlp.up_proj.weight"), quantized)
+        assert same_bytes(*written.values(), scale)
+
+
+def test_the_config_says_how_and_what_is_plain(tmp_path):
+    source = write_folder(tmp_path / "plain", tensors_of("deepseek_v32"), config={"vocab_size": 256})
+    rewrite_folder(to_fp8("block", [64, 128], "ue8m0"), source, tmp_path / "fp8")
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert config.pop("vocab_size") == 256
+    quantization = config["quantization_config"]
+    plain = quantization.pop("modules_to_not_convert")
+    assert quantization == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [64, 128],
+        "scale_fmt": "ue8m0",
+    }
+    per_layer = [
+        f"model.layers.{layer}.{name}" for layer in range(3) for name in ("mlp.gate", "self_attn.indexer.weights_proj")
+    ]
+    of_mtp = [f"model.layers.2.{name}" for name in ("embed_tokens", "eh_proj", "shared_head.head")]
+    assert plain == sorted(["lm_head", "model.embed_tokens", *per_layer, *of_mtp])
+
+
+def test_integers_leave_out_what_the_rules_name_and_what_engines_absorb(tmp_path):
+    tensors = tensors_of("deepseek_v32", layers=1)
+    source = write_folder(tmp_path / "plain", tensors, shards=1)
+    rules = ["re:.*shared_experts", "model.layers.0.self_attn.indexer"]
+    rewrite_folder(to_int4(32, ignore_rules=rules), source, tmp_path / "int4")
+    packed = {name for name in read_folder(tmp_path / "int4") if name.endswith("_packed")}
+    chosen = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
+    experts = {f"mlp.experts.{e}.{n}_proj" for e in range(2) for n in ("gate", "up", "down")}
+    names = {f"self_attn.{name}" for name in chosen} | experts
+    assert packed == {f"model.layers.0.{name}.weight_packed" for name in names}
+    ignored = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {f"model.layers.0.self_attn.{name}" for name in ("kv_b_proj", "indexer.wk", "indexer.wq_b")} < set(ignored)
+    assert "model.layers.0.mlp.shared_experts.up_proj" in ignored
+
+
+def test_zeros_stay_zeros_and_no_number_is_made_up(tmp_path):
+    weights = {"model.layers.0.mlp.up_proj.weight": torch.zeros(256, 256, dtype=torch.bfloat16)}
+    source = write_folder(tmp_path / "plain", weights, shards=1)
+    rewrite_folder(to_fp8(), source, tmp_path / "fp8")
+    written = read_folder(tmp_path / "fp8")
+    assert not written["model.layers.0.mlp.up_proj.weight"].float().any()
+    assert torch.isfinite(written["model.layers.0.mlp.up_proj.weight_scale_inv"]).all()
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path):
+    weight = torch.zeros(256, 256)
+    weight[200, 3] = float("nan")
+    source = write_folder(tmp_path / "plain", {"model.layers.0.mlp.up_proj.weight": weight}, shards=1)
+    with pytest.raises(DataError, match=r"model\.layers\.0\.mlp\.up_proj\.weight has NaN"):
+        rewrite_folder(to_fp8(), source, tmp_path / "fp8")
+    assert not (tmp_path / "fp8" / "config.json").exists()
+
+
+def test_what_is_quantized_already_is_refused_whatever_the_strategy(tmp_path):
+    source = write_folder(tmp_path / "plain", tensors_of("qwen3"))
+    rewrite_folder(to_fp8(), source, tmp_path / "fp8")
+    for recipe in (to_fp8(), to_fp8("channel"), to_fp8("tensor"), to_int4()):
+        with pytest.raises(ConfigError, match=r"is quantized already \(fp8\).*fp8_cast_bf16"):
+            rewrite_folder(recipe, tmp_path / "fp8", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_weights_of_a_dtype_that_cannot_be_quantized_are_named(tmp_path):
+    tensors = tensors_of("qwen3") | {"model.layers.1.mlp.up_proj.weight": torch.zeros(320, 160, dtype=torch.int8)}
+    source = write_folder(tmp_path / "plain", tensors)
+    with pytest.raises(ConfigError, match=r"such as I8: model\.layers\.1\.mlp\.up_proj\.weight"):
+        rewrite_folder(to_fp8(), source, tmp_path / "fp8")
+
+
+def test_a_folder_with_nothing_to_quantize_is_refused(tmp_path):
+    source = write_folder(tmp_path / "plain", {"model.norm.weight": torch.ones(8)}, shards=1)
+    with pytest.raises(ConfigError, match="nothing in .* would be quantized"):
+        rewrite_folder(to_fp8(), source, tmp_path / "fp8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("block", [128]), "--block-size is 128; give rows and columns"),
+        (("block", [0, 128]), "--block-size is 0 128"),
+        (("block", [128, 100]), "each one of 16, 32, 64, 128, 256, 512"),
+        (("block", []), "--block-size is ;"),
+        (("channel", [128, 128]), "--block-size is for --strategy block"),
+        (("tensor", None, "ue8m0"), "--scale-fmt is for --strategy block"),
+        (("row",), "--strategy is 'row'; use one of block, channel, tensor"),
+        (("block", None, "e8"), "--scale-fmt is 'e8'"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        to_fp8(*arguments)
+
+
+def test_groups_that_do_not_divide_a_weight_are_refused_before_anything_is_written(tmp_path):
+    source = write_folder(tmp_path / "plain", tensors_of("qwen3"))
+    with pytest.raises(ConfigError, match="has 160 columns, which are no whole number of groups of 64"):
+        rewrite_folder(to_int4(64), source, tmp_path / "int4")
+    assert not (tmp_path / "int4").exists()
+    with pytest.raises(ConfigError, match="--group-size is 12"):
+        to_int4(12)
+    with pytest.raises(ConfigError, match=r"--ignore-rules 're:\(' is no regular expression"):
+        to_int4(32, ignore_rules=["re:("])
