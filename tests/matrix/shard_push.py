@@ -41,7 +41,7 @@ from slime.weights.quantize.formats import BlockFp8, ChannelFp8, WeightFormat
 from slime.weights.quantize.offline_rules import is_quantized_offline
 from tests.matrix import layout_rank
 from tests.matrix.case import FamilyCase, load_cases, read_config
-from tests.matrix.layouts import LAYOUTS, Layout, _case, layouts_of, with_layers, write_checkpoint
+from tests.matrix.layouts import FULL_FAMILIES, LAYOUTS, Layout, _case, layouts_of, with_layers, write_checkpoint
 from tests.matrix.pool import RankError, RankPool
 from tests.matrix.report import Cell, summary
 
@@ -89,7 +89,11 @@ def run_cells(
     cells = []
     with RankPool() as pool:
         for case in cases:
-            layouts = layouts_of(case, tuple(LAYOUTS) if names is None else names)
+            layouts = {
+                name: layout
+                for name, layout in layouts_of(case, tuple(LAYOUTS) if names is None else names).items()
+                if layout.num_layers is None or case.name in FULL_FAMILIES
+            }
             with tempfile.TemporaryDirectory(prefix=f"shards-{case.name}-") as root:
                 for name, layout in layouts.items():
                     cell = _run_cell(pool, case, name, layout, Path(root), tuple(formats))
