@@ -1,0 +1,274 @@
+"""Conversions that are shared out, killed, taken up again, refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.hf_rewrite import run
+from slime.weights.hf_rewrite.fp8_to_bf16 import Fp8ToBf16
+from slime.weights.hf_rewrite.recipes import to_fp8
+from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.hf_rewrite.target import JOURNAL, LOCK
+from tests.unit.weights.hf_rewrite.checkpoints import files_of, read_folder, tensors_of, write_folder
+
+INDEX = "model.safetensors.index.json"
+REPO = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_folder(tmp_path / "plain", tensors_of("qwen3_moe"), shards=4)
+
+
+def broken_after(monkeypatch, count, error):
+    """Let the ``count``-th tensor that is read fail."""
+    real, calls = run.read_rows, []
+
+    def read_rows(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == count:
+            raise error
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(run, "read_rows", read_rows)
+
+
+def test_any_number_of_workers_writes_the_same_files(tmp_path, source):
+    for workers in (1, 2, 5):
+        rewrite_folder(to_fp8(), source, tmp_path / str(workers), workers=workers)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "5")
+    names = {f"model-{shard:05d}-of-00004.safetensors" for shard in (1, 2, 3, 4)}
+    assert files_of(tmp_path / "1").keys() == names | {INDEX, "config.json", "tokenizer.json"}
+
+
+KILLED = """
+import os, signal, sys
+from slime.weights.hf_rewrite import run
+from slime.weights.hf_rewrite.recipes import to_fp8
+
+real, calls = run.read_rows, []
+def read_rows(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == 25:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+run.read_rows = read_rows
+run.rewrite_folder(to_fp8(), sys.argv[1], sys.argv[2], workers=2)
+"""
+
+
+def test_a_killed_conversion_is_taken_up_and_gives_the_same_files(tmp_path, source):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    rewrite_folder(to_fp8(), source, whole)
+    process = subprocess.run([sys.executable, "-c", KILLED, source, resumed], cwd=REPO, timeout=100)
+    assert process.returncode == -signal.SIGKILL
+    left = files_of(resumed).keys()
+    assert JOURNAL in left and any(name.endswith(".partial") for name in left)
+    assert not {INDEX, "config.json"} & left
+    finished = {name for name in left if name.endswith(".safetensors")}
+    times = {name: (resumed / name).stat().st_mtime_ns for name in finished}
+    report = rewrite_folder(to_fp8(), source, resumed, workers=2)
+    assert (report.shards_found, report.shards_written) == (len(finished), 4 - len(finished)) and 0 < len(finished) < 4
+    assert {name: (resumed / name).stat().st_mtime_ns for name in finished} == times
+    assert files_of(resumed) == files_of(whole)
+
+
+def test_the_first_error_stops_all_workers_and_leaves_nothing_half_written(tmp_path, source, monkeypatch):
+    with monkeypatch.context() as patch:
+        broken_after(patch, 20, OSError(5, "input/output error"))
+        with pytest.raises(OSError, match="input/output error"):
+            rewrite_folder(to_fp8(), source, tmp_path / "out", workers=3)
+    left = files_of(tmp_path / "out").keys()
+    assert JOURNAL in left and not {INDEX, "config.json", LOCK} & left
+    assert not any(name.endswith(".partial") for name in left)
+    rewrite_folder(to_fp8(), source, tmp_path / "out")
+    rewrite_folder(to_fp8(), source, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_disk_that_fills_up_is_said_and_finished_shards_are_kept(tmp_path, source, monkeypatch):
+    with monkeypatch.context() as patch:
+        broken_after(patch, 20, OSError(28, "No space left on device"))
+        with pytest.raises(ConfigError, match="disk of .* is full; free some space and repeat the command"):
+            rewrite_folder(to_fp8(), source, tmp_path / "out")
+    assert rewrite_folder(to_fp8(), source, tmp_path / "out").shards_found > 0
+
+
+def test_a_shard_that_was_cut_off_afterwards_is_written_again(tmp_path, source, monkeypatch):
+    rewrite_folder(to_fp8(), source, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        broken_after(patch, 30, OSError(5, "input/output error"))
+        with pytest.raises(OSError):
+            rewrite_folder(to_fp8(), source, tmp_path / "out")
+    finished = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    cut(finished[0], -1)
+    assert rewrite_folder(to_fp8(), source, tmp_path / "out").shards_found == len(finished) - 1
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_machines_may_share_the_shards_and_the_last_one_ends_the_folder(tmp_path, source):
+    names = sorted(path.name for path in source.glob("*.safetensors"))
+    first = rewrite_folder(to_fp8(), source, tmp_path / "out", only_files=names[2:])
+    assert not first.is_complete and not (tmp_path / "out" / "config.json").exists()
+    assert rewrite_folder(to_fp8(), source, tmp_path / "out", only_files=names[:2]).is_complete
+    rewrite_folder(to_fp8(), source, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    with pytest.raises(ConfigError, match="--files names lost.safetensors, no shards of"):
+        rewrite_folder(to_fp8(), source, tmp_path / "other", only_files=["lost.safetensors"])
+
+
+def test_what_is_in_the_folder_already_is_not_mixed_with_or_lost(tmp_path, source, monkeypatch):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        broken_after(patch, 30, OSError(5, "input/output error"))
+        with pytest.raises(OSError):
+            rewrite_folder(to_fp8(), source, out)
+    with pytest.raises(
+        ConfigError, match="unfinished conversion with other settings .*channel.*; repeat that command"
+    ):
+        rewrite_folder(to_fp8("channel"), source, out)
+    os.utime(source / "model-00003-of-00004.safetensors")
+    with pytest.raises(ConfigError, match="unfinished conversion with other source; "):
+        rewrite_folder(to_fp8(), source, out)
+    rewrite_folder(to_fp8("channel"), source, out, overwrite=True)
+    with pytest.raises(ConfigError, match="holds a model; choose another folder, or pass --overwrite"):
+        rewrite_folder(to_fp8(), source, out)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").touch()
+    with pytest.raises(ConfigError, match=r"notes is not empty \(todo.txt\)"):
+        rewrite_folder(to_fp8(), source, tmp_path / "notes")
+    with pytest.raises(ConfigError, match="todo.txt is a file; give a folder"):
+        rewrite_folder(to_fp8(), source, tmp_path / "notes" / "todo.txt")
+    with pytest.raises(ConfigError, match="over its own source"):
+        rewrite_folder(to_fp8(), source, source / "." / "", overwrite=True)
+    assert read_folder(source).keys() == tensors_of("qwen3_moe").keys()
+
+
+def test_overwriting_leaves_no_shard_of_the_older_model(tmp_path, source):
+    out = write_folder(tmp_path / "out", tensors_of("qwen3"), shards=7)
+    rewrite_folder(to_fp8(), source, out, overwrite=True)
+    rewrite_folder(to_fp8(), source, tmp_path / "whole")
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path, source):
+    import fcntl
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with open(out / LOCK, "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process converts into"):
+            rewrite_folder(to_fp8(), source, out)
+
+
+def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, source, monkeypatch):
+    gib = 1 << 30
+    monkeypatch.setattr("slime.weights.hf_rewrite.target.shutil.disk_usage", lambda path: Namespace(free=gib))
+    monkeypatch.setattr("slime.weights.hf_rewrite.target.RESERVE_BYTES", gib + gib // 2)
+    with pytest.raises(ConfigError, match=r"needs 1\.50 GiB more, its disk has 1\.00 GiB free"):
+        rewrite_folder(to_fp8(), source, tmp_path / "deep" / "out")
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), ConfigError, "there is no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), DataError, "config.json is no JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), DataError, "holds a list, not an object"),
+        (
+            lambda f: (f / "model-00002-of-00004.safetensors").unlink(),
+            DataError,
+            r"1 of 4 shards that .* model-00002-of-00004\.safetensors; finish the download",
+        ),
+        (lambda f: (f / INDEX).write_text("{}"), DataError, "has no weight_map"),
+        (
+            lambda f: rename_in_index(f, "model.norm.weight", "model.lost.weight"),
+            DataError,
+            "names 1 tensors that are not in",
+        ),
+        (
+            lambda f: cut(f / "model-00003-of-00004.safetensors", -1),
+            DataError,
+            "its header says .*; copy the shard again",
+        ),
+        (lambda f: cut(f / "model-00003-of-00004.safetensors", 100), DataError, "cut off inside its header"),
+        (lambda f: scribble(f / "model-00003-of-00004.safetensors"), DataError, "no readable safetensors header"),
+    ],
+)
+def test_a_damaged_source_is_refused_before_anything_is_written(tmp_path, source, damage, error, message):
+    damage(source)
+    with pytest.raises(error, match=message):
+        rewrite_folder(to_fp8(), source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def rename_in_index(folder, old, new):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][new] = index["weight_map"].pop(old)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def scribble(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:8] + b"?" * 8 + content[16:])
+
+
+def test_folders_without_index_and_tensors_that_the_index_forgot_are_converted(tmp_path, source):
+    rewrite_folder(to_fp8(), source, tmp_path / "whole")
+    index = json.loads((source / INDEX).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (source / INDEX).write_text(json.dumps(index))
+    rewrite_folder(to_fp8(), source, tmp_path / "forgotten")
+    (source / INDEX).unlink()
+    rewrite_folder(to_fp8(), source, tmp_path / "bare")
+    assert files_of(tmp_path / "forgotten") == files_of(tmp_path / "bare") == files_of(tmp_path / "whole")
+
+
+def test_a_tensor_in_two_shards_is_refused_unless_the_index_decides(tmp_path):
+    source = write_folder(tmp_path / "plain", tensors_of("qwen3"), shards=2)
+    (source / "zz.safetensors").write_bytes((source / "model-00002-of-00002.safetensors").read_bytes())
+    rewrite_folder(to_fp8(), source, tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
+    (source / INDEX).unlink()
+    with pytest.raises(DataError, match="is in model-00002-of-00002.safetensors and in zz.safetensors"):
+        rewrite_folder(to_fp8(), source, tmp_path / "again")
+
+
+def test_folders_that_are_none_and_devices_that_are_not_there(tmp_path, source):
+    with pytest.raises(ConfigError, match="is no folder"):
+        rewrite_folder(to_fp8(), tmp_path / "lost", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors"):
+        rewrite_folder(Fp8ToBf16(), tmp_path / "empty", tmp_path / "out")
+    for device, message in (("tpu", "is no device of torch"), ("meta", "is not supported")):
+        with pytest.raises(ConfigError, match=message):
+            rewrite_folder(to_fp8(), source, tmp_path / "out", device=device)
+    with pytest.raises(ConfigError, match="--max-workers is 0"):
+        rewrite_folder(to_fp8(), source, tmp_path / "out", workers=0)
+
+
+def test_other_programs_read_the_files(tmp_path):
+    tensors = tensors_of("qwen3") | {"model.scalar": torch.tensor(3.0), "model.empty": torch.zeros(0, 4)}
+    source = write_folder(tmp_path / "plain", tensors, shards=1)
+    rewrite_folder(to_fp8(), source, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model-00001-of-00001.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert file.get_tensor("model.scalar").item() == 3.0 and file.get_tensor("model.empty").shape == (0, 4)
+        slices = file.get_slice("model.layers.0.mlp.up_proj.weight")
+        assert slices.get_dtype() == "F8_E4M3" and slices.get_shape() == [320, 160]

@@ -1,0 +1,142 @@
+"""Quantized model folders become bf16 ones."""
+
+import json
+
+import pytest
+import torch
+
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.hf_rewrite.fp8_to_bf16 import Fp8ToBf16
+from slime.weights.hf_rewrite.int4_to_bf16 import Int4ToBf16
+from slime.weights.hf_rewrite.recipes import to_fp8, to_int4
+from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.quantize import read_format
+from slime.weights.quantize.block_fp8 import dequantize_block, quantize_block
+from slime.weights.quantize.stored import read_weight
+from tests.unit.weights.hf_rewrite.checkpoints import read_folder, same_bytes, tensors_of, write_folder
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "back"),
+    [
+        (to_fp8(), Fp8ToBf16()),
+        (to_fp8("block", [32, 64], "ue8m0"), Fp8ToBf16()),
+        (to_fp8("channel"), Fp8ToBf16()),
+        (to_fp8("tensor"), Fp8ToBf16()),
+        (to_int4(), Int4ToBf16()),
+        (to_int4(16, is_symmetric=False), Int4ToBf16()),
+    ],
+    ids=["block", "small blocks", "channel", "tensor", "int4", "int4 with zero points"],
+)
+def test_there_and_back_gives_what_the_formats_say(tmp_path, monkeypatch, recipe, back):
+    monkeypatch.setattr("slime.weights.hf_rewrite.run.CHUNK_BYTES", {"cpu": 3000})
+    tensors = tensors_of("deepseek_v32")
+    source = write_folder(tmp_path / "plain", tensors)
+    rewrite_folder(recipe, source, tmp_path / "quantized")
+    rewrite_folder(back, tmp_path / "quantized", tmp_path / "back", workers=2)
+    stored = read_folder(tmp_path / "quantized")
+    weight_format = read_format(
+        json.loads((tmp_path / "quantized" / "config.json").read_text())["quantization_config"]
+    )
+    result = read_folder(tmp_path / "back")
+    assert result.keys() == tensors.keys()
+    for name, tensor in result.items():
+        assert same_bytes(tensor, read_weight(name, stored.__getitem__, stored, weight_format)), name
+        assert torch.allclose(tensor.float(), tensors[name].float(), atol=0.05), name
+    assert (tmp_path / "back" / "config.json").read_text() == json.dumps(
+        json.loads((source / "config.json").read_text()), indent=2
+    ) + "\n"
+
+
+def test_a_weight_and_its_scale_may_lie_in_different_shards(tmp_path):
+    plain = tensors_of("qwen3")
+    tensors = {name: tensor for name, tensor in plain.items() if "_proj" not in name}
+    scales = {}
+    for name in sorted(plain.keys() - tensors.keys()):
+        tensors[name], scales[f"{name}_scale_inv"] = quantize_block(plain[name])
+    # The last of the shards holds nothing but scales, the first no weight that has one.
+    source = write_folder(tmp_path / "fp8", tensors | scales, shards=5)
+    report = rewrite_folder(Fp8ToBf16(), source, tmp_path / "bf16", workers=2)
+    assert report.shards_written < 5
+    result = read_folder(tmp_path / "bf16")
+    assert result.keys() == plain.keys()
+    for name, scale in scales.items():
+        weight = name.removesuffix("_scale_inv")
+        assert same_bytes(result[weight], dequantize_block(tensors[weight], scale))
+
+
+def test_quantization_is_gone_from_every_part_of_the_config(tmp_path):
+    weight, scale = quantize_block(torch.randn(64, 64), (32, 32))
+    config = {
+        "text_config": {
+            "hidden_size": 64,
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        },
+        "compression_config": {},
+    }
+    source = write_folder(tmp_path / "fp8", {UP: weight, f"{UP}_scale_inv": scale}, 1, config)
+    rewrite_folder(Fp8ToBf16(), source, tmp_path / "bf16")
+    assert "quantiz" not in (tmp_path / "bf16" / "config.json").read_text()
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["text_config"] == {"hidden_size": 64}
+    assert same_bytes(read_folder(tmp_path / "bf16")[UP], dequantize_block(weight, scale, (32, 32)))
+
+
+def test_exponents_alone_are_scales_too(tmp_path):
+    weight, scale = quantize_block(torch.randn(200, 130), ue8m0=True)
+    exponents = scale.to(torch.float8_e8m0fnu)
+    source = write_folder(tmp_path / "fp8", {UP: weight, f"{UP}_scale_inv": exponents}, shards=1)
+    rewrite_folder(Fp8ToBf16(), source, tmp_path / "bf16")
+    assert same_bytes(read_folder(tmp_path / "bf16")[UP], dequantize_block(weight, scale))
+
+
+def test_stacked_experts_and_scales_of_activations(tmp_path):
+    pairs = [quantize_block(torch.randn(130, 64)) for _ in range(3)]
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors = {name: torch.stack([q for q, _ in pairs]), f"{name}_scale_inv": torch.stack([s for _, s in pairs])}
+    tensors |= {"model.layers.0.mlp.experts.input_scale": torch.ones(1), "model.norm.weight": torch.ones(4)}
+    source = write_folder(tmp_path / "fp8", tensors, shards=1)
+    rewrite_folder(Fp8ToBf16(), source, tmp_path / "bf16")
+    result = read_folder(tmp_path / "bf16")
+    assert result.keys() == {name, "model.norm.weight"}
+    assert same_bytes(result[name], torch.stack([dequantize_block(*pair) for pair in pairs]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{UP}_scale_inv"), "1 FP8 tensors of .* have no scale"),
+        (lambda t: t.pop(UP), "has no FP8 tensor"),
+        (lambda t: t.update({"model.lost.weight_scale_inv": torch.ones(1)}), "1 scales of .* have no FP8 weight"),
+        (
+            lambda t: t.update({f"{UP}_scale_inv": torch.ones(2, 3)}),
+            r"has shape \[2, 3\].*neither one scale per 128 x 128",
+        ),
+        (lambda t: t.update({f"{UP}_scale_inv": torch.ones(1, 1).int()}), "has dtype I32; scales are F32"),
+    ],
+)
+def test_weights_and_scales_that_do_not_fit_are_refused(tmp_path, change, message):
+    weight, scale = quantize_block(torch.randn(128, 128))
+    tensors = {UP: weight, f"{UP}_scale_inv": scale, "model.norm.weight": torch.ones(4)}
+    change(tensors)
+    source = write_folder(tmp_path / "fp8", tensors, shards=1)
+    with pytest.raises((ConfigError, DataError), match=message):
+        rewrite_folder(Fp8ToBf16(), source, tmp_path / "bf16")
+    assert not (tmp_path / "bf16").exists()
+
+
+def test_packed_integers_need_their_parts_and_their_config(tmp_path):
+    source = write_folder(tmp_path / "plain", tensors_of("qwen3", layers=1), shards=1)
+    rewrite_folder(to_int4(), source, tmp_path / "int4")
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())
+    tensors = read_folder(tmp_path / "int4")
+    bare = write_folder(tmp_path / "bare", tensors, shards=1)
+    with pytest.raises(ConfigError, match="--config-path may name another"):
+        rewrite_folder(Int4ToBf16(), bare, tmp_path / "bf16")
+    rewrite_folder(Int4ToBf16(config["quantization_config"]), bare, tmp_path / "bf16")
+    assert read_folder(tmp_path / "bf16").keys() == tensors_of("qwen3", layers=1).keys()
+    del tensors[UP.removesuffix("weight") + "weight_scale"]
+    lacking = write_folder(tmp_path / "lacking", tensors, 1, config)
+    with pytest.raises(DataError, match=r"lacks 1 tensors .* model\.layers\.0\.mlp\.up_proj\.weight_scale"):
+        rewrite_folder(Int4ToBf16(), lacking, tmp_path / "again")
