@@ -70,10 +70,11 @@ class Fp8ToBf16:
                 for first, matrices in read.chunks(stored):
                     yield name, first, _multiply_all(matrices, scales[first : first + matrices.size(0)], block)
                 return
-            scales = scales.reshape(num_blocks(*stored.info.shape, block))
+            height, width = stored.info.shape
+            scales = scales.reshape(num_blocks(height, width, block))
             for first, rows in read.chunks(stored, block[0] if scales.size(0) > 1 else 1):
-                part = scales[first // block[0] :][: num_blocks(*rows.shape, block)[0]]
-                yield name, first, dequantize_block(rows, part, block)
+                scale_rows, _ = num_blocks(rows.size(0), width, block)
+                yield name, first, dequantize_block(rows, scales[first // block[0] :][:scale_rows], block)
 
         return Step(stored, (TensorInfo.of(name, torch.bfloat16, stored.info.shape),), convert)
 

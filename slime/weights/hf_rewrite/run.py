@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,8 +268,11 @@ class _Reader:
     @contextmanager
     def stream(self) -> Iterator[None]:
         """Work of this worker does not wait for that of the others on a GPU."""
-        is_cuda = self._device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream(self._device)) if is_cuda else nullcontext():
+        if self._device.type != "cuda":
+            yield
+            return
+        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
             yield
 
     def descriptor(self, path: Path) -> int:

@@ -156,7 +156,7 @@ def read_rows(
     count = info.rows - first if count is None else count
     size = count * info.row_bytes
     flat = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
-    view = memoryview(flat.numpy())
+    view = flat.numpy().data
     done = 0
     while done < size:
         got = os.preadv(descriptor, [view[done:]], stored.offset + first * info.row_bytes + done)
@@ -169,7 +169,7 @@ def read_rows(
 
 def write_at(descriptor: int, tensor: Tensor, offset: int) -> None:
     """Write a tensor's bytes at a place of a file."""
-    view = memoryview(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
+    view = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)
