@@ -4,11 +4,15 @@ A program works at one tile.  For FP8 a tile is one block of the scales: read on
 divided and written.  The bytes are those of ``quantize.block_fp8``:
 
 * the division by the scale is the exact fp32 quotient.  ``div_rn`` of every element would cost more than reading
-  it; the block has one divisor, so its correctly rounded reciprocal is computed once, and two corrections with fused
-  multiply-adds give the correctly rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC
-  System/6000 processor", 1990);
-* Hopper rounds to e4m3 as torch does, to nearest even.  Before Hopper, and in Triton's interpreter, integer
-  arithmetic does it.
+  it; the block has one divisor, so its correctly rounded reciprocal is computed once, and corrections with fused
+  multiply-adds give the correctly rounded quotient: one for dividends of bf16, as all 2**23 x 128 pairs of
+  significands show, two for any (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+  processor", 1990);
+* Hopper rounds to e4m3 as torch does, to nearest even.  Before Hopper, and in Triton's interpreter, ``div_rn`` and
+  integer arithmetic take the place of both.
+
+Rows of bf16 in whole vectors, which is nearly every byte of a push, have a path of their own that handles pairs of
+elements as words: fewer registers, so more tiles in flight, and fewer instructions.
 
 A NaN or an infinity in a block gives NaN, with whatever sign; everything finite is equal to the bit.
 """
@@ -28,19 +32,12 @@ from torch import Tensor
 from slime.weights.kernels.cast_table import CastItem, run_in_torch
 from slime.weights.kernels.rectangles import VECTOR_BYTES, Matrix, is_aligned, matrices, tile_index
 from slime.weights.kernels.triton_tiles import (
-    COLUMNS,
-    DST,
     FIELDS,
     FIRST_TILE,
-    FORM,
-    LAST,
     MOVES,
     NUM_MOVES,
-    ROWS,
-    SRC,
-    SRC_ROW,
-    TILES_PER_ROW,
     form_of,
+    load_descriptor,
     move_descriptors,
     move_tile,
     on_device,
@@ -56,11 +53,6 @@ FP8_FROM = {
     torch.float16: (FROM_FP16, FROM_FP16_WHOLE),
     torch.float32: (FROM_FP32, FROM_FP32_WHOLE),
 }
-# Fields that mean something else for an FP8 block.
-ROW_RUN = tl.constexpr(7)
-RUN_STRIDE = tl.constexpr(9)
-SCALES = tl.constexpr(10)
-IS_UE8M0 = LAST
 ONE_RUN = 1 << 30
 """Rows of a run that never ends; a multiple of every block."""
 
@@ -79,11 +71,8 @@ class CastShape:
     num_warps: int = 8
     programs_per_sm: int = 0
     """Programs that each walk over many tiles; 0 for one program a tile."""
-
-
-@triton.jit
-def _larger_or_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    max_registers: int | None = None
+    """Of a thread; None leaves it to the compiler."""
 
 
 @triton.jit
@@ -102,102 +91,153 @@ def _round_to_e4m3(value):
 
 
 @triton.jit
+def _quotient(x, reciprocal, minus_scale):
+    """``x / scale`` but for errors in the last bit, none for an ``x`` with the significand of bf16."""
+    quotient = x * reciprocal
+    return tl.fma(tl.fma(quotient, minus_scale, x), reciprocal, quotient)
+
+
+@triton.jit
+def _reciprocal_of(scale):
+    """Correctly rounded 1 / scale, and the -scale of the corrections."""
+    # Against an infinite scale the remainder would be NaN; the quotient of a finite number is zero.
+    return tl.div_rn(1.0, scale), tl.where(scale == float("inf"), 0.0, -scale)
+
+
+@triton.jit
 def _quotient_in_e4m3(x, scale, ON_HOPPER: tl.constexpr):
     """e4m3 bytes of fp32 ``x`` divided by one fp32 number."""
     if ON_HOPPER:
-        reciprocal = tl.div_rn(1.0, scale)
-        # Against an infinite scale the remainder would be NaN; the quotient of a finite number is zero.
-        divisor = tl.where(scale == float("inf"), 0.0, scale)
-        quotient = x * reciprocal
-        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
-        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+        reciprocal, minus_scale = _reciprocal_of(scale)
+        quotient = _quotient(x, reciprocal, minus_scale)
+        quotient = tl.fma(tl.fma(quotient, minus_scale, x), reciprocal, quotient)
         # The instruction saturates, so that 448 and a rounding error is 448.
-        result = quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        code = quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        result = _round_to_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
-    return result
+        code = _round_to_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
+    return code
 
 
 @triton.jit
-def _source_rows(first, row_run, run_stride, BLOCK_ROWS: tl.constexpr):
-    """Rows of the source behind the BLOCK_ROWS rows of an item from ``first`` on."""
+def _scale_of(absmax, is_ue8m0):
+    """The scale of a block with this largest magnitude."""
+    scale = tl.div_rn(tl.maximum(absmax, FLOOR, propagate_nan=tl.PropagateNan.ALL), MAX)
+    bits = scale.to(tl.int32, bitcast=True)
+    # A mantissa that is not zero carries into the exponent; NaN and infinity stay.
+    rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where((is_ue8m0 != 0) & (bits < 0x7F800000), rounded, scale)
+
+
+@triton.jit
+def _source_rows(first, run, run_stride, BLOCK_ROWS: tl.constexpr):
+    """Rows of the source behind those of a block: the first, and the distance of each from it."""
     offset = tl.arange(0, BLOCK_ROWS)
-    if row_run % BLOCK_ROWS == 0:
-        # The block lies in one run.
-        row = first // row_run * run_stride + first % row_run + offset
-    else:
-        row = (first + offset) // row_run * run_stride + (first + offset) % row_run
-    return row
+    first_source = first // run * run_stride + first % run
+    if run % BLOCK_ROWS != 0:
+        # The block lies in several runs.
+        offset = (first + offset) // run * run_stride + (first + offset) % run - first_source
+    return first_source, offset
 
 
 @triton.jit
-def _quantize_tile(
-    table, tile, out, TYPE: tl.constexpr, SIZE: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr,
+def _quantize(
+    descriptor, tile, out, TYPE: tl.constexpr, SIZE: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr,
 ):  # fmt: skip
     """One block: TYPE and SIZE in bytes of the source's elements; IS_WHOLE when lengths are in vectors."""
-    across = tl.load(table + TILES_PER_ROW).to(tl.int32)
-    rows = tl.load(table + ROWS).to(tl.int32)
-    first_row = tile // across * BLOCK_ROWS
-    source_row = _source_rows(
-        first_row, tl.load(table + ROW_RUN).to(tl.int32), tl.load(table + RUN_STRIDE).to(tl.int32), BLOCK_ROWS
-    )
-    row = first_row + tl.arange(0, BLOCK_ROWS)
-    column = tile % across * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    src = tl.load(table + SRC).to(tl.pointer_type(TYPE))
-    quantized = out + tl.load(table + DST)
-    columns = tl.load(table + COLUMNS)
-    row_stride = tl.load(table + SRC_ROW)
+    _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, is_ue8m0 = descriptor
+    first = tile // across * BLOCK_ROWS
+    first_source, source_row = _source_rows(first, run.to(tl.int32), run_stride.to(tl.int32), BLOCK_ROWS)
+    row = tl.arange(0, BLOCK_ROWS)
+    column = (tile % across * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
+    source = src.to(tl.pointer_type(TYPE))
+    quantized = out + dst
     if IS_WHOLE:
-        src = tl.multiple_of(src, VECTOR)
+        source = tl.multiple_of(source, VECTOR)
         quantized = tl.multiple_of(quantized, VECTOR)
         columns *= VECTOR
-        row_stride *= VECTOR // SIZE
-    mask = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(src + source_row.to(tl.int64)[:, None] * row_stride + column[None, :], mask=mask, other=0.0)
-    x = x.to(tl.float32)
-    absmax = tl.reduce(tl.reshape(tl.abs(x), (BLOCK_ROWS * BLOCK_COLUMNS,)), 0, _larger_or_nan)
-    scale = tl.div_rn(_larger_or_nan(absmax, FLOOR), MAX)
-    if tl.load(table + IS_UE8M0) != 0:
-        bits = scale.to(tl.int32, bitcast=True)
-        # A mantissa that is not zero carries into the exponent; NaN and infinity stay.
-        rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(bits < 0x7F800000, rounded, scale)
-    tl.store((out + tl.load(table + SCALES)).to(tl.pointer_type(tl.float32), bitcast=True) + tile, scale)
-    code = _quotient_in_e4m3(x, scale, ON_HOPPER)
-    tl.store(quantized + row.to(tl.int64)[:, None] * columns + column[None, :], code, mask=mask)
+        stride *= VECTOR // SIZE
+    # A whole matrix may have more elements than 2**31, a block's rows have not.
+    source += first_source.to(tl.int64) * stride
+    quantized += first.to(tl.int64) * columns
+    mask = (first + row < rows)[:, None] & (column < columns)
+    x = tl.load(source + (source_row * stride.to(tl.int32))[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    # As integers the bits have the order of the magnitudes, NaN above all.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    scale = _scale_of(largest.to(tl.float32, bitcast=True), is_ue8m0)
+    tl.store((out + scales).to(tl.pointer_type(tl.float32), bitcast=True) + tile, scale)
+    tl.store(quantized + (row * columns)[:, None] + column, _quotient_in_e4m3(x, scale, ON_HOPPER), mask=mask)
 
 
 @triton.jit
-def _cast_tile(
+def _larger_halves(a, b):
+    """Maxima of both unsigned halves of two words."""
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _quantize_pairs(descriptor, tile, out, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """One block of bf16 in whole vectors, on Hopper: two elements a word, until each is divided."""
+    _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, is_ue8m0 = descriptor
+    first = tile // across * BLOCK_ROWS
+    first_source, source_row = _source_rows(first, run.to(tl.int32), run_stride.to(tl.int32), BLOCK_ROWS)
+    row = tl.arange(0, BLOCK_ROWS)
+    column = (tile % across * (BLOCK_COLUMNS // 2) + tl.arange(0, BLOCK_COLUMNS // 2))[None, :]
+    columns *= VECTOR // 2
+    stride *= VECTOR // 4
+    source = tl.multiple_of(src.to(tl.pointer_type(tl.int32)), VECTOR) + first_source.to(tl.int64) * stride
+    quantized = tl.multiple_of((out + dst).to(tl.pointer_type(tl.int16), bitcast=True), VECTOR)
+    quantized += first.to(tl.int64) * columns
+    mask = (first + row < rows)[:, None] & (column < columns)
+    pair = tl.load(source + (source_row * stride.to(tl.int32))[:, None] + column, mask=mask, other=0)
+    magnitudes = tl.reshape(pair & 0x7FFF7FFF, (BLOCK_ROWS * (BLOCK_COLUMNS // 2),))
+    largest = tl.reduce(magnitudes, 0, _larger_halves)
+    largest = tl.maximum(largest >> 16, largest & 0xFFFF) << 16
+    scale = _scale_of(largest.to(tl.float32, bitcast=True), is_ue8m0)
+    tl.store((out + scales).to(tl.pointer_type(tl.float32), bitcast=True) + tile, scale)
+    reciprocal, minus_scale = _reciprocal_of(scale)
+    even = _quotient((pair << 16).to(tl.float32, bitcast=True), reciprocal, minus_scale)
+    odd = _quotient((pair & -65536).to(tl.float32, bitcast=True), reciprocal, minus_scale)
+    code = tl.inline_asm_elementwise(
+        "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", [odd, even], dtype=tl.int16, is_pure=True, pack=1
+    )
+    tl.store(quantized + (row * columns)[:, None] + column, code, mask=mask)
+
+
+@triton.jit
+def _cast_tile(  # noqa: C901 - one branch for each form
     out, owner, table, program, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr,
 ):  # fmt: skip
-    table += tl.load(owner + program).to(tl.int64) * FIELDS
-    tile = program - tl.load(table + FIRST_TILE).to(tl.int32)
-    form = tl.load(table + FORM)
+    """Forms that the table lacks are not compiled."""
+    descriptor = load_descriptor(table + tl.load(owner + program).to(tl.int64) * FIELDS)
+    form = descriptor[0]
+    tile = program - descriptor[1]
     if FROM_BF16_WHOLE & FORMS:
         if form == FROM_BF16_WHOLE:
-            _quantize_tile(table, tile, out, tl.bfloat16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            if ON_HOPPER:
+                _quantize_pairs(descriptor, tile, out, BLOCK_ROWS, BLOCK_COLUMNS)
+            else:
+                _quantize(descriptor, tile, out, tl.bfloat16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, False)
     if FROM_BF16 & FORMS:
         if form == FROM_BF16:
-            _quantize_tile(table, tile, out, tl.bfloat16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            _quantize(descriptor, tile, out, tl.bfloat16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if FROM_FP16_WHOLE & FORMS:
         if form == FROM_FP16_WHOLE:
-            _quantize_tile(table, tile, out, tl.float16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            _quantize(descriptor, tile, out, tl.float16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if FROM_FP16 & FORMS:
         if form == FROM_FP16:
-            _quantize_tile(table, tile, out, tl.float16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            _quantize(descriptor, tile, out, tl.float16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if FROM_FP32_WHOLE & FORMS:
         if form == FROM_FP32_WHOLE:
-            _quantize_tile(table, tile, out, tl.float32, 4, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            _quantize(descriptor, tile, out, tl.float32, 4, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if FROM_FP32 & FORMS:
         if form == FROM_FP32:
-            _quantize_tile(table, tile, out, tl.float32, 4, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            _quantize(descriptor, tile, out, tl.float32, 4, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if MOVES & FORMS:
         if form <= MOVES:
-            src = tl.load(table + SRC).to(tl.pointer_type(tl.uint8))
-            move_tile(table, tile, src, out + tl.load(table + DST), FORMS, TILE_ROWS, TILE_COLUMNS, False)
+            src = descriptor[5].to(tl.pointer_type(tl.uint8))
+            move_tile(descriptor, tile, src, out + descriptor[8], FORMS, TILE_ROWS, TILE_COLUMNS, False)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -269,18 +309,24 @@ class CastLaunch:
                     ON_HOPPER=self.on_hopper,
                     WALKS=self.num_programs < self.num_tiles,
                     num_warps=self.shape.num_warps,
+                    maxnreg=self.shape.max_registers,
                 )
         for item in self.in_torch:
             run_in_torch(item, out, self.out_dtype, self.block)
 
     def _quantized(self, item: CastItem) -> tuple[list[list[int]], list[int]]:
         forms = FP8_FROM.get(item.source.dtype)
-        if forms is None or any(side & (side - 1) for side in self.block):
+        size = item.source.element_size()
+        stride = item.source.stride(0) if item.source.size(0) > 1 else 0
+        is_plain = item.row_run >= item.rows
+        run, run_stride = (ONE_RUN, 0) if is_plain else (item.row_run, item.run_stride)
+        # In a block the kernel counts elements of the source with 32 bits.
+        crossings = 0 if run % self.block[0] == 0 else self.block[0] // run + 1
+        span = stride * (self.block[0] + crossings * run_stride)
+        if forms is None or any(side & (side - 1) for side in self.block) or span >= 1 << 31:
             self.in_torch.append(item)
             return [], []
         assert item.scale_offset is not None  # checked by the table
-        size = item.source.element_size()
-        stride = item.source.stride(0) if item.source.size(0) > 1 else 0
         address = item.source.data_ptr()
         columns = item.columns
         # One byte an element is written, so rows of whole vectors are whole vectors at both sides.
@@ -288,8 +334,7 @@ class CastLaunch:
         if is_whole:
             columns, stride = columns // VECTOR_BYTES, stride * size // VECTOR_BYTES
         down, across = num_blocks(item.rows, item.columns, self.block)
-        is_plain = item.row_run >= item.rows
-        run, run_stride = (ONE_RUN, 0) if is_plain else (item.row_run, item.run_stride)
+        # Fields by the names of triton_tiles; those of strides of columns and of the target's rows hold other things.
         fields = [
             forms[is_whole].value,
             0,

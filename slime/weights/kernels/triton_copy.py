@@ -15,12 +15,10 @@ from torch import Tensor
 from slime.weights.kernels.copy_table import CopyItem, differing_bytes, source_view
 from slime.weights.kernels.rectangles import matrices, tile_index
 from slime.weights.kernels.triton_tiles import (
-    DST,
     FIELDS,
     FIRST_TILE,
-    LAST,
-    SRC,
     form_of,
+    load_descriptor,
     move_descriptors,
     move_tile,
     on_device,
@@ -44,14 +42,13 @@ def _copy_kernel(
 ):  # fmt: skip
     """One program a tile."""
     program = tl.program_id(0)
-    table += tl.load(owner + program).to(tl.int64) * FIELDS
-    tile = program - tl.load(table + FIRST_TILE).to(tl.int32)
-    src = flat + tl.load(table + SRC)
-    dst = tl.load(table + DST).to(tl.pointer_type(tl.uint8))
-    count = move_tile(table, tile, src, dst, FORMS, TILE_ROWS, TILE_COLUMNS, COMPARE)
+    descriptor = load_descriptor(table + tl.load(owner + program).to(tl.int64) * FIELDS)
+    _, first, _, _, _, src, _, _, dst, _, _, item = descriptor
+    dst = dst.to(tl.pointer_type(tl.uint8))
+    count = move_tile(descriptor, program - first, flat + src, dst, FORMS, TILE_ROWS, TILE_COLUMNS, COMPARE)
     if COMPARE:
         if count > 0:
-            tl.atomic_add(counts + tl.load(table + LAST), count.to(tl.int64))
+            tl.atomic_add(counts + item, count.to(tl.int64))
 
 
 class CopyLaunch:

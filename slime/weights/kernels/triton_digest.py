@@ -47,20 +47,21 @@ def _digest_kernel(flat, owner, segments, sums, UNIT: tl.constexpr, TILE: tl.con
     begin = (program - tl.load(fields)) * TILE
     data = flat + tl.load(fields + 1) * UNIT
     num_bytes = tl.load(fields + 2)
-    num_whole = num_bytes // WORD_BYTES
+    # Pairs of words, the widest load.
+    num_paired = num_bytes // (2 * WORD_BYTES) * 2
     index = begin + tl.arange(0, TILE)
-    words = data.to(tl.pointer_type(tl.uint64), bitcast=True)
-    words = tl.multiple_of(words, UNIT)
-    is_whole = index < num_whole
-    word = tl.load(words + index, mask=is_whole, other=0)
-    total = tl.sum(tl.where(is_whole, mix(word, index.to(tl.uint64)), 0))
-    if begin + TILE > num_whole:
-        # The bytes behind the last whole word, filled up with zeros; in the last tile, or in one of their own.
+    words = tl.multiple_of(data.to(tl.pointer_type(tl.uint64), bitcast=True), UNIT)
+    is_paired = index < num_paired
+    word = tl.load(words + index, mask=is_paired, other=0)
+    total = tl.sum(tl.where(is_paired, mix(word, index.to(tl.uint64)), 0))
+    if begin + TILE > num_paired:
+        # The bytes behind the last pair, filled up with zeros: in the last tile, or in one of their own.
+        rest_word = num_paired + tl.arange(0, 2)
         byte = tl.arange(0, WORD_BYTES)
-        where = num_whole * WORD_BYTES + byte
+        where = rest_word[:, None] * WORD_BYTES + byte[None, :]
         rest = tl.load(data + where, mask=where < num_bytes, other=0).to(tl.uint64)
-        tail = tl.sum(rest << (8 * byte).to(tl.uint64))
-        total += tl.where(num_whole * WORD_BYTES < num_bytes, mix(tail, num_whole.to(tl.uint64)), 0)
+        rest = tl.sum(rest << (8 * byte)[None, :].to(tl.uint64), axis=1)
+        total += tl.sum(tl.where(rest_word * WORD_BYTES < num_bytes, mix(rest, rest_word.to(tl.uint64)), 0))
     tl.atomic_add(sums + segment, total.to(tl.int64, bitcast=True))
 
 

@@ -54,29 +54,6 @@ UNIT = tl.constexpr(VECTOR_WORDS)
 
 
 @triton.jit
-def _tile_pointers(
-    table, row, column, base_src, base_dst, FROM: tl.constexpr, TO: tl.constexpr, SCALE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """Pointers to a tile's elements at both sides, and which of them exist."""
-    src = base_src.to(tl.pointer_type(FROM), bitcast=True)
-    dst = base_dst.to(tl.pointer_type(TO), bitcast=True)
-    src = tl.multiple_of(src, ALIGNMENT)
-    dst = tl.multiple_of(dst, ALIGNMENT)
-    rows = tl.load(table + ROWS)
-    columns = tl.load(table + COLUMNS) * SCALE
-    src_row = tl.load(table + SRC_ROW) * SCALE
-    dst_row = tl.load(table + DST_ROW) * SCALE
-    if SCALE > 1:
-        src += row[:, None] * src_row + column[None, :]
-        dst += row[:, None] * dst_row + column[None, :]
-    else:
-        src += row[:, None] * src_row + column[None, :] * tl.load(table + SRC_COLUMN)
-        dst += row[:, None] * dst_row + column[None, :] * tl.load(table + DST_COLUMN)
-    return src, dst, (row < rows)[:, None] & (column < columns)[None, :]
-
-
-@triton.jit
 def _bytes_that_differ(a, b, SIZE: tl.constexpr):
     """Number of bytes in which two tiles of integers of SIZE bytes differ."""
     difference = a ^ b
@@ -90,12 +67,41 @@ def _bytes_that_differ(a, b, SIZE: tl.constexpr):
 
 
 @triton.jit
+def load_descriptor(table):
+    """All fields of a descriptor at once, so that their latencies overlap."""
+    return (
+        tl.load(table + FORM).to(tl.int32),
+        tl.load(table + FIRST_TILE).to(tl.int32),
+        tl.load(table + TILES_PER_ROW).to(tl.int32),
+        tl.load(table + ROWS).to(tl.int32),
+        tl.load(table + COLUMNS).to(tl.int32),
+        tl.load(table + SRC),
+        tl.load(table + SRC_ROW),
+        tl.load(table + SRC_COLUMN),
+        tl.load(table + DST),
+        tl.load(table + DST_ROW),
+        tl.load(table + DST_COLUMN),
+        tl.load(table + LAST),
+    )
+
+
+@triton.jit
 def _move(
-    table, row, column, base_src, base_dst, FROM: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr,
-    SIZE: tl.constexpr, SCALE: tl.constexpr, ALIGNMENT: tl.constexpr, COMPARE: tl.constexpr,
+    descriptor, row, column, base_src, base_dst, FROM: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr, COMPARE: tl.constexpr,
 ):  # fmt: skip
-    """FROM and TO: how elements are read and written; BITS: the integer of TO's SIZE bytes."""
-    src, dst, mask = _tile_pointers(table, row, column, base_src, base_dst, FROM, TO, SCALE, ALIGNMENT)
+    """A tile in one form.  FROM and TO: how elements are read and written; BITS: the integer of TO's SIZE bytes; UNIT:
+    elements in which lengths are given."""
+    _, _, _, rows, columns, _, src_row, src_column, _, dst_row, dst_column, _ = descriptor
+    src = base_src.to(tl.pointer_type(FROM), bitcast=True)
+    dst = base_dst.to(tl.pointer_type(TO), bitcast=True)
+    if UNIT > 1:
+        src = tl.multiple_of(src, UNIT * SIZE) + row * (src_row * UNIT) + column
+        dst = tl.multiple_of(dst, UNIT * SIZE) + row * (dst_row * UNIT) + column
+    else:
+        src += row * src_row + column * src_column
+        dst += row * dst_row + column * dst_column
+    mask = (row < rows) & (column < columns * UNIT)
     value = tl.load(src, mask=mask, other=0)
     if FROM != TO:
         value = value.to(tl.float32).to(TO)
@@ -109,30 +115,14 @@ def _move(
 
 
 @triton.jit
-def _move_if(
-    FORM_HERE: tl.constexpr, FORMS: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr,
-    SIZE: tl.constexpr, SCALE: tl.constexpr, ALIGNMENT: tl.constexpr, COMPARE: tl.constexpr,
-    form, table, row, column, base_src, base_dst,
-):  # fmt: skip
-    """The move in one form: compiled when the table has it, done when the descriptor is of it."""
-    count = tl.full((), 0, tl.int32)
-    if FORM_HERE & FORMS:
-        if form == FORM_HERE:
-            count = _move(
-                table, row, column, base_src, base_dst, FROM, TO, BITS, SIZE, SCALE, ALIGNMENT, COMPARE
-            )  # fmt: skip
-    return count
-
-
-@triton.jit
-def move_tile(
-    table, tile, base_src, base_dst, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+def move_tile(  # noqa: C901 - one branch for each form
+    descriptor, tile, base_src, base_dst, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     COMPARE: tl.constexpr,
 ):  # fmt: skip
     """Copy or cast one tile of a descriptor; with COMPARE only count the bytes that would change.
 
     Args:
-        table: the descriptor.
+        descriptor: as loaded.
         tile: number of the tile in the descriptor.
         base_src, base_dst: pointers to bytes, of element (0, 0).
         FORMS: bit mask of the forms that occur.
@@ -140,130 +130,54 @@ def move_tile(
     Returns:
         Bytes that differ; 0 without COMPARE.
     """
-    form = tl.load(table + FORM)
-    across = tl.load(table + TILES_PER_ROW).to(tl.int32)
+    form = descriptor[0]
+    across = descriptor[2]
     # Rows times strides may pass 2**31.
-    row = (tile // across).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = (tile % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    row = ((tile // across).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS))[:, None]
+    column = (tile % across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
     count = tl.full((), 0, tl.int32)
-    # Form; dtypes read and written, the integer of the latter and its bytes; words in a vector, alignment.
-    count += _move_if(
-        WORDS, FORMS, tl.int32, tl.int32, tl.int32, 4, UNIT, 16, COMPARE, form, table, row, column, base_src, base_dst
-    )  # noqa: E501
-    count += _move_if(
-        SIZE_1, FORMS, tl.int8, tl.int8, tl.int8, 1, 1, 1, COMPARE, form, table, row, column, base_src, base_dst
-    )  # noqa: E501
-    count += _move_if(
-        SIZE_2, FORMS, tl.int16, tl.int16, tl.int16, 2, 1, 1, COMPARE, form, table, row, column, base_src, base_dst
-    )  # noqa: E501
-    count += _move_if(
-        SIZE_4, FORMS, tl.int32, tl.int32, tl.int32, 4, 1, 1, COMPARE, form, table, row, column, base_src, base_dst
-    )  # noqa: E501
-    count += _move_if(
-        SIZE_8, FORMS, tl.int64, tl.int64, tl.int64, 8, 1, 1, COMPARE, form, table, row, column, base_src, base_dst
-    )  # noqa: E501
-    count += _move_if(
-        BF16_TO_FP16,
-        FORMS,
-        tl.bfloat16,
-        tl.float16,
-        tl.int16,
-        2,
-        1,
-        1,
-        COMPARE,
-        form,
-        table,
-        row,
-        column,
-        base_src,
-        base_dst,
-    )  # noqa: E501
-    count += _move_if(
-        BF16_TO_FP32,
-        FORMS,
-        tl.bfloat16,
-        tl.float32,
-        tl.int32,
-        4,
-        1,
-        1,
-        COMPARE,
-        form,
-        table,
-        row,
-        column,
-        base_src,
-        base_dst,
-    )  # noqa: E501
-    count += _move_if(
-        FP16_TO_BF16,
-        FORMS,
-        tl.float16,
-        tl.bfloat16,
-        tl.int16,
-        2,
-        1,
-        1,
-        COMPARE,
-        form,
-        table,
-        row,
-        column,
-        base_src,
-        base_dst,
-    )  # noqa: E501
-    count += _move_if(
-        FP16_TO_FP32,
-        FORMS,
-        tl.float16,
-        tl.float32,
-        tl.int32,
-        4,
-        1,
-        1,
-        COMPARE,
-        form,
-        table,
-        row,
-        column,
-        base_src,
-        base_dst,
-    )  # noqa: E501
-    count += _move_if(
-        FP32_TO_BF16,
-        FORMS,
-        tl.float32,
-        tl.bfloat16,
-        tl.int16,
-        2,
-        1,
-        1,
-        COMPARE,
-        form,
-        table,
-        row,
-        column,
-        base_src,
-        base_dst,
-    )  # noqa: E501
-    count += _move_if(
-        FP32_TO_FP16,
-        FORMS,
-        tl.float32,
-        tl.float16,
-        tl.int16,
-        2,
-        1,
-        1,
-        COMPARE,
-        form,
-        table,
-        row,
-        column,
-        base_src,
-        base_dst,
-    )  # noqa: E501
+    # A form that the table lacks is not compiled.
+    if WORDS & FORMS:
+        if form == WORDS:
+            count = _move(descriptor, row, column, base_src, base_dst, tl.int32, tl.int32, tl.int32, 4, UNIT, COMPARE)
+    if SIZE_1 & FORMS:
+        if form == SIZE_1:
+            count = _move(descriptor, row, column, base_src, base_dst, tl.int8, tl.int8, tl.int8, 1, 1, COMPARE)
+    if SIZE_2 & FORMS:
+        if form == SIZE_2:
+            count = _move(descriptor, row, column, base_src, base_dst, tl.int16, tl.int16, tl.int16, 2, 1, COMPARE)
+    if SIZE_4 & FORMS:
+        if form == SIZE_4:
+            count = _move(descriptor, row, column, base_src, base_dst, tl.int32, tl.int32, tl.int32, 4, 1, COMPARE)
+    if SIZE_8 & FORMS:
+        if form == SIZE_8:
+            count = _move(descriptor, row, column, base_src, base_dst, tl.int64, tl.int64, tl.int64, 8, 1, COMPARE)
+    if BF16_TO_FP16 & FORMS:
+        if form == BF16_TO_FP16:
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.bfloat16, tl.float16, tl.int16, 2, 1, COMPARE
+            )
+    if BF16_TO_FP32 & FORMS:
+        if form == BF16_TO_FP32:
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.bfloat16, tl.float32, tl.int32, 4, 1, COMPARE
+            )
+    if FP16_TO_BF16 & FORMS:
+        if form == FP16_TO_BF16:
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.float16, tl.bfloat16, tl.int16, 2, 1, COMPARE
+            )
+    if FP16_TO_FP32 & FORMS:
+        if form == FP16_TO_FP32:
+            count = _move(descriptor, row, column, base_src, base_dst, tl.float16, tl.float32, tl.int32, 4, 1, COMPARE)
+    if FP32_TO_BF16 & FORMS:
+        if form == FP32_TO_BF16:
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.float32, tl.bfloat16, tl.int16, 2, 1, COMPARE
+            )
+    if FP32_TO_FP16 & FORMS:
+        if form == FP32_TO_FP16:
+            count = _move(descriptor, row, column, base_src, base_dst, tl.float32, tl.float16, tl.int16, 2, 1, COMPARE)
     return count
 
 
