@@ -55,10 +55,11 @@ class CastTable:
     """Writes its items into a bucket, as often as wanted.
 
     Args:
-        items: of parameters on one device.
+        items: of parameters on one device, or in pinned host memory.
         out_dtype: of the items that are cast.
         block: rows and columns that share a scale.
         use_triton: None takes Triton for CUDA tensors; True is for tests of the kernels in Triton's interpreter.
+        device: where the bucket lies; None for where the items do.  A GPU reads pinned host memory over the bus.
 
     Raises:
         ValueError: an item does not fit its source, its offsets are not aligned, or devices differ.
@@ -71,6 +72,7 @@ class CastTable:
         block: tuple[int, int] = DEFAULT_BLOCK,
         *,
         use_triton: bool | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.items = tuple(items)
         self.out_dtype = out_dtype
@@ -80,7 +82,14 @@ class CastTable:
         devices = {item.source.device for item in self.items}
         if len(devices) > 1:
             raise ValueError(f"the items of one table lie on {sorted(map(str, devices))}; one table, one device")
-        self.device = devices.pop() if devices else None
+        self.device = device or (devices.pop() if devices else None)
+        for index, item in enumerate(self.items):
+            source = item.source
+            if source.device != self.device and not (source.device.type == "cpu" and source.is_pinned()):
+                raise ValueError(
+                    f"item {index} lies on {source.device}, which {self.device} cannot read; only host memory that is "
+                    "pinned can be read from there"
+                )
         self.num_bytes = max((self._end(item) for item in self.items), default=0)
         """Bytes that the bucket must have."""
         self.bytes_read = sum(item.rows * item.columns * item.source.element_size() for item in self.items)
@@ -93,7 +102,7 @@ class CastTable:
             # Triton comes with torch for CUDA only.
             from slime.weights.kernels.triton_cast import CastLaunch
 
-            self._launch = CastLaunch(self.items, out_dtype, block)
+            self._launch = CastLaunch(self.items, out_dtype, block, device=self.device)
 
     def run(self, out: Tensor) -> None:
         """Fill the bucket ``out`` (flat, uint8, at least :attr:`num_bytes`) from what the parameters hold now.

@@ -257,7 +257,7 @@ def _cast_kernel(
 
 
 class CastLaunch:
-    """The table of one list of items on their device."""
+    """The table of one list of items, on their device or on one that can read them."""
 
     def __init__(
         self,
@@ -265,11 +265,12 @@ class CastLaunch:
         out_dtype: torch.dtype,
         block: tuple[int, int],
         shape: CastShape | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.shape = shape or CastShape()
         self.out_dtype = out_dtype
         self.block = block
-        self.device = items[0].source.device
+        self.device = device or items[0].source.device
         self.in_torch: list[CastItem] = []
         """Items that no kernel covers: a rare dtype, or a block whose sides are no powers of two."""
         descriptors: list[list[int]] = []

@@ -176,7 +176,8 @@ class ShardBuckets:
             return
         block = self._blocks.block if self._blocks is not None and self._blocks.block is not None else DEFAULT_BLOCK
         self._tables = [
-            CastTable(self._offers.items(bucket.parts, host_weights), self._dtype, block) for bucket in self._own
+            CastTable(self._offers.items(bucket.parts, host_weights), self._dtype, block, device=self._device)
+            for bucket in self._own
         ]
         self._pointers = pointers
 
