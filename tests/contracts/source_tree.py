@@ -33,7 +33,7 @@ FACADES = (
     "slime.observability.train_metric_utils",
     "slime.ray.rollout_validation",
     "slime.backends.megatron_utils.megatron_to_hf.processors",
-    "slime.backends.megatron_utils.layers.kernels.fp8_kernel",
+    "slime.backends.megatron_utils.kernels.fp8_kernel",
 )
 """Old import paths that only pass on names from where the code lives now; they may import upwards."""
 

@@ -100,8 +100,8 @@ def num_groups(columns: int, group_size: int | None, name: str) -> int:
         return 1
     if group_size < 1 or columns % group_size:
         raise ConfigError(
-            f"{name} has {columns} columns, which are no whole number of groups of {group_size}; choose another "
-            "group size when the checkpoint of --hf-checkpoint is converted"
+            f"{name} has {columns} columns, which are no whole number of groups of {group_size}; convert the "
+            "checkpoint with another --group-size, or leave this matrix out (--ignore-rules)"
         )
     return columns // group_size
 

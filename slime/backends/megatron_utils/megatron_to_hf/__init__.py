@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from slime.backends.megatron_utils.hf_to_megatron.tensors import tensor_names
-from slime.backends.megatron_utils.megatron_to_hf.quantization import quantize_converted
+from slime.backends.megatron_utils.megatron_to_hf.quantization import quantize_params
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import to_hf
 from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, unpad_vocabulary
@@ -64,4 +64,4 @@ def convert_to_hf(
     tensors = [*to_hf(weight_map, name, param, shape), *((copy, param) for copy in copies)]
     if not quantization_config:
         return tensors
-    return quantize_converted(args.hf_checkpoint, quantization_config, tensors, transform_ue8m0=transform_ue8m0)
+    return quantize_params(args, name, tensors, quantization_config, transform_ue8m0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,36 +61,42 @@ _last: tuple[str, Mapping[str, Any], torch.dtype, Quantizer | None] | None = Non
 """The quantizer used last: conversion goes parameter by parameter, and reading a checkpoint's names takes a while."""
 
 
-def quantize_converted(
-    hf_checkpoint: str | Path,
+def quantize_params(
+    args: Namespace,
+    megatron_name: str,
+    converted_named_params: NamedTensors,
     quantization_config: Mapping[str, Any],
-    named_tensors: NamedTensors,
-    *,
-    transform_ue8m0: bool,
+    transform_ue8m0: bool = True,
 ) -> NamedTensors:
-    """The tensors of one parameter, quantized where the checkpoint has them so.
+    """The HF tensors of one Megatron parameter, quantized where the checkpoint has them so.
 
     Args:
-        hf_checkpoint: a local folder.
-        quantization_config: of its config.json.
-        named_tensors: HF names and whole tensors, in the dtype in which they would travel unquantized.
+        args: ``hf_checkpoint`` is read.
+        megatron_name: of the parameter, for messages.
+        converted_named_params: HF names and whole tensors, in the dtype in which they would travel unquantized.
+        quantization_config: of the config of ``--hf-checkpoint``.
         transform_ue8m0: lay scales out as DeepGEMM holds them, where the engines' device needs that; not for files.
 
     Raises:
-        ConfigError: as :func:`checkpoint_quantizer`.
+        ConfigError: as :func:`checkpoint_quantizer`, or the checkpoint does not have one of the tensors.
     """
     global _last
-    folder = str(hf_checkpoint)
-    dtype = next((tensor.dtype for _, tensor in named_tensors if tensor.is_floating_point()), torch.bfloat16)
+    folder = str(args.hf_checkpoint)
+    dtype = next((tensor.dtype for _, tensor in converted_named_params if tensor.dim() == 2), None)
+    if dtype is None:
+        return converted_named_params  # norms and biases are never quantized
     if _last is None or _last[0] != folder or _last[1] is not quantization_config or _last[2] != dtype:
         _last = (folder, quantization_config, dtype, checkpoint_quantizer(folder, quantization_config, dtype=dtype))
     quantizer = _last[3]
     if quantizer is None:
-        return named_tensors
+        return converted_named_params
     block = quantizer.format.block if isinstance(quantizer.format, BlockFp8) else None
     result: NamedTensors = []
-    for name, tensor in named_tensors:
-        outputs = quantizer.quantize(name, tensor)
+    for name, tensor in converted_named_params:
+        try:
+            outputs = quantizer.quantize(name, tensor)
+        except ConfigError as error:
+            raise ConfigError(f"{megatron_name} cannot be quantized: {error}") from error
         if transform_ue8m0 and len(outputs) == 2 and block is not None and _is_packed_by_engine(block, tensor):
             (_, weight), (scale_name, scale) = outputs
             outputs = [(name, weight), (scale_name, transform_scale_ue8m0(scale, mn=weight.size(0)))]

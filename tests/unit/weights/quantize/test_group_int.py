@@ -131,7 +131,7 @@ def test_zero_points_lie_along_the_output_dimension():
 def test_a_group_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="x.weight has 100 columns.*groups of 32"):
         GroupInt(4, 32, True).outputs("x.weight", (8, 100))
-    with pytest.raises(ConfigError, match="group size"):
+    with pytest.raises(ConfigError, match="--group-size"):
         GroupInt(4, 32, True).quantize("x.weight", torch.zeros(8, 100), check_finite=False)
 
 

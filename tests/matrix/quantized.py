@@ -1,0 +1,150 @@
+"""Every family in a quantized checkpoint: exported bytes against the converter's, loaded values against plain ones.
+
+python -m tests.matrix.quantized                    # all families, FP8 by blocks
+python -m tests.matrix.quantized --family glm4 --recipe tensor channel
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.weights.hf_rewrite.recipes import to_fp8, to_int4
+from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.hf_rewrite.to_quantized import ToQuantized
+from slime.weights.quantize import read_format
+from slime.weights.quantize.stored import read_weight
+from tests.matrix.case import FamilyCase, load_cases, read_config, read_tensors
+from tests.matrix.comparisons import differing_tensors
+from tests.matrix.parity import FamilyRun, run_check
+from tests.matrix.report import Cell, summary
+
+GROUP = 8
+
+Plain = Mapping[str, Tensor]
+
+
+def modules_without_groups(plain: Plain) -> list[str]:
+    """Matrices of these awkward shapes whose rows are no whole number of groups: they stay unquantized."""
+    return [name.removesuffix(".weight") for name, t in plain.items() if t.dim() == 2 and t.size(1) % GROUP]
+
+
+RECIPES: Mapping[str, Callable[[Plain], ToQuantized]] = {
+    # Small blocks, which differ along both dimensions: every matrix has several, and some that the edge cuts.
+    "block": lambda plain: to_fp8("block", (32, 16)),
+    "block ue8m0": lambda plain: to_fp8("block", (32, 16), "ue8m0"),
+    "block 128": lambda plain: to_fp8("block"),
+    "channel": lambda plain: to_fp8("channel"),
+    "tensor": lambda plain: to_fp8("tensor"),
+    "int4": lambda plain: to_int4(GROUP, ignore_rules=modules_without_groups(plain)),
+    "int4 asymmetric": lambda plain: to_int4(GROUP, False, ignore_rules=modules_without_groups(plain)),
+}
+
+
+class QuantizedRun:
+    """One family's bf16 checkpoint, and what the converter makes of it."""
+
+    def __init__(self, case: FamilyCase, folder: Path, recipe: str) -> None:
+        self.run = FamilyRun(case, folder)
+        self.case = case
+        self.folder = folder / "quantized"
+        self.plain = read_tensors(self.run.bf16_folder)
+        rewrite_folder(RECIPES[recipe](self.plain), self.run.bf16_folder, self.folder)
+        self.stored = read_tensors(self.folder)
+
+    def export(self) -> tuple[float, float, str]:
+        """The trainer holds the unquantized weights and exports for the quantized checkpoint: the same bytes."""
+        from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
+        from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
+
+        config = read_config(self.folder)
+        saved = self.run.work / "saved"
+        with self.run.model(self.run.bf16_folder, "--bf16") as (args, model):
+            args = Namespace(**{**vars(args), "hf_checkpoint": str(self.folder)})
+            quantization = config["quantization_config"]
+            save_hf_model_to_path(args, saved, model, quantization_config=quantization)
+            pushed = dict(
+                iter_hf_tensors(
+                    args,
+                    model,
+                    model_name=config["model_type"],
+                    dtype=torch.bfloat16,
+                    quantization_config=quantization,
+                )
+            )
+        assert read_config(saved) == config
+        problems = differing_tensors(read_tensors(saved), self.stored) + differing_tensors(pushed, self.stored)
+        kept = [name for name, tensor in self.plain.items() if tensor.dim() == 2 and self._is_kept(name)]
+        quantized = sum(not self._is_kept(name) for name in self.plain)
+        return _outcome(problems, f"{quantized} tensors quantized, {len(kept)} matrices kept")
+
+    def _is_kept(self, name: str) -> bool:
+        return name in self.stored and self.stored[name].element_size() > 1
+
+    def load(self) -> tuple[float, float, str]:
+        """The trainer loads the quantized checkpoint: the values that its numbers stand for."""
+        from tests.matrix import trainer
+
+        with self.run.model(self.folder, "--bf16") as (args, model):
+            exported = dict(trainer.export(args, model, dtype=torch.bfloat16))
+        return _outcome(differing_tensors(exported, self.expected_values()), f"{len(exported)} tensors")
+
+    def expected_values(self) -> dict[str, Tensor]:
+        """Stored numbers times their scales, for FP8 by an expression of the simplest kind."""
+        config = read_config(self.folder)["quantization_config"]
+        if config["quant_method"] == "compressed-tensors" and config["format"] == "pack-quantized":
+            how = read_format(config)
+            return {name: read_weight(name, self.stored.__getitem__, self.stored, how) for name in self.plain}
+        block = config.get("weight_block_size")
+        values = {}
+        for name, tensor in self.stored.items():
+            if tensor.dtype == torch.float8_e4m3fn:
+                scale = self.stored.get(f"{name}_scale_inv", self.stored.get(f"{name}_scale"))
+                assert scale is not None
+                if block:
+                    scale = torch.kron(scale, torch.ones(block))[: tensor.size(0), : tensor.size(1)]
+                values[name] = (tensor.float() * scale).to(torch.bfloat16)
+            elif not name.endswith(("_scale_inv", "weight_scale")):
+                values[name] = tensor
+        return values
+
+
+def check_quantized(case: FamilyCase, recipe: str = "block") -> list[Cell]:
+    """The cells of one family and recipe, in a folder of their own."""
+    with tempfile.TemporaryDirectory(prefix=f"quantized-{case.name}-") as folder:
+        run = QuantizedRun(case, Path(folder), recipe)
+        return [
+            run_check(case.name, f"{recipe}: exported", run.export),
+            run_check(case.name, f"{recipe}: loaded", run.load),
+        ]
+
+
+def _outcome(problems: list[str], detail: str) -> tuple[float, float, str]:
+    return float(len(problems)), 0.0, "; ".join(problems[:4]) or detail
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the chosen cells; gives the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix.quantized", description=__doc__)
+    parser.add_argument("--family", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=["block"], help="default: block")
+    options = parser.parse_args(argv)
+    cells = []
+    for case in load_cases(options.family).values():
+        for recipe in options.recipe:
+            for cell in check_quantized(case, recipe):
+                print(cell.describe(), flush=True)
+                cells.append(cell)
+    print(summary(cells))
+    return 0 if cells and all(cell.passed for cell in cells) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
