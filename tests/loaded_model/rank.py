@@ -6,6 +6,7 @@ What stands between an HTTP request and the model in SGLang (tokenizer manager, 
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from collections.abc import Iterator
@@ -51,6 +52,8 @@ class LoadedRank:
 
     def swap(self, folder: str | Path, dtype: str, quantization: dict[str, Any] | None) -> None:
         """Put a fresh model in the place of the old one."""
+        self.model = None  # type: ignore[assignment]
+        gc.collect()  # models are parts of cycles
         self.weight_version = "default"
         with _config_folder(folder, quantization) as configured:
             server_args, model_config = _describe(configured, self.tp_size, dtype)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -84,9 +84,17 @@ def compare_with_snapshot(model: nn.Module, named_tensors: NamedTensors) -> None
                 problems.append(name)
 
 
-def differing_names(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> list[str]:
-    """The names among ``named_tensors`` whose loading would change the model, each with where."""
-    parameters = dict(model.named_parameters())
+def differing_names(
+    model: nn.Module, named_tensors: list[tuple[str, Tensor]], only: Collection[str] | None = None
+) -> list[str]:
+    """The names among ``named_tensors`` whose loading would change the model, each with where.
+
+    Args:
+        model: has a ``load_weights``; holds the same afterwards.
+        named_tensors: HF names and whole tensors.
+        only: parameters that they go to, when that is known; it bounds the memory taken.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if only is None or name in only}
     held = {name: parameter.data for name, parameter in parameters.items()}
     try:
         with torch.no_grad():

@@ -1,0 +1,234 @@
+"""From a trace of the model's loader to the copies that load a bucket, and to what no tensor would fill."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slime.backends.sglang_utils.load_trace import LoadTrace, Write, trace_load
+from slime.weights.kernels.copy_table import CopyItem
+from slime.weights.manifest import BucketEntry, Manifest, Piece
+from slime.weights.strided import Box, Layout, NotRectangularError, StridedCopy, box_written, clip, merged
+
+logger = logging.getLogger(__name__)
+
+NOT_IN_CHECKPOINTS = ("k_scale", "v_scale", "input_scale", "input_scale_inv")
+"""Endings of parameters that an engine makes for itself; no push brings them."""
+Fingerprint = tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """One copy of a bucket into the model."""
+
+    name: str
+    """Of the HF tensor that it brings."""
+    item: CopyItem
+
+
+class LoadPlan:
+    """How one model object takes the tensors of one manifest.
+
+    Invariant: an element of a parameter is written by at most one copy, but for tensors named in :attr:`problems`.
+    The plan points into the parameters' memory and is void when that moves; see :meth:`fits`.
+
+    Args:
+        model: with a ``load_weights``; its parameters are not changed.
+        manifest: the tensors that a push brings.
+    """
+
+    def __init__(self, model: nn.Module, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._fingerprint = fingerprint(model)
+        trace = trace_load(model, manifest.tensors)
+        self.fills = trace.fills
+        self.writes: dict[str, list[Write]] = {}
+        self.stock: dict[str, str] = {}
+        """Tensors that the model must load by itself, with the reason."""
+        self.is_traced = not trace.unknown
+        if trace.unknown:
+            logger.warning("every push to this engine goes through its model's own loader: %s", trace.unknown)
+            self.stock = dict.fromkeys(manifest.by_name, trace.unknown)
+            self.fills = []
+        else:
+            self.stock = dict(trace.opaque)
+            for write in trace.writes:
+                if write.name not in self.stock:
+                    self.writes.setdefault(write.name, []).append(write)
+        self.groups = _joined(trace.partners)
+        """Tensor to all tensors, itself included, that the model loads together with it."""
+        taken = self.writes.keys() | self.stock.keys() | trace.failures.keys()
+        self.unused = frozenset(manifest.by_name) - taken
+        """Tensors that this model leaves out: experts and layers of other ranks, another model's part."""
+        self.problems = [
+            f"{name} {list(manifest.by_name[name].shape)} does not fit the engine's model: {reason}"
+            for name, reason in trace.failures.items()
+        ]
+        self.unwritten: dict[str, str] = {}
+        """Parameters that no tensor of the manifest fills, with how much of them."""
+        self.written_memory = frozenset(write.target.untyped_storage().data_ptr() for write in trace.writes)
+        """Addresses of the storages that the plan writes to."""
+        self.untraced_parameters: frozenset[str] | None = None
+        """Parameters that :attr:`stock` tensors may go to; None when that can be any."""
+        if self.is_traced:
+            doubled, self.unwritten = _coverage(model, trace)
+            self.problems += doubled
+            self._note_untraced(model, trace)
+
+    def _note_untraced(self, model: nn.Module, trace: LoadTrace) -> None:
+        """A tensor that ended the trace by an error leaves no target behind; it must be what nothing else fills."""
+        memory = {target.untyped_storage().data_ptr() for target in trace.opaque_targets}
+        places = {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() in memory}
+        self.untraced_parameters = frozenset(places | self.unwritten.keys())
+        if trace.has_lost_targets:
+            self.unwritten = {}
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether the model's parameters are still where they were when the plan was made."""
+        return self._fingerprint == fingerprint(model)
+
+    def distrust(self, names: Iterable[str], reason: str) -> None:
+        """From now on let the model load these tensors, and all that go with them, by itself."""
+        for name in names:
+            for member in self.groups.get(name, {name}):
+                self.writes.pop(member, None)
+                self.stock.setdefault(member, reason)
+        self.untraced_parameters = None
+
+    def items(self, bucket: BucketEntry, names: Collection[str] | None = None) -> list[PlannedItem]:
+        """The copies that load a bucket, or only some of its tensors."""
+        found = []
+        for piece in bucket.pieces:
+            if names is not None and piece.name not in names:
+                continue
+            for write in self.writes.get(piece.name, ()):
+                found += [PlannedItem(piece.name, item) for item in self._items_of(piece, write)]
+        return found
+
+    def _items_of(self, piece: Piece, write: Write) -> list[CopyItem]:
+        shape = self.manifest.by_name[piece.name].shape
+        if piece.shape == shape:
+            copies = [write.copy]
+        else:
+            copies = clip(write.copy, Layout.row_major(shape), Box.row_major(piece.start, piece.shape))
+        return [_item(copy, write, piece.offset) for copy in map(merged, copies)]
+
+
+def fingerprint(model: nn.Module) -> Fingerprint:
+    """Where the parameters lie and how."""
+    return tuple((name, p.data_ptr(), tuple(p.shape), p.stride(), p.dtype) for name, p in model.named_parameters())
+
+
+def _item(copy: StridedCopy, write: Write, piece_offset: int) -> CopyItem:
+    target = write.target.as_strided(copy.shape, copy.to_strides, copy.to_offset)
+    offset = piece_offset + copy.from_offset * write.source_dtype.itemsize
+    return CopyItem(target, offset, copy.from_strides, write.source_dtype)
+
+
+def _joined(partners: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
+    """Sets that share a member become one; each member points to its set."""
+    groups: dict[str, frozenset[str]] = {}
+    for names in partners:
+        union = names.union(*(groups.get(name, frozenset()) for name in names))
+        groups.update(dict.fromkeys(union, union))
+    return groups
+
+
+# --- what a push leaves unwritten, or writes twice ----------------------------------------------------------------
+
+
+def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, str]]:
+    """(elements written more than once, one sentence a parameter; parameters with unwritten elements and how many)."""
+    by_memory: dict[int, list[Write]] = {}
+    for write in trace.writes:
+        by_memory.setdefault(write.target.untyped_storage().data_ptr(), []).append(write)
+    filled = [fill.target for fill in trace.fills]
+    excused = [*filled, *trace.opaque_targets]
+    doubled, unwritten = [], {}
+    for name, parameter in model.named_parameters():
+        memory = parameter.untyped_storage().data_ptr()
+        writes = by_memory.get(memory, [])
+        also = [target for target in excused if target.untyped_storage().data_ptr() == memory]
+        num_missing, num_twice = _count(parameter, writes, also)
+        if num_twice:
+            sources = sorted({write.name for write in writes})
+            doubled.append(
+                f"{name}: {num_twice} of {parameter.numel()} elements are written more than once, by "
+                f"{', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}"
+            )
+        is_own = num_missing == parameter.numel() and name.endswith(NOT_IN_CHECKPOINTS)
+        if num_missing and not is_own:
+            unwritten[name] = f"{name}: no tensor of the push fills {num_missing} of {parameter.numel()} elements"
+    return doubled, unwritten
+
+
+def _count(parameter: Tensor, writes: Sequence[Write], excused: Sequence[Tensor]) -> tuple[int, int]:
+    """Elements of a parameter that nothing writes, and those that are written more than once."""
+    whole = Layout(tuple(parameter.shape), parameter.stride())
+    try:
+        boxes = [_box(parameter, write.copy, whole) for write in writes]
+        others = [_box(parameter, _copy_to(target), whole) for target in excused]
+    except NotRectangularError:
+        return _count_each(parameter, [write.copy for write in writes], excused)
+    return _count_cells(tuple(parameter.shape), boxes, others)
+
+
+def _copy_to(target: Tensor) -> StridedCopy:
+    zeros = (0,) * target.dim()
+    return StridedCopy(tuple(target.shape), target.storage_offset(), target.stride(), 0, zeros)
+
+
+def _box(parameter: Tensor, copy: StridedCopy, whole: Layout) -> Box:
+    offset = copy.to_offset - parameter.storage_offset()
+    if offset < 0:
+        raise NotRectangularError
+    moved = StridedCopy(copy.shape, offset, copy.to_strides, copy.from_offset, copy.from_strides)
+    return box_written(moved, whole)
+
+
+def _count_cells(shape: tuple[int, ...], boxes: Sequence[Box], excused: Sequence[Box]) -> tuple[int, int]:
+    """The boxes' edges cut the parameter into cells that are in a box as a whole or not at all."""
+    cuts: list[list[int]] = []
+    for dim, size in enumerate(shape):
+        edges = {0, size}
+        for box in (*boxes, *excused):
+            edges |= {box.start[dim], box.start[dim] + box.shape[dim]}
+        cuts.append(sorted(edges))
+    position = [{edge: index for index, edge in enumerate(edges)} for edges in cuts]
+    count = torch.zeros([len(edges) - 1 for edges in cuts], dtype=torch.int32)
+    covered = torch.zeros_like(count, dtype=torch.bool)
+
+    def cells_of(box: Box) -> tuple[slice, ...]:
+        return tuple(
+            slice(position[dim][box.start[dim]], position[dim][box.start[dim] + box.shape[dim]])
+            for dim in range(len(shape))
+        )
+
+    for box in boxes:
+        count[cells_of(box)] += 1
+    for box in excused:
+        covered[cells_of(box)] = True
+    volume = torch.ones_like(count, dtype=torch.int64)
+    for dim, edges in enumerate(cuts):
+        extents = torch.tensor([high - low for low, high in itertools.pairwise(edges)])
+        volume *= extents.view([-1 if d == dim else 1 for d in range(len(shape))])
+    missing = (count == 0) & ~covered
+    return int(volume[missing].sum()), int(volume[count > 1].sum())
+
+
+def _count_each(parameter: Tensor, copies: Sequence[StridedCopy], excused: Sequence[Tensor]) -> tuple[int, int]:
+    """Element by element, for what is no rectangle; one byte of host memory an element."""
+    span = parameter.untyped_storage().nbytes() // parameter.element_size()
+    count = torch.zeros(span, dtype=torch.uint8)
+    for copy in copies:
+        count.as_strided(copy.shape, copy.to_strides, copy.to_offset).add_(1)
+    own = count.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+    num_twice = int((own > 1).sum())
+    for target in excused:
+        count.as_strided(target.shape, target.stride(), target.storage_offset()).fill_(1)
+    return int((own == 0).sum()), num_twice

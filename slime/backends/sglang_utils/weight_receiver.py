@@ -1,0 +1,282 @@
+"""Our weight loader, which runs inside the engine: takes the buckets of a push and vouches for what it has loaded.
+
+SGLang calls :func:`receive` on every rank for each ``/update_weights_from_tensor`` that names it as ``load_format``,
+once for each model object: with speculative decoding first for the draft model, then for the target.  What concerns
+the process (mapping a buffer, receiving a broadcast, digests) is done for the first of them, what concerns a model
+for each; a message's ``id`` tells repetitions from new ones.
+
+The digest of a bucket is that of the bytes that arrived.  That the model holds these bytes is checked on the device
+right after each load (``ModelLoad``), after the engine's own casts; both together are what is acknowledged.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime.backends.sglang_utils.load_plan import LoadPlan
+from slime.backends.sglang_utils.loader_message import PUSH_REPORT, decode
+from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
+from slime.backends.sglang_utils.model_load import ModelLoad
+from slime.utils.errors import WeightSyncError
+from slime.weights.channel import WeightChannel
+from slime.weights.digest import combine
+from slime.weights.kernels.digest_table import DigestTable, as_unsigned
+from slime.weights.manifest import BucketEntry, Manifest
+
+logger = logging.getLogger(__name__)
+
+MAX_UNUSED_SHOWN = 5
+
+
+def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """The loader: ``named_tensors`` carry messages, not weights; see ``loader_message``."""
+    answer_by_name(model, PUSH_REPORT, _RANK.report)
+    for message in decode(named_tensors):
+        try:
+            _RANK.handle(model, message)
+        except Exception as error:  # the edge of our code inside the scheduler, which an exception would end
+            logger.exception("the weight receiver failed at %s", message["verb"])
+            _RANK.note(message, error)
+
+
+class ReceivingRank:
+    """What one process of an engine knows of the push under way."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._manifest: Manifest | None = None
+        self._manifest_key = ""
+        self._push_id: str | None = None
+        self._digests: dict[int, Tensor] = {}
+        """Digests of the pieces of each bucket that arrived, on its device."""
+        self._digest_tables: dict[int, DigestTable] = {}
+        self._problems: list[str] = []
+        """Of the push, beside those of the models."""
+        self._message_problems: list[str] = []
+        """Of the last message, where it belongs to no push."""
+        self._message_id = ""
+        self._flat: Tensor | None = None
+        """The bucket of the last message; None when it was loaded before."""
+        self._mapped: dict[str, Tensor] = {}
+        """Buffers of the trainer that this process has mapped, by their handles; dropped when a push ends."""
+        self._channels: dict[str, WeightChannel] = {}
+        self._buffer: Tensor | None = None
+        """Where broadcasts arrive."""
+
+    def handle(self, model: nn.Module, message: dict[str, Any]) -> None:
+        """Do what a message asks, for one model."""
+        is_first = message["id"] != self._message_id
+        if is_first:
+            self._message_id, self._message_problems, self._flat = message["id"], [], None
+        verb = message["verb"]
+        if verb == "begin":
+            if is_first:
+                self._begin(message)
+            if self._manifest is not None:
+                self._load_of(model).begin(self._manifest)
+        elif verb == "receive":
+            if is_first:
+                self._flat = self._obtain(model, message)
+            if self._flat is not None:
+                self._load_of(model).load(message["bucket_index"], self._flat)
+                _wait_for_device()
+        elif verb == "acknowledge":
+            self._require_push(message["push_id"])
+            self._mapped, self._flat = {}, None
+            self._load_of(model).finish()
+        elif is_first and verb == "join":
+            self._join(message["group_name"], message["group"], message["timeout_s"])
+        elif is_first and verb == "leave":
+            self._leave(message["group_name"])
+
+    def note(self, message: dict[str, Any], error: Exception) -> None:
+        """Keep an exception for the report."""
+        problem = f"{message['verb']}: {error}" if isinstance(error, WeightSyncError) else _unexpected(message, error)
+        is_of_push = message["push_id"] is not None and message["push_id"] == self._push_id
+        (self._problems if is_of_push else self._message_problems).append(problem)
+
+    def report(self) -> list[str]:
+        """The state of the push over all ranks, as one JSON text; every rank must call this."""
+        own = {
+            "push_id": self._push_id,
+            "needs_manifest": self._manifest is None,
+            "buckets": self._digest_words(),
+            "problems": self._own_problems(),
+        }
+        ranks = gather_over_ranks(own)
+        merged = dict(ranks[0])
+        merged["needs_manifest"] = any(rank["needs_manifest"] for rank in ranks)
+        merged["problems"] = with_ranks([rank["problems"] for rank in ranks])
+        for index, rank in enumerate(ranks):
+            if rank["push_id"] != own["push_id"]:
+                merged["problems"].append(f"rank {index} knows push {rank['push_id']}, rank 0 {ranks[0]['push_id']}")
+            elif rank["buckets"] != ranks[0]["buckets"]:
+                merged["problems"].append(f"rank {index} has received other bytes than rank 0")
+        return [json.dumps(merged)]
+
+    # --- verbs ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        if message["manifest_key"] != self._manifest_key:
+            self._manifest, self._manifest_key, self._digest_tables = None, "", {}
+            if "manifest" in message:
+                text = zlib.decompress(base64.b64decode(message["manifest"])).decode()
+                self._manifest, self._manifest_key = Manifest.from_json(text), message["manifest_key"]
+        self._push_id = message["push_id"]
+        self._digests, self._problems, self._mapped = {}, [], {}
+
+    def _obtain(self, model: nn.Module, message: dict[str, Any]) -> Tensor | None:
+        """The bytes of a bucket; None for one that was loaded before."""
+        try:
+            bucket = self._bucket(message)
+            if message.get("payload") is not None:
+                flat = self._map(message["payload"])
+            else:
+                flat = self._receive_broadcast(model, bucket, message)
+        except Exception:
+            channel = self._channels.get(message["group_name"] or "")
+            if channel is not None:
+                channel.abandon()  # nobody shall wait in it for this rank
+            raise
+        if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() < bucket.num_bytes:
+            raise WeightSyncError(
+                f"bucket {message['bucket_index']} has {bucket.num_bytes} bytes; its buffer is {list(flat.shape)} of "
+                f"{flat.dtype}"
+            )
+        flat = flat[: bucket.num_bytes]
+        index = message["bucket_index"]
+        if index in self._digests:
+            return None
+        if index not in self._digest_tables:
+            entries = self._known_manifest().by_name
+            sizes = [piece_bytes(piece.shape, entries[piece.name].torch_dtype) for piece in bucket.pieces]
+            offsets = [piece.offset for piece in bucket.pieces]
+            self._digest_tables[index] = DigestTable(offsets, sizes, device_of(model))
+        self._digests[index] = self._digest_tables[index].run(flat)
+        return flat
+
+    def _bucket(self, message: dict[str, Any]) -> BucketEntry:
+        self._require_push(message["push_id"])
+        buckets = self._known_manifest().buckets
+        if not 0 <= message["bucket_index"] < len(buckets):
+            raise WeightSyncError(f"there is no bucket {message['bucket_index']}; the push has {len(buckets)}")
+        return buckets[message["bucket_index"]]
+
+    def _map(self, handle: str) -> Tensor:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        if handle not in self._mapped:
+            self._mapped[handle] = MultiprocessingSerializer.deserialize(handle)
+        return self._mapped[handle]
+
+    def _receive_broadcast(self, model: nn.Module, bucket: BucketEntry, message: dict[str, Any]) -> Tensor:
+        name = message["group_name"]
+        if name not in self._channels:
+            raise WeightSyncError(f"this engine is in no weight group {name!r}; join_weight_group comes first")
+        largest = max(entry.num_bytes for entry in self._known_manifest().buckets)
+        if self._buffer is None or self._buffer.numel() < largest:
+            self._buffer = torch.empty(largest, dtype=torch.uint8, device=device_of(model))
+        flat = self._buffer[: bucket.num_bytes]
+        self._channels[name].broadcast(flat, message["timeout_s"])
+        return flat
+
+    def _join(self, name: str, group: dict[str, Any], timeout_s: float) -> None:
+        from sglang.srt.distributed import get_world_group
+
+        self._leave(name)
+        self._channels[name] = WeightChannel(
+            group["master_address"],
+            group["master_port"],
+            rank=group["rank_offset"] + get_world_group().rank_in_group,
+            world_size=group["world_size"],
+            backend=group["backend"],
+            timeout_s=timeout_s,
+        )
+
+    def _leave(self, name: str) -> None:
+        channel = self._channels.pop(name, None)
+        if channel is not None:
+            channel.leave()
+        if not self._channels:
+            self._buffer = None
+
+    # --- what is known --------------------------------------------------------------------------------------------
+
+    def _load_of(self, model: nn.Module) -> ModelLoad:
+        state = vars(model)
+        if "_slime_load" not in state:
+            state["_slime_load"] = ModelLoad(model)
+            self._models.add(model)
+        return state["_slime_load"]
+
+    def _known_manifest(self) -> Manifest:
+        if self._manifest is None:
+            raise WeightSyncError("no manifest is known; begin_weight_update comes first")
+        return self._manifest
+
+    def _require_push(self, push_id: str) -> None:
+        if push_id != self._push_id:
+            raise WeightSyncError(f"push {push_id} is not the one that was begun last, {self._push_id}")
+
+    def _digest_words(self) -> list[str]:
+        """The digest of each bucket; "" for one that did not arrive."""
+        if self._manifest is None:
+            return []
+        return [
+            f"{combine(as_unsigned(self._digests[index])):016x}" if index in self._digests else ""
+            for index in range(len(self._manifest.buckets))
+        ]
+
+    def _own_problems(self) -> list[str]:
+        loads = [self._load_of(model) for model in self._models]
+        found = [*self._message_problems, *self._problems, *(problem for load in loads for problem in load.problems)]
+        return found + unfilled([(load.model, load.plan) for load in loads if load.plan is not None])
+
+
+def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
+    """Parameters that no tensor of the push fills, in all models of the process together."""
+    found = []
+    for model, plan in planned:
+        others = set().union(*(other.written_memory for _, other in planned if other is not plan))
+        for name, sentence in plan.unwritten.items():
+            # A draft model may share its embedding with the target, which is the one that loads it.
+            if model.get_parameter(name).untyped_storage().data_ptr() not in others:
+                found.append(sentence)
+    unused = frozenset.intersection(*(plan.unused for _, plan in planned)) if planned else frozenset()
+    if found and unused:
+        shown = ", ".join(sorted(unused)[:MAX_UNUSED_SHOWN])
+        found.append(f"the engine has no place for {len(unused)} tensors of the push: {shown}")
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters lie."""
+    return next(model.parameters()).device
+
+
+def piece_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a packed rectangle."""
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _wait_for_device() -> None:
+    """The trainer overwrites the buffer as soon as the request is answered."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+def _unexpected(message: dict[str, Any], error: Exception) -> str:
+    return f"{message['verb']} failed: {type(error).__name__}: {error}"
+
+
+_RANK = ReceivingRank()
+"""This process's rank of the engine."""
