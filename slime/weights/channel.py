@@ -10,6 +10,7 @@ store ends the waits of all the others within :data:`POLL_S`, which is how the s
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -33,13 +34,22 @@ class WeightChannel:
         world_size: 1 + the GPUs of all engines.
         backend: ``nccl`` or ``gloo``; the current device is used for ``nccl``.
         timeout_s: deadline of joining, and of each broadcast.
+        is_cancelled: asked while the others have not joined yet; true abandons the group.
 
     Raises:
-        WeightSyncError: not all members joined in time.
+        WeightSyncError: not all members joined in time, or one of them abandoned the group.
     """
 
     def __init__(
-        self, master_address: str, master_port: int, *, rank: int, world_size: int, backend: str, timeout_s: float
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         limit = timedelta(seconds=timeout_s)
@@ -51,7 +61,7 @@ class WeightChannel:
             # All must have joined before any of them makes connections: a backend's own hand-shake is harder to end.
             if self._store.add("joined", 1) == world_size:
                 self._store.set("complete", "1")
-            self._store.wait(["complete"], limit)
+            self._wait_for_all(is_cancelled)
             self._group = _make_backend(backend, dist.PrefixStore("group", self._store), rank, world_size, limit)
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
             raise WeightSyncError(
@@ -59,6 +69,17 @@ class WeightChannel:
                 f"within {timeout_s:g} s (--weight-update-timeout-s): {error}"
             ) from error
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+
+    def _wait_for_all(self, is_cancelled: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + self.timeout_s
+        while not self._store.check(["complete"]):
+            if is_cancelled():
+                self.abandon()
+            if self.is_abandoned:
+                raise ValueError("a member abandoned the weight group before all had joined")
+            if time.monotonic() >= deadline_s:
+                raise ValueError(f"only {int(self._store.add('joined', 0))} members came to the weight group")
+            time.sleep(POLL_S)
 
     def broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> None:
         """Give ``buffer`` of rank 0 to all; blocks until this rank's part is done.

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, WeightSyncError
+from slime.weights.manifest import Manifest
+from tests.dist.fault_engine import HoldingEngine
 
 ANSWER_TIMEOUT_S = 60
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
@@ -35,7 +37,7 @@ class _Answer:
             raise EngineError("the fake engine did not answer")
         value, error = self.engine.pipe.recv()
         if error is not None:
-            raise EngineError(error)
+            raise error
         return value
 
 
@@ -50,8 +52,16 @@ class FakeEngine:
     index = 0
     gpu_offset = 0
 
-    def __init__(self, folder: str | None, *, num_gpus: int, is_colocated: bool, address: str | None = None) -> None:
-        self.num_gpus, self.is_colocated = num_gpus, is_colocated
+    def __init__(
+        self,
+        folder: str | None,
+        *,
+        num_gpus: int,
+        is_colocated: bool,
+        acknowledges: bool = True,
+        address: str | None = None,
+    ) -> None:
+        self.num_gpus, self.is_colocated, self.acknowledges = num_gpus, is_colocated, acknowledges
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.fault = ""
         address = address or f"{tempfile.mkdtemp()}/engine"
@@ -69,7 +79,8 @@ class FakeEngine:
             raise AttributeError(name)
 
         def call(*positional: Any, **keyword: Any) -> _Answer:
-            self.calls.append((name, {k: v for k, v in keyword.items() if k != "serialized_named_tensors"}))
+            details = {k: v for k, v in keyword.items() if k != "serialized_named_tensors"}
+            self.calls.append((name, details | {"arguments": positional}))
             self.pipe.send((name, positional, keyword, self.fault, self.num_gpus))
             return _Answer(self)
 
@@ -93,6 +104,7 @@ class NoEngine:
     index = 0
     gpu_offset = 0
     fault = ""
+    acknowledges = True
 
     def __init__(self, folder: str, *, num_gpus: int, is_colocated: bool) -> None:
         self.num_gpus, self.is_colocated = num_gpus, is_colocated
@@ -102,28 +114,25 @@ class NoEngine:
         pass
 
 
-class _Server:
-    """The engine's side."""
+class _Server(HoldingEngine):
+    """The engine's side: what arrives is laid into the model's parameters, and read back from there."""
 
     def __init__(self, folder: str) -> None:
         import transformers
 
+        super().__init__({}, 0, "0", "")
         self.num_gpus = 0
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.parameters = dict(self.model.named_parameters())
         for parameter in self.parameters.values():
             parameter.data.fill_(float("nan"))
-        self.version = "0"
         self.groups: dict[str, Any] = {}
-        self.fault = ""
 
-    def nothing(self) -> None:
-        pass
-
-    pause_generation = continue_generation = flush_cache = nothing
-
-    def get_weight_version(self) -> str:
-        return self.version
+    def begin_weight_update(self, manifest_json: str, push_id: str) -> None:
+        """One model stands for those of all of the engine's GPUs."""
+        names = [tensor.name for tensor in Manifest.from_json(manifest_json).tensors]
+        self.held = [{name: self.place_of(name) for name in names}] * self.num_gpus
+        super().begin_weight_update(manifest_json, push_id)
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -142,22 +151,22 @@ class _Server:
         torch.distributed.destroy_process_group(self.groups.pop(group_name))
 
     def update_weights_from_tensor(
-        self, serialized_named_tensors: list[str], load_format: str, weight_version: str, flush_cache: bool
+        self, serialized_named_tensors: list[str], load_format: str, weight_version: str | None, flush_cache: bool
     ) -> None:
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         assert len(serialized_named_tensors) == self.num_gpus
-        if self.fault == "refuses":
-            raise RuntimeError("out of memory")
         if load_format.endswith(".poison_weights"):
             for parameter in self.parameters.values():
                 parameter.data.fill_(torch.nan)
             return
         if load_format.endswith(".find_poison"):
+            if self.fault == "loses a tensor":
+                self.parameters["model.norm.weight"].data.fill_(torch.nan)
             left = [name for name, parameter in self.parameters.items() if parameter.isnan().any()]
             if left:
-                raise RuntimeError(f"never pushed: {left}")
+                raise WeightSyncError(f"never pushed: {left}")
             return
         if load_format != "flattened_bucket":
             self.compare(pickle.loads(base64.b64decode(serialized_named_tensors[0])))
@@ -165,7 +174,7 @@ class _Server:
         for text in serialized_named_tensors:
             payload = MultiprocessingSerializer.deserialize(text)
             bucket = FlattenedTensorBucket(flattened_tensor=payload["flattened_tensor"], metadata=payload["metadata"])
-            self.load(bucket.reconstruct_tensors(), weight_version)
+            self.load_named(bucket.reconstruct_tensors(), str(weight_version))
 
     def update_weights_from_distributed(
         self,
@@ -185,14 +194,12 @@ class _Server:
         ]
         bucket = FlattenedTensorBucket(named_tensors=empty)
         torch.distributed.broadcast(bucket.get_flattened_tensor(), 0, group=self.groups[group_name])
-        self.load(bucket.reconstruct_tensors(), weight_version)
+        self.load_named(bucket.reconstruct_tensors(), weight_version)
 
-    def load(self, named_tensors: list[tuple[str, torch.Tensor]], version: str) -> None:
+    def load_named(self, named_tensors: list[tuple[str, torch.Tensor]], version: str) -> None:
         for name, tensor in named_tensors:
-            if not (self.fault == "loses a tensor" and name == "model.norm.weight"):
-                self.place_of(name).copy_(tensor)
-        if self.fault != "stale version":
-            self.version = version
+            self.place_of(name).copy_(tensor)
+        self.version = version
 
     def place_of(self, name: str) -> torch.Tensor:
         """Where the tensor of a checkpoint lies; transformers stacks experts, and gate on up."""
@@ -207,11 +214,9 @@ class _Server:
     def compare(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         if self.fault == "differs":
             self.parameters["model.norm.weight"].data[0] += 1
-        if self.fault == "loses a tensor":
-            return  # what a sender that forgot it would not have compared either
         different = [n for n, tensor in named_tensors if not torch.equal(self.place_of(n), tensor)]
         if different:
-            raise RuntimeError(f"differing tensors: {different}")
+            raise WeightSyncError(f"differing tensors: {different}")
 
     @torch.no_grad()
     def compute(self, tokens: list[list[int]], response_lengths: list[int]) -> list[list[float]]:
@@ -248,5 +253,5 @@ def _answer(pipe: Connection, server: _Server, turn: threading.Lock) -> None:
             try:
                 answer = (getattr(server, name)(*positional, **keyword), None)
             except Exception as error:  # the edge of the engine's process: the sender hears of it
-                answer = (None, f"{type(error).__name__}: {error}")
+                answer = (None, error if isinstance(error, WeightSyncError) else EngineError(repr(error)))
         pipe.send(answer)

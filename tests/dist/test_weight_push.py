@@ -21,14 +21,20 @@ pytestmark = pytest.mark.dist
 
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 SMALL_BUCKETS = ("--update-weight-buffer-size", "20000")
-CARRIERS = {"shared": "update_weights_from_tensor", "broadcast": "update_weights_from_distributed"}
+BUCKET_VERBS = {
+    "shared": "receive_weight_bucket",
+    "broadcast": "receive_weight_bucket",
+    "stock shared": "update_weights_from_tensor",
+    "stock broadcast": "update_weights_from_distributed",
+}
+CARRIERS = ("shared", "broadcast")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 LAYOUTS = {
     "two stages": PIPELINE,
     "two virtual stages on each of two ranks": (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"),
     "experts on two ranks": ("--expert-model-parallel-size", "2"),
 }
-FAULTS = ("stale version", "refuses", "differs", "loses a tensor")
+FAULTS = ("forgets commit", "refuses receive:before", "differs", "loses a tensor")
 
 
 def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[str, Any]:
@@ -52,8 +58,9 @@ def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[s
     rank_data = cut(args, train_data, worker.get_parallel_config())[0]
     result: dict[str, Any] = {"messages": []}
     try:
-        for carrier in CARRIERS:
-            args.colocate = engine.is_colocated = carrier == "shared"  # with --debug-train-only no flag can say it
+        for carrier in BUCKET_VERBS:
+            engine.acknowledges = "stock" not in carrier
+            args.colocate = engine.is_colocated = "shared" in carrier  # with --debug-train-only no flag can say it
             engine.num_gpus = world_size if args.colocate else 1
             worker._sender = None
             engine.calls.clear()
@@ -62,7 +69,7 @@ def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[s
             metrics = worker.train(0, rank_data)
             differences.append(push_and_compare(worker, engine, rank_data, train_data))
             result[carrier] = {"differences": differences, "calls": list(engine.calls), "is_main": metrics is not None}
-        args.colocate = engine.is_colocated = True
+        args.colocate = engine.is_colocated = engine.acknowledges = True
         engine.num_gpus = world_size
         worker._sender = None
         worker.connect_rollout_engines([engine], 1)
@@ -107,7 +114,7 @@ def push_from_layouts(rank: int, world_size: int, port: int, folder: str) -> dic
                 after = push_and_compare(worker, engine, rank_data, train_data)
                 result[f"{layout}, {carrier}"] = max(before, after)
                 if carrier == "broadcast":  # the next layout's groups have the same names
-                    worker._sender._group._leave()
+                    worker._sender.disconnect()
         return result
     finally:
         engine.close()
@@ -155,32 +162,57 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_workers(push_every_way, 2, str(folder))
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("carrier", BUCKET_VERBS)
 def test_the_engine_computes_the_trainers_log_probs(ranks: list[dict[str, Any]], carrier: str) -> None:
     assert max(ranks[0][carrier]["differences"]) < 2e-5
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_engines_are_paused_flushed_filled_asked_and_continued(ranks: list[dict[str, Any]], carrier: str) -> None:
+def test_nobody_hears_the_new_version_before_every_digest_is_acknowledged(
+    ranks: list[dict[str, Any]], carrier: str
+) -> None:
     calls = [name for name, _ in ranks[0][carrier]["calls"]]
     first = calls[calls.index("pause_generation") : calls.index("continue_generation") + 1]
     assert first[:2] == ["pause_generation", "flush_cache"]
-    assert first.count(CARRIERS[carrier]) >= 5, "a small buffer makes several buckets"
-    assert first.index("get_weight_version") > first.index(CARRIERS[carrier])
-    assert first[-1] == "continue_generation"
+    assert first.count("receive_weight_bucket") >= 5, "a small buffer makes several buckets"
+    steps = [name for name in first if name not in ("receive_weight_bucket", "update_weights_from_tensor")]
+    join = [] if carrier == "shared" else ["join_weight_group"]
+    assert steps[2:] == [
+        *("begin_weight_update", *join, "acknowledge_weight_update", "commit_weight_update", "get_weight_version"),
+        "continue_generation",
+    ]
+    last_bucket = len(first) - 1 - first[::-1].index("receive_weight_bucket")
+    assert last_bucket < first.index("acknowledge_weight_update")
+    checks = [details for name, details in ranks[0][carrier]["calls"] if name == "update_weights_from_tensor"]
+    assert {details["weight_version"] for details in checks} == {None}
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_each_push_has_the_next_version(ranks: list[dict[str, Any]], carrier: str) -> None:
     calls = ranks[0][carrier]["calls"]
-    assert {details["weight_version"] for name, details in calls if name == CARRIERS[carrier]} == {"1", "2"}
+    commits = [details["arguments"] for name, details in calls if name == "commit_weight_update"]
+    assert [version for _, version in commits] == ["1", "2"]
+    assert len({push_id for push_id, _ in commits}) == 2
+
+
+@pytest.mark.parametrize("carrier", ["stock shared", "stock broadcast"])
+def test_an_engine_without_our_loader_gets_its_buckets_through_sglangs_own_endpoints(
+    ranks: list[dict[str, Any]], carrier: str
+) -> None:
+    calls = ranks[0][carrier]["calls"]
+    assert not {name for name, _ in calls} & {"begin_weight_update", "receive_weight_bucket", "commit_weight_update"}
+    buckets = [details for name, details in calls if name == BUCKET_VERBS[carrier]]
+    sent = [details["weight_version"] for details in buckets if details["load_format"] == "flattened_bucket"]
+    assert set(sent) == {"1", "2"}
+    assert len(sent) >= 10
 
 
 def test_a_failed_push_is_the_same_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["messages"] == ranks[1]["messages"]
     stale, refused, differs, lost = ranks[0]["messages"]
-    assert "after the push of weight version '1', engine 0 holds '2'" in stale
-    assert "out of memory" in refused
+    assert "no engine took weight version 1" in stale
+    assert "it holds version '2' after the push of version '1'" in stale
+    assert "out of memory (while loading bucket 1)" in refused
     assert "comparing the tensors of version 3" in differs
     assert "model.norm.weight" in differs
     assert "looking for weights that were not sent" in lost

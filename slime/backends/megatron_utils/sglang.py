@@ -9,6 +9,7 @@ import base64
 import io
 import pickle
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ def _sglang() -> tuple[Any, Any, Any]:
 
 
 def prepare() -> None:
-    """Import SGLang and make this process able to share tensors with an engine; call once before a push."""
-    _sglang()
+    """Make this process able to share tensors with an engine; call before a push."""
     if torch.cuda.is_available():
+        _sglang()
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
@@ -79,8 +80,9 @@ def serialize_handle(buffer: torch.Tensor) -> str:
 
     A buffer in ordinary memory moves to shared memory.
     """
-    serializer, _, _ = _sglang()
-    return serializer.serialize(buffer, output_str=True)
+    data = io.BytesIO()
+    ForkingPickler(data).dump(buffer)
+    return base64.b64encode(data.getvalue()).decode("ascii")
 
 
 def serialize_by_value(bucket: NamedTensors) -> str:

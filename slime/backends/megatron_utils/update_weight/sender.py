@@ -1,22 +1,27 @@
 """The order of a weight push, whatever carries the bytes.
 
-    pause engines -> flush caches -> send buckets -> every engine reports the new version -> continue
+    pause, flush -> begin -> buckets -> every engine acknowledges digests of what it holds -> commit -> continue
 
-``update_weight_from_tensor`` and ``update_weight_from_distributed`` fill in how a bucket travels.
+Nobody serves the new version before the commit, and only engines that hold exactly what was sent are asked to commit.
+An engine that fails at any step is *fenced*: it stays paused, is named in the report, and the others go on.  Where its
+failure broke a broadcast, the push is repeated without it under a new push id.
+
+``update_weight_from_tensor`` and ``update_weight_from_distributed`` fill in how a bucket travels; ``roster`` keeps
+who is fenced, ``bucket_source`` makes the buckets, ``acknowledgements`` compares digests.
 """
 
 from __future__ import annotations
 
 import logging
+import uuid
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from time import perf_counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
@@ -24,40 +29,30 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import sglang
-from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_buckets
+from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
+from slime.backends.megatron_utils.update_weight import push_steps
+from slime.backends.megatron_utils.update_weight.acknowledgements import BucketDigests
+from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, BucketSource, GatheredBuckets
+from slime.backends.megatron_utils.update_weight.gather import HostWeights
+from slime.backends.megatron_utils.update_weight.push import Push, PushReport
+from slime.backends.megatron_utils.update_weight.roster import PUSH_FAILURES, PushClock, Roster, reason_of
+from slime.backends.megatron_utils.update_weight.stock_engines import named_views
 from slime.utils.distributed_utils import get_gloo_group
-from slime.utils.errors import SlimeError, WeightSyncError
-from slime.weights.named_tensors import NamedTensors, total_bytes, wire_dtype
-from slime.weights.receiver import Pending, WeightReceiver
+from slime.utils.errors import WeightSyncError
+from slime.weights.named_tensors import wire_dtype
+from slime.weights.receiver import FencedEngine, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
-PUSH_FAILURES = (SlimeError, RuntimeError, OSError, TimeoutError)
-"""What an engine's refusal, its death or a lost connection looks like on the rank that meets it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushReport:
-    """What one push moved."""
-
-    version: int
-    num_tensors: int
-    num_buckets: int
-    num_bytes: int
-    elapsed_s: float
-
-
-def wait_all(pending: Sequence[Pending], timeout_s: float) -> list[Any]:
-    """The answers of all requests, which share one deadline."""
-    deadline = perf_counter() + timeout_s
-    return [request.wait(max(deadline - perf_counter(), 0.001)) for request in pending]
+MAX_BLAMELESS_ATTEMPTS = 2
+"""How often a broadcast may break without an engine to blame; every other time one engine fewer remains."""
 
 
 class WeightSender(ABC):
     """Pushes the weights of a model to engines.
 
     Invariant: all trainer ranks call the same methods in the same order; a failure on one rank is raised on all, so
-    that none of them waits for another that is gone.
+    that none of them waits for another that is gone.  A version number is used for the same bytes only.
 
     Args:
         args: the run's arguments.
@@ -87,6 +82,14 @@ class WeightSender(ABC):
         self.timeout_s = float(args.weight_update_timeout_s)
         self.weight_version = first_version
         self.receivers: list[WeightReceiver] = []
+        self.fenced: tuple[FencedEngine, ...] = ()
+        """Whom the last push left out, also when it raised."""
+        self._source: BucketSource | None = None
+        self._plain_source: BucketSource | None = None
+        self._digests: BucketDigests | None = None
+        self._have_weights_changed = False
+        self._name = ""
+        self._num_attempts = 0
 
     # How a bucket travels
 
@@ -95,167 +98,264 @@ class WeightSender(ABC):
 
     @abstractmethod
     def connect(self, receivers: Sequence[WeightReceiver]) -> None:
-        """Make the paths to these engines; all earlier ones are gone or in the list."""
+        """Find out who talks to which of these engines; asks no engine anything."""
 
     @abstractmethod
-    def offer(self, bucket: NamedTensors, version: str, *, compare: bool) -> Callable[[], None] | None:
-        """Do the collective part of a bucket's journey and return what is left for this rank alone, if anything.
+    def form_groups(self, push: Push) -> None:
+        """Collective: make the paths to the engines that are still in the push.
 
-        Args:
-            bucket: the same on all ranks (of the pipeline stage).
-            version: what the engines call these weights.
-            compare: the engines compare the tensors with what they hold, and load nothing.
+        Engines that do not come are fenced; ``must_repeat`` then asks for another try without them.
         """
 
-    def settle(self) -> None:  # noqa: B027  nothing to wait for by default
-        """Collective: wait until the bucket offered last is delivered, and let go of it."""
+    @abstractmethod
+    def offer(self, push: Push, index: int, flat: Tensor) -> None:
+        """Collective: bring a bucket on its way and wait until it is delivered; fences engines that do not take it."""
 
-    # The order of a push
+    @abstractmethod
+    def speaks_to(self, receiver: WeightReceiver) -> bool:
+        """Whether this rank is the one that hands buckets (of its turn) to the engine."""
+
+    # What is sent
+
+    def make_source(self) -> BucketSource:
+        """Where the buckets come from; collective."""
+        return self.make_plain_source()
+
+    def make_plain_source(self) -> GatheredBuckets:
+        """Whole tensors, gathered: right for every model, layout and engine; collective."""
+        return GatheredBuckets(
+            self.args,
+            self.model,
+            self.weights_getter,
+            model_name=self.model_name,
+            dtype=self.dtype,
+            quantizer=checkpoint_quantizer(self.args.hf_checkpoint, self.quantization_config, dtype=self.dtype),
+            bucket_bytes=self.args.update_weight_buffer_size,
+            across_stages=self.across_stages,
+        )
+
+    @property
+    def source(self) -> BucketSource:
+        """The buckets of this model; made at the first push, collectively."""
+        if self._source is None:
+            self._source = self.make_source()
+            self._digests = BucketDigests(self._source.manifest)
+        return self._source
+
+    # The verbs
 
     def connect_rollout_engines(self, receivers: Sequence[WeightReceiver]) -> None:
         """Take ``receivers`` as the engines to push to from now on."""
         self.receivers = list(receivers)
+        unverified = [receiver.index for receiver in self.receivers if not receiver.acknowledges]
+        if unverified and dist.get_rank() == 0:
+            logger.warning(
+                "engines %s run without our loader: pushes to them are not verified, and one that breaks a broadcast "
+                "takes the others with it; start them with --custom-weight-loader %s",
+                unverified, sglang.RECEIVER,
+            )  # fmt: skip
         self.connect(self.receivers)
 
+    def note_weights_changed(self) -> None:
+        """The model was trained since the last push; call on all ranks."""
+        self._have_weights_changed = True
+
     def update_weights(self) -> PushReport:
-        """Push the present weights to all engines.
+        """Push the present weights to all engines, as the next version.
 
         Raises:
-            WeightSyncError: an engine refused a bucket, holds another version after the push, or (with
-                ``--check-weight-update-equal``) other values, or weights that nobody sent.
+            WeightSyncError: no engine took them (``fenced`` says why), or the trainer itself failed, or (with
+                ``--check-weight-update-equal``) an engine holds other values, or weights that nobody sent.
         """
-        started = perf_counter()
         self.weight_version += 1
-        version = str(self.weight_version)
-        self.on_main_rank(f"pausing the engines for version {version}", self._pause_engines)
-        if self.args.check_weight_update_equal:
-            # A comparison of what was sent cannot see what was forgotten: that still holds the poison afterwards.
-            self.on_main_rank("poisoning the engines' weights", lambda: self._ask_all(sglang.POISON_LOADER, version))
-        tensors, buckets, size = self._send(version, compare=False)
-        self.on_main_rank(f"checking that the engines hold version {version}", lambda: self._check_versions(version))
-        if self.args.check_weight_update_equal:
-            self._send(version, compare=True)
-            self.on_main_rank(
-                "looking for weights that were not sent", lambda: self._ask_all(sglang.FIND_POISON_LOADER, version)
-            )
-        self.on_main_rank(f"letting the engines continue with version {version}", self._continue_engines)
-        report = PushReport(self.weight_version, tensors, buckets, size, perf_counter() - started)
+        return self._push()
+
+    def resend_weights(self) -> PushReport:
+        """Push to engines that missed the last push; the others are not connected meanwhile.
+
+        Under the last push's version, unless the model was trained since: then these are new bytes.
+        """
+        if self._have_weights_changed:
+            self.weight_version += 1
+        return self._push()
+
+    # The order of a push
+
+    def _push(self) -> PushReport:
+        self._have_weights_changed = False
+        push = Push(str(self.weight_version), Roster(self.receivers), PushClock(self.timeout_s))
+        self.fenced = ()
+        try:
+            self._run(push)
+        finally:
+            self.fenced = push.roster.fenced
+        manifest = self.source.manifest
+        size = sum(bucket.num_bytes for bucket in manifest.buckets)
+        report = PushReport(
+            self.weight_version, len(manifest.tensors), len(manifest.buckets), size, push.clock.elapsed_s,
+            num_engines=len(push.roster.good), num_attempts=push.num_attempts, fenced=push.roster.fenced,
+        )  # fmt: skip
         if dist.get_rank() == 0:
             logger.info(
                 "Pushed weight version %s to %d engines: %d tensors, %.1f MiB in %d buckets, %.2f s.%s",
-                version, len(self.receivers), tensors, size / 2**20, buckets, report.elapsed_s,
+                push.version, report.num_engines, report.num_tensors, size / 2**20, report.num_buckets,
+                report.elapsed_s,
                 " Every engine's weights equal the trainer's." if self.args.check_weight_update_equal else "",
             )  # fmt: skip
         return report
 
-    def resend_weights(self) -> PushReport:
-        """Push to engines that missed the last push, under its version; the others are not connected meanwhile."""
-        self.weight_version -= 1
-        return self.update_weights()
-
-    @torch.no_grad()
-    def _send(self, version: str, *, compare: bool) -> tuple[int, int, int]:
-        """Walk all buckets; returns the tensors, buckets and bytes that passed through this rank."""
-        tensors = buckets = size = 0
-        failure: Exception | None = None
-        stages = 1 if self.across_stages else mpu.get_pipeline_model_parallel_world_size()
-        for stage in range(stages):
-            if stages == 1 or stage == mpu.get_pipeline_model_parallel_rank():
-                for bucket in self._buckets():
-                    delivery = self.offer(bucket, version, compare=compare)
-                    if delivery is not None and failure is None:
-                        try:
-                            delivery()
-                        except PUSH_FAILURES as error:
-                            failure = error  # go on through the buckets: the other ranks gather with this one
-                    self.settle()
-                    tensors, buckets, size = tensors + len(bucket), buckets + 1, size + total_bytes(bucket)
-            if stages > 1:
-                # Two stages in flight would reach two engines in different orders, and both would wait for ever.
-                dist.barrier(group=get_gloo_group())
-        self.together(f"{'comparing' if compare else 'sending'} the tensors of version {version}", failure)
-        return tensors, buckets, size
-
-    def _buckets(self) -> Iterator[NamedTensors]:
-        return iter_hf_buckets(
-            self.args,
-            self.model,
-            bucket_bytes=self.args.update_weight_buffer_size,
-            model_name=self.model_name,
-            dtype=self.dtype,
-            quantization_config=self.quantization_config,
-            host_weights=self.weights_getter(),
-            across_stages=self.across_stages,
+    def _run(self, push: Push) -> None:
+        repacks = self._repacks_quantized_weights
+        self.on_main_rank(push, "pausing the engines", lambda: push_steps.pause(push, repacks=repacks))
+        if self.args.check_weight_update_equal:
+            # A comparison of what was sent cannot see what was forgotten: that still holds the poison afterwards.
+            self.on_main_rank(
+                push, "poisoning the engines' weights", lambda: push_steps.run_check(push, sglang.POISON_LOADER)
+            )
+        self._publish(push)
+        self.on_main_rank(push, "comparing digests", lambda: push_steps.acknowledge(push, self.source.manifest))
+        if self.args.check_weight_update_equal:
+            self._compare(push)
+            self.on_main_rank(
+                push,
+                "looking for weights that were not sent",
+                lambda: push_steps.run_check(push, sglang.FIND_POISON_LOADER),
+            )
+        self.on_main_rank(push, f"committing version {push.version}", lambda: push_steps.commit(push, repacks=repacks))
+        self.on_main_rank(
+            push, f"letting the engines continue with version {push.version}", lambda: push_steps.resume(push)
         )
-
-    # Rank 0 speaks for the group
 
     @property
     def _repacks_quantized_weights(self) -> bool:
         return (self.quantization_config or {}).get("quant_method") == "compressed-tensors"
 
-    def _pause_engines(self) -> None:
-        wait_all([receiver.pause_generation() for receiver in self.receivers], self.timeout_s)
-        wait_all([receiver.flush_cache() for receiver in self.receivers], self.timeout_s)
-        if self._repacks_quantized_weights:
-            self._post_process(restore_weights_before_load=True, post_process_quantization=False)
+    def _publish(self, push: Push) -> None:
+        """Send all buckets, again and again while engines break the broadcast of others."""
+        source = self.source
+        while True:
+            push.num_attempts += 1
+            push.id = self._next_push_id(push.version)
+            push.must_repeat = False
+            push.digests = {}
+            self.on_main_rank(push, "beginning the push", lambda: push_steps.begin(push, source.manifest))
+            self.form_groups(push)
+            while push.must_repeat:
+                push.must_repeat = False
+                self.form_groups(push)
+            self._send(push, source)
+            if not push.must_repeat:
+                return
+            if push.num_attempts > len(self.receivers) + MAX_BLAMELESS_ATTEMPTS:
+                raise WeightSyncError(
+                    f"weight version {push.version} was sent {push.num_attempts} times, and each time a broadcast "
+                    "broke; look at the network between the trainer and the engines"
+                )
+            logger.warning("push %s is repeated without the engines that broke it", push.id)
 
-    def _continue_engines(self) -> None:
-        if self._repacks_quantized_weights:
-            self._post_process(restore_weights_before_load=False, post_process_quantization=True)
-        wait_all([receiver.continue_generation() for receiver in self.receivers], self.timeout_s)
+    def _next_push_id(self, version: str) -> str:
+        if not self._name:
+            names = [uuid.uuid4().hex[:8]]
+            dist.broadcast_object_list(names, src=0, group=get_gloo_group())
+            self._name = names[0]
+        self._num_attempts += 1
+        return f"{self._name}-{self._num_attempts}-v{version}"
 
-    def _post_process(self, **what: bool) -> None:
-        wait_all([receiver.post_process_weights(**what) for receiver in self.receivers], self.timeout_s)
+    @torch.no_grad()
+    def _send(self, push: Push, source: BucketSource) -> None:
+        """Walk all buckets of this rank, in turns with those of other pipeline stages."""
+        digests = self._digests
+        assert digests is not None
 
-    def _ask_all(self, loader: str, version: str) -> None:
-        """Let every engine run one of the weight checks that need no tensors."""
-        nothing = sglang.serialize_by_value([])
-        requests = [
-            receiver.update_weights_from_tensor(
-                serialized_named_tensors=[nothing] * receiver.num_gpus,
-                load_format=loader,
-                weight_version=version,
-                flush_cache=False,
-            )
-            for receiver in self.receivers
-        ]
-        wait_all(requests, self.timeout_s)
+        def send() -> None:
+            for index, flat in source.iter_buckets():
+                if index != NO_BUCKET:
+                    digests.take(index, flat)
+                self.offer(push, index, flat)
+            push.digests = digests.finish()
 
-    def _check_versions(self, version: str) -> None:
-        held = wait_all([receiver.get_weight_version() for receiver in self.receivers], self.timeout_s)
-        wrong = {r.index: v for r, v in zip(self.receivers, held, strict=True) if str(v) != version}
-        if wrong:
-            listed = ", ".join(f"engine {index} holds {v!r}" for index, v in wrong.items())
-            raise WeightSyncError(
-                f"after the push of weight version {version!r}, {listed}; all engines must hold the version pushed. "
-                "Look for the first error in the logs of those engines"
-            )
+        self._in_turns(push, f"sending the tensors of version {push.version}", send)
 
-    def on_main_rank(self, what: str, action: Callable[[], None]) -> None:
+    def _in_turns(self, push: Push, what: str, work: Callable[[], None]) -> None:
+        """Let the ranks of each pipeline stage work, stage after stage, or all of them at once.
+
+        Two stages in flight would reach two engines in different orders, and both would wait for ever.
+        """
+        num_turns = 1 if self.across_stages else mpu.get_pipeline_model_parallel_world_size()
+        for turn in range(num_turns):
+            is_turn = num_turns == 1 or turn == mpu.get_pipeline_model_parallel_rank()
+            if is_turn and not push.must_repeat:
+                work()
+            self.meet(push, what)
+
+    # --check-weight-update-equal
+
+    def _compare(self, push: Push) -> None:
+        """Every engine compares whole tensors, gathered independently of how they were sent, with what it holds."""
+        if self._plain_source is None:
+            is_plain = isinstance(self.source, GatheredBuckets)
+            self._plain_source = self.source if is_plain else self.make_plain_source()
+        source = self._plain_source
+
+        def compare() -> None:
+            for index, flat in source.iter_buckets():
+                engines = [engine for engine in push.roster.good if self.speaks_to(engine)]
+                if index == NO_BUCKET or not engines or push.failures:
+                    continue
+                text = sglang.serialize_by_value(named_views(flat, source.manifest.buckets[index], source.manifest))
+                try:
+                    push_steps.run_check(push, sglang.COMPARE_LOADER, text, engines)
+                except PUSH_FAILURES as error:
+                    push.failures.append(error)  # go on through the buckets: the other ranks gather with this one
+
+        self._in_turns(push, f"comparing the tensors of version {push.version}", compare)
+
+    # All ranks together
+
+    def on_main_rank(self, push: Push, what: str, action: Callable[[], None]) -> None:
         """Run ``action`` on rank 0 while the others wait for its end."""
-        self.run_together(what, action if dist.get_rank() == 0 else None)
+        self.run_together(push, what, action if dist.get_rank() == 0 else None)
 
-    def run_together(self, what: str, action: Callable[[], None] | None) -> None:
+    def run_together(self, push: Push, what: str, action: Callable[[], None] | None) -> None:
         """Run this rank's ``action``, if it has one, and wait for those of all ranks."""
-        failure: Exception | None = None
         if action is not None:
             try:
                 action()
             except PUSH_FAILURES as error:
-                failure = error
-        self.together(what, failure)
+                push.failures.append(error)
+        self.meet(push, what)
 
-    def together(self, what: str, failure: Exception | None) -> None:
-        """Meet all ranks; the first failure of any of them is raised on all.
+    def meet(self, push: Push, what: str) -> None:
+        """Meet all ranks: all know then who is fenced, whether to repeat, and the digests of what was sent.
 
         Raises:
-            WeightSyncError: with the failing rank's message.
+            WeightSyncError: a rank failed (the first failure of any is raised on all), no engine is left, or two
+                ranks sent different bytes as the same bucket.
         """
-        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        text = reason_of(push.failures[0]) if push.failures else None
         group = get_gloo_group()
-        failures: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, text, group=group)
-        for rank, reported in enumerate(failures):
+        told: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, (text, push.roster.reasons, push.must_repeat, push.digests), group=group)
+        for rank, (reported, *_) in enumerate(told):
             if reported is not None:
-                raise WeightSyncError(f"trainer rank {rank} failed while {what}. {reported}") from failure
+                raise WeightSyncError(f"trainer rank {rank} failed while {what}. {reported}") from next(
+                    iter(push.failures), None
+                )
+        push.roster.merge([reasons for _, reasons, _, _ in told])
+        push.must_repeat = any(must_repeat for _, _, must_repeat, _ in told)
+        push.digests = _one_digest_each([digests for *_, digests in told])
+        if self.receivers and not push.roster.good:
+            listed = "; ".join(f"engine {fenced.index}: {fenced.reason}" for fenced in push.roster.fenced)
+            raise WeightSyncError(f"no engine took weight version {push.version} ({what}). {listed}")
+
+
+def _one_digest_each(digests_of_ranks: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    merged: dict[int, int] = {}
+    for rank, digests in enumerate(digests_of_ranks):
+        for index, digest in digests.items():
+            if merged.setdefault(index, digest) != digest:
+                raise WeightSyncError(
+                    f"trainer rank {rank} sent other bytes as bucket {index} than the ranks before it: their copies "
+                    "of some parameter have drifted apart"
+                )
+    return merged

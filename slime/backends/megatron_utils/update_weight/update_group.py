@@ -1,19 +1,38 @@
-"""A process group of one trainer rank and all GPUs of some engines, for weights that are broadcast."""
+"""Engines that get their buckets by broadcast: a group of one trainer rank and all of their GPUs.
+
+A broadcast needs all members, so one dead engine holds up the rest.  Then the group is abandoned, which sets the
+others free; whoever is to blame is fenced; and the push is repeated over a new group without it.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from slime.backends.megatron_utils import sglang
-from slime.backends.megatron_utils.update_weight.sender import wait_all
+from slime.backends.megatron_utils.update_weight.roster import (
+    PUSH_FAILURES,
+    PushClock,
+    Roster,
+    reason_of,
+    start_all,
+    wait_together,
+)
 from slime.utils import net
-from slime.utils.errors import EngineError, WeightSyncError
-from slime.weights.named_tensors import NamedTensors, dtype_name
-from slime.weights.receiver import WeightReceiver
+from slime.utils.errors import WeightSyncError
+from slime.weights.channel import WeightChannel
+from slime.weights.receiver import Pending, WeightReceiver
+
+logger = logging.getLogger(__name__)
+
+FIRST_PORT = 20000
+LEAVING_SHARE, MIN_LEAVING_S = 0.1, 1.0
+"""How long leaving a broken group may take, as a share of the push's deadline: an abandoned engine is free at once."""
+COLLATERAL = "weight group"
+"""What every error of a ``WeightChannel`` says: its cause may be another member."""
 
 
 class UpdateGroup:
@@ -21,105 +40,143 @@ class UpdateGroup:
 
     Args:
         name: what the engines call the group.
-        timeout_s: deadline of joining and of each bucket.
     """
 
-    def __init__(self, name: str, timeout_s: float) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.timeout_s = timeout_s
-        self.receivers: list[WeightReceiver] = []
-        self._group: dist.ProcessGroup | None = None
+        self.members: list[WeightReceiver] = []
+        self._channel: WeightChannel | None = None
 
-    def connect(self, receivers: Sequence[WeightReceiver]) -> None:
-        """Leave the old group, if any, and form one with ``receivers``."""
-        self._leave()
-        self.receivers = list(receivers)
-        if not self.receivers:
+    @property
+    def is_whole(self) -> bool:
+        """Whether a bucket can be broadcast."""
+        return self._channel is not None
+
+    def form(self, engines: Sequence[WeightReceiver], roster: Roster, clock: PushClock) -> None:
+        """Have a group of just these engines; those that do not come to it are fenced, and the group is not whole."""
+        wanted = list(engines)
+        if self._channel is not None and wanted == self.members:
+            return
+        self.leave(roster, clock)
+        self.members = wanted
+        if not wanted:
             return
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        address, port = net.get_current_node_ip(), net.find_available_port(20000)
-        world_size = 1 + sum(receiver.num_gpus for receiver in self.receivers)
-        joining, offset = [], 1
-        for receiver in self.receivers:
-            joining.append(receiver.init_weights_update_group(address, port, offset, world_size, self.name, backend))
-            offset += receiver.num_gpus
-        self._group = self._join(joining, backend, address, port, world_size)
-
-    def _join(self, joining: list, backend: str, address: str, port: int, world_size: int) -> dist.ProcessGroup:
-        """Join on a thread, so that an engine that refuses ends the wait at once."""
-        joined: list[dist.ProcessGroup] = []
-        failed: list[BaseException] = []
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-        def join() -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)
-                joined.append(
-                    sglang.join_update_group(
-                        backend=backend,
-                        master_address=address,
-                        master_port=port,
-                        world_size=world_size,
-                        group_name=self.name,
-                        timeout_s=self.timeout_s,
-                    )
-                )
-            except (RuntimeError, OSError) as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=join, name=f"join-{self.name}", daemon=True)
-        thread.start()
-        wait_all(joining, self.timeout_s)
-        thread.join(self.timeout_s)
-        if not joined:
-            raise WeightSyncError(
-                f"the trainer could not join update group {self.name} at {address}:{port} within {self.timeout_s:g} s "
-                f"(--weight-update-timeout-s), though all {len(joining)} engines did"
-            ) from (failed[0] if failed else None)
-        return joined[0]
-
-    def _leave(self) -> None:
-        if self._group is None:
+        address, port = net.get_current_node_ip(), net.find_available_port(FIRST_PORT)
+        world_size = 1 + sum(engine.num_gpus for engine in wanted)
+        offsets, offset = {}, 1
+        for engine in wanted:
+            offsets[engine.index] = offset
+            offset += engine.num_gpus
+        timeout_s = clock.step_s
+        joining = _Joining(address, port, world_size=world_size, backend=backend, timeout_s=timeout_s)
+        requests = start_all(
+            wanted,
+            lambda engine: engine.join_weight_group(
+                address, port, offsets[engine.index], world_size, self.name, backend
+            ),
+        )
+        failures = wait_together(requests, timeout_s, joining.give_up)
+        channel = joining.result()
+        if failures or isinstance(channel, BaseException):
+            if isinstance(channel, WeightChannel):
+                channel.leave()
+            if not failures and isinstance(channel, BaseException):
+                raise WeightSyncError(
+                    f"the trainer could not join the weight group {self.name} at {address}:{port}, though all "
+                    f"{len(wanted)} engines did: {channel}"
+                ) from channel
+            self._blame(failures, roster, clock, "joining the weight group")
+            self.members = []
             return
-        leaving = [receiver.destroy_weights_update_group(self.name) for receiver in self.receivers]
-        group, self._group = self._group, None
-        dist.destroy_process_group(group)
-        for request in leaving:
-            try:
-                request.wait(self.timeout_s)
-            except EngineError:
-                continue  # an engine that has died is no member any more
+        self._channel = channel
 
-    def broadcast(self, bucket: NamedTensors, version: str) -> None:
-        """Let all engines of the group load ``bucket``."""
-        names = [name for name, _ in bucket]
-        requests = [
-            receiver.update_weights_from_distributed(
-                names=names,
-                dtypes=[dtype_name(tensor.dtype) for _, tensor in bucket],
-                shapes=[list(tensor.shape) for _, tensor in bucket],
-                group_name=self.name,
-                weight_version=version,
-                load_format=sglang.FLATTENED_BUCKET,
-                flush_cache=False,
-            )
-            for receiver in self.receivers
-        ]
-        work = dist.broadcast(sglang.flatten(bucket), 0, group=self._group, async_op=True)
-        wait_all(requests, self.timeout_s)  # first the engines: one that died must not leave us in the broadcast
-        work.wait()
+    def broadcast(self, push_id: str, bucket_index: int, flat: Tensor, roster: Roster, clock: PushClock) -> None:
+        """Let all engines of the group load a bucket; after a failure the group is not whole."""
+        channel = self._channel
+        assert channel is not None, self.name
+        requests = start_all(
+            self.members, lambda engine: engine.receive_weight_bucket(push_id, bucket_index, None, self.name)
+        )
+        timeout_s = clock.step_s
+        failures: dict[int, BaseException] = {}
+        is_broken = False
+        try:
+            work = channel.start_broadcast(flat)
+            failures = wait_together(requests, timeout_s, channel.abandon)
+            if not failures:
+                channel.wait(work, timeout_s)
+        except WeightSyncError as error:  # ours; which of the engines is to blame is seen when they leave
+            channel.abandon()
+            is_broken = True
+            failures = failures or wait_together(requests, timeout_s, lambda: None)
+            logger.warning("bucket %d was not broadcast in group %s: %s", bucket_index, self.name, error)
+        if failures or is_broken:
+            self._channel = None
+            channel.leave()
+            self._blame(failures, roster, clock, f"broadcasting bucket {bucket_index}")
+            self.members = []
 
-    def compare(self, bucket: NamedTensors, version: str) -> None:
-        """Let all engines of the group compare ``bucket`` with what they hold."""
-        text = sglang.serialize_by_value(bucket)
-        requests = [
-            receiver.update_weights_from_tensor(
-                serialized_named_tensors=[text] * receiver.num_gpus,
-                load_format=sglang.COMPARE_LOADER,
-                weight_version=version,
-                flush_cache=False,
-            )
-            for receiver in self.receivers
-        ]
-        wait_all(requests, self.timeout_s)
+    def _blame(self, failures: dict[int, BaseException], roster: Roster, clock: PushClock, what: str) -> None:
+        """Fence those that broke the group.
+
+        Who does not even leave it is dead or hangs.  Otherwise those with an error of their own are to blame, and when
+        all errors come from the group itself, the one whose error came first.
+        """
+        before = len(roster.reasons)
+        leaving = start_all(self.members, lambda engine: engine.leave_weight_group(self.name))
+        timeout_s = min(clock.step_s, max(clock.timeout_s * LEAVING_SHARE, MIN_LEAVING_S))
+        for index, error in wait_together(leaving, timeout_s, lambda: None).items():
+            roster.fence(index, f"{reason_of(failures.get(index, error))} (while {what})")
+        if len(roster.reasons) > before:
+            return
+        guilty = [index for index, error in failures.items() if COLLATERAL not in str(error)]
+        for index in guilty or list(failures)[:1]:
+            roster.fence(index, f"{reason_of(failures[index])} (while {what})")
+
+    def leave(self, roster: Roster | None = None, clock: PushClock | None = None) -> None:
+        """Give the group up, if there is one; engines that are gone already are no members any more.
+
+        Args:
+            roster: engines outside it are not told.
+            clock: of a push; without one, engines are not waited for.
+        """
+        if self._channel is None:
+            return
+        channel, self._channel = self._channel, None
+        members = [engine for engine in self.members if roster is None or engine.index in roster.receivers]
+        requests: dict[int, Pending] = start_all(members, lambda engine: engine.leave_weight_group(self.name))
+        channel.leave()
+        if clock is not None:
+            wait_together(requests, clock.step_s, lambda: None)
+
+
+class _Joining:
+    """The trainer joins on a thread, so that an engine that refuses ends the wait of all at once."""
+
+    def __init__(self, address: str, port: int, *, world_size: int, backend: str, timeout_s: float) -> None:
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._outcome: WeightChannel | BaseException | None = None
+        self._given_up = threading.Event()
+        self._where = (address, port)
+        self._options = {"world_size": world_size, "backend": backend, "timeout_s": timeout_s}
+        self._timeout_s = timeout_s
+        self._thread = threading.Thread(target=self._join, name="join-weight-group", daemon=True)
+        self._thread.start()
+
+    def _join(self) -> None:
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            self._outcome = WeightChannel(*self._where, rank=0, is_cancelled=self._given_up.is_set, **self._options)
+        except PUSH_FAILURES as error:
+            self._outcome = error
+
+    def give_up(self) -> None:
+        """An engine will not come: let nobody wait for it."""
+        self._given_up.set()
+
+    def result(self) -> WeightChannel | BaseException:
+        """The member, or why there is none."""
+        self._thread.join(self._timeout_s)
+        return self._outcome or TimeoutError(f"it did not join within {self._timeout_s:g} s")

@@ -6,18 +6,21 @@ engines.  Stages take turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils import memory, sglang
-from slime.backends.megatron_utils.update_weight.sender import PushReport, WeightSender
-from slime.backends.megatron_utils.update_weight.update_group import UpdateGroup
-from slime.weights.named_tensors import NamedTensors
+from slime.backends.megatron_utils import memory
+from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET
+from slime.backends.megatron_utils.update_weight.push import Push, PushReport
+from slime.backends.megatron_utils.update_weight.remote_engines import RemoteEngines
+from slime.backends.megatron_utils.update_weight.sender import WeightSender
 from slime.weights.receiver import WeightReceiver
 
 
@@ -31,27 +34,36 @@ class UpdateWeightFromDistributed(WeightSender):
         self._is_source = (
             mpu.get_data_parallel_rank(with_context_parallel=True) == 0 and mpu.get_tensor_model_parallel_rank() == 0
         )
-        self._group = UpdateGroup(f"slime-pp_{mpu.get_pipeline_model_parallel_rank()}", self.timeout_s)
+        self._remote = RemoteEngines(f"slime-pp_{mpu.get_pipeline_model_parallel_rank()}")
 
     def connect(self, receivers: Sequence[WeightReceiver]) -> None:
+        """The groups form at the next push; until then the sources keep those of engines that stay."""
+        self._remote.receivers = list(receivers) if self._is_source else []
+
+    def form_groups(self, push: Push) -> None:
         """The source of each stage joins a group with all engines, one stage after the other."""
-        sglang.prepare()
         for stage in range(mpu.get_pipeline_model_parallel_world_size()):
             is_turn = self._is_source and stage == mpu.get_pipeline_model_parallel_rank()
             self.run_together(
-                f"joining the update group of pipeline stage {stage}",
-                (lambda: self._group.connect(receivers)) if is_turn else None,
+                push,
+                f"joining the weight group of pipeline stage {stage}",
+                (lambda: self._remote.form(push)) if is_turn else None,
             )
 
-    def update_weights(self) -> PushReport:
+    def _push(self) -> PushReport:
         """As the base class, with allocations outside the memory saver: the model may be asleep."""
         with memory.memory_saver_disabled():
-            return super().update_weights()
+            return super()._push()
 
-    def offer(self, bucket: NamedTensors, version: str, *, compare: bool) -> Callable[[], None] | None:
+    def offer(self, push: Push, index: int, flat: Tensor) -> None:
         """The source of the stage broadcasts; the other ranks have helped to gather."""
-        if not self._is_source:
-            return None
-        if compare:
-            return lambda: self._group.compare(bucket, version)
-        return lambda: self._group.broadcast(bucket, version)
+        if self._is_source and index != NO_BUCKET:
+            self._remote.send(push, index, flat, self.source.manifest)
+
+    def speaks_to(self, receiver: WeightReceiver) -> bool:
+        """The source of a stage speaks to all engines."""
+        return self._is_source
+
+    def disconnect(self) -> None:
+        """Leave all groups; collective only in that every rank should do it."""
+        self._remote.leave()

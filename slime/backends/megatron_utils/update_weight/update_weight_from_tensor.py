@@ -1,24 +1,31 @@
-"""Push to engines on the trainer's own GPUs: tensors are shared, not sent.
+"""Push to engines on the trainer's own GPUs: buckets are shared, not sent.
 
-Each trainer rank puts the bucket into a flat buffer on its GPU (in shared memory on a machine without one); the
-handles of the ranks that share an engine are gathered on the first of them, which hands them to the engine, one for
-each of its GPUs.  Engines outside the trainer's range get every bucket by broadcast as well.
+Each trainer rank's flat buffer lies on its GPU (in shared memory on a machine without one).  The handles of the ranks
+of one host are told to all of these; the first rank of each engine hands them to it, one for each of its GPUs: the
+buffer of the rank on the same GPU where that has the bucket, that of any rank otherwise.  Engines outside the
+trainer's range get every bucket by broadcast from rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slime.backends.megatron_utils import memory, sglang
-from slime.backends.megatron_utils.update_weight.sender import PushReport, WeightSender, wait_all
-from slime.backends.megatron_utils.update_weight.update_group import UpdateGroup
+from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET
+from slime.backends.megatron_utils.update_weight.push import Push, PushReport
+from slime.backends.megatron_utils.update_weight.remote_engines import RemoteEngines
+from slime.backends.megatron_utils.update_weight.roster import PUSH_FAILURES, reason_of
+from slime.backends.megatron_utils.update_weight.sender import WeightSender
+from slime.backends.megatron_utils.update_weight.stock_engines import named_views
 from slime.utils.errors import ConfigError
-from slime.weights.named_tensors import NamedTensors
-from slime.weights.receiver import WeightReceiver
+from slime.weights.receiver import Pending, WeightReceiver
+
+Handles = dict[int, dict[int, str]]
+"""Bucket -> trainer rank -> handle to its buffer."""
 
 
 class UpdateWeightFromTensor(WeightSender):
@@ -29,72 +36,128 @@ class UpdateWeightFromTensor(WeightSender):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._engine: WeightReceiver | None = None
-        self._engine_group: dist.ProcessGroup | None = None
-        self._buffer: torch.Tensor | None = None
-        self._remote = UpdateGroup("slime", self.timeout_s)
+        self._neighbours: dist.ProcessGroup | None = None
+        self._neighbour_ranks: list[int] = []
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._remote = RemoteEngines("slime")
 
     def connect(self, receivers: Sequence[WeightReceiver]) -> None:
-        """Find the engine that shares this rank's GPU; rank 0 joins a group with those that share none."""
-        sglang.prepare()
+        """Find the engine that shares this rank's GPU, and the ranks that can map each other's buffers."""
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        self._engine, self._engine_group = None, None
-        remote = []
-        for receiver in receivers:
-            end = receiver.gpu_offset + receiver.num_gpus
-            if not (receiver.is_colocated and end <= world_size):
-                remote.append(receiver)
-                continue
-            ranks = list(range(receiver.gpu_offset, end))
-            group = dist.new_group(ranks, backend="gloo")  # every rank takes part in making every group
-            if rank not in ranks:
-                continue
-            if self._engine is not None:
-                raise ConfigError(
-                    f"engines {self._engine.index} and {receiver.index} both claim the GPU of trainer rank {rank}; "
-                    "check --rollout-num-gpus-per-engine and --sglang-config"
-                )
-            self._engine, self._engine_group = receiver, group
-        self.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.connect(remote))
+        inside = [r for r in receivers if r.is_colocated and r.gpu_offset + r.num_gpus <= world_size]
+        self._engine, self._neighbours, self._neighbour_ranks = None, None, []
+        claimed: dict[int, int] = {}
+        for receiver in inside:
+            for gpu in range(receiver.gpu_offset, receiver.gpu_offset + receiver.num_gpus):
+                if gpu in claimed:
+                    raise ConfigError(
+                        f"engines {claimed[gpu]} and {receiver.index} both claim the GPU of trainer rank {gpu}; check "
+                        "--rollout-num-gpus-per-engine and --sglang-config"
+                    )
+                claimed[gpu] = receiver.index
+                if gpu == rank:
+                    self._engine = receiver
+        for ranks in neighbourhoods(inside, world_size, self.args.actor_num_gpus_per_node):
+            if tuple(ranks) not in self._groups:
+                # Every rank takes part in making every group.
+                self._groups[tuple(ranks)] = dist.new_group(ranks, backend="gloo")
+            if rank in ranks:
+                self._neighbours, self._neighbour_ranks = self._groups[tuple(ranks)], ranks
+        if inside:
+            sglang.prepare()
+        self._remote.receivers = [r for r in receivers if r not in inside] if rank == 0 else []
 
-    def update_weights(self) -> PushReport:
+    def form_groups(self, push: Push) -> None:
+        """Rank 0 joins a group with the engines that share no GPU with the trainer."""
+        self.on_main_rank(
+            push, "connecting to the engines outside the trainer's GPUs", lambda: self._remote.form(push)
+        )
+
+    def _push(self) -> PushReport:
         """As the base class, with allocations outside the memory saver: its regions cannot be shared."""
         with memory.memory_saver_disabled():
-            return super().update_weights()
+            return super()._push()
 
-    def offer(self, bucket: NamedTensors, version: str, *, compare: bool) -> Callable[[], None] | None:
-        """Gather the handles of the ranks that share this rank's engine."""
-        handles: list[str] | None = None
-        if self._engine is not None:
-            is_first = dist.get_rank() == self._engine.gpu_offset
-            handles = [""] * self._engine.num_gpus if is_first else None
-            if compare:
-                handle = sglang.serialize_by_value(bucket)
-            else:
-                handle, self._buffer = sglang.serialize_bucket(bucket)
-            dist.gather_object(handle, handles, dst=self._engine.gpu_offset, group=self._engine_group)
-        sends_remotely = dist.get_rank() == 0 and bool(self._remote.receivers)
-        if handles is None and not sends_remotely:
-            return None
+    def offer(self, push: Push, index: int, flat: Tensor) -> None:
+        """Tell the neighbours where the bucket lies, hand it to the engine, broadcast it; wait until all have it."""
+        if self._neighbours is not None:
+            self._hand_over(push, self._tell_handles(index, flat), index, flat)
+        if dist.get_rank() == 0 and index != NO_BUCKET and self._remote.receivers:
+            self._remote.send(push, index, flat, self.source.manifest)
+        if self._neighbours is not None:
+            dist.barrier(group=self._neighbours)  # the buffer is written again after this
+            memory.collect_shared_memory()
 
-        def deliver() -> None:
-            if handles is not None:
-                self._hand_over(handles, version, compare=compare)
-            if sends_remotely:
-                self._remote.compare(bucket, version) if compare else self._remote.broadcast(bucket, version)
+    def _tell_handles(self, index: int, flat: Tensor) -> Handles:
+        assert self._neighbours is not None
+        own = (index, sglang.serialize_handle(flat) if index != NO_BUCKET else "")
+        told: list[Any] = [None] * len(self._neighbour_ranks)
+        dist.all_gather_object(told, own, group=self._neighbours)
+        handles: Handles = {}
+        for rank, (bucket, handle) in zip(self._neighbour_ranks, told, strict=True):
+            if bucket != NO_BUCKET:
+                handles.setdefault(bucket, {})[rank] = handle
+        return handles
 
-        return deliver
+    def _hand_over(self, push: Push, handles: Handles, index: int, flat: Tensor) -> None:
+        """Let this rank's engine load the buckets of this step, if this rank speaks for it."""
+        engine = self._engine
+        if engine is None or not self.speaks_to(engine) or not push.roster.is_good(engine):
+            return
+        gpus = range(engine.gpu_offset, engine.gpu_offset + engine.num_gpus)
+        what = "loading a bucket"
+        kept: Tensor | None = None
+        try:
+            requests: list[Pending] = []
+            for bucket, of_ranks in handles.items():
+                payload = [of_ranks.get(gpu) or next(iter(of_ranks.values())) for gpu in gpus]
+                if engine.acknowledges:
+                    what = f"loading bucket {bucket}"
+                    requests.append(engine.receive_weight_bucket(push.id, bucket, payload, None))
+            if not engine.acknowledges and index != NO_BUCKET:
+                request, kept = self._stock_request(push, engine, index, flat)
+                requests.append(request)
+            timeout_s = push.clock.step_s
+            for request in requests:
+                request.wait(timeout_s)
+        except PUSH_FAILURES as error:
+            push.roster.fence(engine.index, f"{reason_of(error)} (while {what})")
+        del kept  # the engine has mapped it until here
 
-    def _hand_over(self, handles: list[str], version: str, *, compare: bool) -> None:
-        assert self._engine is not None
-        load_format = sglang.COMPARE_LOADER if compare else sglang.FLATTENED_BUCKET
-        request = self._engine.update_weights_from_tensor(
-            serialized_named_tensors=handles, load_format=load_format, weight_version=version, flush_cache=False
+    def _stock_request(self, push: Push, engine: WeightReceiver, index: int, flat: Tensor) -> tuple[Pending, Tensor]:
+        """SGLang's own request for a bucket, and the buffer that must outlive it."""
+        manifest = self.source.manifest
+        text, buffer = sglang.serialize_bucket(named_views(flat, manifest.buckets[index], manifest))
+        request = engine.update_weights_from_tensor(
+            serialized_named_tensors=[text] * engine.num_gpus,
+            load_format=sglang.FLATTENED_BUCKET,
+            weight_version=push.version,
+            flush_cache=False,
         )
-        wait_all([request], self.timeout_s)
+        return request, buffer
 
-    def settle(self) -> None:
-        """Keep the buffer until the engine has loaded it."""
-        if self._engine_group is not None:
-            dist.barrier(group=self._engine_group)
-        self._buffer = None
-        memory.collect_shared_memory()
+    def speaks_to(self, receiver: WeightReceiver) -> bool:
+        """The first rank of an engine speaks to it; rank 0 to those outside."""
+        if receiver is self._engine:
+            return dist.get_rank() == receiver.gpu_offset
+        return receiver in self._remote.receivers
+
+    def disconnect(self) -> None:
+        """Leave the group of the engines outside."""
+        self._remote.leave()
+
+
+def neighbourhoods(engines: Sequence[WeightReceiver], world_size: int, ranks_per_host: int) -> list[list[int]]:
+    """The trainer ranks that must know each other's buffers: those of a host, and of all hosts of an engine.
+
+    Ranks without an engine on any of their hosts are in none.
+    """
+    hosts = list(range(-(-world_size // ranks_per_host)))
+    for engine in engines:
+        first = hosts[engine.gpu_offset // ranks_per_host]
+        touched = {
+            hosts[gpu // ranks_per_host] for gpu in range(engine.gpu_offset, engine.gpu_offset + engine.num_gpus)
+        }
+        hosts = [first if host in touched else host for host in hosts]
+    used = {hosts[engine.gpu_offset // ranks_per_host] for engine in engines}
+    return [[rank for rank in range(world_size) if hosts[rank // ranks_per_host] == host] for host in sorted(used)]

@@ -1,0 +1,41 @@
+"""One push: what is known while it is under way, and what is told of it afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slime.backends.megatron_utils.update_weight.roster import PushClock, Roster
+from slime.weights.receiver import FencedEngine
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What one push moved, and whom it left out."""
+
+    version: int
+    num_tensors: int
+    num_buckets: int
+    num_bytes: int
+    elapsed_s: float
+    num_engines: int = 0
+    """Engines that serve the new version."""
+    num_attempts: int = 1
+    fenced: tuple[FencedEngine, ...] = ()
+
+
+@dataclass
+class Push:
+    """A push under way, as this rank sees it."""
+
+    version: str
+    roster: Roster
+    clock: PushClock
+    id: str = ""
+    """Names one attempt."""
+    num_attempts: int = 0
+    must_repeat: bool = False
+    """A broadcast broke: what the others of its group hold is unknown."""
+    failures: list[Exception] = field(default_factory=list)
+    """What went wrong on this rank through no engine's fault; the next meeting raises it on all ranks."""
+    digests: dict[int, int] = field(default_factory=dict)
+    """Digest of each bucket that was sent, of all ranks once they have met."""
