@@ -225,10 +225,11 @@ def perturb(model: Any) -> None:
 
 def write_index(args: Namespace, model: Any, hf_config: Mapping[str, Any], folder: Path) -> None:
     """The index of an FP8 checkpoint of this model, which tells the sender what to quantise."""
-    from slime.backends.megatron_utils.update_weight.bucket_source import plan_tensors
+    from slime.backends.megatron_utils.update_weight.headers import hf_headers
     from slime.weights.quantize.offline_rules import is_quantized_offline
 
-    names = [entry.name for entry in plan_tensors(args, model, model_name=hf_config["model_type"])]
+    stages = hf_headers(args, model, model_name=hf_config["model_type"], dtype=torch.bfloat16)
+    names = [name for headers in stages for name, _, _ in headers]
     if dist.get_rank() == 0:
         weight_map = {name: "model.safetensors" for name in names}
         weight_map |= {f"{n}_scale_inv": "model.safetensors" for n in names if is_quantized_offline(n)}
@@ -243,7 +244,7 @@ def print_result(
     median = statistics.median(seconds)
     report = reports[seconds.index(sorted(seconds)[len(seconds) // 2])]
     where = f"{options.num_gpus} GPUs" + (f" + {options.engine_gpus} for the engine" if options.disaggregated else "")
-    kind = "FP8" if options.fp8 else "bf16"
+    kind = "FP8" if options.fp8 else "bf16" if torch.cuda.is_available() else "fp32"
     print(
         f"\n{options.model} {kind} on {where} [{' '.join(extra)}]: median push {median:.3f} s "
         f"(min {min(seconds):.3f}, max {max(seconds):.3f}), {report.num_bytes / 2**30:.2f} GiB in "
