@@ -28,22 +28,14 @@ def _is_given(value: Any) -> bool:
 
 
 NO_CRITIC = "PPO's critic is not built yet"
-NO_DISK_PUSH = "weights do not travel over disk yet"
+NO_RELEASE = "the trainer's processes do not end between two updates yet"
 NO_REPLAY = "expert routing is not replayed yet"
 NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
 
 NOT_YET: dict[str, Missing] = {
     "advantage_estimator": Missing(reason=NO_CRITIC, used=lambda value: value == "ppo"),
     "num_critic_only_steps": Missing(reason=NO_CRITIC),
-    "update_weight_mode": Missing(reason=NO_DISK_PUSH, used=lambda value: value == "delta"),
-    "update_weight_transport": Missing(reason=NO_DISK_PUSH, used=lambda value: value == "disk"),
-    "update_weight_disk_dir": Missing(reason=NO_DISK_PUSH, used=_is_given),
-    "update_weight_disk_keep_files": Missing(reason=NO_DISK_PUSH),
-    "update_weight_delta_encoding": Missing(reason=NO_DISK_PUSH, used=lambda value: value != "xor"),
-    "update_weight_delta_checksum": Missing(reason=NO_DISK_PUSH, used=lambda value: value != "xxh3-128"),
-    "update_weight_local_checkpoint_dir": Missing(reason=NO_DISK_PUSH, used=_is_given),
-    "custom_update_weight_post_write_path": Missing(reason=NO_DISK_PUSH, used=_is_given),
-    "release_train": Missing(reason=NO_DISK_PUSH),
+    "release_train": Missing(reason=NO_RELEASE),
     "use_routing_replay": Missing(reason=NO_REPLAY),
     "use_rollout_routing_replay": Missing(reason=NO_REPLAY),
     "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),

@@ -7,7 +7,7 @@ kept, not a second copy of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from slime.utils.errors import WeightSyncError
 from slime.weights.delta import Bytes, EncodedDelta, apply_delta, encode_delta
@@ -17,15 +17,25 @@ class DeltaBase:
     """The base of the tensors of one process.
 
     Args:
-        tensors: bytes by name; they are changed in place.
         encoding: of the changes, see ``slime.weights.delta``.
         checksum: of the new bytes.
     """
 
-    def __init__(self, tensors: Mapping[str, Bytes], *, encoding: str, checksum: str) -> None:
-        self._tensors = dict(tensors)
+    def __init__(self, *, encoding: str, checksum: str) -> None:
+        self._tensors: dict[str, Bytes] = {}
         self._encoding, self._checksum = encoding, checksum
-        self._pending: dict[str, EncodedDelta] = {}
+        self._pending: dict[str, EncodedDelta | Bytes] = {}
+
+    def seed(self, name: str, data: Bytes) -> None:
+        """What engines hold of a tensor before the first push; the array is the base's from now on."""
+        self._tensors[name] = data
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def replace(self, name: str, new: Bytes) -> None:
+        """The tensor travels whole: with the commit ``new`` is its base."""
+        self._pending[name] = new
 
     def encode(self, name: str, new: Bytes) -> EncodedDelta | None:
         """The change of one tensor from the base to ``new``; None when there is none.
@@ -36,7 +46,9 @@ class DeltaBase:
         if name not in self._tensors:
             raise WeightSyncError(f"{name} is new since the first push; the model's parameters must not change")
         encoded = encode_delta(self._tensors[name], new, encoding=self._encoding, checksum=self._checksum)
-        if encoded is not None:
+        if encoded is None:
+            self._pending.pop(name, None)
+        else:
             self._pending[name] = encoded
         return encoded
 
@@ -48,6 +60,9 @@ class DeltaBase:
         """
         pending, self._pending = self._pending, {}
         for name, change in pending.items():
+            if not isinstance(change, EncodedDelta):
+                self._tensors[name] = change
+                continue
             found = apply_delta(self._tensors[name], change.blob, encoding=self._encoding, checksum=self._checksum)
             if found != change.checksum:
                 raise WeightSyncError(
@@ -62,7 +77,3 @@ class DeltaBase:
     def items(self) -> Iterator[tuple[str, Bytes]]:
         """All tensors of the base."""
         yield from self._tensors.items()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(data.size for data in self._tensors.values())

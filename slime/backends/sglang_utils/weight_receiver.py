@@ -27,10 +27,12 @@ from slime.backends.sglang_utils.loader_message import PUSH_REPORT, decode
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
 from slime.backends.sglang_utils.model_load import ModelLoad
 from slime.utils.errors import WeightSyncError
+from slime.weights.bucket_files import read_bucket
 from slime.weights.channel import WeightChannel
 from slime.weights.digest import combine
 from slime.weights.kernels.digest_table import DigestTable, as_unsigned
 from slime.weights.manifest import BucketEntry, Manifest
+from slime.weights.stored_tensors import StoredTensor, read_layout
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,10 @@ class ReceivingRank:
         """The bucket of the last message; None when it was loaded before."""
         self._mapped: dict[str, Tensor] = {}
         """Buffers of the trainer that this process has mapped, by their handles; dropped when a push ends."""
+        self._folder: tuple[str, str] | None = None
+        """The push, and the folder that it is read from."""
+        self._layout: dict[str, StoredTensor] = {}
+        """Where the folder's tensors lie."""
         self._channels: dict[str, WeightChannel] = {}
         self._buffer: Tensor | None = None
         """Where broadcasts arrive."""
@@ -138,7 +144,9 @@ class ReceivingRank:
         """The bytes of a bucket; None for one that was loaded before."""
         try:
             bucket = self._bucket(message)
-            if message.get("payload") is not None:
+            if message.get("folder") is not None:
+                flat = self._read(bucket, message).to(device_of(model), non_blocking=True)
+            elif message.get("payload") is not None:
                 flat = self._map(message["payload"])
             else:
                 flat = self._receive_broadcast(model, bucket, message)
@@ -170,6 +178,12 @@ class ReceivingRank:
         if not 0 <= message["bucket_index"] < len(buckets):
             raise WeightSyncError(f"there is no bucket {message['bucket_index']}; the push has {len(buckets)}")
         return buckets[message["bucket_index"]]
+
+    def _read(self, bucket: BucketEntry, message: dict[str, Any]) -> Tensor:
+        folder = (message["push_id"], message["folder"])
+        if self._folder != folder:
+            self._folder, self._layout = folder, read_layout(message["folder"])
+        return read_bucket(self._layout, bucket, self._known_manifest())
 
     def _map(self, handle: str) -> Tensor:
         from sglang.srt.utils import MultiprocessingSerializer

@@ -47,6 +47,8 @@ class WeightVerbs:
     """Of the push begun last and not committed: while it stands, the engine is fenced."""
     _acknowledged: str | None = None
     """Of the push whose last acknowledgement was complete and named no problem."""
+    _num_buckets: int = 0
+    """Of the push begun last."""
     _known_manifest: str | None = None
     """What the server's loader was told last, so that it need not travel with every push."""
 
@@ -67,6 +69,7 @@ class WeightVerbs:
         self._push_id, self._acknowledged = push_id, None
         if self.node_rank != 0:
             return
+        self._num_buckets = len(json.loads(manifest_json)["buckets"])
         manifest_key = hashlib.sha256(manifest_json.encode()).hexdigest()
         if self._known_manifest == manifest_key:
             report = self._tell("begin", push_id, manifest_key=manifest_key)
@@ -85,7 +88,8 @@ class WeightVerbs:
         Args:
             push_id: of the push begun last.
             bucket_index: position in the manifest's buckets.
-            payload: handles to the flat buffer, one for each of the engine's GPUs (one alone serves all).
+            payload: handles to the flat buffer, one for each of the engine's GPUs.  A handle may be opened once, by one
+                process, because torch counts them; the engine keeps it open until it acknowledges the push.
             group_name: the group whose rank 0 broadcasts the buffer, where there is no payload.
 
         Raises:
@@ -104,7 +108,8 @@ class WeightVerbs:
         self._require_push(push_id)
         self._acknowledged = None
         if self.node_rank == 0:
-            self._tell("read", push_id, folder=folder, reads=False)
+            for index in range(self._num_buckets):
+                self._tell("receive", push_id, bucket_index=index, folder=folder, group_name=None, reads=False)
 
     def acknowledge_weight_update(self, push_id: str) -> dict[str, Any]:
         """What the engine would serve: ``{"push_id", "buckets", "problems"}``; see ``WeightReceiver``."""
@@ -177,8 +182,7 @@ class WeightVerbs:
         if payload is None:
             texts = [encode(message)] * self._tp_size
         else:
-            handles = list(payload) * (self._tp_size if len(payload) == 1 else 1)
-            texts = [encode(message | {"payload": handle}) for handle in handles]
+            texts = [encode(message | {"payload": handle}) for handle in payload]
         request = {"serialized_named_tensors": texts, "flush_cache": False, "load_format": RECEIVER}
         self._update("/update_weights_from_tensor", request)
         if not reads:

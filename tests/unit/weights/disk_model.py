@@ -57,8 +57,9 @@ class Pusher:
     def __post_init__(self) -> None:
         layout = read_layout(self.model)
         self.current = {name: read_bytes(stored) for name, stored in layout.items() if name != "never.pushed"}
-        copies = {name: data.copy() for name, data in self.current.items()}
-        self.base = DeltaBase(copies, encoding=self.encoding, checksum="xxh3-128")
+        self.base = DeltaBase(encoding=self.encoding, checksum="xxh3-128")
+        for name, data in self.current.items():
+            self.base.seed(name, data.copy())
         self.random = np.random.default_rng(11)
 
     def change(self) -> None:
