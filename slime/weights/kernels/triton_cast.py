@@ -71,8 +71,8 @@ class CastShape:
     num_warps: int = 8
     programs_per_sm: int = 0
     """Programs that each walk over many tiles; 0 for one program a tile."""
-    max_registers: int | None = None
-    """Of a thread; None leaves it to the compiler."""
+    max_registers: int | None = 64
+    """Of a thread, so that four programs fit a multiprocessor; None leaves it to the compiler."""
 
 
 @triton.jit

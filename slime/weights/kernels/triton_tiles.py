@@ -55,7 +55,7 @@ UNIT = tl.constexpr(VECTOR_WORDS)
 
 @triton.jit
 def _bytes_that_differ(a, b, SIZE: tl.constexpr):
-    """Number of bytes in which two tiles of integers of SIZE bytes differ."""
+    """Number of bytes in which two tiles of unsigned integers of SIZE bytes differ."""
     difference = a ^ b
     count = tl.sum((difference != 0).to(tl.int32))
     if count > 0:
@@ -90,8 +90,8 @@ def _move(
     descriptor, row, column, base_src, base_dst, FROM: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr, COMPARE: tl.constexpr,
 ):  # fmt: skip
-    """A tile in one form.  FROM and TO: how elements are read and written; BITS: the integer of TO's SIZE bytes; UNIT:
-    elements in which lengths are given."""
+    """A tile in one form.  FROM and TO: how elements are read and written; BITS: the unsigned integer of TO's SIZE
+    bytes; UNIT: elements in which lengths are given."""
     _, _, _, rows, columns, _, src_row, src_column, _, dst_row, dst_column, _ = descriptor
     src = base_src.to(tl.pointer_type(FROM), bitcast=True)
     dst = base_dst.to(tl.pointer_type(TO), bitcast=True)
@@ -139,45 +139,51 @@ def move_tile(  # noqa: C901 - one branch for each form
     # A form that the table lacks is not compiled.
     if WORDS & FORMS:
         if form == WORDS:
-            count = _move(descriptor, row, column, base_src, base_dst, tl.int32, tl.int32, tl.int32, 4, UNIT, COMPARE)
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.uint32, tl.uint32, tl.uint32, 4, UNIT, COMPARE
+            )
     if SIZE_1 & FORMS:
         if form == SIZE_1:
-            count = _move(descriptor, row, column, base_src, base_dst, tl.int8, tl.int8, tl.int8, 1, 1, COMPARE)
+            count = _move(descriptor, row, column, base_src, base_dst, tl.uint8, tl.uint8, tl.uint8, 1, 1, COMPARE)
     if SIZE_2 & FORMS:
         if form == SIZE_2:
-            count = _move(descriptor, row, column, base_src, base_dst, tl.int16, tl.int16, tl.int16, 2, 1, COMPARE)
+            count = _move(descriptor, row, column, base_src, base_dst, tl.uint16, tl.uint16, tl.uint16, 2, 1, COMPARE)
     if SIZE_4 & FORMS:
         if form == SIZE_4:
-            count = _move(descriptor, row, column, base_src, base_dst, tl.int32, tl.int32, tl.int32, 4, 1, COMPARE)
+            count = _move(descriptor, row, column, base_src, base_dst, tl.uint32, tl.uint32, tl.uint32, 4, 1, COMPARE)
     if SIZE_8 & FORMS:
         if form == SIZE_8:
-            count = _move(descriptor, row, column, base_src, base_dst, tl.int64, tl.int64, tl.int64, 8, 1, COMPARE)
+            count = _move(descriptor, row, column, base_src, base_dst, tl.uint64, tl.uint64, tl.uint64, 8, 1, COMPARE)
     if BF16_TO_FP16 & FORMS:
         if form == BF16_TO_FP16:
             count = _move(
-                descriptor, row, column, base_src, base_dst, tl.bfloat16, tl.float16, tl.int16, 2, 1, COMPARE
+                descriptor, row, column, base_src, base_dst, tl.bfloat16, tl.float16, tl.uint16, 2, 1, COMPARE
             )
     if BF16_TO_FP32 & FORMS:
         if form == BF16_TO_FP32:
             count = _move(
-                descriptor, row, column, base_src, base_dst, tl.bfloat16, tl.float32, tl.int32, 4, 1, COMPARE
+                descriptor, row, column, base_src, base_dst, tl.bfloat16, tl.float32, tl.uint32, 4, 1, COMPARE
             )
     if FP16_TO_BF16 & FORMS:
         if form == FP16_TO_BF16:
             count = _move(
-                descriptor, row, column, base_src, base_dst, tl.float16, tl.bfloat16, tl.int16, 2, 1, COMPARE
+                descriptor, row, column, base_src, base_dst, tl.float16, tl.bfloat16, tl.uint16, 2, 1, COMPARE
             )
     if FP16_TO_FP32 & FORMS:
         if form == FP16_TO_FP32:
-            count = _move(descriptor, row, column, base_src, base_dst, tl.float16, tl.float32, tl.int32, 4, 1, COMPARE)
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.float16, tl.float32, tl.uint32, 4, 1, COMPARE
+            )
     if FP32_TO_BF16 & FORMS:
         if form == FP32_TO_BF16:
             count = _move(
-                descriptor, row, column, base_src, base_dst, tl.float32, tl.bfloat16, tl.int16, 2, 1, COMPARE
+                descriptor, row, column, base_src, base_dst, tl.float32, tl.bfloat16, tl.uint16, 2, 1, COMPARE
             )
     if FP32_TO_FP16 & FORMS:
         if form == FP32_TO_FP16:
-            count = _move(descriptor, row, column, base_src, base_dst, tl.float32, tl.float16, tl.int16, 2, 1, COMPARE)
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.float32, tl.float16, tl.uint16, 2, 1, COMPARE
+            )
     return count
 
 
