@@ -30,6 +30,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
 from slime.weights.named_tensors import wire_dtype
+from slime.weights.quantize.stored import logical_names
 from tools.cli import clean_exit
 
 logger = logging.getLogger(__name__)
@@ -101,11 +102,13 @@ def origin_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def missing_tensors(folder: Path, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a Hugging Face folder that are not in ``wanted``."""
-    for file in origin_files(folder):
-        for name in file.keys():  # noqa: SIM118 - not a dict
+    """The tensors of a Hugging Face folder that are not in ``wanted``; quantized ones are dequantized."""
+    from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
+
+    with HfTensors(folder) as tensors:
+        for name in tensors.names():
             if name not in wanted:
-                yield name, file.get_tensor(name)
+                yield name, tensors.get(name)
 
 
 def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0) -> Path:
@@ -156,7 +159,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
                 bar.update(piece.num_bytes)
         if getattr(options, "add_missing_from_origin_hf", False) and origin:
             writer.add_all(missing_tensors(origin, names))
-        elif absent := set(dtypes) - names:
+        elif absent := set(logical_names(dtypes)) - names:
             logger.warning(
                 "%d tensors of %s are not in the checkpoint, such as %s; -a would take them from there",
                 len(absent), origin, min(absent),

@@ -23,7 +23,7 @@ from slime.weights.quantize import read_format
 from slime.weights.quantize.stored import read_weight
 from tests.matrix.case import FamilyCase, load_cases, read_config, read_tensors
 from tests.matrix.comparisons import differing_tensors
-from tests.matrix.parity import FamilyRun, run_check
+from tests.matrix.parity import FamilyRun, leave_world, run_check
 from tests.matrix.report import Cell, summary
 
 GROUP = 8
@@ -96,6 +96,22 @@ class QuantizedRun:
             exported = dict(trainer.export(args, model, dtype=torch.bfloat16))
         return _outcome(differing_tensors(exported, self.expected_values()), f"{len(exported)} tensors")
 
+    def convert(self) -> tuple[float, float, str]:
+        """The quantized checkpoint to torch_dist and back, what is missing taken from it: plain values."""
+        from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
+
+        saved, back = self.run.work / "saved_dist", self.run.work / "back"
+        argv = [*self.case.flags(self.folder), "--hf-checkpoint", self.folder, "--save", saved, "--bf16"]
+        try:
+            convert_hf_to_torch_dist.convert(convert_hf_to_torch_dist.parse([str(word) for word in argv]))
+        finally:
+            leave_world()
+        argv = ["--input-dir", saved / "release", "--output-dir", back, "--origin-hf-dir", self.folder, "-a"]
+        convert_torch_dist_to_hf.convert(convert_torch_dist_to_hf.parse([str(word) for word in argv]))
+        assert "quantization_config" not in read_config(back)
+        problems = differing_tensors(read_tensors(back), self.expected_values())
+        return _outcome(problems, f"{len(self.plain)} tensors")
+
     def expected_values(self) -> dict[str, Tensor]:
         """Stored numbers times their scales, for FP8 by an expression of the simplest kind."""
         config = read_config(self.folder)["quantization_config"]
@@ -116,14 +132,14 @@ class QuantizedRun:
         return values
 
 
-def check_quantized(case: FamilyCase, recipe: str = "block") -> list[Cell]:
-    """The cells of one family and recipe, in a folder of their own."""
+def check_quantized(case: FamilyCase, recipe: str = "block", *, converts: bool = False) -> list[Cell]:
+    """The cells of one family and recipe, in a folder of their own; with ``converts`` those of the tools too."""
     with tempfile.TemporaryDirectory(prefix=f"quantized-{case.name}-") as folder:
         run = QuantizedRun(case, Path(folder), recipe)
-        return [
-            run_check(case.name, f"{recipe}: exported", run.export),
-            run_check(case.name, f"{recipe}: loaded", run.load),
-        ]
+        checks = {"exported": run.export, "loaded": run.load}
+        if converts:
+            checks["converted"] = run.convert
+        return [run_check(case.name, f"{recipe}: {name}", check) for name, check in checks.items()]
 
 
 def _outcome(problems: list[str], detail: str) -> tuple[float, float, str]:
@@ -139,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     cells = []
     for case in load_cases(options.family).values():
         for recipe in options.recipe:
-            for cell in check_quantized(case, recipe):
+            for cell in check_quantized(case, recipe, converts=True):
                 print(cell.describe(), flush=True)
                 cells.append(cell)
     print(summary(cells))

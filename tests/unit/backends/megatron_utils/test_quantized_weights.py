@@ -65,7 +65,7 @@ def test_exported_bytes_are_the_converters_and_loaded_values_those_that_they_sta
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "block"])
 def test_so_it_is_in_every_format(recipe: str) -> None:
     """GLM-5.2: latent attention, an indexer in some layers, experts, an MTP layer with copies."""
-    cells = check_quantized(load_cases(["glm5_2"])["glm5_2"], recipe)
+    cells = check_quantized(load_cases(["glm5_2"])["glm5_2"], recipe, converts=recipe == "channel")
     assert all(cell.passed for cell in cells), summary(cells)
 
 
