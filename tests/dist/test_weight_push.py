@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from fake_engine import FakeEngine, NoEngine
 from trainer_case import cut, make_args, make_train_data, run_workers, start_worker, write_model
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 SMALL_BUCKETS = ("--update-weight-buffer-size", "20000")
@@ -159,7 +159,7 @@ def test_the_engine_computes_the_log_probs_of_a_trainer_in_stages_or_with_expert
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("hf")
     write_model(folder)
-    return run_workers(push_every_way, 2, str(folder))
+    return run_workers(push_every_way, 2, str(folder), timeout_s=240)
 
 
 @pytest.mark.parametrize("carrier", BUCKET_VERBS)

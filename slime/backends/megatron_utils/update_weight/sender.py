@@ -36,6 +36,7 @@ from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET,
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.roster import PUSH_FAILURES, PushClock, Roster, reason_of
+from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
 from slime.backends.megatron_utils.update_weight.stock_engines import named_views
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import WeightSyncError
@@ -88,6 +89,7 @@ class WeightSender(ABC):
         self._plain_source: BucketSource | None = None
         self._digests: BucketDigests | None = None
         self._have_weights_changed = False
+        self._sends_shards = False
         self._name = ""
         self._num_attempts = 0
 
@@ -117,22 +119,29 @@ class WeightSender(ABC):
 
     # What is sent
 
+    @property
+    def sends_shards(self) -> bool:
+        """Whether all connected engines can take parts of tensors the way that this sender has; same on all ranks."""
+        return False
+
     def make_source(self) -> BucketSource:
         """Where the buckets come from; collective."""
-        return self.make_plain_source()
+        return ShardBuckets(**self._source_options()) if self._sends_shards else self.make_plain_source()
 
     def make_plain_source(self) -> GatheredBuckets:
         """Whole tensors, gathered: right for every model, layout and engine; collective."""
-        return GatheredBuckets(
-            self.args,
-            self.model,
-            self.weights_getter,
-            model_name=self.model_name,
-            dtype=self.dtype,
-            quantizer=checkpoint_quantizer(self.args.hf_checkpoint, self.quantization_config, dtype=self.dtype),
-            bucket_bytes=self.args.update_weight_buffer_size,
-            across_stages=self.across_stages,
-        )
+        return GatheredBuckets(**self._source_options(), across_stages=self.across_stages)
+
+    def _source_options(self) -> dict[str, Any]:
+        return {
+            "args": self.args,
+            "model": self.model,
+            "weights_getter": self.weights_getter,
+            "model_name": self.model_name,
+            "dtype": self.dtype,
+            "quantizer": checkpoint_quantizer(self.args.hf_checkpoint, self.quantization_config, dtype=self.dtype),
+            "bucket_bytes": self.args.update_weight_buffer_size,
+        }
 
     @property
     def source(self) -> BucketSource:
@@ -155,6 +164,12 @@ class WeightSender(ABC):
                 unverified, sglang.RECEIVER,
             )  # fmt: skip
         self.connect(self.receivers)
+        if self.sends_shards != self._sends_shards:
+            self._source, self._sends_shards = None, self.sends_shards
+
+    def extra_metrics(self) -> dict[str, float]:
+        """Metrics of the last push beside those of its report."""
+        return {}
 
     def note_weights_changed(self) -> None:
         """The model was trained since the last push; call on all ranks."""

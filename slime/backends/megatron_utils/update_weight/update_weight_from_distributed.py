@@ -17,10 +17,12 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory
-from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET
+from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, BucketSource
 from slime.backends.megatron_utils.update_weight.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.remote_engines import RemoteEngines
 from slime.backends.megatron_utils.update_weight.sender import WeightSender
+from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
+from slime.backends.megatron_utils.update_weight.shard_collect import CollectedBuckets
 from slime.weights.receiver import WeightReceiver
 
 
@@ -39,6 +41,18 @@ class UpdateWeightFromDistributed(WeightSender):
     def connect(self, receivers: Sequence[WeightReceiver]) -> None:
         """The groups form at the next push; until then the sources keep those of engines that stay."""
         self._remote.receivers = list(receivers) if self._is_source else []
+
+    @property
+    def sends_shards(self) -> bool:
+        """Where all engines have our loader."""
+        return bool(self.receivers) and all(receiver.acknowledges for receiver in self.receivers)
+
+    def make_source(self) -> BucketSource:
+        """Shards are joined on the source of the stage, which has a collective for each bucket and no other."""
+        if not self._sends_shards:
+            return self.make_plain_source()
+        group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return CollectedBuckets(ShardBuckets(**self._source_options(), by_stage=True), group)
 
     def form_groups(self, push: Push) -> None:
         """The source of each stage joins a group with all engines, one stage after the other."""

@@ -25,7 +25,7 @@ from slime.utils.errors import ConfigError
 from slime.weights.receiver import Pending, WeightReceiver
 
 Handles = dict[int, dict[int, str]]
-"""Bucket -> trainer rank -> handle to its buffer."""
+"""Bucket -> GPU of an engine -> handle to a buffer with that bucket."""
 
 
 class UpdateWeightFromTensor(WeightSender):
@@ -38,6 +38,9 @@ class UpdateWeightFromTensor(WeightSender):
         self._engine: WeightReceiver | None = None
         self._neighbours: dist.ProcessGroup | None = None
         self._neighbour_ranks: list[int] = []
+        self._are_all_in_reach = False
+        self._shared_gpus: list[int] = []
+        """Those of all engines that map buffers of the trainer."""
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._remote = RemoteEngines("slime")
 
@@ -57,7 +60,16 @@ class UpdateWeightFromTensor(WeightSender):
                 claimed[gpu] = receiver.index
                 if gpu == rank:
                     self._engine = receiver
-        for ranks in neighbourhoods(inside, world_size, self.args.actor_num_gpus_per_node):
+        self._shared_gpus = sorted(
+            gpu
+            for receiver in inside
+            if receiver.acknowledges
+            for gpu in range(receiver.gpu_offset, receiver.gpu_offset + receiver.num_gpus)
+        )
+        shared = neighbourhoods(inside, world_size, self.args.actor_num_gpus_per_node)
+        # What one rank holds must be in reach of every engine.
+        self._are_all_in_reach = shared == [list(range(world_size))] and len(inside) == len(receivers)
+        for ranks in shared:
             if tuple(ranks) not in self._groups:
                 # Every rank takes part in making every group.
                 self._groups[tuple(ranks)] = dist.new_group(ranks, backend="gloo")
@@ -66,6 +78,11 @@ class UpdateWeightFromTensor(WeightSender):
         if inside:
             sglang.prepare()
         self._remote.receivers = [r for r in receivers if r not in inside] if rank == 0 else []
+
+    @property
+    def sends_shards(self) -> bool:
+        """Where all engines have our loader, and all trainer ranks are on their host."""
+        return self._are_all_in_reach and all(receiver.acknowledges for receiver in self.receivers)
 
     def form_groups(self, push: Push) -> None:
         """Rank 0 joins a group with the engines that share no GPU with the trainer."""
@@ -89,14 +106,24 @@ class UpdateWeightFromTensor(WeightSender):
             memory.collect_shared_memory()
 
     def _tell_handles(self, index: int, flat: Tensor) -> Handles:
+        """The handles that each GPU of the neighbourhood shall open: one for each GPU, because torch counts them."""
         assert self._neighbours is not None
-        own = (index, sglang.serialize_handle(flat) if index != NO_BUCKET else "")
+        indices: list[int] = [NO_BUCKET] * len(self._neighbour_ranks)
+        dist.all_gather_object(indices, index, group=self._neighbours)
+        index_of = dict(zip(self._neighbour_ranks, indices, strict=True))
+        rank = dist.get_rank()
+        own: dict[int, str] = {}
+        if index != NO_BUCKET:
+            holders = [other for other, held in index_of.items() if held == index]
+            neighbours = [gpu for gpu in self._shared_gpus if gpu in index_of]
+            readers = [gpu for gpu in neighbours if (gpu if gpu in holders else holders[0]) == rank]
+            own = {gpu: sglang.serialize_handle(flat) for gpu in readers}
         told: list[Any] = [None] * len(self._neighbour_ranks)
         dist.all_gather_object(told, own, group=self._neighbours)
         handles: Handles = {}
-        for rank, (bucket, handle) in zip(self._neighbour_ranks, told, strict=True):
-            if bucket != NO_BUCKET:
-                handles.setdefault(bucket, {})[rank] = handle
+        for holder, handles_of in zip(self._neighbour_ranks, told, strict=True):
+            for gpu, handle in handles_of.items():
+                handles.setdefault(index_of[holder], {})[gpu] = handle
         return handles
 
     def _hand_over(self, push: Push, handles: Handles, index: int, flat: Tensor) -> None:
@@ -109,11 +136,10 @@ class UpdateWeightFromTensor(WeightSender):
         kept: Tensor | None = None
         try:
             requests: list[Pending] = []
-            for bucket, of_ranks in handles.items():
-                payload = [of_ranks.get(gpu) or next(iter(of_ranks.values())) for gpu in gpus]
-                if engine.acknowledges:
-                    what = f"loading bucket {bucket}"
-                    requests.append(engine.receive_weight_bucket(push.id, bucket, payload, None))
+            for bucket, of_gpus in handles.items() if engine.acknowledges else ():
+                what = f"loading bucket {bucket}"
+                payload = [of_gpus[gpu] for gpu in gpus]
+                requests.append(engine.receive_weight_bucket(push.id, bucket, payload, None))
             if not engine.acknowledges and index != NO_BUCKET:
                 request, kept = self._stock_request(push, engine, index, flat)
                 requests.append(request)
