@@ -189,7 +189,12 @@ class ReceivingRank:
         from sglang.srt.utils import MultiprocessingSerializer
 
         if handle not in self._mapped:
-            self._mapped[handle] = MultiprocessingSerializer.deserialize(handle)
+            flat = MultiprocessingSerializer.deserialize(handle)
+            if flat.device.type == "cpu":
+                # Opening shared memory uses up the handle's own count of users, but other ranks and engines open the
+                # same handle: give it back, so that the memory stays until the trainer lets go of it.
+                flat.untyped_storage()._shared_incref()
+            self._mapped[handle] = flat
         return self._mapped[handle]
 
     def _receive_broadcast(self, model: nn.Module, bucket: BucketEntry, message: dict[str, Any]) -> Tensor:

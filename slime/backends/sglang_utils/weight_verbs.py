@@ -88,8 +88,8 @@ class WeightVerbs:
         Args:
             push_id: of the push begun last.
             bucket_index: position in the manifest's buckets.
-            payload: handles to the flat buffer, one for each of the engine's GPUs.  A handle may be opened once, by one
-                process, because torch counts them; the engine keeps it open until it acknowledges the push.
+            payload: handles to the flat buffer, one for each of the engine's GPUs.  The engine keeps them open until it
+                acknowledges the push.
             group_name: the group whose rank 0 broadcasts the buffer, where there is no payload.
 
         Raises:
