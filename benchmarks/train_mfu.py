@@ -158,7 +158,7 @@ def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     flags = model_flags(options.model)
     with tempfile.TemporaryDirectory() as folder:
-        write_hf_config(Path(folder), flags)
+        write_hf_config(Path(folder), [*flags, *extra])
         argv = [*flags, "--hf-checkpoint", folder, "--ref-load", folder, "--load", folder, *TRAINER_FLAGS]
         argv += ["--max-tokens-per-gpu", str(options.tokens), "--global-batch-size", "1"]
         argv += ["--actor-num-gpus-per-node", str(world_size), *extra]

@@ -158,6 +158,9 @@ def compare_on_rank(
         if form.by_stage:
             collected = CollectedBuckets(source, mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
             problems += [f"{label}, collected: {text}" for text in differences(collected, expected)]
+            joined = [bucket.num_bytes for bucket in collected.manifest.buckets]
+            limit = max(form.bucket_bytes, *(bucket.num_bytes for bucket in source.manifest.buckets))
+            problems += [f"{label}: a bucket has {size} bytes" for size in joined if size > limit]
         sent = [sum(bucket.num_bytes for bucket in buckets) for buckets in source.plan.buckets]
         notes.append(f"{label}: {min(sent)}-{max(sent)} bytes a rank, {len(source.misfits)} gathered")
     return problems, notes

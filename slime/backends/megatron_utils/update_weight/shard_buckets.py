@@ -35,7 +35,7 @@ from slime.backends.megatron_utils.update_weight.shard_plan import (
 )
 from slime.utils.distributed_utils import get_gloo_group
 from slime.weights.kernels.cast_table import CastTable
-from slime.weights.manifest import Manifest
+from slime.weights.manifest import ALIGNMENT, Manifest
 from slime.weights.quantize import Quantizer
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import BlockFp8
@@ -53,8 +53,10 @@ class ShardBuckets:
         model_name: chooses the name converter.
         dtype: of floating-point tensors that are not quantised.
         quantizer: what the engines hold quantised; None for nothing.
-        bucket_bytes: the largest bucket of a rank; ``--update-weight-buffer-size``.
-        by_stage: one pipeline stage sends after the other; otherwise all ranks send at the same time.
+        bucket_bytes: ``--update-weight-buffer-size``: the largest bucket of a rank, or with ``by_stage`` the most that
+            the buckets of a turn have together.
+        by_stage: one pipeline stage sends after the other, and the buckets of its ranks are joined on one of them
+            (``shard_collect``); otherwise all ranks send at the same time.
 
     Raises:
         WeightSyncError: the ranks together do not hold every tensor once and whole.
@@ -79,11 +81,12 @@ class ShardBuckets:
         self._offers = ShardOffers(args, model, model_name=model_name, dtype=dtype, blocks=self._blocks)
         stages, offered, self.misfits = self._tell_all(by_stage)
         self._offers.leave_out(self.misfits)
+        groups = [[rank for rank, stage in enumerate(stages) if stage == turn] for turn in sorted(set(stages))]
         self.plan: ShardPlan = plan_shards(
             offered,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=share_of(bucket_bytes, max(map(len, groups))) if by_stage else bucket_bytes,
             blocks=self._blocks,
-            groups=[[rank for rank, stage in enumerate(stages) if stage == turn] for turn in sorted(set(stages))],
+            groups=groups,
         )
         self.group_ranks = next(ranks for ranks in self.plan.groups if dist.get_rank() in ranks)
         """Ranks that send when this one does."""
@@ -180,6 +183,11 @@ class ShardBuckets:
             for bucket in self._own
         ]
         self._pointers = pointers
+
+
+def share_of(num_bytes: int, num_ranks: int) -> int:
+    """What each of some ranks may put into a bucket of theirs, in whole places for pieces."""
+    return max(num_bytes // num_ranks // ALIGNMENT * ALIGNMENT, min(num_bytes, ALIGNMENT))
 
 
 def quantized_blocks(quantizer: Quantizer | None) -> QuantizedBlocks | None:

@@ -19,10 +19,9 @@ class CollectedBuckets:
     """A source of buckets whose only sender is the first rank of each group; the others give it theirs.
 
     The bucket of a turn is what the ranks of the group have in that turn, one behind the other in slots of equal size.
-    It has up to as many times the bytes of ``shards``' buckets as the group has ranks.
 
     Args:
-        shards: what every rank fills.
+        shards: what every rank fills, made ``by_stage``.
         group: the ranks that send in one turn of ``shards``, on the device of the parameters.
 
     Raises:
