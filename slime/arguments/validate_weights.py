@@ -14,12 +14,31 @@ def check_weight_flags(args: Namespace) -> Iterator[str]:
     """One message for each thing that cannot work."""
     if args.update_weight_mode == "delta":
         yield from _delta(args)
+    for name, default in (("encoding", "xor"), ("checksum", "xxh3-128")):
+        value = getattr(args, f"update_weight_delta_{name}")
+        if value != default and args.update_weight_mode != "delta":
+            yield f"--update-weight-delta-{name} is {value}, which has no effect without --update-weight-mode delta."
     if args.update_weight_transport == "disk":
         yield from _disk(args)
     else:
         yield from _no_disk(args)
     if args.release_train:
         yield from _release(args)
+    if args.weight_push_failure == "refill":
+        yield from _refill(args)
+
+
+def _refill(args: Namespace) -> Iterator[str]:
+    if not args.use_fault_tolerance:
+        yield (
+            "--weight-push-failure refill starts engines again, which only --use-fault-tolerance does; add that flag, "
+            "or say drop or stop."
+        )
+    if args.rollout_external:
+        yield (
+            "--weight-push-failure refill starts engines again, and those of --rollout-external-engine-addrs are not "
+            "ours to start; say drop or stop."
+        )
 
 
 def _delta(args: Namespace) -> Iterator[str]:

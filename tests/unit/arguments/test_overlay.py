@@ -43,7 +43,7 @@ def test_a_number_that_yaml_reads_as_text_becomes_a_number(make_args, overlay):
         ("- a\n", "holds a list; a mapping of keys to values is needed"),
         ("a: [\n", "is not YAML"),
         ("custom_config_path: x\n", "overlays do not nest"),
-        ("update_weight_mode: delta\n", "weights do not travel over disk yet"),
+        ("update_weight_mode: delta\n", "--update-weight-mode delta travels over disk only"),
     ],
 )
 def test_a_wrong_overlay_is_refused(make_args, overlay, text, says):

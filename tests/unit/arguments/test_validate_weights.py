@@ -1,0 +1,58 @@
+"""What the flags of the weight update may combine."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from slime.arguments import slime_validate_args
+from slime.utils.errors import ConfigError
+
+DISK = ("--update-weight-transport", "disk", "--update-weight-disk-dir", "/shared/versions")
+DELTA = (*DISK, "--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", "/local/copy")
+
+
+@pytest.fixture
+def complaint(make_args):
+    def run(*words):
+        with pytest.raises(ConfigError) as caught:
+            slime_validate_args(make_args(*words))
+        return str(caught.value)
+
+    return run
+
+
+@pytest.mark.parametrize("words", [DISK, DELTA, (*DISK, "--update-weight-disk-keep-files"), (*DISK, "--colocate"),
+                                   (*DELTA, "--update-weight-delta-encoding", "overwrite")])  # fmt: skip
+def test_weights_may_travel_over_disk(make_args, words):
+    slime_validate_args(make_args(*words))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (DISK[:2], "--update-weight-transport disk needs --update-weight-disk-dir"),
+        (
+            DISK[2:],
+            "--update-weight-disk-dir is /shared/versions, which has no effect unless weights travel over disk",
+        ),
+        (("--update-weight-disk-keep-files",), "--update-weight-disk-keep-files has no effect unless"),
+        (("--update-weight-mode", "delta"), "travels over disk only, and --update-weight-transport is nccl"),
+        (DELTA[:-2], "say where it lies: --update-weight-local-checkpoint-dir"),
+        ((*DELTA, "--colocate"), "--update-weight-mode delta and --colocate exclude each other"),
+        ((*DISK, "--update-weight-delta-encoding", "overwrite"), "no effect without --update-weight-mode delta"),
+        (
+            (*DISK, "--update-weight-local-checkpoint-dir", "/shared/versions"),
+            "give the versions a folder of their own",
+        ),
+        ((*DISK, "--save", "/shared/versions"), "--update-weight-disk-dir and --save are both /shared/versions"),
+    ],
+)
+def test_what_cannot_work_names_the_flags(complaint, words, says):
+    assert says in complaint(*words)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("blake3") is not None, reason="blake3 is installed: nothing to refuse")
+def test_a_checksum_without_its_package_is_refused_before_the_run(complaint):
+    assert "pip install blake3" in complaint(*DELTA, "--update-weight-delta-checksum", "blake3")
