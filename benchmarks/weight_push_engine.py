@@ -157,6 +157,7 @@ class ThreadReceiver:
     """``WeightReceiver`` over an engine object of this process."""
 
     index = 0
+    acknowledges = True
 
     def __init__(self, engine: Any, *, num_gpus: int, gpu_offset: int, is_colocated: bool) -> None:
         self.engine, self.num_gpus, self.gpu_offset, self.is_colocated = engine, num_gpus, gpu_offset, is_colocated
