@@ -1,0 +1,107 @@
+"""The cast table on the CPU: rows, offsets, bytes; and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from slime.weights.kernels.cast_table import CastItem, CastTable
+from slime.weights.quantize.block_fp8 import quantize_block
+from tests.unit.weights.kernels.table_cases import cast_items
+
+
+def run(*items: CastItem, out_dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = (128, 128)):
+    table = CastTable(items, out_dtype, block)
+    out = torch.full((table.num_bytes + 3,), 0xA5, dtype=torch.uint8)
+    table.run(out)
+    return out
+
+
+def test_interleaved_rows_come_out_one_behind_the_other():
+    # Two groups of (q0, q1, k, v), one row each.
+    qkv = torch.arange(16, dtype=torch.float32).view(8, 2)
+    q = CastItem(qkv, 2, 4, 4, 0, "copy")
+    k = CastItem(qkv[2:], 1, 4, 2, 32, "copy")
+    v = CastItem(qkv[3:], 1, 4, 2, 48, "copy")
+    out = run(q, k, v)[:64].view(torch.float32).view(8, 2)
+    assert out[:, 0].tolist() == [0, 2, 8, 10, 4, 12, 6, 14]
+    assert out[:, 1].tolist() == [1, 3, 9, 11, 5, 13, 7, 15]
+
+
+def test_the_last_run_may_be_cut_off():
+    source = torch.arange(10, dtype=torch.int32).view(10, 1)
+    assert run(CastItem(source, 3, 4, 5, 0, "copy"))[:20].view(torch.int32).tolist() == [0, 1, 2, 4, 5]
+
+
+def test_copies_keep_bits_and_casts_round_to_nearest_even():
+    source = torch.tensor([[1.0, 1.00390625, 1.01171875, float("nan")]])  # 1 + 2**-8 and 1 + 3 * 2**-8: ties
+    out = run(CastItem(source, 1, 0, 1, 0, "cast"), CastItem(source, 1, 0, 1, 16, "copy"))
+    assert out[:6].view(torch.bfloat16).tolist() == [1.0, 1.0, 1.015625]
+    assert out[16:32].equal(source.view(torch.uint8).view(-1))
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", "fp8_block_ue8m0"])
+def test_fp8_is_that_of_the_quantizer(kind: str):
+    weight = torch.randn(200, 130).bfloat16()
+    out = run(CastItem(weight, 200, 0, 200, 256, kind, 256 + 26_112))
+    quantized, scale = quantize_block(weight, ue8m0=kind == "fp8_block_ue8m0")
+    assert out[256 : 256 + 26_000].equal(quantized.view(torch.uint8).view(-1))
+    assert out[256 + 26_112 :][:16].view(torch.float32).equal(scale.view(-1))
+
+
+def test_bytes_between_items_stay():
+    out = run(*cast_items("cpu", 16, torch.bfloat16)[:1], CastItem(torch.ones(1, 1), 1, 0, 1, 4096, "copy"))
+    assert (out[1024:4096] == 0xA5).all() and (out[4100:] == 0xA5).all()
+
+
+def test_a_run_reads_what_the_parameter_holds_then():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    table = CastTable([CastItem(weight, 2, 0, 2, 0, "copy")], torch.bfloat16)
+    out = torch.zeros(16, dtype=torch.uint8)
+    with torch.no_grad():
+        weight.fill_(7.0)
+    table.run(out)
+    assert out.view(torch.float32).tolist() == [7.0] * 4
+
+
+def test_bytes_moved_are_counted():
+    weight = torch.zeros(256, 128, dtype=torch.bfloat16)
+    table = CastTable([CastItem(weight, 256, 0, 256, 0, "fp8_block", 32_768)], torch.bfloat16)
+    assert (table.bytes_read, table.bytes_written, table.num_bytes) == (65_536, 32_776, 32_776)
+
+
+SOURCE = torch.zeros(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (CastItem(SOURCE, 4, 0, 4, 0, "int4"), "the kind is one of copy, cast"),
+        (CastItem(SOURCE.T, 8, 0, 8, 0, "copy"), "contiguous rows; strides [1, 8]"),
+        (CastItem(SOURCE, 2, 3, 4, 0, "copy"), "runs of 2 rows every 3 rows end behind the source"),
+        (CastItem(SOURCE, 0, 3, 4, 0, "copy"), "row_run (0)"),
+        (CastItem(SOURCE.int(), 4, 0, 4, 0, "cast"), "only floating-point numbers"),
+        (CastItem(SOURCE, 4, 0, 4, 2, "copy"), "the offset 2 is no multiple"),
+        (CastItem(SOURCE, 4, 0, 4, 0, "fp8_block"), "a scale_offset belongs to the fp8 kinds"),
+        (CastItem(SOURCE, 4, 0, 4, 0, "fp8_block", 130), "fp32 scales, 130, is no multiple of 4"),
+    ],
+)
+def test_an_item_that_cannot_work_is_refused(item: CastItem, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CastTable([item], torch.bfloat16)
+
+
+def test_a_bucket_that_is_too_small_is_refused():
+    table = CastTable([CastItem(SOURCE, 4, 0, 4, 0, "copy")], torch.bfloat16)
+    with pytest.raises(ValueError, match="the bucket has 127 bytes; the items of this table need 128"):
+        table.run(torch.zeros(127, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="flat uint8"):
+        table.run(torch.zeros(128))
+
+
+def test_an_empty_table_does_nothing():
+    table = CastTable([], torch.bfloat16)
+    table.run(torch.zeros(0, dtype=torch.uint8))
+    assert table.num_bytes == 0
