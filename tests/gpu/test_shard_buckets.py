@@ -1,0 +1,64 @@
+"""Buckets filled on a GPU, from parameters and from pinned host copies: the very bytes that gathering gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.model_switch import ModelSwitch
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
+from slime.utils.distributed_utils import init_gloo_group
+from slime.weights.quantize import Quantizer
+from slime.weights.quantize.formats import BlockFp8
+from slime.weights.quantize.offline_rules import is_quantized_offline
+from tests.matrix import trainer
+from tests.matrix.case import load_cases, read_config
+from tests.matrix.shard_push import differences
+from tests.unit.backends.megatron_utils.megatron_case import start_single_process
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("is_asleep", [False, True], ids=["awake", "asleep"])
+@pytest.mark.parametrize("block", [None, (4, 4), (16, 8)], ids=["bf16", "fp8-4x4", "fp8-16x8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm5", "mimo"])
+def test_buckets_hold_what_gathering_gives(
+    tmp_path: Path, family: str, block: tuple[int, int] | None, is_asleep: bool
+) -> None:
+    case = load_cases([family])[family]
+    case.write_checkpoint(tmp_path)
+    args = trainer.make_args(case, tmp_path, "--bf16")
+    start_single_process(args)
+    init_gloo_group()
+    model = build_model(args)
+    load_hf_weights(args, model, tmp_path)
+    host = None
+    if is_asleep:
+        switch = ModelSwitch(model)
+        switch.backup("actor")
+        host = switch.get("actor")
+    name = read_config(tmp_path)["model_type"]
+    whole = iter_hf_tensors(args, model, model_name=name, dtype=torch.bfloat16)
+    expected = {hf_name: tensor.clone() for hf_name, tensor in whole}
+    quantizer = None
+    if block is not None:
+        quantized = [n for n, t in expected.items() if t.dim() == 2 and is_quantized_offline(n)]
+        quantizer = Quantizer(BlockFp8(block), quantized)
+        expected = {n: t for key, tensor in expected.items() for n, t in quantizer.quantize(key, tensor)}
+    source = ShardBuckets(
+        args, model, lambda: host, model_name=name, dtype=torch.bfloat16, quantizer=quantizer, bucket_bytes=16384
+    )
+    if is_asleep:
+        with torch.no_grad():
+            for parameter in model[0].parameters():
+                parameter.zero_()
+    assert source.buffer().is_cuda
+    assert differences(source, {n: tensor.cpu() for n, tensor in expected.items()}) == []
