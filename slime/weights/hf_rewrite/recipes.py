@@ -19,8 +19,16 @@ BLOCK_SIDES = tuple(2**power for power in range(4, 10))
 """What the engines' kernels tile by."""
 UE8M0 = "ue8m0"
 NUMBERS_PER_WORD = 8
-ALWAYS_PLAIN_IN_INT4 = "kv_b_proj"
-"""The engine takes the weight apart when it absorbs it into the queries, and cannot do that with packed integers."""
+PLAIN_IN_INT4 = {
+    r"re:.*\.self_attn\.(fused_qkv_a_proj_with_mqa|q_a_proj|kv_a_proj_with_mqa|kv_b_proj)$": "latent attention: the "
+    "engine looks at the dtype of the first three, which it joins, and takes the last apart",
+    r"re:.*\.shared_experts\.": "the engine looks at their dtype",
+}
+"""Rule that is always there -> why SGLang cannot take these weights in packed integers."""
+
+JOINED_BY_THE_ENGINE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
+"""SGLang makes one matrix of the two, which has a place for only one scale per tensor; so these stay plain."""
+JOINED = "fused_qkv_a_proj_with_mqa"
 
 
 def to_fp8(
@@ -50,7 +58,11 @@ def to_fp8(
     if strategy == "tensor":
         # Null and not absent: transformers takes 128 x 128 where nothing is said.
         return ToQuantized(
-            TensorFp8(), None, is_quantized_offline, lambda names: _fp8_config(names, weight_block_size=None), settings
+            TensorFp8(),
+            None,
+            lambda name, shape: is_quantized_offline(name, shape) and not name.endswith(JOINED_BY_THE_ENGINE),
+            lambda names: _fp8_config(names, _joined_modules(names), weight_block_size=None),
+            settings,
         )
     block = _checked_block(DEFAULT_BLOCK if block_size is None else block_size)
     more: dict[str, Any] = {"weight_block_size": list(block)}
@@ -94,13 +106,10 @@ def to_int4(
             except re.error as error:
                 raise ConfigError(f"--ignore-rules {rule!r} is no regular expression: {error}") from error
 
+    rules = (*ignore_rules, *PLAIN_IN_INT4)
+
     def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-        module = name.removesuffix(SUFFIX)
-        return (
-            is_quantized_offline(name, shape)
-            and not module.endswith(ALWAYS_PLAIN_IN_INT4)
-            and not any(is_ignored(module, rule) for rule in ignore_rules)
-        )
+        return is_quantized_offline(name, shape) and not is_ignored(name.removesuffix(SUFFIX), rules)
 
     def config(names: Collection[str]) -> dict[str, Any]:
         weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
@@ -117,29 +126,26 @@ def to_int4(
 
 
 def ignored_by_int4(names: Collection[str], ignore_rules: Sequence[str] = ()) -> list[str]:
-    """The modules that a config of packed integers lists as plain.
+    """The list of plain modules in a config of packed integers.
+
+    Regular expressions stay what they are: they are meant for the modules into which engines join these, too.
 
     Args:
         names: of all tensors of the plain model.
         ignore_rules: as :func:`to_int4` has them.
     """
-    modules = {
-        name.removesuffix(SUFFIX)
-        for name in names
-        if is_quantized_offline(name)
-        and (
-            name.endswith(ALWAYS_PLAIN_IN_INT4 + SUFFIX)
-            or any(is_ignored(name.removesuffix(SUFFIX), rule) for rule in ignore_rules)
-        )
-    }
-    return sorted(modules.union(modules_to_not_convert(names)))
+    rules = (*ignore_rules, *PLAIN_IN_INT4)
+    modules = [name.removesuffix(SUFFIX) for name in names if is_quantized_offline(name)]
+    patterns = [rule for rule in rules if rule.startswith("re:") and any(is_ignored(m, (rule,)) for m in modules)]
+    named = [module for module in modules if is_ignored(module, rules) and not is_ignored(module, patterns)]
+    return [*patterns, *sorted({*named, *modules_to_not_convert(names)})]
 
 
-def is_ignored(module: str, rule: str) -> bool:
-    """Whether an entry of compressed-tensors' ``ignore`` is meant for a module."""
-    if rule.startswith("re:"):
-        return re.match(rule[3:], module) is not None
-    return module == rule or module.startswith(rule + ".")
+def is_ignored(module: str, rules: Sequence[str]) -> bool:
+    """Whether one of the rules (``re:`` and a regular expression, a name, the front part of names) means a module."""
+    return any(
+        re.match(rule[3:], module) if rule.startswith("re:") else f"{module}.".startswith(f"{rule}.") for rule in rules
+    )
 
 
 def _checked_block(block: Sequence[int]) -> tuple[int, int]:
@@ -151,13 +157,19 @@ def _checked_block(block: Sequence[int]) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _fp8_config(names: Collection[str], **more: Any) -> dict[str, Any]:
+def _joined_modules(names: Collection[str]) -> list[str]:
+    """The modules of :data:`JOINED_BY_THE_ENGINE`, and what the engine calls them together."""
+    modules = {name.removesuffix(SUFFIX) for name in names if name.endswith(JOINED_BY_THE_ENGINE)}
+    return sorted(modules | {f"{module.rpartition('.')[0]}.{JOINED}" for module in modules})
+
+
+def _fp8_config(names: Collection[str], plain: Collection[str] = (), **more: Any) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         **more,
-        "modules_to_not_convert": modules_to_not_convert(names),
+        "modules_to_not_convert": sorted({*modules_to_not_convert(names), *plain}),
     }
 
 

@@ -147,7 +147,7 @@ def test_gptq_is_asked_for_a_form_that_pushed_weights_can_have(gptq, base_dir):
     source = convert_hf_to_int4.check(options)
     arguments = convert_hf_to_int4.modifier_arguments(options, source)
     assert (arguments["dampening_frac"], arguments["actorder"]) == (0.05, None)
-    assert "lm_head" in arguments["ignore"] and "model.layers.1.self_attn.kv_b_proj" in arguments["ignore"]
+    assert "lm_head" in arguments["ignore"] and any("kv_b_proj" in rule for rule in arguments["ignore"])
     written = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": arguments["ignore"]}
     layout = read_format(written | {"config_groups": arguments["config_groups"]})
     assert (layout.num_bits, layout.group_size, layout.is_symmetric) == (8, 64, True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.recipes import to_fp8, to_int4
+from slime.weights.hf_rewrite.recipes import PLAIN_IN_INT4, to_fp8, to_int4
 from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.quantize import make_quantizer, quantized_names, read_format
 from slime.weights.quantize.block_fp8 import quantize_block, quantize_channel, quantize_tensor
@@ -98,16 +98,31 @@ def test_the_config_says_how_and_what_is_plain(tmp_path):
 def test_integers_leave_out_what_the_rules_name_and_what_engines_absorb(tmp_path):
     tensors = tensors_of("deepseek_v32", layers=1)
     source = write_folder(tmp_path / "plain", tensors, shards=1)
-    rules = ["re:.*shared_experts", "model.layers.0.self_attn.indexer"]
+    at = "model.layers.0"
+    rules = [r"re:.*\.experts\.1\.", f"{at}.self_attn.indexer"]
     rewrite_folder(to_int4(32, ignore_rules=rules), source, tmp_path / "int4")
     packed = {name for name in read_folder(tmp_path / "int4") if name.endswith("_packed")}
-    chosen = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
-    experts = {f"mlp.experts.{e}.{n}_proj" for e in range(2) for n in ("gate", "up", "down")}
-    names = {f"self_attn.{name}" for name in chosen} | experts
-    assert packed == {f"model.layers.0.{name}.weight_packed" for name in names}
+    modules = ("self_attn.q_b_proj", "self_attn.o_proj", *(f"mlp.experts.0.{n}_proj" for n in ("gate", "up", "down")))
+    assert packed == {f"{at}.{name}.weight_packed" for name in modules}
     ignored = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert {f"model.layers.0.self_attn.{name}" for name in ("kv_b_proj", "indexer.wk", "indexer.wq_b")} < set(ignored)
-    assert "model.layers.0.mlp.shared_experts.up_proj" in ignored
+    assert [rule for rule in ignored if rule.startswith("re:")] == [rules[0], *PLAIN_IN_INT4]
+    plain = {"lm_head", "model.embed_tokens", f"{at}.mlp.gate", f"{at}.self_attn.indexer.weights_proj"}
+    of_mtp = {f"{at}.{name}" for name in ("embed_tokens", "eh_proj", "shared_head.head")}
+    by_rule = {f"{at}.self_attn.indexer.{name}" for name in ("wk", "wq_b")}
+    assert {rule for rule in ignored if not rule.startswith("re:")} == plain | of_mtp | by_rule
+
+
+def test_one_scale_per_tensor_is_not_for_what_the_engine_joins(tmp_path):
+    source = write_folder(tmp_path / "plain", tensors_of("deepseek_v32", layers=1), shards=1)
+    rewrite_folder(to_fp8("tensor"), source, tmp_path / "fp8")
+    scaled = {name for name in read_folder(tmp_path / "fp8") if name.endswith("_scale")}
+    joined = ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"]
+    modules = [name for name in QUANTIZED["deepseek_v32"] if name not in joined]
+    assert scaled == {f"model.layers.0.{name}.weight_scale" for name in modules}
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    plain = {f"model.layers.0.{name}" for name in [*joined, "self_attn.fused_qkv_a_proj_with_mqa"]}
+    assert plain < set(config["modules_to_not_convert"])
+    assert config["weight_block_size"] is None
 
 
 def test_zeros_stay_zeros_and_no_number_is_made_up(tmp_path):
