@@ -292,10 +292,17 @@ def sweep(name: str, found: list[Output], options: argparse.Namespace, copy_rate
     from slime.weights.kernels.triton_digest import DigestLaunch, DigestShape
 
     device = found[0].source.device
+    results: dict[str, list[int]] = {}
 
-    def line(what: str, size: int, run: Callable[[], object]) -> None:
+    def line(what: str, size: int, run: Callable[[], object], check: DigestTable | None = None) -> None:
         try:
+            if check is not None:
+                flat.zero_()
             ms = milliseconds(run, device, options.repeats)
+            if check is not None:
+                results.setdefault(what.split()[0], check.run(flat).tolist())
+                if check.run(flat).tolist() != results[what.split()[0]]:
+                    what += " WRONG BYTES"
         except Exception as error:  # one shape that does not compile must not end the sweep
             print(f"{name} {what}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             return
@@ -320,14 +327,14 @@ def sweep(name: str, found: list[Output], options: argparse.Namespace, copy_rate
     ]
     for shape in shapes:
         launch = CastLaunch(bucket.cast.items, torch.bfloat16, (BLOCK, BLOCK), shape)
-        line(f"fp8 {shape}", size, lambda launch=launch: launch.run(flat))
+        line(f"fp8 {shape}", size, lambda launch=launch: launch.run(flat), bucket.digest)
 
     plain = make_buckets(layers, False, options.bucket_mb << 20, device)[0]
     plain_size = plain.cast.bytes_read + plain.cast.bytes_written
     for rows, columns, warps in ((16, 256, 8), (32, 256, 8), (8, 256, 4), (16, 256, 4), (8, 512, 8), (16, 512, 8)):
         shape = CastShape(rows=rows, columns=columns, num_warps=warps)
         launch = CastLaunch(plain.cast.items, torch.bfloat16, (BLOCK, BLOCK), shape)
-        line(f"bf16 {shape}", plain_size, lambda launch=launch: launch.run(flat))
+        line(f"bf16 {shape}", plain_size, lambda launch=launch: launch.run(flat), plain.digest)
 
     bucket.cast.run(flat)
     items = engine_items(bucket, device)

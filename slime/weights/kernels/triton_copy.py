@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 from slime.weights.kernels.copy_table import CopyItem, differing_bytes, source_view
-from slime.weights.kernels.rectangles import matrices, tile_index
+from slime.weights.kernels.rectangles import VECTOR_BYTES, matrices, tile_index
 from slime.weights.kernels.triton_tiles import (
     FIELDS,
     FIRST_TILE,
@@ -101,6 +101,8 @@ class CopyLaunch:
     def _run(self, flat: Tensor, counts: Tensor | None) -> None:
         if not self.forms:
             return
+        if flat.data_ptr() % VECTOR_BYTES:
+            raise ValueError(f"the bucket starts at an address that is no multiple of {VECTOR_BYTES}")
         with on_device(self.device):
             _copy_kernel[(len(self.owner),)](
                 flat,
