@@ -23,7 +23,7 @@ OF_OTHER_PROGRAMS = {
     "--fix",  # scripts/check
     *("--tiny-dir", "--work-dir"),  # tests/e2e/kill_resume.py
     *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
-    *("--family", "--check", "--layout", "--write-docs"),  # tests.matrix
+    *("--family", "--check", "--layout", "--write-docs", "--recipe"),  # tests.matrix, tests.matrix.quantized
     *("--group", "--sample", "--prompt", "--repeats"),  # tools/ledger.py, benchmarks
     *("--hook", "--path", "--list", "--engine-answer", "--timeout-s"),  # tests.plugin_contracts
     *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/e2e/kill_resume.py
