@@ -27,6 +27,8 @@ META = torch.device("meta")
 _COPIES = {aten._to_copy, aten.clone}
 """Operations whose result has the values of their first argument, perhaps in another dtype."""
 _JOINS = {aten.cat, aten.stack}
+_WITHOUT_VALUES = ("meta", "unallocated storage", "set_data")
+"""Words of torch's errors for tensors without memory."""
 _READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero}
 
 
@@ -401,7 +403,8 @@ def _holds_all_of(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 def _blame(trace: LoadTrace, name: str, error: Exception) -> None:
     """An exception is the tensor's fault, unless it only comes from the tensor having no values."""
-    if isinstance(error, (UntraceableError, NotImplementedError, TypeError)):
+    lacks_values = isinstance(error, (UntraceableError, NotImplementedError, TypeError))
+    if lacks_values or any(words in str(error) for words in _WITHOUT_VALUES):
         trace.opaque.setdefault(name, _words(error))
         trace.has_lost_targets = True
     else:

@@ -50,6 +50,13 @@ def gather_over_ranks(own: Any) -> list[Any]:
     return everywhere
 
 
+def rank_in_engine() -> int:
+    """Position of this process among all GPUs of the engine."""
+    from sglang.srt.distributed import get_world_group
+
+    return int(get_world_group().rank_in_group)
+
+
 def with_ranks(found: Sequence[Sequence[str]]) -> list[str]:
     """The problems of all ranks as one list; the rank is named where there is more than one."""
     if len(found) == 1:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_plan import LoadPlan
 from slime.backends.sglang_utils.loader_message import PUSH_REPORT, decode
-from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
+from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, rank_in_engine, with_ranks
 from slime.backends.sglang_utils.model_load import ModelLoad
 from slime.utils.errors import WeightSyncError
 from slime.weights.bucket_files import read_bucket
@@ -209,13 +209,11 @@ class ReceivingRank:
         return flat
 
     def _join(self, name: str, group: dict[str, Any], timeout_s: float) -> None:
-        from sglang.srt.distributed import get_world_group
-
         self._leave(name)
         self._channels[name] = WeightChannel(
             group["master_address"],
             group["master_port"],
-            rank=group["rank_offset"] + get_world_group().rank_in_group,
+            rank=group["rank_offset"] + rank_in_engine(),
             world_size=group["world_size"],
             backend=group["backend"],
             timeout_s=timeout_s,

@@ -88,8 +88,8 @@ class WeightVerbs:
         Args:
             push_id: of the push begun last.
             bucket_index: position in the manifest's buckets.
-            payload: handles to the flat buffer, one for each of the engine's GPUs.  The engine keeps them open until it
-                acknowledges the push.
+            payload: handles to the flat buffer, one for each of the engine's GPUs, which keep them open until the
+                push is acknowledged.
             group_name: the group whose rank 0 broadcasts the buffer, where there is no payload.
 
         Raises:

@@ -1,0 +1,167 @@
+"""Pushes into a model object: proven by its own loader first, by the plan afterwards, checked after either."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime.backends.sglang_utils import held_tensors, model_load
+from slime.backends.sglang_utils.model_load import ModelLoad
+from tests.loaded_model.buckets import cut_buckets, fill, whole_buckets
+from tests.unit.backends.sglang_utils.toy_models import Computing, Fused, Joined, parameter
+
+
+def push(load, manifest, tensors):
+    """All buckets of a push; gives the problems."""
+    load.begin(manifest)
+    for index, flat in enumerate(fill(manifest, tensors)):
+        load.load(index, flat)
+        flat.fill_(255)
+    load.finish()
+    return load.problems
+
+
+def expected(make, tensors):
+    model = make()
+    model.load_weights(list(tensors.items()))
+    return dict(model.named_parameters())
+
+
+def assert_holds(model, make, tensors):
+    for name, value in expected(make, tensors).items():
+        assert torch.equal(model.get_parameter(name), value), name
+
+
+JOINED = {"q_a": torch.rand(2, 4), "kv_a": torch.rand(3, 4)}
+COMPUTED = {"decay": torch.rand(4), "scale": torch.rand(1), "plain": torch.rand(4)}
+
+
+@pytest.mark.parametrize("layout", [whole_buckets, cut_buckets])
+@pytest.mark.parametrize(
+    ("make", "tensors"), [(Fused, Fused.tensors()), (Joined, JOINED), (Computing, COMPUTED)], ids=lambda value: ""
+)
+def test_three_pushes_of_different_weights(make, tensors, layout):
+    model = make()
+    load = ModelLoad(model)
+    for factor in (1, 0.5, 3):
+        scaled = {name: tensor * factor for name, tensor in tensors.items()}
+        assert push(load, layout(scaled, 2), scaled) == []
+        assert_holds(model, make, scaled)
+
+
+def test_the_first_push_goes_through_the_models_loader_and_later_ones_do_not():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    loads = []
+    for _ in range(3):
+        push(load, whole_buckets(tensors, 2), tensors)
+        loads.append(model.num_loads)
+    assert loads == [3, 3, 3], "a trace, and one for each bucket of the first push"
+
+
+def test_another_layout_is_traced_and_proven_again():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    assert push(load, cut_buckets(tensors), tensors) == []
+    assert model.num_loads == 2 + 2, "traced, and loaded when the second bucket made the tensors whole"
+    assert_holds(model, Fused, tensors)
+
+
+def test_parameters_that_have_moved_are_found_again():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    old = model.qkv.data
+    model.qkv.data = torch.zeros_like(old)
+    assert push(load, whole_buckets(tensors), tensors) == []
+    assert_holds(model, Fused, tensors)
+
+
+def test_a_model_that_loads_otherwise_with_real_tensors_is_believed():
+    """A loader that looks at the device it gets deceives the trace; the proof of the first push notices."""
+
+    class Deceitful(Fused):
+        def load(self, name, tensor):
+            if name == "o" and tensor.device.type != "meta":
+                tensor = tensor.flip(0)
+            super().load(name, tensor)
+
+    model, tensors = Deceitful(), Fused.tensors()
+    load = ModelLoad(model)
+    for _ in range(2):
+        assert push(load, whole_buckets(tensors), tensors) == []
+        assert load.plan is not None and load.plan.stock.keys() == {"o"}
+        assert_holds(model, Deceitful, tensors)
+
+
+def test_what_a_model_derives_follows_every_push():
+    model = Joined()
+    load = ModelLoad(model)
+    for factor in (1, 2, 3):
+        tensors = {name: tensor * factor for name, tensor in JOINED.items()}
+        push(load, whole_buckets(tensors, 2), tensors)
+        assert torch.equal(model.doubled, model.a.data * 2)
+        assert torch.equal(model.a.data, torch.cat([tensors["q_a"], tensors["kv_a"]]))
+
+
+def test_padding_is_filled_again():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    model.embed.data.fill_(torch.nan)
+    push(load, whole_buckets(tensors), tensors)
+    assert_holds(model, Fused, tensors)
+
+
+def test_bytes_that_do_not_stay_are_a_problem(monkeypatch):
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    copy = model_load.CopyTable.copy
+
+    def copy_and_damage(table, flat):
+        copy(table, flat)
+        model.o.data[0, 0] = -1
+
+    monkeypatch.setattr(model_load.CopyTable, "copy", copy_and_damage)
+    (problem,) = push(load, whole_buckets(tensors), tensors)
+    assert problem.startswith("o: ") and problem.endswith("bytes of 96 are not what was received")
+
+
+def test_an_incomplete_push_is_no_proof():
+    model, tensors = Fused(), Fused.tensors()
+    load, manifest = ModelLoad(model), whole_buckets(tensors, 2)
+    load.begin(manifest)
+    load.load(0, fill(manifest, tensors)[0])
+    load.finish()
+    num_loads = model.num_loads
+    push(load, manifest, tensors)
+    assert model.num_loads == num_loads + 2
+
+
+def test_pieces_that_never_become_whole_are_a_problem():
+    load, manifest = ModelLoad(Computing()), cut_buckets({"decay": torch.rand(4, 1), "scale": torch.rand(1)}, 2)
+    load.model.decay = parameter(4, 1)
+    load.begin(manifest)
+    load.load(0, fill(manifest, {"decay": torch.rand(4, 1), "scale": torch.rand(1)})[0])
+    load.finish()
+    assert load.problems == ["decay did not come, or not all that belongs to it"]
+
+
+def test_too_much_to_hold_goes_through_the_plan(monkeypatch):
+    """A tensor in pieces that cannot wait is loaded by the plan, unproven."""
+    monkeypatch.setattr(model_load, "HeldTensors", lambda *a: held_tensors.HeldTensors(*a, limit_bytes=0))
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    assert push(load, cut_buckets(tensors), tensors) == []
+    assert_holds(model, Fused, tensors)
+
+
+def test_too_much_to_hold_for_a_loader_that_computes_is_a_problem(monkeypatch):
+    monkeypatch.setattr(model_load, "HeldTensors", lambda *a: held_tensors.HeldTensors(*a, limit_bytes=0))
+    tensors = {"decay": torch.rand(4, 1)}
+    load = ModelLoad(Computing())
+    load.model.decay = parameter(4, 1)
+    problems = push(load, cut_buckets(tensors), tensors)
+    assert "1 tensors (decay) come in pieces, must be whole" in problems[0]

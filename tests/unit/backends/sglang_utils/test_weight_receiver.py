@@ -1,0 +1,321 @@
+"""The loader as SGLang calls it, driven by the verbs of an engine; no server and no SGLang model."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import threading
+from argparse import Namespace
+
+import pytest
+import torch
+
+from slime.backends.sglang_utils import loader_report, weight_receiver
+from slime.backends.sglang_utils.loader_message import PUSH_REPORT, RECEIVER, encode
+from slime.backends.sglang_utils.weight_receiver import ReceivingRank, receive
+from slime.backends.sglang_utils.weight_verbs import WeightVerbs
+from slime.utils.errors import EngineError, WeightSyncError
+from slime.utils.net import get_free_port
+from slime.weights.channel import WeightChannel
+from tests.loaded_model.buckets import cut_buckets, digests, fill, whole_buckets
+from tests.unit.backends.sglang_utils.toy_models import Fused, Joined
+
+
+class InProcess(WeightVerbs):
+    """An engine whose server is a function call: the models get every message in turn, as with a draft model."""
+
+    def __init__(self, *models: torch.nn.Module) -> None:
+        self.args = Namespace(weight_update_timeout_s=5.0)
+        self.rank = self.node_rank = 0
+        self.models = models
+        self.version = "default"
+        self.sent: list[int] = []
+
+    def _request(self, method, path, payload=None, *, timeout_s=None):
+        if path == "/update_weights_from_tensor":
+            assert payload["load_format"] == RECEIVER and "weight_version" not in payload
+            (text,) = payload["serialized_named_tensors"]
+            self.sent.append(len(text))
+            named_tensors = pickle.loads(base64.b64decode(text))
+            for model in self.models:
+                receive(model, named_tensors)
+            return None
+        if path == "/get_weights_by_name":
+            return self.models[-1].get_weights_by_name(payload["name"], 100, tp_size=1)
+        assert path == "/update_weight_version"
+        if payload["abort_all_requests"]:
+            raise EngineError("a commit aborts nothing")
+        self.version = payload["new_version"]
+        return None
+
+    def push(self, manifest, flats, push_id, order=None):
+        """Everything but the commit; gives the acknowledgement."""
+        self.begin_weight_update(manifest.to_json(), push_id)
+        for index in order or range(len(flats)):
+            self.receive_weight_bucket(push_id, index, [handle_of(flats[index])], None)
+        return self.acknowledge_weight_update(push_id)
+
+
+BUFFERS: dict[str, torch.Tensor] = {}
+
+
+def handle_of(flat):
+    """Stands in for shared memory, which the end-to-end tests use."""
+    BUFFERS[str(id(flat))] = flat
+    return str(id(flat))
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(weight_receiver, "gather_over_ranks", lambda own: [own])
+    monkeypatch.setattr(weight_receiver, "_RANK", ReceivingRank())
+    monkeypatch.setattr(ReceivingRank, "_map", lambda self, handle: BUFFERS[handle])
+
+
+def made(layout=whole_buckets, factor=1.0, num=2):
+    tensors = {name: tensor * factor for name, tensor in Fused.tensors().items()}
+    manifest = layout(tensors, num)
+    return tensors, manifest, fill(manifest, tensors)
+
+
+def assert_holds(model, tensors):
+    reference = Fused()
+    reference.load_weights(list(tensors.items()))
+    for name, value in reference.named_parameters():
+        assert torch.equal(model.get_parameter(name), value), name
+
+
+@pytest.mark.parametrize("layout", [whole_buckets, cut_buckets])
+def test_pushes_are_acknowledged_with_the_digests_of_what_came(layout):
+    engine = InProcess(Fused())
+    for number in range(3):
+        tensors, manifest, flats = made(layout, 1 + number)
+        answer = engine.push(manifest, flats, f"p{number}")
+        assert answer == {"push_id": f"p{number}", "buckets": digests(manifest, flats), "problems": []}
+        engine.commit_weight_update(f"p{number}", str(number))
+        assert engine.version == str(number)
+        assert_holds(engine.models[0], tensors)
+
+
+def test_a_manifest_travels_once():
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    engine.push(manifest, flats, "p0")
+    engine.push(manifest, flats, "p1")
+    begins = engine.sent[0], engine.sent[4]
+    assert begins[1] < begins[0]
+    weight_receiver._RANK = ReceivingRank()  # the server was restarted
+    assert engine.push(manifest, flats, "p2")["problems"] == []
+
+
+def test_a_corrupt_bucket_has_another_digest():
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    sent = digests(manifest, flats)
+    flats[1][40] ^= 1
+    answer = engine.push(manifest, flats, "p")
+    assert answer["buckets"][0] == sent[0] and answer["buckets"][1] != sent[1]
+
+
+def test_what_the_model_cannot_take_is_said_before_anything_is_sent():
+    tensors, _, _ = made()
+    del tensors["k"]
+    tensors["o"] = torch.zeros(2, 2)
+    engine = InProcess(Fused())
+    with pytest.raises(WeightSyncError) as caught:
+        engine.begin_weight_update(whole_buckets(tensors).to_json(), "p")
+    message = str(caught.value)
+    assert "engine 0 cannot take this push: o [2, 2] does not fit" in message
+    assert "qkv: no tensor of the push fills 12 of 48 elements" in message
+    assert "the engine has no place for 1 tensors of the push: other.layer" in message
+
+
+def test_a_missing_bucket_is_neither_acknowledged_nor_committed():
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    answer = engine.push(manifest, flats, "p", order=[1])
+    assert answer["buckets"] == ["", digests(manifest, flats)[1]]
+    with pytest.raises(WeightSyncError, match="engine 0 will not serve push p as version 7"):
+        engine.commit_weight_update("p", "7")
+    assert engine.version == "default"
+
+
+def test_a_bucket_may_come_twice():
+    engine = InProcess(Fused())
+    tensors, manifest, flats = made(cut_buckets)
+    answer = engine.push(manifest, flats, "p", order=[0, 0, 1, 0, 1])
+    assert answer["buckets"] == digests(manifest, flats) and answer["problems"] == []
+    assert_holds(engine.models[0], tensors)
+
+
+def test_a_push_that_was_not_finished_is_forgotten():
+    engine = InProcess(Fused())
+    _, manifest, flats = made(factor=5.0)
+    engine.begin_weight_update(manifest.to_json(), "lost")
+    engine.receive_weight_bucket("lost", 0, [handle_of(flats[0])], None)
+    tensors, manifest, flats = made()
+    answer = engine.push(manifest, flats, "p")
+    assert answer["buckets"] == digests(manifest, flats)
+    assert_holds(engine.models[0], tensors)
+
+
+@pytest.mark.parametrize("verb", ["receive_weight_bucket", "acknowledge_weight_update", "commit_weight_update"])
+def test_another_push_is_refused_by_name(verb):
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    arguments = {"receive_weight_bucket": (0, [handle_of(flats[0])], None), "commit_weight_update": ("1",)}
+    with pytest.raises(WeightSyncError, match="engine 0 is asked about push b; none was begun"):
+        getattr(engine, verb)("b", *arguments.get(verb, ()))
+    engine.begin_weight_update(manifest.to_json(), "a")
+    with pytest.raises(WeightSyncError, match="engine 0 is asked about push b; last begun: a"):
+        getattr(engine, verb)("b", *arguments.get(verb, ()))
+
+
+def test_a_stray_message_of_another_push_is_refused_and_harms_nothing():
+    engine = InProcess(Fused())
+    tensors, manifest, flats = made()
+    engine.begin_weight_update(manifest.to_json(), "a")
+    message = {"verb": "receive", "push_id": "b", "id": "1", "bucket_index": 0, "payload": "x", "group_name": None}
+    receive(engine.models[0], pickle.loads(base64.b64decode(encode(message))))
+    (report,) = engine.models[0].get_weights_by_name(PUSH_REPORT)
+    assert json.loads(report)["problems"] == ["receive: push b is not the one that was begun last, a"]
+    assert engine.push(manifest, flats, "a")["problems"] == []
+    assert_holds(engine.models[0], tensors)
+
+
+def test_a_buffer_of_the_wrong_size_is_a_problem():
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    answer = engine.push(manifest, [flats[0], flats[1][:16]], "p")
+    assert answer["buckets"][1] == ""
+    assert "its buffer is [16] of torch.uint8" in answer["problems"][0]
+
+
+def test_a_loader_that_fails_is_a_problem_and_no_exception():
+    class Breaks(Fused):
+        def load_weights(self, weights):
+            weights = list(weights)
+            if weights[0][1].device.type != "meta":
+                raise RuntimeError("out of memory")
+            super().load_weights(weights)
+
+    engine = InProcess(Breaks())
+    _, manifest, flats = made()
+    problems = engine.push(manifest, flats, "p")["problems"]
+    assert problems == ["receive failed: RuntimeError: out of memory"] * 2
+
+
+def test_the_ack_is_void_when_a_bucket_comes_after_it():
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    engine.push(manifest, flats, "p")
+    engine.receive_weight_bucket("p", 0, [handle_of(flats[0])], None)
+    with pytest.raises(WeightSyncError, match="will not serve push p"):
+        engine.commit_weight_update("p", "7")
+
+
+def test_an_engine_is_fenced_from_begin_to_commit():
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    engine._refuse_fenced()
+    engine.push(manifest, flats, "p")
+    with pytest.raises(WeightSyncError, match="engine 0 holds the unfinished push p and must not serve"):
+        engine._refuse_fenced()
+    engine.commit_weight_update("p", "7")
+    engine._refuse_fenced()
+
+
+class Draft(torch.nn.Module):
+    """Takes its own part and the target's embedding, which it shares."""
+
+    def __init__(self, target: Fused) -> None:
+        super().__init__()
+        self.embed = target.embed
+        self.other = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "other.layer":
+                self.other.data.copy_(tensor)
+
+
+def test_a_draft_model_takes_its_part_and_the_target_the_rest():
+    target = Fused()
+    draft = Draft(target)
+    engine = InProcess(draft, target)
+    for number in range(2):
+        tensors, manifest, flats = made(factor=1 + number)
+        answer = engine.push(manifest, flats, f"p{number}")
+        assert answer == {"push_id": f"p{number}", "buckets": digests(manifest, flats), "problems": []}
+        assert torch.equal(draft.other.data, tensors["other.layer"])
+        assert_holds(target, tensors)
+
+
+def test_a_draft_models_own_missing_tensor_is_named():
+    target = Fused()
+    tensors, _, _ = made()
+    del tensors["other.layer"]
+    with pytest.raises(WeightSyncError, match="other: no tensor of the push fills 3 of 3 elements"):
+        InProcess(Draft(target), target).begin_weight_update(whole_buckets(tensors).to_json(), "p")
+
+
+def test_buckets_arrive_over_a_group(monkeypatch):
+    """The trainer is rank 0 in this thread; the engine joins with its model's rank."""
+    monkeypatch.setattr(weight_receiver, "rank_in_engine", lambda: 0)
+    engine = InProcess(Joined())
+    tensors = {"q_a": torch.rand(2, 4), "kv_a": torch.rand(3, 4)}
+    manifest = whole_buckets(tensors, 2)
+    flats = fill(manifest, tensors)
+    port = get_free_port(21000)
+    place = {"backend": "gloo", "world_size": 2, "timeout_s": 20.0}
+    joined = threading.Thread(target=engine.join_weight_group, args=("127.0.0.1", port, 1, 2, "g", "gloo"))
+    joined.start()
+    channel = WeightChannel("127.0.0.1", port, rank=0, **place)
+    joined.join(20)
+    engine.begin_weight_update(manifest.to_json(), "p")
+    for index, flat in enumerate(flats):
+        taken = threading.Thread(target=engine.receive_weight_bucket, args=("p", index, None, "g"))
+        taken.start()
+        channel.broadcast(flat)
+        taken.join(20)
+    answer = engine.acknowledge_weight_update("p")
+    assert answer["buckets"] == digests(manifest, flats) and answer["problems"] == []
+    assert torch.equal(engine.models[0].a.data, torch.cat(list(tensors.values())))
+    engine.leave_weight_group("g")
+    engine.leave_weight_group("g")
+    channel.leave()
+    engine.receive_weight_bucket("p", 0, None, "g")
+    assert "in no weight group 'g'" in engine.acknowledge_weight_update("p")["problems"][0]
+
+
+def test_a_group_that_is_not_complete_in_time_is_an_error(monkeypatch):
+    monkeypatch.setattr(weight_receiver, "rank_in_engine", lambda: 0)
+    engine = InProcess(Fused())
+    engine.args.weight_update_timeout_s = 0.5
+    with pytest.raises(WeightSyncError, match="engine 0 could not join the weight group g"):
+        engine.join_weight_group("127.0.0.1", get_free_port(22000), 1, 2, "g", "gloo")
+
+
+def test_ranks_that_disagree_are_a_problem(monkeypatch):
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+
+    def two_ranks(own):
+        other = dict(own, buckets=[word[::-1] for word in own["buckets"]], problems=["o: wrong"])
+        return [own, other]
+
+    engine.begin_weight_update(manifest.to_json(), "p")
+    monkeypatch.setattr(weight_receiver, "gather_over_ranks", two_ranks)
+    for index, flat in enumerate(flats):
+        engine.receive_weight_bucket("p", index, [handle_of(flat)], None)
+    problems = engine.acknowledge_weight_update("p")["problems"]
+    assert problems == ["rank 1: o: wrong", "rank 1 has received other bytes than rank 0"]
+
+
+def test_other_questions_still_reach_the_model():
+    model = Fused()
+    model.__dict__["get_weights_by_name"] = lambda name, truncate_size, tp_size: [name, truncate_size, tp_size]
+    loader_report.answer_by_name(model, "mine", lambda: ["an answer"])
+    assert model.get_weights_by_name("mine") == ["an answer"]
+    assert model.get_weights_by_name("norm", 5, tp_size=2) == ["norm", 5, 2]
