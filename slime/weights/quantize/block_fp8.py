@@ -131,7 +131,7 @@ def dequantize_block(
         part = slice(first * block[0], min((first + blocks_at_once) * block[0], rows))
         factors = scale[first : first + blocks_at_once].float()
         factors = factors.repeat_interleave(block[0], 0)[: part.stop - part.start]
-        result[part] = quantized[part].float() * factors.repeat_interleave(block[1], 1)[:, :columns]
+        result[part] = _decode(quantized[part]) * factors.repeat_interleave(block[1], 1)[:, :columns]
     return result
 
 
@@ -171,6 +171,15 @@ def _scales(absmax: Tensor, ue8m0: bool) -> Tensor:
 def _cast(weight: Tensor, scale: Tensor) -> Tensor:
     """e4m3 of fp32 weights, whose quotient may exceed 448 by a rounding error."""
     return (weight / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def _decode(quantized: Tensor) -> Tensor:
+    """fp32 of numbers of one byte; on a CPU by a table of all 256, several times as fast as torch's cast."""
+    if quantized.device.type != "cpu":
+        return quantized.float()
+    table = torch.arange(256, dtype=torch.uint8).view(quantized.dtype).float()
+    codes = quantized.contiguous().view(torch.uint8).flatten()
+    return table.index_select(0, codes.int()).view(quantized.shape)
 
 
 def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:

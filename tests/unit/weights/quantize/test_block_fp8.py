@@ -161,3 +161,11 @@ def test_scales_that_do_not_fit_are_refused():
     quantized, scale = quantize_block(torch.ones(256, 256))
     with pytest.raises(DataError, match="weight_block_size"):
         dequantize_block(quantized, scale[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_byte_is_decoded_as_torch_casts_it(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
+    decoded = dequantize_block(codes, torch.ones(1, 1), dtype=torch.float32)
+    assert torch.equal(decoded.view(torch.int32), codes.float().view(torch.int32))
+    assert torch.equal(dequantize_block(codes[:, ::2], torch.ones(1, 1)).isnan(), codes[:, ::2].float().isnan())
