@@ -74,6 +74,22 @@ def _external_engines(args: Namespace) -> None:
             setattr(args, name, value)
 
 
+def _weight_push_failure(args: Namespace) -> None:
+    """An engine that does not take a push is started again where that is done to engines at all."""
+    if args.weight_push_failure is None:
+        refills = args.use_fault_tolerance and not args.rollout_external
+        args.weight_push_failure = "refill" if refills else "stop"
+
+
+def _released_trainer(args: Namespace) -> None:
+    """A trainer that ends after every rollout saves every rollout, and pushes what it has before it goes."""
+    args.update_weight_start_version = 0
+    if args.release_train:
+        args.update_weights_interval = 1
+        if args.save_interval is None:
+            args.save_interval = 1
+
+
 def _offload_shorthand(args: Namespace) -> None:
     """--offload stands for both sides, and is gone afterwards."""
     if args.offload:
@@ -196,6 +212,7 @@ STEPS = (
     _distributed_backend,
     _critic,
     _external_engines,
+    _weight_push_failure,
     _offload_shorthand,
     _rollout_only_cluster,
     _train_only_cluster,

@@ -48,6 +48,13 @@ def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
         help="Folder on each engine's host that deltas are applied to.",
     )
     group.add_argument(
+        "--weight-push-failure",
+        choices=["refill", "drop", "stop"],
+        default=None,
+        help="What becomes of an engine that does not take a push: it is started again and filled, left out from then "
+        "on, or ends the run. Default: refill with --use-fault-tolerance, otherwise stop.",
+    )
+    group.add_argument(
         "--check-weight-update-equal",
         action="store_true",
         help="After each push, compare the engines' weights with the trainer's; a difference ends the run.",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from slime.utils import distributed_utils, env
 from slime.utils.errors import EngineError, WeightSyncError
-from slime.weights.receiver import WeightReceiver
+from slime.weights.receiver import FencedEngine, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +120,15 @@ class TrainWorker(ABC):
 
     @abstractmethod
     def update_weights(self) -> dict[str, float] | None:
-        """Push the actor's weights to every connected engine and check that all of them hold the new version.
+        """Push the actor's weights to every connected engine.
+
+        Engines that do not take them are left out, see :meth:`fenced_engines`; the others hold just these weights.
 
         Returns:
             metrics of the push on the main rank, except before the first rollout.
 
         Raises:
-            WeightSyncError: an engine refused, or holds another version after the push.
+            WeightSyncError: no engine took them.
         """
 
     def resend_weights(self) -> None:
@@ -138,6 +140,10 @@ class TrainWorker(ABC):
         raise WeightSyncError(
             f"{type(self).__name__} cannot push to engines that start late; run without --use-fault-tolerance"
         )
+
+    def fenced_engines(self) -> list[FencedEngine]:
+        """The engines that the last push left out, also when it raised; they are paused and serve nothing."""
+        return []
 
     @abstractmethod
     def sleep(self) -> None:

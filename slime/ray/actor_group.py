@@ -14,10 +14,14 @@ from slime.ray.placement_group import GpuSlice, strategy_for
 from slime.ray.train_actor import remote_class
 from slime.ray.trainer_env import trainer_environment
 from slime.ray.waiting import forget, wait_for, watch
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, WeightSyncError
 from slime.utils.misc import Box
+from slime.weights.receiver import FencedEngine
 
 logger = logging.getLogger(__name__)
+
+PUSH_MARGIN_S = 120.0
+"""What a push may take beyond its own deadline, for the trainers' meetings after the last engine was late."""
 
 
 class RayTrainGroup:
@@ -57,6 +61,8 @@ class RayTrainGroup:
         self._actor_cls = actor_cls
         self._manager: Any = None
         self.actors: list[Any] = []
+        self.fenced: list[FencedEngine] = []
+        """The engines that the last push left out."""
         self.start_rollout_id: int = 0
 
     # Life
@@ -143,6 +149,7 @@ class RayTrainGroup:
         """Push the present weights to every engine that takes updates; gives the metrics of the push."""
         if self.args.debug_train_only:
             return {}
+        self.fenced = []
         timeout_s = self.args.weight_update_timeout_s
         engines = wait_for(
             self._manager.get_updatable_engines.remote(), what="the list of engines", timeout_s=timeout_s
@@ -154,8 +161,7 @@ class RayTrainGroup:
             wait_for(
                 self._manager.clear_updatable_num_new_engines.remote(), what="the rollout manager", timeout_s=timeout_s
             )
-        results = self._on_all("update_weights", what="the weight update", timeout_s=timeout_s)
-        self._admit(timeout_s)
+        results = self._push("update_weights", "the weight update")
         return next((result for result in results if result), {})
 
     def resend_weights(self, engines: UpdatableEngines) -> None:
@@ -165,12 +171,29 @@ class RayTrainGroup:
         wait_for(
             self._manager.clear_updatable_num_new_engines.remote(), what="the rollout manager", timeout_s=timeout_s
         )
-        self._on_all("resend_weights", what="the weights of new engines", timeout_s=timeout_s)
-        self._admit(timeout_s)
+        self._push("resend_weights", "the weights of new engines")
 
-    def _admit(self, timeout_s: float) -> None:
-        """The engines that took weights may get requests."""
-        wait_for(self._manager.admit_updated_engines.remote(), what="the rollout manager", timeout_s=timeout_s)
+    def _push(self, verb: str, what: str) -> list[Any]:
+        """One push; engines that took the weights may get requests, :attr:`fenced` has the others.
+
+        The trainers keep the deadline of the push themselves, and know who was late.
+        """
+        timeout_s = self.args.weight_update_timeout_s
+        try:
+            results = self._on_all(verb, what=what, timeout_s=timeout_s + PUSH_MARGIN_S)
+        except WeightSyncError:
+            self.fenced = self._ask_fenced()
+            raise
+        self.fenced = self._ask_fenced()
+        wait_for(
+            self._manager.admit_updated_engines.remote(self.fenced), what="the rollout manager", timeout_s=timeout_s
+        )
+        return results
+
+    def _ask_fenced(self) -> list[FencedEngine]:
+        return wait_for(
+            self.actors[0].fenced_engines.remote(), what="the engines left out by the push", timeout_s=PUSH_MARGIN_S
+        )
 
     def onload(self) -> None:
         """Bring the trainer's memory back to the GPUs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -30,12 +30,14 @@ from slime.ray.server_group import EngineState
 from slime.ray.utils import Lock
 from slime.ray.waiting import wait_for
 from slime.utils.errors import EngineError
+from slime.weights.receiver import FencedEngine
 
 logger = logging.getLogger(__name__)
 
 CONTROL_GROUP = "control"
 """Concurrency group of the short calls that must not queue behind a running ``generate``."""
 
+ALIVE = (EngineState.STARTING, EngineState.READY, EngineState.SERVING)
 ENGINE_CHECK_INTERVAL_S = 3.0
 DEADLINE_MARGIN_S = 180.0
 """The rollout function has its own deadline and the better message; ours comes later, the driver's last."""
@@ -101,13 +103,14 @@ class EngineFleet:
 
     def _describe(self, *states: EngineState) -> UpdatableEngines:
         offset = plan_gpus(self.args).rollout_offset
-        handles, counts, offsets, nodes = [], [], [], []
+        handles, counts, offsets, nodes, acknowledges = [], [], [], [], []
         for group in self._updatable_groups:
             for index in group.indices(*states):
                 if (engine := group.engines[index]) is not None:
                     handles.append(engine)
                     counts.append(group.num_gpus_per_engine)
                     offsets.append(offset + group.engine_gpu_offsets[index])
+                    acknowledges.append(group.acknowledges_pushes)
                     nodes.append(group.actors_of(index))
         self._offered = handles
         num_new = len([handle for handle in handles if handle not in self._connected])
@@ -119,6 +122,7 @@ class EngineFleet:
             num_new=num_new or int(handles != self._connected),
             num_trainer_gpus=self.args.actor_num_nodes * self.args.actor_num_gpus_per_node,
             node_handles=nodes,
+            acknowledges=acknowledges,
         )
 
     @ray.method(concurrency_group=CONTROL_GROUP)
@@ -148,15 +152,45 @@ class EngineFleet:
         self._connected = list(self._offered)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def admit_updated_engines(self) -> None:
-        """The engines that the trainers were told of last hold the present weights: let the router know new ones."""
-        offered = list(self._offered)
+    def admit_updated_engines(self, fenced: Sequence[FencedEngine] = ()) -> None:
+        """The engines that the trainers were told of last hold the present weights: let the router know new ones.
+
+        Args:
+            fenced: those that do not.
+        """
+        left_out = {engine.index for engine in fenced}
+        offered = [handle for index, handle in enumerate(self._offered) if index not in left_out]
         for group in self._updatable_groups:
             for index in group.indices(EngineState.READY):
                 if group.engines[index] in offered:
                     group.admit(index)
 
     # Faults
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def leave_out_engines(self, fenced: Sequence[FencedEngine], policy: str) -> None:
+        """Take engines out of service that a push has fenced.
+
+        Args:
+            fenced: indices count the engines that the trainers were told of last.
+            policy: ``refill`` starts others in their place, ``drop`` goes on without them.
+
+        Raises:
+            EngineError: no engine of the model is left, or one cannot be replaced.
+        """
+        handles = [self._offered[engine.index] for engine in fenced]
+        for group in self._updatable_groups:
+            for index, engine in enumerate(group.engines):
+                if engine is None or engine not in handles:
+                    continue
+                reason = f"it did not take the weights: {fenced[handles.index(engine)].reason}"
+                group.replace(index, reason) if policy == "refill" else group.drop(index, reason)
+        self._raise_if_given_up()
+        if policy == "drop" and not any(group.indices(*ALIVE) for group in self._updatable_groups):
+            reasons = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in fenced)
+            raise EngineError(
+                f"no engine is left to generate with, the last were dropped (--weight-push-failure drop). {reasons}"
+            )
 
     def drop_dead_engines(self, patience_s: float = 0.0) -> int:
         """Replace engines whose process has ended since they were last looked at; gives how many.

@@ -119,6 +119,8 @@ class UpdatableEngines:
     """GPUs [0, this) belong to the trainers; an engine inside that range is colocated."""
     node_handles: list[list[Any]] = field(default_factory=list)
     """The actors of each engine, one a node, the one in ``handles`` first; empty where every engine has one node."""
+    acknowledges: list[bool] = field(default_factory=list)
+    """Whether our loader runs in each engine; empty where it does in none."""
 
     def receivers(self) -> list[RayWeightReceiver]:
         """One receiver per engine."""
@@ -130,6 +132,7 @@ class UpdatableEngines:
                 gpu_offset=offset,
                 is_colocated=offset + count <= self.num_trainer_gpus,
                 node_handles=self.node_handles[index] if self.node_handles else (),
+                acknowledges=bool(self.acknowledges) and self.acknowledges[index],
             )
             for index, (handle, count, offset) in enumerate(
                 zip(self.handles, self.gpu_counts, self.gpu_offsets, strict=True)

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from slime.backends.sglang_utils.external_engines import ExternalEngineInfo, check_capabilities
+from slime.backends.sglang_utils.loader_message import RECEIVER
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray.engine_actor import start_engine_actor
 from slime.ray.placement_group import GpuSlice
@@ -35,6 +36,11 @@ class ExternalGroup(ServerGroup):
     def nodes_per_engine(self) -> int:
         """As if it were on one node."""
         return 1
+
+    @property
+    def acknowledges_pushes(self) -> bool:
+        """Its owner may have started it with our loader."""
+        return RECEIVER in (self.info.server_args.get("custom_weight_loader") or ())
 
     def _check_placement(self) -> None:
         """It takes none of our GPUs."""

@@ -129,6 +129,11 @@ class ServerGroup:
         """Whether a fresh engine has to wait for the trainer's weights."""
         return self.model.update_weights and not self.args.debug_rollout_only
 
+    @property
+    def acknowledges_pushes(self) -> bool:
+        """Whether our weight loader runs in the engines: in those that we start, always."""
+        return True
+
     def indices(self, *states: EngineState) -> list[int]:
         """The engines in one of ``states``."""
         return [index for index, state in enumerate(self.states) if state in states]
@@ -257,6 +262,16 @@ class ServerGroup:
         threading.Thread(
             target=self._start_again, args=(index, reason), name=f"replace-{self.rank_offset}-{index}", daemon=True
         ).start()
+
+    def drop(self, index: int, reason: str) -> None:
+        """Take an engine out of service for good."""
+        with self._changed:
+            if self.states[index] not in (EngineState.READY, EngineState.SERVING):
+                return
+            self.states[index] = EngineState.MISSING
+            self._changed.notify_all()
+        logger.error("%s is dropped, the run goes on without it: %s", self.name_of(index), reason)
+        self._remove(index)
 
     def _start_again(self, index: int, reason: str) -> None:
         self._remove(index)

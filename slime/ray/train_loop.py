@@ -148,6 +148,7 @@ class TrainJob:
             if self._failed_resends >= MAX_FAILED_RESENDS:
                 raise
             logger.warning("new engines did not take the weights; another try follows: %s", error)
+        self._leave_out_fenced()
 
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run rollout ``rollout_id`` and wait for its train data."""
@@ -191,16 +192,48 @@ class TrainJob:
             self.handover.engines_take_weights()
             if self._replaces_engines:
                 self._recover_engines()
-            try:
-                self.actor.update_weights()
-            except (EngineError, WeightSyncError) as error:
-                # Once more without the engine that died in the middle of it; any other failure stays one.
-                if not self._replaces_engines or not self._ask("drop_dead_engines", 10.0, what="the state"):
-                    raise
-                logger.warning("the push failed because an engine died; it is repeated: %s", error)
-                self._recover_engines()
-                self.actor.update_weights()
+            self._push_to_engines()
             self.handover.engines_take_cache()
+
+    def _push_to_engines(self) -> None:
+        """One push; what becomes of engines that do not take it says ``--weight-push-failure``."""
+        assert self.actor is not None
+        try:
+            self.actor.update_weights()
+        except (EngineError, WeightSyncError) as error:
+            # Once more with others in the place of those that failed; a failure of the trainer's stays one.
+            if not self._replaces_engines:
+                raise
+            is_left_out = self._leave_out_fenced()
+            if not self._ask("drop_dead_engines", 0.0 if is_left_out else 10.0, what="the state") and not is_left_out:
+                raise
+            logger.warning("no engine took the push; it is repeated: %s", error)
+            self._recover_engines()
+            self.actor.update_weights()
+        if self._leave_out_fenced() and self._replaces_engines:
+            # Where GPUs are shared, others must be up before the trainer takes them; elsewhere that can wait.
+            self._recover_engines()
+            self._serve_new_engines()
+
+    def _leave_out_fenced(self) -> bool:
+        """Treat the engines that the last push fenced as ``--weight-push-failure`` says; gives whether there were any.
+
+        Raises:
+            WeightSyncError: the policy is to stop.
+        """
+        assert self.actor is not None
+        fenced, self.actor.fenced = self.actor.fenced, []
+        if not fenced:
+            return False
+        policy = self.args.weight_push_failure
+        if policy == "stop":
+            listed = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in fenced)
+            raise WeightSyncError(
+                f"{len(fenced)} engines did not take the weights (--weight-push-failure stop). {listed}. The others "
+                "serve the new version; start the job again to resume from the last checkpoint"
+            )
+        self._ask("leave_out_engines", fenced, policy, what="engines to be taken out of service")
+        return True
 
     def _recover_engines(self) -> None:
         """Replace dead engines, and wait for those replacements that the push must meet."""

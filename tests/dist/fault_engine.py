@@ -336,13 +336,18 @@ def _all_at_once(work: list[Callable[[], None]]) -> None:
 def _serve(address: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
-    engine, turn = HoldingEngine(*arguments), threading.Lock()
+    serve(address, HoldingEngine(*arguments))
+
+
+def serve(address: str, engine: Any) -> None:
+    """Answer requests for ``engine`` for ever, those of all ranks one after the other."""
+    turn = threading.Lock()
     with Listener(address, backlog=16) as listener:
         while True:
             threading.Thread(target=_answer, args=(listener.accept(), engine, turn), daemon=True).start()
 
 
-def _answer(pipe: Connection, engine: HoldingEngine, turn: threading.Lock) -> None:
+def _answer(pipe: Connection, engine: Any, turn: threading.Lock) -> None:
     while True:
         try:
             number, name, positional, keyword = pipe.recv()

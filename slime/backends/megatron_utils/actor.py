@@ -39,7 +39,7 @@ from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch
-from slime.weights.receiver import WeightReceiver
+from slime.weights.receiver import FencedEngine, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +271,8 @@ class MegatronTrainRayActor(TrainWorker):
             loss_type=loss_type,
             on_step=on_step,
         )
+        if self._sender is not None:
+            self._sender.note_weights_changed()
         return last
 
     def _keep_policies(self, rollout_id: int) -> None:
@@ -376,6 +378,10 @@ class MegatronTrainRayActor(TrainWorker):
             if self._is_asleep:
                 reloadable_groups.release_communicators()
 
+    def fenced_engines(self) -> list[FencedEngine]:
+        """The engines that the last push left out."""
+        return list(self._sender.fenced) if self._sender is not None else []
+
     def update_weights(self) -> dict[str, float] | None:
         """Push the actor's weights; returns the push's metrics on the main rank."""
         args = self.args
@@ -394,7 +400,12 @@ class MegatronTrainRayActor(TrainWorker):
         if self._last_rollout_id is None:
             Timer().reset("update_weights")
             return None  # the push before the first rollout belongs to no step
-        more = {"perf/weight_push_s": report.elapsed_s, "perf/weight_push_bytes": float(report.num_bytes)}
+        more = {
+            "perf/weight_push_s": report.elapsed_s,
+            "perf/weight_push_bytes": float(report.num_bytes),
+            "perf/weight_push_fenced": float(len(report.fenced)),
+            **self._sender.extra_metrics(),
+        }
         return self._log_span(self._last_rollout_id, "update_weights", **more) or None
 
 

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 FIRST_PORT = 20000
 LEAVING_SHARE, MIN_LEAVING_S = 0.1, 1.0
 """How long leaving a broken group may take, as a share of the push's deadline: an abandoned engine is free at once."""
+FAREWELL_S = 10.0
+"""How long leaving a whole group may take outside of a push."""
 COLLATERAL = "weight group"
 """What every error of a ``WeightChannel`` says: its cause may be another member."""
 
@@ -139,7 +141,7 @@ class UpdateGroup:
 
         Args:
             roster: engines outside it are not told.
-            clock: of a push; without one, engines are not waited for.
+            clock: of a push, if this happens in one.
         """
         if self._channel is None:
             return
@@ -147,8 +149,7 @@ class UpdateGroup:
         members = [engine for engine in self.members if roster is None or engine.index in roster.receivers]
         requests: dict[int, Pending] = start_all(members, lambda engine: engine.leave_weight_group(self.name))
         channel.leave()
-        if clock is not None:
-            wait_together(requests, clock.step_s, lambda: None)
+        wait_together(requests, FAREWELL_S if clock is None else clock.step_s, lambda: None)
 
 
 class _Joining:

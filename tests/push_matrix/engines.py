@@ -1,0 +1,69 @@
+"""Real SGLang models for trainer ranks in other processes: each behind a socket, as a ``WeightReceiver`` needs it."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from slime.backends.sglang_utils.loader_message import by_value
+from slime.weights.digest import combine, digest_tensor
+from tests.dist.fault_engine import FaultyEngine, serve
+from tests.loaded_model.engine import LoadedModel
+from tests.matrix.case import read_tensors
+
+
+class MatrixEngine(LoadedModel):
+    """A loaded model that changes with the cells."""
+
+    fault = ""
+
+    def become(self, folder: str, dtype: str, flags: dict[str, Any]) -> None:
+        """A fresh engine of the checkpoint in ``folder``, whose weights are random numbers; ``flags`` go to args."""
+        vars(self.args).update(flags, hf_checkpoint=folder)
+        self.is_paused = False
+        self.swap(folder, dtype=dtype)
+
+    def load_stock(self, folder: str) -> None:
+        """Let SGLang's own loader read the checkpoint."""
+        self.update_weights_from_tensor([by_value(read_tensors(Path(folder)).items())] * self._tp_size)
+
+    def digest(self) -> str:
+        """One number for everything that the engine holds, on all its ranks, under its own names."""
+        ranks = [combine(digest_tensor(tensor) for _, tensor in sorted(held.items())) for held in self.parameters()]
+        return f"{combine(ranks):016x}"
+
+
+@contextmanager
+def serve_engines(sizes: Iterable[int]) -> Iterator[dict[int, list[str]]]:
+    """Start engines with these tensor-parallel sizes; gives their addresses by size."""
+    addresses: dict[int, list[str]] = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="engines-"))
+        for position, size in enumerate(sizes):
+            engine = stack.enter_context(MatrixEngine(_any_config(folder), tp_size=size))
+            address = f"{folder}/engine-{position}"
+            threading.Thread(target=serve, args=(address, engine), daemon=True).start()
+            addresses.setdefault(size, []).append(address)
+        yield addresses
+
+
+def _any_config(folder: str) -> str:
+    """What engines are until the first cell: the smallest model there is."""
+    from tests.matrix.case import load_cases
+
+    target = Path(folder) / "first"
+    if not target.exists():
+        load_cases(["qwen3"])["qwen3"].write_checkpoint(target)
+    return str(target)
+
+
+class Client(FaultyEngine):
+    """An engine as a rank sees it."""
+
+    def now(self, name: str, *arguments: Any, timeout_s: float = 120) -> Any:
+        """Ask and wait."""
+        return getattr(self, name)(*arguments).wait(timeout_s)
