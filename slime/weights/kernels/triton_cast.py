@@ -36,6 +36,7 @@ from slime.weights.kernels.triton_tiles import (
     FIRST_TILE,
     MOVES,
     NUM_MOVES,
+    WORDS,
     form_of,
     load_descriptor,
     move_descriptors,
@@ -279,7 +280,7 @@ class CastLaunch:
             rows, counts = self._quantized(item) if item.is_fp8 else self._moved(item)
             descriptors += rows
             tiles += counts
-        self.forms = functools.reduce(operator.or_, (row[0] for row in descriptors), 0)
+        self.forms = _few_masks(functools.reduce(operator.or_, (row[0] for row in descriptors), 0))
         self.num_tiles = sum(tiles)
         if descriptors:
             table = torch.tensor(descriptors, dtype=torch.int64, device=self.device)
@@ -363,6 +364,13 @@ class CastLaunch:
             descriptors += rows
             tiles += counts
         return descriptors, tiles
+
+
+def _few_masks(forms: int) -> int:
+    """The forms that a kernel is compiled for: the usual ones too, so that most tables share one of two kernels."""
+    if not forms:
+        return 0
+    return forms | WORDS.value | (0 if forms <= MOVES.value else FROM_BF16_WHOLE.value)
 
 
 def _rectangles(item: CastItem, to_dtype: torch.dtype) -> list[Matrix]:

@@ -17,6 +17,7 @@ from slime.weights.kernels.rectangles import VECTOR_BYTES, matrices, tile_index
 from slime.weights.kernels.triton_tiles import (
     FIELDS,
     FIRST_TILE,
+    WORDS,
     form_of,
     load_descriptor,
     move_descriptors,
@@ -79,7 +80,8 @@ class CopyLaunch:
                 rows, counts = move_descriptors(matrix, item.src_dtype, item.dst.dtype, tile, index)
                 descriptors += rows
                 tiles += counts
-        self.forms = functools.reduce(operator.or_, (row[0] for row in descriptors), 0)
+        # Nearly every table has words; with them in all there are fewer kernels to compile.
+        self.forms = functools.reduce(operator.or_, (row[0] | WORDS.value for row in descriptors), 0)
         if descriptors:
             table = torch.tensor(descriptors, dtype=torch.int64, device=self.device)
             self.owner, table[:, FIRST_TILE.value] = tile_index(tiles, self.device)
