@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 
-from slime.arguments.kinds import positive_float
+from slime.arguments.kinds import number_in, positive_float
 
 
 def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,4 +22,11 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-health-check-first-wait", type=float, default=0.0, help="Seconds of grace after each resume."
+    )
+    group.add_argument(
+        "--rollout-stall-timeout-s",
+        type=number_in(0, math.inf),
+        default=600.0,
+        help="Without fault tolerance: seconds without a token from an engine that is asked for one, after which the "
+        "run ends and names it. 0 never ends it.",
     )

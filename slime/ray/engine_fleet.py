@@ -17,7 +17,7 @@ from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.external_group import ExternalGroup
-from slime.ray.health_monitor import RolloutHealthMonitor
+from slime.ray.health_monitor import RolloutHealthMonitor, StallMonitor
 from slime.ray.placement_group import GpuSlice, plan_gpus
 from slime.ray.rollout_servers import (
     RolloutServer,
@@ -69,8 +69,9 @@ class EngineFleet:
         if not args.debug_train_only:
             self.servers, self._starting = start_rollout_servers(args, gpus)
         self._engine_lock = None if args.debug_train_only else Lock.remote()
-        if args.use_fault_tolerance:
-            self._monitors = [RolloutHealthMonitor(args, group) for group in self._groups]
+        if args.use_fault_tolerance or args.rollout_stall_timeout_s > 0:
+            monitor = RolloutHealthMonitor if args.use_fault_tolerance else StallMonitor
+            self._monitors = [monitor(args, group) for group in self._groups]
 
     @property
     def _groups(self) -> list[ServerGroup]:
@@ -189,7 +190,7 @@ class EngineFleet:
         if policy == "drop" and not any(group.indices(*ALIVE) for group in self._updatable_groups):
             reasons = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in fenced)
             raise EngineError(
-                f"no engine is left to generate with, the last were dropped (--weight-push-failure drop). {reasons}"
+                "no engine is left to generate with, the last were dropped (--weight-push-failure drop). " + reasons
             )
 
     def drop_dead_engines(self, patience_s: float = 0.0) -> int:
@@ -228,13 +229,15 @@ class EngineFleet:
     def _raise_if_given_up(self) -> None:
         for group in self._groups:
             if group.given_up is not None:
-                raise EngineError(f"{group.given_up}. The run cannot go on; {GIVE_UP_ADVICE[True]}.")
+                advice = GIVE_UP_ADVICE[self.args.use_fault_tolerance]
+                raise EngineError(f"{group.given_up}. The run cannot go on; {advice}.")
 
     def _watching_engines(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` beside a check that router and engines still live.
 
         Without fault tolerance a dead one ends the rollout at once, instead of after every request to it has been
-        retried.  With it the health monitors replace engines, and a router is started again here.
+        retried, and one that hangs after ``--rollout-stall-timeout-s``.  With it the health monitors replace engines,
+        and a router is started again here.
         """
         executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         future = executor.submit(work)
@@ -254,6 +257,8 @@ class EngineFleet:
                     )
         finally:
             executor.shutdown(wait=False)
+            if not self.args.use_fault_tolerance:
+                self.health_monitoring_pause()  # engines may take weights now, or give their memory away
 
     def _look_after_engines(self) -> None:
         """Raise for what ends the run; with fault tolerance, start a dead router again."""
@@ -269,9 +274,10 @@ class EngineFleet:
                 raise EngineError(f"{dead}. The rollout cannot go on; {GIVE_UP_ADVICE[tolerant]}.")
             logger.error("%s: it is started again", dead)
             server.restart_router(self.args)
+        self._raise_if_given_up()
         if tolerant:
-            self._raise_if_given_up()
-        elif dead_engine := first_dead_engine(self._groups, timeout_s=ENGINE_CHECK_INTERVAL_S):
+            return
+        if dead_engine := first_dead_engine(self._groups, timeout_s=ENGINE_CHECK_INTERVAL_S):
             raise EngineError(f"{dead_engine}. The rollout cannot go on; {GIVE_UP_ADVICE[False]}.")
 
     def _router_problem(self, router: RouterHandle, *, ask: bool) -> str | None:

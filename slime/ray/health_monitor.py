@@ -1,6 +1,6 @@
-"""A thread per server group that finds engines which are of no use any more (``--use-fault-tolerance``).
+"""A thread per server group that finds engines which are of no use any more.
 
-Three ways to be of no use, and how each is seen:
+With ``--use-fault-tolerance`` there are three ways to be of no use (``RolloutHealthMonitor``), each seen in its way:
 
 * the process has ended: seen within ``EXIT_POLL_S``, whatever the check interval;
 * it hangs: ``/health_generate`` gives nothing within ``--rollout-health-check-timeout``.  SGLang counts any token of
@@ -10,6 +10,8 @@ Three ways to be of no use, and how each is seen:
 So an engine that is of no use is found within interval + timeout.  It is taken out of service and replaced (see
 ``server_group``); the router sends its requests elsewhere, or clients repeat them until there is an engine again.
 Monitoring pauses while engines take weights or have given their memory away: then they answer nothing, rightly.
+
+Without it (``StallMonitor``) nothing is replaced, and the only question is whether an engine hangs: then the run ends.
 """
 
 from __future__ import annotations
@@ -89,14 +91,21 @@ class RolloutHealthMonitor:
         """
         pauses = self._num_pauses
         asked = {
-            index: self._group.engines[index].check_health.remote(timeout_s=self._timeout_s)
+            index: self._ask(self._group.engines[index])
             for index in self._group.indices(EngineState.SERVING)
             if self._group.engines[index] is not None
         }
         deadline_s = time.monotonic() + self._timeout_s + ACTOR_MARGIN_S
         for index, ref in asked.items():
-            if problem := self._problem(index, ref, deadline_s):
-                self._replace(index, problem, pauses)
+            self._judge(index, self._problem(index, ref, deadline_s), pauses)
+
+    def _ask(self, engine: Any) -> Any:
+        """The reference of a check, which fails when the engine is of no use."""
+        return engine.check_health.remote(timeout_s=self._timeout_s)
+
+    def _judge(self, index: int, problem: str | None, pauses: int) -> None:
+        if problem:
+            self._replace(index, problem, pauses)
 
     def _problem(self, index: int, ref: Any, deadline_s: float) -> str | None:
         try:
@@ -111,5 +120,49 @@ class RolloutHealthMonitor:
 
     def _replace(self, index: int, reason: str, pauses: int) -> None:
         """Act on a verdict, unless there was a pause since it was asked for: a paused engine need not answer."""
-        if pauses == self._num_pauses and self._running.is_set() and not self._stopped.is_set():
+        if self._is_valid(pauses):
             self._group.replace(index, reason)
+
+    def _is_valid(self, pauses: int) -> bool:
+        return pauses == self._num_pauses and self._running.is_set() and not self._stopped.is_set()
+
+
+class StallMonitor(RolloutHealthMonitor):
+    """Gives a group up when an engine of it shows no sign of life for ``--rollout-stall-timeout-s``.
+
+    An engine that has ended is found by whoever waits for the rollout, at once.
+    """
+
+    def __init__(self, args: Namespace, group: ServerGroup) -> None:
+        self._stall_timeout_s: float = args.rollout_stall_timeout_s
+        self._alive_s: dict[int, float] = {}
+        super().__init__(args, group)
+        self._interval_s = min(self._interval_s, self._stall_timeout_s)
+        self._timeout_s = min(self._timeout_s, self._stall_timeout_s)
+        self._first_wait_s = self._interval_s
+
+    def resume(self) -> None:
+        """Check again; what was before does not count."""
+        self._alive_s.clear()
+        super().resume()
+
+    def _look(self) -> None:
+        if time.monotonic() >= self._next_check_s:
+            self._next_check_s = time.monotonic() + self._interval_s
+            self._check_all()
+
+    def _ask(self, engine: Any) -> Any:
+        return engine.health_generate.remote(self._timeout_s)
+
+    def _judge(self, index: int, problem: str | None, pauses: int) -> None:
+        now_s = time.monotonic()
+        silent_s = now_s - self._alive_s.setdefault(index, now_s - self._timeout_s)
+        if not problem or not self._is_valid(pauses):
+            self._alive_s[index] = now_s
+        elif silent_s < self._stall_timeout_s:
+            logger.warning("%s shows no sign of life: %s", self._group.name_of(index), problem)
+        else:
+            self._group.given_up = (
+                f"{self._group.name_of(index)} has shown no sign of life for {silent_s:.0f} s "
+                f"(--rollout-stall-timeout-s {self._stall_timeout_s:g}): {problem}"
+            )

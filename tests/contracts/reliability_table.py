@@ -212,6 +212,16 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=ENGINES,
+        waits="Stall monitor for a token of an engine, during rollouts without --use-fault-tolerance",
+        code=("slime.ray.health_monitor.StallMonitor",),
+        bounds=("--rollout-stall-timeout-s", "--rollout-health-check-interval", "--rollout-health-check-timeout"),
+        deadline="the first; looked at every interval, each look with its timeout",
+        raises="EngineError",
+        log="manager: a warning for each look without an answer; then the driver, with the engine's name",
+        outcome="ends the run",
+    ),
+    Edge(
+        area=ENGINES,
         waits="Health monitor for an engine: it hangs, or answers a probe with garbage",
         code=("slime.ray.health_monitor.RolloutHealthMonitor", "slime.ray.server_group.ServerGroup.find_exited"),
         bounds=(
@@ -301,7 +311,7 @@ EDGES: tuple[Edge, ...] = (
         deadline="with --use-fault-tolerance the monitor kills the engine after interval and timeout, which cuts it",
         raises="EngineError",
         log="manager",
-        outcome="repeated elsewhere with fault tolerance; without, the nearer of the two deadlines ends the run",
+        outcome="repeated elsewhere with fault tolerance; without, the stall monitor ends the run",
     ),
     Edge(
         area=REQUESTS,

@@ -17,7 +17,7 @@ from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray import engine_actor, server_group
 from slime.ray.distributed_post import start_distributed_post
-from slime.ray.health_monitor import RolloutHealthMonitor
+from slime.ray.health_monitor import RolloutHealthMonitor, StallMonitor
 from slime.ray.placement_group import GpuSlice, _reserve
 from slime.ray.server_addresses import PortCursors
 from slime.ray.server_group import EngineState, ServerGroup
@@ -41,6 +41,7 @@ ARGS = Namespace(
     rollout_health_check_interval=1.0,
     rollout_health_check_timeout=3.0,
     rollout_health_check_first_wait=0.0,
+    rollout_stall_timeout_s=4.0,
     sglang_router_request_timeout_secs=60,
     router_policy="round_robin",
     router_log_level="warn",
@@ -53,7 +54,7 @@ SLACK_S = 20.0
 @pytest.fixture(scope="module")
 def gpus() -> GpuSlice:
     ray.init(
-        num_cpus=12, num_gpus=4, include_dashboard=False, log_to_driver=False,
+        address="local", num_cpus=12, num_gpus=4, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
     )  # fmt: skip
     yield _reserve(4, 60)
@@ -183,6 +184,35 @@ def test_a_paused_monitor_takes_nobody_out(make_group):
     wait_until(lambda: group.states[0] is not EngineState.SERVING, SLACK_S)
     monitor.stop()
     group.wait_settled(90)
+
+
+def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_replaced(make_group):
+    group = make_group(2)
+    monitor = StallMonitor(ARGS, group)
+    monitor.resume()
+    time.sleep(2 * ARGS.rollout_stall_timeout_s)
+    assert group.given_up is None
+    before = facts(group)
+    hang(group)
+    wait_until(lambda: group.given_up is not None, ARGS.rollout_stall_timeout_s + FOUND_WITHIN_S + SLACK_S)
+    assert group.given_up.startswith(group.name_of(0))
+    assert "no sign of life" in group.given_up and "--rollout-stall-timeout-s 4" in group.given_up
+    monitor.stop()
+    os.kill(before[0]["pid"], signal.SIGCONT)
+    assert group.states == [EngineState.SERVING] * 2 and facts(group) == before
+
+
+def test_an_engine_that_was_only_slow_is_not_named(make_group):
+    group = make_group(1)
+    monitor = StallMonitor(Namespace(**vars(ARGS) | {"rollout_stall_timeout_s": 600.0}), group)
+    monitor.resume()
+    pid = facts(group)[0]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * FOUND_WITHIN_S)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: monitor._alive_s.get(0, 0) > time.monotonic() - ARGS.rollout_health_check_interval, SLACK_S)
+    assert group.given_up is None
+    monitor.stop()
 
 
 def test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause(make_group, monkeypatch):

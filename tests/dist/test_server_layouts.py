@@ -55,6 +55,7 @@ def arguments(**given) -> Namespace:
         sglang_enable_deterministic_inference=False,
         use_rollout_routing_replay=False,
         use_fault_tolerance=False,
+        rollout_stall_timeout_s=0.0,
         offload_rollout=False,
         colocate=False,
         debug_train_only=False,
