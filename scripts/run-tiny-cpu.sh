@@ -5,6 +5,7 @@
 #   scripts/run-tiny-cpu.sh [FLAG...]           more flags for train.py; of a flag given twice the last counts
 #   scripts/run-tiny-cpu.sh --lr 0              the control: nothing is learned
 #
+# LOOP (sync): "async" trains with train_async.py: generation never stops, and engine and trainer have a GPU each.
 # TINY_DIR (runs/tiny): task/ and the warm start sft/.  SEED (1): of sampling and data order.  The result lies in
 # SAVE_DIR (TINY_DIR/grpo-seed1); started again with the same SAVE_DIR, a run that was killed goes on.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -13,6 +14,7 @@ source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 TINY_DIR="${TINY_DIR:-runs/tiny}"
 SEED="${SEED:-1}"
 SAVE_DIR="${SAVE_DIR:-${TINY_DIR}/grpo-seed${SEED}}"
+LOOP="${LOOP:-sync}"
 
 CKPT_ARGS=(
     --hf-checkpoint "${TINY_DIR}/task/hf"
@@ -94,12 +96,25 @@ MISC_ARGS=(
     --attention-softmax-in-fp32
 )
 
-start_ray 1
+if [[ "${LOOP}" == async ]]; then
+    SCRIPT=train_async.py
+    LOOP_ARGS=(
+        --rollout-num-gpus 1
+        --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
+        --eval-function-path slime.rollout.sglang_rollout.generate_rollout
+        --max-staleness 2
+    )
+    start_ray 2
+else
+    SCRIPT=train.py
+    LOOP_ARGS=(--colocate)
+    start_ray 1
+fi
 
-JOB_ENV="{\"TENSORBOARD_DIR\": \"${SAVE_DIR}/tensorboard\"}" submit_job train.py \
+JOB_ENV="{\"TENSORBOARD_DIR\": \"${SAVE_DIR}/tensorboard\"}" submit_job "${SCRIPT}" \
     --actor-num-nodes 1 \
     --actor-num-gpus-per-node 1 \
-    --colocate \
+    "${LOOP_ARGS[@]}" \
     "${MODEL_ARGS[@]}" \
     "${CKPT_ARGS[@]}" \
     "${ROLLOUT_ARGS[@]}" \

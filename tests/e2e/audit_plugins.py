@@ -5,6 +5,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -29,3 +30,11 @@ def filter_and_note(args, samples, **kwargs) -> DynamicFilterOutput:
 def note_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) -> None:
     """A line in ``steps.jsonl`` when an optimizer step begins."""
     _append("steps.jsonl", {"rollout": rollout_id, "step": step_id})
+
+
+def note_answer(args, sample, evaluation: bool = False) -> None:
+    """A sample hook: a line in ``answers.jsonl`` with what an engine has drawn for the sample so far."""
+    if not evaluation:
+        tokens = sample.tokens[len(sample.tokens) - sample.response_length :]
+        drawn = {"tokens": tokens, "log_probs": sample.rollout_log_probs or []}
+        _append("answers.jsonl", {"time": time.time(), "sample": sample.index} | drawn)

@@ -1,9 +1,11 @@
 """Kill the whole job with SIGKILL at three moments, start it again each time, and account for every prompt group.
 
-    python tests/e2e/kill_resume.py --tiny-dir runs/tiny --work-dir runs/kill --num-rollout 30
+    python -m tests.e2e.kill_resume --tiny-dir runs/tiny --work-dir runs/kill --num-rollout 30
+    python -m tests.e2e.kill_resume --fully-async --num-rollout 12 --kill-after 2 4 6 --quality 0 --work-dir runs/kill2
 
 Needs the warm start that ``make demo`` leaves in ``--tiny-dir``.  The job runs with dynamic sampling, over-sampling
-and partial rollouts, so that the buffer is in use.  It is killed
+and partial rollouts, so that the buffer is in use; with ``--fully-async`` by ``train_async.py``, with groups in flight
+across rollouts and saves.  It is killed
 
     1. during generation, while the buffer of the last save holds groups,
     2. during an optimizer step,
@@ -12,7 +14,10 @@ and partial rollouts, so that the buffer is in use.  It is killed
 and after each kill the same command is started again.  At the end
 
     * every group that was ever issued was trained exactly once in the surviving lineage, or was dropped by the filter,
-      or waits in the buffer; none was trained twice,
+      or waits in the buffer or in flight; none was trained twice; the ledger says the same of each one,
+    * no answer that an engine had returned before a kill was generated again: what is noted of a sample after it goes
+      on from the tokens and log-probs that were noted before (answers of the last ``FLUSH_S`` seconds may not have
+      reached the ledger's file yet: they are counted apart),
     * the evaluation is at least ``--quality``.
 
 Exit code 0 when all of it holds.
@@ -23,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -34,7 +40,15 @@ from pathlib import Path
 
 import torch
 
+from slime.rollout.ledger import account as ledger_account
+from slime.rollout.ledger.reader import folder_bytes, read_folder
+from slime.rollout.ledger.story import Story
+
 REPO = Path(__file__).resolve().parents[2]
+FLUSH_S = 0.2
+"""Ten times --rollout-ledger-flush-s: an answer that is older when the job is killed is in the file."""
+LOG_PROB_ERROR = 1e-6
+"""The ledger keeps float32."""
 
 
 class Job:
@@ -48,14 +62,16 @@ class Job:
             name: value,
             "TINY_DIR": str(options.tiny_dir),
             "SAVE_DIR": str(options.work_dir / "save"),
+            "LOOP": "async" if options.fully_async else "sync",
             "JOB_EXTRA_ENV": "AUDIT_DIR",
             "AUDIT_DIR": str(options.work_dir),
         }
         command = [
-            str(REPO / "scripts" / "run-tiny-cpu.sh"),
+            str(REPO / "scripts" / f"run-tiny-{options.device}.sh"),
             *("--num-rollout", str(options.num_rollout), "--save-interval", "1", "--eval-interval", "10"),
             *("--over-sampling-batch-size", "48", "--partial-rollout"),
             *("--dynamic-sampling-filter-path", "tests.e2e.audit_plugins.filter_and_note"),
+            *("--rollout-sample-hook-path", "tests.e2e.audit_plugins.note_answer"),
             *("--custom-megatron-before-train-step-hook-path", "tests.e2e.audit_plugins.note_train_step"),
             *("--save-debug-rollout-data", str(options.work_dir / "dumps" / "{rollout_id}.pt")),
             *options.flags,
@@ -126,20 +142,19 @@ def kill_during_generation(job: Job, save: Path, after: int, timeout_s: float) -
     """Kill shortly after a step is done whose save has groups in the buffer: the next rollout is being generated."""
     seen = {"step": tracker(save)}
 
-    def buffer_waits() -> bool:
+    def groups_wait() -> bool:
         latest = tracker(save)
         if latest < after or latest == seen["step"]:
             return False
         seen["step"] = latest
-        return len(data_state(save, latest).get("buffer", ())) > 0
+        return len(waiting_groups(save, latest)) > 0
 
-    job.wait_until(buffer_waits, timeout_s=timeout_s, poll_s=0.02)
+    job.wait_until(groups_wait, timeout_s=timeout_s, poll_s=0.02)
     step = seen["step"]
     marker = f"step {step + 1}/"
     job.wait_until(lambda: marker in job.log.read_text(), timeout_s=120, poll_s=0.02)
     time.sleep(0.3)
-    size = len(data_state(save, step)["buffer"])
-    return f"generating rollout {step + 1}, {size} groups in the saved buffer"
+    return f"generating after rollout {step}, {len(waiting_groups(save, step))} groups wait in its checkpoint"
 
 
 def kill_during_training(job: Job, work: Path, after: int, timeout_s: float) -> str:
@@ -164,6 +179,12 @@ def kill_during_save(job: Job, save: Path, after: int, timeout_s: float) -> str:
     return f"save of rollout {tracker(save) + 1}"
 
 
+def waiting_groups(save: Path, rollout_id: int) -> set[int]:
+    """Groups that a checkpoint holds to go on with: in the data source's buffer, or in flight."""
+    position = pickle.loads((save / "rollout" / f"ledger_position_{rollout_id}.pkl").read_bytes())
+    return {group[0]["group_index"] for group in data_state(save, rollout_id)["buffer"] + position["open"]}
+
+
 def account(work: Path, num_rollout: int) -> dict[str, object]:
     """Where every issued group went, in the surviving lineage."""
     save = work / "save"
@@ -171,19 +192,70 @@ def account(work: Path, num_rollout: int) -> dict[str, object]:
     for rollout_id in range(num_rollout):
         samples = torch.load(work / "dumps" / f"{rollout_id}.pt", weights_only=False)["samples"]
         trained.update({sample["group_index"] for sample in samples})
-    state = data_state(save, num_rollout - 1)
-    waiting = {group[0]["group_index"] for group in state["buffer"]}
+    waiting = waiting_groups(save, num_rollout - 1)
     dropped = {record["group"] for record in lines(work / "dropped.jsonl")}
-    issued = set(range(state["sample_group_index"]))
+    issued = set(range(data_state(save, num_rollout - 1)["sample_group_index"]))
     return {
         "issued": len(issued),
         "trained": len(trained),
         "dropped": len(issued & dropped - set(trained)),
-        "waiting in the buffer": len(waiting),
+        "waiting": len(waiting),
         "lost": sorted(issued - set(trained) - dropped - waiting),
         "trained twice": sorted(group for group, count in trained.items() if count > 1),
         "trained and waiting": sorted(set(trained) & waiting),
+        **compare_with_ledger(save, trained, dropped, waiting),
     }
+
+
+def compare_with_ledger(save: Path, trained: Counter[int], dropped: set[int], waiting: set[int]) -> dict[str, object]:
+    """What the ledger says of the same groups, and how much there is of it."""
+    books = ledger_account.Account(Story().read(read_folder(save / "ledger")))
+    place = books.place
+    elsewhere = [
+        f"group {name}: {place.get(name)}"
+        for names, places in (
+            (trained, {ledger_account.TRAINED}),
+            (waiting, {ledger_account.WAITING, ledger_account.FLIGHT, ledger_account.FILTERED}),
+            (set(place) - set(trained) - waiting, {ledger_account.FILTERED}),
+        )
+        for name in names
+        if place.get(name) not in places
+    ]
+    unnoted = sorted(name for name, where in place.items() if where == ledger_account.FILTERED and name not in dropped)
+    totals = {f"ledger: {name}": count for name, count in books.totals().items()}
+    return totals | {
+        "ledger: bytes at the end": folder_bytes(save / "ledger"),
+        "ledger: problems": books.problems() + elsewhere + [f"group {name} was not dropped" for name in unnoted],
+    }
+
+
+def generated_again(work: Path, kills: list[float]) -> dict[str, int]:
+    """Answers noted before a kill that what was noted after it does not go on from."""
+    latest: dict[int, dict] = {}
+    counts = Counter({"answers": 0, "taken over": 0, "generated again": 0, "generated again, of the last moment": 0})
+    for record in lines(work / "answers.jsonl"):
+        counts["answers"] += 1
+        before = latest.get(record["sample"])
+        latest[record["sample"]] = record
+        crossed = [moment for moment in kills if before is not None and before["time"] < moment < record["time"]]
+        if not crossed or not before["tokens"]:
+            continue
+        if goes_on_from(before, record):
+            counts["taken over"] += 1
+        elif before["time"] > crossed[0] - FLUSH_S:
+            counts["generated again, of the last moment"] += 1
+        else:
+            counts["generated again"] += 1
+            print(f"generated again: sample {record['sample']}, {len(before['tokens'])} tokens were there", flush=True)
+    return dict(counts)
+
+
+def goes_on_from(before: dict, after: dict) -> bool:
+    """Whether the later note begins with the tokens and log-probs of the earlier one."""
+    num_tokens = len(before["tokens"])
+    pairs = zip(before["log_probs"], after["log_probs"], strict=False)
+    is_same = all(abs(one - other) <= LOG_PROB_ERROR * max(1, abs(one)) for one, other in pairs)
+    return after["tokens"][:num_tokens] == before["tokens"] and is_same
 
 
 def main() -> None:
@@ -194,6 +266,8 @@ def main() -> None:
     parser.add_argument("--num-rollout", type=int, default=30)
     parser.add_argument("--kill-after", type=int, nargs=3, default=(2, 6, 10), help="earliest rollouts of the kills")
     parser.add_argument("--quality", type=float, default=0.9, help="evaluation at the end, at least")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="which recipe of scripts/ is run")
+    parser.add_argument("--fully-async", action="store_true", help="train_async.py, groups in flight across rollouts")
     parser.add_argument("--timeout-s", type=float, default=600, help="seconds until each moment must have come")
     parser.add_argument("flags", nargs="*", help="more flags for train.py, after --")
     options = parser.parse_args()
@@ -207,22 +281,26 @@ def main() -> None:
         lambda job: kill_during_training(job, options.work_dir, training, options.timeout_s),
         lambda job: kill_during_save(job, save, saving, options.timeout_s),
     )
+    kills: list[float] = []
     for number, moment in enumerate(moments):
         job = Job(options, number)
         what = moment(job)
         before = tracker(save)
+        kills.append(time.time())
         killed = job.kill()
         print(f"kill {number + 1}: {what}; {killed} processes killed; resumes after rollout {before}", flush=True)
     job = Job(options, len(moments))
     code = job.process.wait(timeout=options.timeout_s * 2)
     report = account(options.work_dir, options.num_rollout)
+    report |= generated_again(options.work_dir, kills)
     for name, value in report.items():
         print(f"{name}: {value}")
     evaluations = [record for record in lines(save / "metrics.jsonl") if "eval/step" in record]
     figures = {k: v for k, v in evaluations[-1].items() if k.startswith("eval/") and k.count("/") == 1}
     print(f"last evaluation: {figures}")
     quality = max(value for name, value in figures.items() if name not in ("eval/step",) and "truncated" not in name)
-    is_good = code == 0 and not report["lost"] and not report["trained twice"] and not report["trained and waiting"]
+    failures = ("lost", "trained twice", "trained and waiting", "ledger: problems", "generated again")
+    is_good = code == 0 and not any(report[name] for name in failures)
     sys.exit(0 if is_good and quality >= options.quality else 1)
 
 
