@@ -1,6 +1,6 @@
 # The two commands: `make demo` and `make test`.  Each makes .venv first when it is missing or its pins have changed.
 
-.PHONY: demo test faults matrix install check
+.PHONY: demo test faults matrix push-matrix install check
 
 demo: install
 	@scripts/demo.sh
@@ -15,6 +15,10 @@ faults: install
 # Every model family against every check and every parallel layout, with the numbers.
 matrix: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.matrix
+
+# Every way to push weights into SGLang's models, with the digests: mode x quantisation x trainer layout x engine size.
+push-matrix: install
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.push_matrix
 
 check: install
 	@scripts/check

@@ -53,7 +53,7 @@ class EngineHall:
 
     def __exit__(self, *error: object) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(HALL_TIMEOUT_S)
 
 
 def start_engine(hall: str, tensors: dict[str, Tensor], *, num_gpus: int, version: str, fault: str = "") -> str:
