@@ -7,6 +7,7 @@ python -m tests.matrix.quantized --family glm4 --recipe tensor channel
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from argparse import Namespace
@@ -80,6 +81,8 @@ class QuantizedRun:
                 )
             )
         assert read_config(saved) == config
+        index = json.loads((saved / "model.safetensors.index.json").read_text())
+        assert sorted(index["weight_map"]) == sorted(self.stored)
         problems = differing_tensors(read_tensors(saved), self.stored) + differing_tensors(pushed, self.stored)
         kept = [name for name, tensor in self.plain.items() if tensor.dim() == 2 and self._is_kept(name)]
         quantized = sum(not self._is_kept(name) for name in self.plain)

@@ -63,6 +63,7 @@ class IgnoredModules:
         self._are_paths = quantization_config.get("quant_method") == "fp8"
         self._patterns = [re.compile(entry.removeprefix("re:")) for entry in entries if entry.startswith("re:")]
         self._names = {entry.removeprefix("model.").strip(".") if self._are_paths else entry for entry in entries}
+        self._lengths = sorted({name.count(".") + 1 for name in self._names})
 
     def find(self, module: str) -> str | None:
         """The entry that covers the module ``model.layers.0.mlp.gate``, if one does."""
@@ -71,10 +72,12 @@ class IgnoredModules:
                 return module
             return next((f"re:{p.pattern}" for p in self._patterns if p.match(module)), None)
         steps = module.split(".")
-        parts = (
-            ".".join(steps[first:last]) for first in range(len(steps)) for last in range(first + 1, len(steps) + 1)
-        )
-        return next((part for part in parts if part in self._names), None)
+        for length in self._lengths:
+            for first in range(len(steps) - length + 1):
+                part = ".".join(steps[first : first + length])
+                if part in self._names:
+                    return part
+        return None
 
 
 def _fp8(config: Config, ue8m0: bool) -> WeightFormat:
