@@ -66,8 +66,8 @@ VECTOR = tl.constexpr(VECTOR_BYTES)
 class CastShape:
     """How the work is cut up; the defaults were the fastest on an H100."""
 
-    rows: int = 16
-    columns: int = 256
+    rows: int = 8
+    columns: int = 512
     """Of a tile that is copied or cast, in four-byte words or elements."""
     num_warps: int = 8
     programs_per_sm: int = 0
@@ -92,26 +92,28 @@ def _round_to_e4m3(value):
 
 
 @triton.jit
-def _quotient(x, reciprocal, minus_scale):
-    """``x / scale`` but for errors in the last bit, none for an ``x`` with the significand of bf16."""
-    quotient = x * reciprocal
-    return tl.fma(tl.fma(quotient, minus_scale, x), reciprocal, quotient)
+def _reciprocal_of(scale):
+    """Correctly rounded 1 / scale, and the scale of the corrections."""
+    # Against an infinite scale the remainder would be NaN; the quotient of a finite number is zero.
+    return tl.div_rn(1.0, scale), tl.where(scale == float("inf"), 0.0, scale)
 
 
 @triton.jit
-def _reciprocal_of(scale):
-    """Correctly rounded 1 / scale, and the -scale of the corrections."""
-    # Against an infinite scale the remainder would be NaN; the quotient of a finite number is zero.
-    return tl.div_rn(1.0, scale), tl.where(scale == float("inf"), 0.0, -scale)
+def _corrected(quotient, x, reciprocal, scale):
+    """The quotient with its remainder divided too.
+
+    The remainder is taken with the opposite sign: so a quotient of -0.0 stays what it is, and -x costs nothing.
+    """
+    return tl.fma(tl.fma(quotient, scale, x * -1.0), reciprocal * -1.0, quotient)
 
 
 @triton.jit
 def _quotient_in_e4m3(x, scale, ON_HOPPER: tl.constexpr):
     """e4m3 bytes of fp32 ``x`` divided by one fp32 number."""
     if ON_HOPPER:
-        reciprocal, minus_scale = _reciprocal_of(scale)
-        quotient = _quotient(x, reciprocal, minus_scale)
-        quotient = tl.fma(tl.fma(quotient, minus_scale, x), reciprocal, quotient)
+        reciprocal, divisor = _reciprocal_of(scale)
+        quotient = _corrected(x * reciprocal, x, reciprocal, divisor)
+        quotient = _corrected(quotient, x, reciprocal, divisor)
         # The instruction saturates, so that 448 and a rounding error is 448.
         code = quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -196,9 +198,11 @@ def _quantize_pairs(descriptor, tile, out, BLOCK_ROWS: tl.constexpr, BLOCK_COLUM
     largest = tl.maximum(largest >> 16, largest & 0xFFFF) << 16
     scale = _scale_of(largest.to(tl.float32, bitcast=True), is_ue8m0)
     tl.store((out + scales).to(tl.pointer_type(tl.float32), bitcast=True) + tile, scale)
-    reciprocal, minus_scale = _reciprocal_of(scale)
-    even = _quotient((pair << 16).to(tl.float32, bitcast=True), reciprocal, minus_scale)
-    odd = _quotient((pair & -65536).to(tl.float32, bitcast=True), reciprocal, minus_scale)
+    reciprocal, divisor = _reciprocal_of(scale)
+    even = (pair << 16).to(tl.float32, bitcast=True)
+    odd = (pair & -65536).to(tl.float32, bitcast=True)
+    even = _corrected(even * reciprocal, even, reciprocal, divisor)
+    odd = _corrected(odd * reciprocal, odd, reciprocal, divisor)
     code = tl.inline_asm_elementwise(
         "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", [odd, even], dtype=tl.int16, is_pure=True, pack=1
     )

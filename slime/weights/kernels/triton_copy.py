@@ -30,10 +30,10 @@ from slime.weights.kernels.triton_tiles import (
 class CopyShape:
     """How the work is cut up; the defaults were the fastest on an H100."""
 
-    rows: int = 16
+    rows: int = 8
     columns: int = 256
     """Of a tile, in four-byte words or elements."""
-    num_warps: int = 8
+    num_warps: int = 4
 
 
 @triton.jit
