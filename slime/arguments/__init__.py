@@ -34,10 +34,11 @@ from slime.arguments.parser import (
 )
 from slime.arguments.resolve import resolve
 from slime.arguments.roles import apply_role_overrides
-from slime.arguments.runtime import record_runtime
+from slime.arguments.runtime import args_to_resume, record_runtime
 from slime.arguments.validate import validate
 
 __all__ = [
+    "args_to_resume",
     "get_slime_extra_args_provider",
     "parse_args",
     "record_runtime",

@@ -213,6 +213,7 @@ STEPS = (
     _critic,
     _external_engines,
     _weight_push_failure,
+    _released_trainer,
     _offload_shorthand,
     _rollout_only_cluster,
     _train_only_cluster,

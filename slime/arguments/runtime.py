@@ -18,6 +18,7 @@ RUNTIME_FACTS = frozenset(
         "sglang_router_port",
         "run_folder",
         "tb_experiment_name",
+        "update_weight_start_version",
         "wandb_run_id",
     }
 )
@@ -38,3 +39,24 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
         )
     for name, value in facts.items():
         setattr(args, name, value)
+
+
+def args_to_resume(args: Namespace, *, weight_version: int, is_saved: bool) -> Namespace:
+    """What a trainer gets that takes the place of one of the same run (``--release-train``).
+
+    Args:
+        args: of the run; they stay as they are.
+        weight_version: of the last push, above which the new trainer counts on.
+        is_saved: a checkpoint of this run is in ``--save``, from which the new trainer goes on; otherwise it starts as
+            the first one did.
+    """
+    resumed = Namespace(**vars(args))
+    resumed.update_weight_start_version = weight_version
+    if is_saved:
+        resumed.load = args.save
+        resumed.ckpt_step = None
+        resumed.finetune = False
+        resumed.no_load_optim = args.no_save_optim
+        resumed.no_load_rng = False
+        resumed.start_rollout_id = None
+    return resumed

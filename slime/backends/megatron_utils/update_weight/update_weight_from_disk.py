@@ -27,8 +27,9 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory
-from slime.backends.megatron_utils.update_weight import push_steps
+from slime.backends.megatron_utils.update_weight import disk_steps, push_steps
 from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET
+from slime.backends.megatron_utils.update_weight.disk_steps import WrittenVersion
 from slime.backends.megatron_utils.update_weight.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.roster import PUSH_FAILURES, PushClock, Roster
 from slime.backends.megatron_utils.update_weight.sender import WeightSender
@@ -37,7 +38,7 @@ from slime.utils.errors import HookError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.weights.hf_files import copy_assets
 from slime.weights.manifest import Piece
-from slime.weights.receiver import Pending, WeightReceiver
+from slime.weights.receiver import WeightReceiver
 from slime.weights.shares import Shares
 from slime.weights.version_writer import (
     PartWriter,
@@ -71,10 +72,8 @@ class UpdateWeightFromDisk(WeightSender):
             mpu.get_data_parallel_rank(with_context_parallel=True) == 0 and mpu.get_tensor_model_parallel_rank() == 0
         )
         self._chain = ""
-        self._published: int | None = None
-        """The version that lies in the folder, ready to be read once more."""
-        self._sent: dict[int, int] = {}
-        """Digests of its buckets."""
+        self._written: WrittenVersion | None = None
+        """What lies in the folder, ready to be read once more."""
         self._is_doubted = self._must_rebuild = False
         """An engine did not hold what it read, or may not: the copy of its host is made anew when it is refilled."""
         self._fence_later: Mapping[int, str] = {}
@@ -121,16 +120,28 @@ class UpdateWeightFromDisk(WeightSender):
         finally:
             self._must_rebuild = False
 
-    def _run(self, push: Push) -> None:
-        pulling = Roster(self.receivers)
+    def write_weights(self) -> WrittenVersion:
+        """Write the present weights as the next version, and ask nothing of any engine: somebody else will.
+
+        Raises:
+            WeightSyncError: the disk is full or refuses, or the hook does.
+        """
+        self.weight_version += 1
+        push = Push(str(self.weight_version), Roster(self.receivers), PushClock(self.timeout_s))
         try:
-            if self._published != self.weight_version:
-                self._write_version(push)
-            push.digests = dict(self._sent)
-            self.on_main_rank(
-                push, "letting the engines' hosts fetch the weights", lambda: self._pull(pulling, push.clock)
-            )
-            self._fence_later = pulling.reasons
+            with memory.memory_saver_disabled():
+                return self._write_version(push)
+        except WeightSyncError:
+            self._give_up()
+            raise
+
+    def _run(self, push: Push) -> None:
+        try:
+            written = self._written
+            if written is None or written.number != self.weight_version:
+                written = self._write_version(push)
+            push.digests = dict(written.digests)
+            self.on_main_rank(push, "letting the engines' hosts fetch the weights", lambda: self._fetch(push, written))
             super()._run(push)
         except WeightSyncError:
             self._is_doubted = True
@@ -139,6 +150,11 @@ class UpdateWeightFromDisk(WeightSender):
         self._is_doubted = bool(push.roster.reasons)
         self._after_commit(push)
 
+    def _fetch(self, push: Push, written: WrittenVersion) -> None:
+        fetching = Roster(self.receivers)
+        self._folders = disk_steps.fetch(written, fetching, push.clock, rebuild=self._must_rebuild)
+        self._fence_later = fetching.reasons
+
     def _publish(self, push: Push) -> None:
         """Let every engine read the version."""
         push.num_attempts = 1
@@ -146,56 +162,47 @@ class UpdateWeightFromDisk(WeightSender):
         for index, reason in self._fence_later.items():  # they are paused by now, as a fenced engine must be
             push.roster.fence(index, reason)
         self.on_main_rank(push, "beginning the push", lambda: push_steps.begin(push, self.source.manifest))
-        self.on_main_rank(push, f"reading version {push.version} from disk", lambda: self._read(push))
-
-    # Engines; rank 0
-
-    def _pull(self, roster: Roster, clock: PushClock) -> None:
-        """Bring the copies of all hosts to the version; who fails is fenced later, once it is paused."""
-        if self.args.update_weight_local_checkpoint_dir is None:
-            shared = str(version_folder(self._root, self.weight_version))
-            self._folders = {engine.index: shared for engine in self.receivers}
-            return
-        version, rebuild = self.weight_version, self._must_rebuild
-        self._folders = roster.ask(
-            f"pulling version {version}", lambda engine: engine.pull_weights(version, rebuild), clock
+        self.on_main_rank(
+            push, f"reading version {push.version} from disk", lambda: disk_steps.read(push, self._folders)
         )
-
-    def _read(self, push: Push) -> None:
-        def read(engine: WeightReceiver) -> Pending:
-            folder = self._folders[engine.index]
-            if engine.acknowledges:
-                return engine.receive_weight_folder(push.id, folder)
-            return engine.update_weights_from_disk(folder, push.version)
-
-        push.roster.ask(f"reading version {push.version}", read, push.clock)
 
     # Writing; all ranks
 
-    def _write_version(self, push: Push) -> None:
+    def _write_version(self, push: Push) -> WrittenVersion:
         """Write and publish the version with the weights of now; collective."""
-        self._published = None
+        self._written = None
         if not self._chain:
             self._begin_chain(push)
         final = version_folder(self._root, self.weight_version)
         size = sum(tensor.num_bytes for tensor in self.source.manifest.tensors)
         self._prepare(push)
         num_bytes = self.assemble(push, final, lambda writer: self._write_all(push, writer), self._index(), size)
-        self._sent, self._published = push.digests, self.weight_version
-        self.metrics = {
-            "perf/update_weights_wire_bytes": float(num_bytes),
-            "perf/update_weights_density": self._sum_over_ranks(self._num_changed) / max(size, 1),
-        }
+        self._written = WrittenVersion(
+            root=self._root,
+            number=self.weight_version,
+            manifest=self.source.manifest,
+            digests=push.digests,
+            is_copied=self.args.update_weight_local_checkpoint_dir is not None,
+            repacks=self._repacks_quantized_weights,
+            metrics={
+                "perf/update_weights_wire_bytes": float(num_bytes),
+                "perf/update_weights_density": self._sum_over_ranks(self._num_changed) / max(size, 1),
+            },
+        )
+        self.metrics = dict(self._written.metrics)
         if self.args.custom_update_weight_post_write_path is not None:
             self.run_together(push, "running --custom-update-weight-post-write-path", lambda: self._call_hook(final))
+        return self._written
 
     def _begin_chain(self, push: Push) -> None:
         """Versions of this run count from here: what an earlier run left is removed."""
+        is_first = not self.args.update_weight_start_version  # of the run's trainers, see --release-train
 
         def clear() -> None:
             with explained_disk_errors(self._root, DISK_FLAG):
                 self._root.mkdir(parents=True, exist_ok=True)
-                remove_all(self._root)
+                if is_first:
+                    remove_all(self._root)
 
         self.on_main_rank(push, "clearing the folder of weight versions", clear)
         self._next_push_id(push.version)
@@ -313,13 +320,13 @@ class UpdateWeightFromDisk(WeightSender):
         if dist.get_rank() == 0:
             prune_before(self._root, self.weight_version + (not is_read_again))
         if not is_read_again:
-            self._published = None
+            self._written = None
 
     def _give_up(self) -> None:
         """No engine serves the version: nobody shall find it."""
-        if self._published is not None and dist.get_rank() == 0:
-            remove_version(version_folder(self._root, self._published))
-        self._published = None
+        if self._written is not None and dist.get_rank() == 0:
+            remove_version(version_folder(self._root, self._written.number))
+        self._written = None
 
 
 def as_tensor(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

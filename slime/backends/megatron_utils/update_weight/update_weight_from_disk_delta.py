@@ -145,7 +145,7 @@ class UpdateWeightFromDiskDelta(UpdateWeightFromDisk):
 
     def _give_up(self) -> None:
         self._base.discard()
-        if self._published is None or self._published != self._base_version:
+        if self._written is None or self._written.number != self._base_version:
             super()._give_up()
 
 
