@@ -6,6 +6,7 @@ test starts a job or goes on with the one before; they run in this order.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -148,6 +149,24 @@ def test_engines_apart_are_reached_over_gloo_by_two_trainer_ranks_one_rollout_ah
     assert "step 3/3" in job.text()
     first = records(tmp_path, "train/step")[0]
     assert first["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+def test_changes_of_weights_travel_over_disk(task, tmp_path):
+    flags = grpo_flags(
+        task, tmp_path, *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --num-rollout 2 --lr 1e-3".split(),
+        *"--update-weight-mode delta --update-weight-transport disk --check-weight-update-equal".split(),
+        *("--update-weight-disk-dir", str(tmp_path / "shared"), "--update-weight-disk-keep-files"),
+        *("--update-weight-local-checkpoint-dir", str(tmp_path / "local")),
+    )  # fmt: skip
+    job = Job("train.py", flags, tmp_path / "log.txt")
+    assert job.finish(START_S + 120) == 0, job.text()[-4000:]
+    assert "step 2/2" in job.text()
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == [f"weight_v00000{n}" for n in (1, 2, 3)]
+    state = json.loads((tmp_path / "local/.weight_sync/state.json").read_text())
+    assert (state["version"], state["dirty"]) == ("000003", "")
+    assert records(tmp_path, "train/step")[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
+    pushes = records(tmp_path, "perf/update_weights_wire_bytes")
+    assert [0 < push["perf/update_weights_density"] <= 1 for push in pushes] == [True, True]
 
 
 def test_engines_alone_generate_without_a_trainer(task, tmp_path):
