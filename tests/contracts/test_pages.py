@@ -25,6 +25,7 @@ OF_OTHER_PROGRAMS = {
     *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
     *("--family", "--check", "--layout", "--write-docs", "--recipe"),  # tests.matrix, tests.matrix.quantized
     *("--group", "--sample", "--prompt", "--repeats"),  # tools/ledger.py, benchmarks
+    "--custom-weight-loader",  # sglang.launch_server
     *("--hook", "--path", "--list", "--engine-answer", "--timeout-s"),  # tests.plugin_contracts
     *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/e2e/kill_resume.py
 }
