@@ -69,6 +69,8 @@ def build(args: Namespace) -> torch.nn.Module:
 
     args.perform_initialization = False
     model = get_model_provider(args)()
+    if torch.cuda.is_available():
+        model.cuda()  # what the provider leaves on the host, such as routers
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-0.05, 0.05)
