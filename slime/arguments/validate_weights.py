@@ -108,5 +108,7 @@ def _release(args: Namespace) -> Iterator[str]:
         yield "--release-train starts the trainer anew from its own checkpoints; say where they go: --save."
     if args.use_critic:
         yield "--release-train restarts the actor only; --advantage-estimator ppo has a critic. Drop one of them."
+    if args.ref_update_interval is not None:
+        yield "--release-train starts each time from --ref-load, so --ref-update-interval has no effect; drop it."
     if args.keep_old_actor:
         yield "--release-train forgets what --keep-old-actor would keep in the trainer's memory; drop one of them."

@@ -141,6 +141,17 @@ class TrainWorker(ABC):
             f"{type(self).__name__} cannot push to engines that start late; run without --use-fault-tolerance"
         )
 
+    def write_weights(self) -> Any:
+        """Write the actor's weights where engines can read them, for somebody else to tell them so.
+
+        Returns:
+            what that takes, on the main rank.
+
+        Raises:
+            WeightSyncError: they cannot be written; always, where a trainer writes none.
+        """
+        raise WeightSyncError(f"{type(self).__name__} cannot write weights for engines; run without --release-train")
+
     def fenced_engines(self) -> list[FencedEngine]:
         """The engines that the last push left out, also when it raised; they are paused and serve nothing."""
         return []

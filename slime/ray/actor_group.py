@@ -145,6 +145,9 @@ class RayTrainGroup:
         """Make the checkpoint of ``rollout_id`` the one to resume from.  The last act of a save."""
         self._on_all("publish_checkpoint", rollout_id, what=f"publishing checkpoint {rollout_id}")
 
+    def hand_over_weights(self) -> None:
+        """Before the engines take room for weights: nothing, while the trainer stays where it is."""
+
     def update_weights(self) -> dict[str, float]:
         """Push the present weights to every engine that takes updates; gives the metrics of the push."""
         if self.args.debug_train_only:

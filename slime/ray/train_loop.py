@@ -21,6 +21,7 @@ from slime.observability.step_line import StepLine
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.gpu_handover import GpuHandover
 from slime.ray.placement_group import GpuSlice, create_placement_groups
+from slime.ray.released_group import ReleasedTrainGroup
 from slime.ray.rollout import DEADLINE_MARGIN_S, create_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import forget_all, wait_for, watch
@@ -46,7 +47,7 @@ def create_training_models(
         return None, None
     actor_gpus = gpus["actor"]
     assert actor_gpus is not None
-    actor = RayTrainGroup(
+    actor = (ReleasedTrainGroup if args.release_train else RayTrainGroup)(
         args,
         args.actor_num_nodes,
         args.actor_num_gpus_per_node,
@@ -170,10 +171,12 @@ class TrainJob:
         args = self.args
         if self.actor is None:
             return
-        if not should_run_periodic_action(rollout_id, args.save_interval, self.rollouts_per_epoch, args.num_rollout):
+        is_due = should_run_periodic_action(rollout_id, args.save_interval, self.rollouts_per_epoch, args.num_rollout)
+        if not (is_due or args.release_train):
             return
         with self._timed("save"):
-            self.actor.save_model(rollout_id, force_sync=rollout_id == args.num_rollout - 1)
+            is_last = args.release_train or rollout_id == args.num_rollout - 1  # of these processes
+            self.actor.save_model(rollout_id, force_sync=is_last)
             if args.rollout_global_dataset:
                 self._ask("save", rollout_id, what="the position in the data to be saved")
             self.actor.publish_checkpoint(rollout_id)
@@ -189,6 +192,7 @@ class TrainJob:
             if self._replaces_engines:
                 # An engine that starts or takes weights answers no probe; the next rollout resumes the monitors.
                 self._ask("health_monitoring_pause", what="the health monitors to pause")
+            self.actor.hand_over_weights()
             self.handover.engines_take_weights()
             if self._replaces_engines:
                 self._recover_engines()

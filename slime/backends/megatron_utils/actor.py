@@ -30,6 +30,7 @@ from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight import sender_class
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.sender import WeightSender
+from slime.backends.megatron_utils.update_weight.update_weight_from_disk import UpdateWeightFromDisk
 from slime.backends.train_worker import TrainWorker
 from slime.observability.logging_utils import configure_logger, log
 from slime.observability.metric_utils import compute_rollout_step
@@ -360,7 +361,7 @@ class MegatronTrainRayActor(TrainWorker):
                 self._weights_to_send,
                 model_name=_model_name(self.args, self._hf_config),
                 hf_config=self._hf_config,
-                first_version=self._start_rollout_id,
+                first_version=max(self._start_rollout_id, self.args.update_weight_start_version),
             )
         if num_new_engines > 0:
             self._sender.connect_rollout_engines(receivers)
@@ -377,6 +378,16 @@ class MegatronTrainRayActor(TrainWorker):
             self._sender.resend_weights()
             if self._is_asleep:
                 reloadable_groups.release_communicators()
+
+    def write_weights(self) -> Any:
+        """Write the weights to disk and ask no engine; gives the ``WrittenVersion`` on the main rank."""
+        if not isinstance(self._sender, UpdateWeightFromDisk):
+            raise WeightSyncError("no sender writes to disk here; use --update-weight-transport disk")
+        with timer("update_weights"):
+            written = self._sender.write_weights()
+        if self._last_rollout_id is not None:
+            self._log_span(self._last_rollout_id, "update_weights", **written.metrics)
+        return written if self.rank == 0 else None
 
     def fenced_engines(self) -> list[FencedEngine]:
         """The engines that the last push left out."""

@@ -24,6 +24,7 @@ def complaint(make_args):
 
 
 @pytest.mark.parametrize("words", [DISK, DELTA, (*DISK, "--update-weight-disk-keep-files"), (*DISK, "--colocate"),
+                                   (*DISK, "--release-train", "--save", "/ckpt"),
                                    (*DELTA, "--update-weight-delta-encoding", "overwrite")])  # fmt: skip
 def test_weights_may_travel_over_disk(make_args, words):
     slime_validate_args(make_args(*words))
@@ -46,6 +47,9 @@ def test_weights_may_travel_over_disk(make_args, words):
             (*DISK, "--update-weight-local-checkpoint-dir", "/shared/versions"),
             "give the versions a folder of their own",
         ),
+        (("--release-train", "--save", "/ckpt"), "--update-weight-transport is nccl and --update-weight-mode is full"),
+        ((*DISK, "--release-train"), "say where they go: --save"),
+        ((*DISK, "--release-train", "--save", "/ckpt", "--keep-old-actor"), "drop one of them"),
         ((*DISK, "--save", "/shared/versions"), "--update-weight-disk-dir and --save are both /shared/versions"),
     ],
 )
