@@ -34,6 +34,7 @@ from slime.backends.megatron_utils.update_weight.shard_plan import (
     plan_shards,
 )
 from slime.utils.distributed_utils import get_gloo_group
+from slime.utils.errors import SlimeError, WeightSyncError
 from slime.weights.kernels.cast_table import CastTable
 from slime.weights.manifest import ALIGNMENT, Manifest
 from slime.weights.quantize import Quantizer
@@ -41,6 +42,9 @@ from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import BlockFp8
 
 logger = logging.getLogger(__name__)
+
+_Told = tuple[int, list[tuple[str, Offer]], dict[str, str], str | None]
+"""A rank's stage, offers by parameter, parameters that it cannot send, and what went wrong."""
 
 
 class ShardBuckets:
@@ -59,7 +63,7 @@ class ShardBuckets:
             (``shard_collect``); otherwise all ranks send at the same time.
 
     Raises:
-        WeightSyncError: the ranks together do not hold every tensor once and whole.
+        WeightSyncError: a rank cannot tell what to send, or the ranks do not hold every tensor once and whole.
     """
 
     def __init__(
@@ -78,8 +82,12 @@ class ShardBuckets:
         self._dtype = dtype
         self._device = next(iter(model[0].parameters())).device
         self._blocks = quantized_blocks(quantizer)
-        self._offers = ShardOffers(args, model, model_name=model_name, dtype=dtype, blocks=self._blocks)
-        stages, offered, self.misfits = self._tell_all(by_stage)
+        failure: SlimeError | None = None
+        try:
+            self._offers = ShardOffers(args, model, model_name=model_name, dtype=dtype, blocks=self._blocks)
+        except SlimeError as error:  # the other ranks may find nothing wrong with theirs, and would wait
+            failure = error
+        stages, offered, self.misfits = self._tell_all(by_stage, failure)
         self._offers.leave_out(self.misfits)
         groups = [[rank for rank, stage in enumerate(stages) if stage == turn] for turn in sorted(set(stages))]
         self.plan: ShardPlan = plan_shards(
@@ -119,18 +127,29 @@ class ShardBuckets:
         """All tensors and buckets; the gathered ones last."""
         return self._manifest
 
-    def _tell_all(self, by_stage: bool) -> tuple[list[int], list[list[Offer]], Mapping[str, str]]:
+    def _tell_all(
+        self, by_stage: bool, failure: SlimeError | None
+    ) -> tuple[list[int], list[list[Offer]], Mapping[str, str]]:
         """Of every rank its pipeline stage (0 if the stages do not matter) and what it offers; and what nobody does.
 
         A parameter that one rank cannot send by itself is offered by none.
+
+        Raises:
+            WeightSyncError: a rank has failed.
         """
         stage = mpu.get_pipeline_model_parallel_rank() if by_stage else 0
+        own: _Told = (stage, [], {}, str(failure))
+        if failure is None:
+            own = (stage, self._offers.offers(), self._offers.misfits, None)
         group = get_gloo_group()
-        told: list[tuple[int, list[tuple[str, Offer]], dict[str, str]]] = [(0, [], {})] * dist.get_world_size(group)
-        dist.all_gather_object(told, (stage, self._offers.offers(), self._offers.misfits), group=group)
-        misfits = {name: reason for _, _, found in told for name, reason in found.items()}
-        offered = [[offer for name, offer in listed if name not in misfits] for _, listed, _ in told]
-        return [stage for stage, _, _ in told], offered, misfits
+        told: list[_Told] = [own] * dist.get_world_size(group)
+        dist.all_gather_object(told, own, group=group)
+        for rank, (*_, reason) in enumerate(told):
+            if reason is not None:
+                raise WeightSyncError(f"trainer rank {rank} cannot tell what it shall send: {reason}") from failure
+        misfits = {name: reason for _, _, found, _ in told for name, reason in found.items()}
+        offered = [[offer for name, offer in listed if name not in misfits] for _, listed, _, _ in told]
+        return [stage for stage, *_ in told], offered, misfits
 
     @torch.no_grad()
     def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
@@ -196,8 +215,9 @@ def quantized_blocks(quantizer: Quantizer | None) -> QuantizedBlocks | None:
         return None
     kind = quantizer.format
     if isinstance(kind, BlockFp8):
-        name = "fp8_block_ue8m0" if kind.ue8m0 else "fp8_block"
-        return QuantizedBlocks(quantizer.is_quantized, quantizer.outputs, kind.block, name)
+        return QuantizedBlocks(
+            quantizer.is_quantized, quantizer.outputs, kind.block, "fp8_block_ue8m0" if kind.ue8m0 else "fp8_block"
+        )
     return QuantizedBlocks(quantizer.is_quantized, quantizer.outputs, None)
 
 

@@ -242,7 +242,9 @@ def _pack(
     offers: Sequence[Offer], parts: Sequence[tuple[int, int, int]], sizes: _Sizes, bucket_bytes: int
 ) -> Iterator[tuple[int, list[Part], list[Piece]]]:
     """A rank's parts, in their order, in buckets: bytes, parts and pieces of each."""
-    end_of_last, placed, pieces = 0, [], []
+    end_of_last = 0
+    placed: list[Part] = []
+    pieces: list[Piece] = []
     for position, begin, end in parts:
         offer = offers[position]
         size = sizes.num_bytes(offer, begin, end)
