@@ -7,6 +7,7 @@ What stands between an HTTP request and the model in SGLang (tokenizer manager, 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator
@@ -17,10 +18,13 @@ from typing import Any
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
+from slime.utils import env
 
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 """``quantization_config`` of a checkpoint in block-wise FP8."""
 
+MODELS = {"deepseek_v2", "glm4", "glm4_moe", "glm4_moe_lite", "llama", "mimo", "qwen2", "qwen3", "qwen3_moe"}
+"""Modules of SGLang's models that can be loaded here."""
 _DEEPSEEK = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK}
 """By ``model_type``: settings of the published configs that transformers leaves out, and SGLang reads."""
@@ -47,6 +51,7 @@ class LoadedRank:
         quantization: dict[str, Any] | None = None,
     ) -> None:
         cpu_shim.install()
+        _leave_out_other_models()
         self.tp_rank, self.tp_size, self._store = tp_rank, tp_size, store
         self.swap(folder, dtype, quantization)
 
@@ -93,6 +98,15 @@ class LoadedRank:
     def parameters(self) -> dict[str, torch.Tensor]:
         """The parameters of this rank under the engine's own names, as they are now."""
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+
+def _leave_out_other_models() -> None:
+    """Importing all models that SGLang has would take most of a test's time."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations
+    files = (Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
+    others = sorted(file.stem for file in files if file.stem not in MODELS)
+    env.export({"SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)})
 
 
 @contextmanager
