@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from slime.arguments import args_to_resume
 from slime.arguments.checkpoint_paths import TRACKER
 from slime.arguments.resolve import resolve
 
@@ -140,3 +141,20 @@ def test_the_result_is_a_plain_namespace_that_can_be_copied(resolved):
     other.anything = 1
     assert not hasattr(args, "anything")
     assert args.rollout_sample_hook_path == []
+
+
+def test_a_released_trainer_saves_and_pushes_after_every_rollout(resolved):
+    args = resolved("--release-train", "--save", "/ckpt", "--update-weights-interval", "3")
+    assert (args.save_interval, args.update_weights_interval) == (1, 1)
+    assert resolved("--release-train", "--save", "/ckpt", "--save-interval", "5").save_interval == 5
+
+
+def test_the_trainer_of_a_run_goes_on_from_its_own_checkpoint_once_there_is_one(resolved):
+    args = resolved("--release-train", "--save", "/ckpt")
+    before = copy.deepcopy(vars(args))
+    first = args_to_resume(args, weight_version=1, is_saved=False)
+    assert vars(first) == before | {"update_weight_start_version": 1}
+    later = args_to_resume(args, weight_version=2, is_saved=True)
+    assert (later.load, later.finetune, later.no_load_optim, later.no_load_rng) == ("/ckpt", False, False, False)
+    assert (later.ckpt_step, later.start_rollout_id, later.update_weight_start_version) == (None, None, 2)
+    assert vars(args) == before

@@ -1,0 +1,99 @@
+"""Tensors found and read in safetensors files without decoding them, and buckets put together from them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.utils.errors import DataError, WeightSyncError
+from slime.weights.bucket_files import read_bucket
+from slime.weights.hf_files import INDEX_FILE
+from slime.weights.manifest import Manifest, pack_whole
+from slime.weights.stored_tensors import STORED_DTYPES, MappedFile, read_bytes, read_header, read_layout
+
+TENSORS = {
+    f"of {name}": torch.arange(6).to(getattr(torch, name)).reshape(2, 3)
+    for name in STORED_DTYPES
+    if name != "float8_e8m0fnu"
+} | {"empty": torch.empty(0, 4), "scalar": torch.tensor(3.0)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    names = list(TENSORS)
+    for index, part in enumerate((names[:5], names[5:])):
+        save_file({name: TENSORS[name] for name in part}, tmp_path / f"part-{index}.safetensors", {"note": str(index)})
+    return tmp_path
+
+
+def test_every_dtype_is_read_as_it_lies(folder):
+    layout = read_layout(folder)
+    assert set(layout) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        stored = layout[name]
+        assert stored.shape == tuple(tensor.shape)
+        assert STORED_DTYPES[str(tensor.dtype).removeprefix("torch.")] == stored.dtype
+        assert read_bytes(stored).tobytes() == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    assert read_header(folder / "part-1.safetensors")[1] == {"note": "1"}
+
+
+def test_a_mapped_file_is_changed_in_place(folder):
+    stored = read_layout(folder)["of int32"]
+    with MappedFile(stored.file, is_writable=True) as mapped:
+        mapped.part(stored)[:4] = 255
+    assert load_file(stored.file)["of int32"].tolist() == [[-1, 1, 2], [3, 4, 5]]
+
+
+def test_an_index_says_which_files_count(folder):
+    save_file({"of int32": torch.zeros(1)}, folder / "old.safetensors")
+    with pytest.raises(DataError, match="of int32 is stored twice"):
+        read_layout(folder)
+    weight_map = {name: "part-0.safetensors" for name in list(TENSORS)[:5]}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    assert set(read_layout(folder)) == set(weight_map)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [('{"weight_map": {"a": "../b.safetensors"}}', "not a file beside it"), ("{", "no index"),
+     ('{"weight_map": {"a": "b.safetensors"}}', "is missing, though the index")],
+)  # fmt: skip
+def test_a_broken_index_is_refused(folder, index, says):
+    (folder / INDEX_FILE).write_text(index)
+    with pytest.raises(DataError, match=says):
+        read_layout(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_a_file_that_was_cut_off_is_refused(folder, keep):
+    file = folder / "part-0.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"part-0\.safetensors is no whole safetensors file"):
+        read_layout(folder)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no safetensors files"):
+        read_layout(tmp_path)
+
+
+def test_a_bucket_is_put_together_from_files(folder):
+    entries, bucket = pack_whole([(name, tuple(t.shape), t.dtype) for name, t in TENSORS.items()])
+    manifest = Manifest(tuple(entries), (bucket,))
+    flat = read_bucket(read_layout(folder), bucket, manifest)
+    for piece in bucket.pieces:
+        entry = manifest.by_name[piece.name]
+        data = bytes(flat[piece.offset : piece.offset + entry.num_bytes].tolist())
+        assert data == TENSORS[piece.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("stored", [torch.zeros(2, 3, dtype=torch.float16), torch.zeros(3, 2), None])
+def test_a_bucket_takes_no_other_tensor_than_the_manifests(tmp_path, stored):
+    entries, bucket = pack_whole([("weight", (2, 3), torch.float32)])
+    save_file({"weight" if stored is not None else "other": torch.zeros(1) if stored is None else stored},
+              tmp_path / "model.safetensors")  # fmt: skip
+    with pytest.raises(WeightSyncError, match=r"weight shall be float32 \[2, 3\], and on disk is"):
+        read_bucket(read_layout(tmp_path), bucket, Manifest(tuple(entries), (bucket,)))
