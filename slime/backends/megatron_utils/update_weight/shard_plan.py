@@ -187,11 +187,17 @@ class _Sizes:
         return sum(align(math.prod(shape) * dtype.itemsize) for _, dtype, _, shape in self.pieces(offer, begin, end))
 
     def cuts(self, offer: Offer, max_bytes: int) -> Iterator[tuple[int, int]]:
-        """Row ranges of at most ``max_bytes``, or of one unit where that is more."""
+        """Row ranges of at most ``max_bytes``, or of the fewest rows that can be cut off where that is more.
+
+        Cuts go through no run of rows, unless a run is too large.
+        """
         num_rows = offer.shape[0]
-        unit = offer.cut_unit
+        least = 1
         if self._blocks is not None and self._blocks.block is not None and self.is_quantized(offer):
-            unit = math.lcm(unit, self._blocks.block[0])
+            least = self._blocks.block[0]
+        unit = math.lcm(least, offer.cut_unit)
+        if offer.cut_unit % least == 0 and self.num_bytes(offer, 0, min(unit, num_rows)) > max_bytes:
+            unit = least
         fitting = max(1, int(max_bytes / max(self.num_bytes(offer, 0, num_rows), 1) * num_rows) // unit)
         while fitting > 1 and self.num_bytes(offer, 0, min(fitting * unit, num_rows)) > max_bytes:
             fitting -= 1

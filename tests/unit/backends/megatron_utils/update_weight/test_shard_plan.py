@@ -74,6 +74,12 @@ def test_cuts_leave_runs_whole() -> None:
     assert [(part.begin, part.end) for part in parts] == [(0, 24), (24, 48), (48, 72), (72, 96)]
 
 
+def test_runs_that_are_larger_than_a_bucket_are_cut_all_the_same() -> None:
+    plan = plan_shards([[whole("q", 96, 64, unit=48)]], bucket_bytes=4096)
+    assert all(bucket.num_bytes <= 4096 for bucket in plan.manifest.buckets)
+    assert times_sent(plan) == {"q": Counter({1: 96 * 64})}
+
+
 def test_a_matrix_and_its_scales_share_a_bucket() -> None:
     quantizer = Quantizer(BlockFp8((16, 16)), ["w.weight"])
     blocks = QuantizedBlocks(quantizer.is_quantized, quantizer.outputs, (16, 16))
