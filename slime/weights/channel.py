@@ -17,17 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.utils import env
 from slime.utils.errors import WeightSyncError
 
 POLL_S = 0.02
 """How often a waiting member looks whether the group was abandoned."""
+SPIN_S = 0.0002
+"""How often it looks whether its broadcast is done."""
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Read when a group is made.  Torch would end the process whose broadcast does not end; we leave the group instead."""
 STORE_TIMEOUT_S = 10.0
 """Deadline of one question to the store, once everybody has joined."""
 _ABANDONED = "abandoned"
 
 
 class WeightChannel:
-    """One member of the group.  Invariant: after an error the group is of no use; leave it.
+    """One member of the group.  Invariant: a member that met an error has left; only a new group helps.
 
     Args:
         rank: 0 is the trainer.
@@ -62,7 +67,8 @@ class WeightChannel:
             if self._store.add("joined", 1) == world_size:
                 self._store.set("complete", "1")
             self._wait_for_all(is_cancelled)
-            self._group = _make_backend(backend, dist.PrefixStore("group", self._store), rank, world_size, limit)
+            store = dist.PrefixStore("group", self._store)
+            self._group: dist.Backend | None = _make_backend(backend, store, rank, world_size, limit)
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
             raise WeightSyncError(
                 f"rank {rank} of {world_size} could not join the weight group at {master_address}:{master_port} "
@@ -94,31 +100,40 @@ class WeightChannel:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.asyncOp = True
+        if self._group is None:
+            raise WeightSyncError(f"rank {self.rank} has left the weight group")
         try:
             return self._group.broadcast([buffer], options)
         except RuntimeError as error:
+            self.leave()
             raise WeightSyncError(f"rank {self.rank} of the weight group could not broadcast: {error}") from error
 
     def wait(self, work: dist.Work, timeout_s: float | None = None) -> None:
         """Until ``work`` is done.  Raises as :meth:`broadcast`."""
-        deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        try:
+            self._poll(work, self.timeout_s if timeout_s is None else timeout_s)
+            work.wait()
+        except RuntimeError as error:
+            self.leave()  # at once: a broadcast that waits on a GPU would hold up whatever is asked of the GPU next
+            if isinstance(error, WeightSyncError):
+                raise
+            raise WeightSyncError(f"a broadcast failed on rank {self.rank} of the weight group: {error}") from error
+
+    def _poll(self, work: dist.Work, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
         next_look_s = time.monotonic() + POLL_S
         while not work.is_completed():
             now_s = time.monotonic()
             if now_s >= deadline_s:
                 raise WeightSyncError(
-                    f"rank {self.rank} of the weight group waited {timeout_s or self.timeout_s:g} s for a broadcast "
+                    f"rank {self.rank} of the weight group waited {timeout_s:g} s for a broadcast "
                     "(--weight-update-timeout-s); another member is slow or dead"
                 )
             if now_s >= next_look_s:
                 if self.is_abandoned:
                     raise WeightSyncError(f"the weight group was abandoned while rank {self.rank} waited in it")
                 next_look_s = now_s + POLL_S
-            time.sleep(0.0005)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise WeightSyncError(f"a broadcast failed on rank {self.rank} of the weight group: {error}") from error
+            time.sleep(SPIN_S)
 
     def abandon(self) -> None:
         """End the waits of all members with an error: one of them will not come."""
@@ -137,10 +152,9 @@ class WeightChannel:
 
     def leave(self) -> None:
         """Give the connections back; pending broadcasts are cut off."""
-        abort = getattr(self._group, "abort", None)
-        if abort is not None:
-            abort()
-        del self._group
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
 
 def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Backend:
@@ -154,7 +168,12 @@ def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, t
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        before = env.get_str(NCCL_ERROR_HANDLING)
+        env.export({NCCL_ERROR_HANDLING: "0"})
+        try:
+            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        finally:
+            env.export({NCCL_ERROR_HANDLING: before}) if before else env.unset(NCCL_ERROR_HANDLING)
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         return group
     raise WeightSyncError(f"a weight group cannot use the backend {backend!r}; it knows nccl and gloo")

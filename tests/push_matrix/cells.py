@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,11 @@ FAST: dict[str, Any] = {
     "chosen": {"layouts": ("TP2 EP2 SP",), "sizes": (1,), "quantizations": QUANTIZATIONS},
 }
 FP8_BLOCK = (8, 8)
-"""Divides the tiny models' sizes, halved too."""
+ROUNDED_SIZES = (
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("q_lora_rank", "kv_lora_rank"),
+)
+"""Sizes of a case's config that are made multiples of 32: engines hold whole fp8 blocks only, on each of two ranks."""
 CELL_TIMEOUT_S = 120
 
 
@@ -59,6 +64,12 @@ class Cell:
         return f"{verdict} {where}: {self.problem or self.digest}"
 
 
+def with_whole_blocks(case: FamilyCase) -> FamilyCase:
+    """The case with sizes that engines can hold in fp8."""
+    rounded = {name: -(-case.config[name] // 32) * 32 for name in ROUNDED_SIZES if case.config.get(name)}
+    return dataclasses.replace(case, config={**case.config, **rounded})
+
+
 def run_cells(
     cases: Sequence[FamilyCase],
     *,
@@ -72,7 +83,7 @@ def run_cells(
     cells: list[Cell] = []
     # Size 1 twice: two engines inside or outside, or the one outside of a mixed job.
     with serve_engines([1, 1, *(size for size in sizes if size > 1)]) as addresses, RankPool() as pool:
-        for case in cases:
+        for case in map(with_whole_blocks, cases):
             with tempfile.TemporaryDirectory(prefix=f"push-{case.name}-") as root:
                 for cell in _run_case(pool, case, Path(root), addresses, modes, quantizations, layouts, sizes):
                     on_cell(cell)

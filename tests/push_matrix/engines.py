@@ -42,7 +42,7 @@ def serve_engines(sizes: Iterable[int]) -> Iterator[dict[int, list[str]]]:
     """Start engines with these tensor-parallel sizes; gives their addresses by size."""
     addresses: dict[int, list[str]] = {}
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="engines-"))
+        folder = tempfile.mkdtemp(prefix="engines-")  # the listeners remove their sockets when Python ends
         for position, size in enumerate(sizes):
             engine = stack.enter_context(MatrixEngine(_any_config(folder), tp_size=size))
             address = f"{folder}/engine-{position}"
