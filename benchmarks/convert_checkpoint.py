@@ -114,19 +114,36 @@ def copy_files(source: Path, target: Path) -> float:
     return time.monotonic() - start
 
 
+LAUNCHER = """
+import resource, subprocess, sys
+status = subprocess.call([sys.executable, *sys.argv[2:]])
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+open(sys.argv[1], "w").write(f"{usage.ru_maxrss * 1024} {usage.ru_utime + usage.ru_stime}")
+sys.exit(status)
+"""
+"""Starts the program from a small process: a child's books begin with the peak memory of its parent."""
+
+
 def run(*command: object) -> tuple[str, float]:
     """What a Python process printed, and its peak memory in bytes."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, *map(str, command)], stdout=log, stderr=subprocess.STDOUT, cwd=REPO
+    text, peak, _ = run_measured(*command)
+    return text, peak
+
+
+def run_measured(*command: object) -> tuple[str, float, float]:
+    """What a Python process printed, its peak memory in bytes, and the CPU seconds it took."""
+    with tempfile.NamedTemporaryFile("r") as books:
+        process = subprocess.run(
+            [sys.executable, "-c", LAUNCHER, books.name, *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=REPO,
         )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        log.seek(0)
-        text = log.read()
-    if process.returncode:
-        raise SystemExit(f"{command[0]} failed:\n{text}")
-    return text, usage.ru_maxrss * 1024
+        if process.returncode:
+            raise SystemExit(f"{command[0]} failed:\n{process.stdout}")
+        peak, cpu_s = map(float, books.read().split())
+    return process.stdout, peak, cpu_s
 
 
 def logged_seconds(text: str) -> float:

@@ -32,7 +32,7 @@ from slime.weights.hf_rewrite.tensor_file import StoredTensor, copy_bytes, read_
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = {"cpu": 2 * 1024**2, "cuda": 128 * 1024**2}
+CHUNK_BYTES = {"cpu": 1024**2, "cuda": 128 * 1024**2}
 """Of the source, at a time and worker: on a CPU what stays in its caches, on a GPU what keeps it busy."""
 OPEN_FILES = 4
 """Shards of the source that one worker keeps open."""
