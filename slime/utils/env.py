@@ -17,7 +17,12 @@ def get_str(name: str, default: str | None = None) -> str | None:
 def get_bool(name: str, default: bool = False) -> bool:
     """True for 1, true, yes, on (any case); ``default`` when the variable is unset or empty."""
     value = os.environ.get(name, "")
-    return default if not value else value.strip().lower() in ("1", "true", "yes", "on")
+    return default if not value else is_yes(value)
+
+
+def is_yes(value: str | None) -> bool:
+    """Whether a variable's text means yes."""
+    return (value or "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def get_int(name: str, default: int) -> int:

@@ -1,0 +1,1 @@
+"""Tools for scripts that drive slime from outside."""
