@@ -23,7 +23,18 @@ from slime.utils import env
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 """``quantization_config`` of a checkpoint in block-wise FP8."""
 
-MODELS = {"deepseek_v2", "glm4", "glm4_moe", "glm4_moe_lite", "llama", "mimo", "qwen2", "qwen3", "qwen3_moe"}
+MODELS = {
+    "deepseek_v2",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "llama",
+    "mimo",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+}
 """Modules of SGLang's models that can be loaded here."""
 _DEEPSEEK = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK}
