@@ -218,7 +218,7 @@ def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = 
         run(close_control_client(), 30)
         leaves = [sample for group in output.samples for sample in group]
         assert len(leaves) == num_samples and all(sample.response_length == length for sample in leaves)
-        # TR assert all(sample.trace["events"] for sample in leaves)
+        assert all(sample.trace["events"] for sample in leaves)
     return meter.result(heartbeat)
 
 
