@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from slime.backends.sglang_utils.server_args import WEIGHT_CHECKS
 from slime.backends.sglang_utils.server_control import ServerControl, num_requests_in_flight, wait_idle
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.errors import WeightSyncError
+from tests.loaded_model.buckets import digests, fill, whole_buckets
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -81,6 +82,24 @@ class Running:
         self.engine.flush_cache()
         self.engine.update_weights_from_tensor([shared_bucket(self.named_tensors(seed))], "flattened_bucket", version)
         self.engine.continue_generation()
+
+    def offer(
+        self, seed: int, push_id: str, *, corrupt: int | None = None, buckets: Sequence[int] = (0, 1, 2)
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Push model ``seed`` in three buckets, but for the commit: (digests of what was meant, acknowledgement)."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        tensors = dict(self.named_tensors(seed))
+        manifest = whole_buckets(tensors, 3)
+        flats = fill(manifest, tensors)
+        sent = digests(manifest, flats)
+        if corrupt is not None:
+            flats[corrupt][8] ^= 1
+        self.engine.begin_weight_update(manifest.to_json(), push_id)
+        for index in buckets:
+            handle = MultiprocessingSerializer.serialize(flats[index].share_memory_(), output_str=True)
+            self.engine.receive_weight_bucket(push_id, index, [handle], None)
+        return sent, self.engine.acknowledge_weight_update(push_id)
 
 
 def shared_bucket(named_tensors: list[tuple[str, torch.Tensor]]) -> str:
@@ -146,6 +165,42 @@ def test_a_push_through_shared_memory_replaces_the_weights(running: Running) -> 
     assert running.error_against(1) < 1e-5
     assert running.engine.get_weight_version() == "7"
     assert running.generate(2)["meta_info"]["weight_version"] == "7"
+
+
+def test_pushes_in_two_phases_are_acknowledged_committed_and_served(running: Running) -> None:
+    """The first goes through the model's own loader, the second through the plan that the first has proven."""
+    engine = running.engine
+    for seed, version in ((0, "21"), (1, "22")):
+        engine.pause_generation()
+        engine.flush_cache()
+        sent, answer = running.offer(seed, f"push {version}")
+        assert answer == {"push_id": f"push {version}", "buckets": sent, "problems": []}
+        assert engine.get_weight_version() != version
+        with pytest.raises(WeightSyncError, match=f"holds the unfinished push push {version}"):
+            engine.continue_generation()
+        engine.commit_weight_update(f"push {version}", version)
+        engine.continue_generation()
+        assert engine.get_weight_version() == version
+        assert running.generate(2)["meta_info"]["weight_version"] == version
+        assert running.error_against(seed) < 1e-5
+
+
+def test_a_corrupt_bucket_shows_in_its_digest_and_a_missing_one_is_not_committed(running: Running) -> None:
+    engine = running.engine
+    engine.pause_generation()
+    engine.flush_cache()
+    version = engine.get_weight_version()
+    sent, answer = running.offer(0, "corrupt", corrupt=1)
+    assert [index for index in range(len(sent)) if answer["buckets"][index] != sent[index]] == [1]
+    running.offer(0, "incomplete", buckets=[0, 2])
+    with pytest.raises(WeightSyncError, match="will not serve push incomplete as version 30"):
+        engine.commit_weight_update("incomplete", "30")
+    assert engine.get_weight_version() == version
+    sent, answer = running.offer(0, "repaired")
+    assert answer["buckets"] == sent
+    engine.commit_weight_update("repaired", "31")
+    engine.continue_generation()
+    assert running.error_against(0) < 1e-5
 
 
 def test_equal_weights_pass_the_comparison(running: Running) -> None:
