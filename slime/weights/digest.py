@@ -76,8 +76,8 @@ def combine(digests: Iterable[int]) -> int:
     return sum(mix(digest, position) for position, digest in enumerate(digests)) & MASK_64
 
 
-def _signed(value: int) -> int:
-    """The same 64 bits as torch's signed integer."""
+def as_signed(value: int) -> int:
+    """The same 64 bits as the signed integer that torch keeps them in."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -92,8 +92,8 @@ def _sum_of_words(words: Tensor) -> int:
     for start in range(0, words.numel(), CHUNK_WORDS):
         part = words[start : start + CHUNK_WORDS]
         positions = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=words.device)
-        value = part + positions * _signed(GOLDEN)
-        value = _xor_shifted(value, 30) * _signed(MULTIPLIER_1)
-        value = _xor_shifted(value, 27) * _signed(MULTIPLIER_2)
+        value = part + positions * as_signed(GOLDEN)
+        value = _xor_shifted(value, 30) * as_signed(MULTIPLIER_1)
+        value = _xor_shifted(value, 27) * as_signed(MULTIPLIER_2)
         total += int(_xor_shifted(value, 31).sum())
     return total & MASK_64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from slime.weights.digest import as_signed, digest_bytes
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, FP8, num_blocks, quantize_block
 
 Kind = Literal["copy", "cast", "fp8_block", "fp8_block_ue8m0"]
@@ -50,6 +52,13 @@ class CastItem:
     def is_fp8(self) -> bool:
         return self.kind in ("fp8_block", "fp8_block_ue8m0")
 
+    def segments(self, out_dtype: torch.dtype, block: tuple[int, int]) -> list[tuple[int, int]]:
+        """Offset and bytes of what is written: the matrix, then its scales if it has any."""
+        found = [(self.out_offset, self.rows * self.columns * _out_dtype(self, out_dtype).itemsize)]
+        if self.scale_offset is not None:
+            found.append((self.scale_offset, 4 * math.prod(num_blocks(self.rows, self.columns, block))))
+        return found
+
 
 class CastTable:
     """Writes its items into a bucket, as often as wanted.
@@ -90,10 +99,12 @@ class CastTable:
                     f"item {index} lies on {source.device}, which {self.device} cannot read; only host memory that is "
                     "pinned can be read from there"
                 )
-        self.num_bytes = max((self._end(item) for item in self.items), default=0)
+        self.segments = [segment for item in self.items for segment in item.segments(out_dtype, block)]
+        """Offset and bytes of every matrix and every array of scales, in the order of the items."""
+        self.num_bytes = max((offset + size for offset, size in self.segments), default=0)
         """Bytes that the bucket must have."""
         self.bytes_read = sum(item.rows * item.columns * item.source.element_size() for item in self.items)
-        self.bytes_written = sum(self._bytes_out(item) for item in self.items)
+        self.bytes_written = sum(size for _, size in self.segments)
 
         if use_triton is None:
             use_triton = self.device is not None and self.device.type == "cuda"
@@ -119,17 +130,21 @@ class CastTable:
         for item in self.items:
             run_in_torch(item, out, self.out_dtype, self.block)
 
-    def _bytes_out(self, item: CastItem) -> int:
-        size = item.rows * item.columns * _out_dtype(item, self.out_dtype).itemsize
-        return size + (self._scale_bytes(item) if item.is_fp8 else 0)
+    def run_with_digests(self, out: Tensor) -> Tensor:
+        """As :meth:`run`, and the digests of the :attr:`segments`: those of ``DigestTable``, at less than its cost.
 
-    def _scale_bytes(self, item: CastItem) -> int:
-        scale_rows, scale_columns = num_blocks(item.rows, item.columns, self.block)
-        return 4 * scale_rows * scale_columns
+        Returns:
+            int64 ``[segments]``, the unsigned values wrapped (``digest_table.as_unsigned``).
 
-    def _end(self, item: CastItem) -> int:
-        end = item.out_offset + item.rows * item.columns * _out_dtype(item, self.out_dtype).itemsize
-        return max(end, item.scale_offset + self._scale_bytes(item)) if item.scale_offset is not None else end
+        Raises:
+            ValueError: as :meth:`run`.
+        """
+        check_bucket(out, self.num_bytes, self.device)
+        if self._launch is not None:
+            return self._launch.run_with_digests(out)
+        self.run(out)
+        digests = [digest_bytes(out[offset : offset + size]) for offset, size in self.segments]
+        return torch.tensor([as_signed(digest) for digest in digests], dtype=torch.int64, device=out.device)
 
 
 def check_bucket(bucket: Tensor, num_bytes: int, device: torch.device | None) -> None:

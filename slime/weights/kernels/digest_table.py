@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.weights.digest import MASK_64, digest_bytes
+from slime.weights.digest import MASK_64, as_signed, digest_bytes
 from slime.weights.kernels.cast_table import check_bucket
 
 
@@ -16,7 +16,7 @@ class DigestTable:
     """Digests of the same segments of one bucket after another.
 
     Args:
-        offsets: first byte of each segment, multiples of 8 for the kernel.
+        offsets: first byte of each segment; others than multiples of 8 are slow on a GPU.
         lengths: bytes of each segment.
         device: where the buckets lie.
         use_triton: None takes Triton on CUDA; True is for tests of the kernel in Triton's interpreter.
@@ -60,7 +60,7 @@ class DigestTable:
         if self._launch is not None:
             return self._launch.run(flat)
         values = [digest_bytes(flat[begin : begin + size]) for begin, size in zip(self.offsets, self.lengths)]
-        return torch.tensor([value - (value >> 63 << 64) for value in values], dtype=torch.int64, device=flat.device)
+        return torch.tensor([as_signed(value) for value in values], dtype=torch.int64, device=flat.device)
 
 
 def as_unsigned(digests: Tensor) -> list[int]:

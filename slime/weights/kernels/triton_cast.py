@@ -1,20 +1,8 @@
 """The launch of ``cast_table``: blocks of FP8, casts and copies of a whole bucket by one kernel.
 
-A program works at one tile.  For FP8 a tile is one block of the scales: read once, its largest magnitude found,
-divided and written.  The bytes are those of ``quantize.block_fp8``:
-
-* the division by the scale is the exact fp32 quotient.  ``div_rn`` of every element would cost more than reading
-  it; the block has one divisor, so its correctly rounded reciprocal is computed once, and corrections with fused
-  multiply-adds give the correctly rounded quotient: one for dividends of bf16, as all 2**23 x 128 pairs of
-  significands show, two for any (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-  processor", 1990);
-* Hopper rounds to e4m3 as torch does, to nearest even.  Before Hopper, and in Triton's interpreter, ``div_rn`` and
-  integer arithmetic take the place of both.
-
-Rows of bf16 in whole vectors, which is nearly every byte of a push, have a path of their own that handles pairs of
-elements as words: fewer registers, so more tiles in flight, and fewer instructions.
-
-A NaN or an infinity in a block gives NaN, with whatever sign; everything finite is equal to the bit.
+A program works at one tile: one block of FP8 (``triton_fp8``), or a piece of a matrix that is copied or cast
+(``triton_tiles``).  With digests, tiles of the two usual forms are digested while they are in registers, which spares
+reading them again; the few segments of other forms are digested by a launch of their own.
 """
 
 from __future__ import annotations
@@ -30,12 +18,19 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 from slime.weights.kernels.cast_table import CastItem, run_in_torch
-from slime.weights.kernels.rectangles import VECTOR_BYTES, Matrix, is_aligned, matrices, tile_index
+from slime.weights.kernels.rectangles import VECTOR_BYTES, WORD_BYTES, Matrix, is_aligned, matrices, tile_index
+from slime.weights.kernels.triton_digest import DigestLaunch, add_digest
+from slime.weights.kernels.triton_fp8 import quantize_block_of, quantize_pairs
 from slime.weights.kernels.triton_tiles import (
+    DST,
     FIELDS,
     FIRST_TILE,
+    FORM,
+    LAST,
     MOVES,
     NUM_MOVES,
+    SRC_COLUMN,
+    UNIT,
     WORDS,
     form_of,
     load_descriptor,
@@ -43,7 +38,7 @@ from slime.weights.kernels.triton_tiles import (
     move_tile,
     on_device,
 )
-from slime.weights.quantize.block_fp8 import FP8_MAX, MIN_ABSMAX, num_blocks
+from slime.weights.quantize.block_fp8 import num_blocks
 
 # Forms of FP8 blocks, beside those that move elements; WHOLE: rows of whole vectors.
 FROM_BF16, FROM_BF16_WHOLE = tl.constexpr(1 << NUM_MOVES), tl.constexpr(2 << NUM_MOVES)
@@ -56,10 +51,7 @@ FP8_FROM = {
 }
 ONE_RUN = 1 << 30
 """Rows of a run that never ends; a multiple of every block."""
-
-MAX = tl.constexpr(FP8_MAX)
-FLOOR = tl.constexpr(MIN_ABSMAX)
-VECTOR = tl.constexpr(VECTOR_BYTES)
+VECTOR_OF_BYTES = tl.constexpr(VECTOR_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,195 +62,71 @@ class CastShape:
     columns: int = 512
     """Of a tile that is copied or cast, in four-byte words or elements."""
     num_warps: int = 8
-    programs_per_sm: int = 0
-    """Programs that each walk over many tiles; 0 for one program a tile."""
     max_registers: int | None = 64
     """Of a thread, so that four programs fit a multiprocessor; None leaves it to the compiler."""
 
 
 @triton.jit
-def _round_to_e4m3(value):
-    """The e4m3 byte of fp32 values of magnitude 448 or a rounding error more, in integer arithmetic."""
-    bits = value.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude = bits & 0x7FFFFFFF
-    # 20 of 23 bits of the mantissa go, to nearest even; the exponent's bias falls from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 the spacing is 2**-9, which is that of fp32 from 2**14 on: the addition rounds.
-    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0x3C800000, small, tl.minimum(normal, 0x7E))
-    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    return (code | sign).to(tl.uint8)
-
-
-@triton.jit
-def _reciprocal_of(scale):
-    """Correctly rounded 1 / scale, and the scale of the corrections."""
-    # Against an infinite scale the remainder would be NaN; the quotient of a finite number is zero.
-    return tl.div_rn(1.0, scale), tl.where(scale == float("inf"), 0.0, scale)
-
-
-@triton.jit
-def _corrected(quotient, x, reciprocal, scale):
-    """The quotient with its remainder divided too.
-
-    The remainder is taken with the opposite sign: so a quotient of -0.0 stays what it is, and -x costs nothing.
-    """
-    return tl.fma(tl.fma(quotient, scale, x * -1.0), reciprocal * -1.0, quotient)
-
-
-@triton.jit
-def _quotient_in_e4m3(x, scale, ON_HOPPER: tl.constexpr):
-    """e4m3 bytes of fp32 ``x`` divided by one fp32 number."""
-    if ON_HOPPER:
-        reciprocal, divisor = _reciprocal_of(scale)
-        quotient = _corrected(x * reciprocal, x, reciprocal, divisor)
-        quotient = _corrected(quotient, x, reciprocal, divisor)
-        # The instruction saturates, so that 448 and a rounding error is 448.
-        code = quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        code = _round_to_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
-    return code
-
-
-@triton.jit
-def _scale_of(absmax, is_ue8m0):
-    """The scale of a block with this largest magnitude."""
-    scale = tl.div_rn(tl.maximum(absmax, FLOOR, propagate_nan=tl.PropagateNan.ALL), MAX)
-    bits = scale.to(tl.int32, bitcast=True)
-    # A mantissa that is not zero carries into the exponent; NaN and infinity stay.
-    rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where((is_ue8m0 != 0) & (bits < 0x7F800000), rounded, scale)
-
-
-@triton.jit
-def _source_rows(first, run, run_stride, BLOCK_ROWS: tl.constexpr):
-    """Rows of the source behind those of a block: the first, and the distance of each from it."""
-    offset = tl.arange(0, BLOCK_ROWS)
-    first_source = first // run * run_stride + first % run
-    if run % BLOCK_ROWS != 0:
-        # The block lies in several runs.
-        offset = (first + offset) // run * run_stride + (first + offset) % run - first_source
-    return first_source, offset
-
-
-@triton.jit
-def _quantize(
-    descriptor, tile, out, TYPE: tl.constexpr, SIZE: tl.constexpr, IS_WHOLE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr,
+def _copy_words(
+    descriptor, tile, out, sums, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One block: TYPE and SIZE in bytes of the source's elements; IS_WHOLE when lengths are in vectors."""
-    _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, is_ue8m0 = descriptor
-    first = tile // across * BLOCK_ROWS
-    first_source, source_row = _source_rows(first, run.to(tl.int32), run_stride.to(tl.int32), BLOCK_ROWS)
-    row = tl.arange(0, BLOCK_ROWS)
-    column = (tile % across * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
-    source = src.to(tl.pointer_type(TYPE))
-    quantized = out + dst
-    if IS_WHOLE:
-        source = tl.multiple_of(source, VECTOR)
-        quantized = tl.multiple_of(quantized, VECTOR)
-        columns *= VECTOR
-        stride *= VECTOR // SIZE
-    # A whole matrix may have more elements than 2**31, a block's rows have not.
-    source += first_source.to(tl.int64) * stride
-    quantized += first.to(tl.int64) * columns
-    mask = (first + row < rows)[:, None] & (column < columns)
-    x = tl.load(source + (source_row * stride.to(tl.int32))[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-    # As integers the bits have the order of the magnitudes, NaN above all.
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    scale = _scale_of(largest.to(tl.float32, bitcast=True), is_ue8m0)
-    tl.store((out + scales).to(tl.pointer_type(tl.float32), bitcast=True) + tile, scale)
-    tl.store(quantized + (row * columns)[:, None] + column, _quotient_in_e4m3(x, scale, ON_HOPPER), mask=mask)
+    """Copy one tile of the form WORDS and digest it; SRC_COLUMN holds the position of the descriptor's first pair of
+    words in its segment, LAST the segment."""
+    _, _, across, rows, columns, src, src_row, position, dst, dst_row, _, segment = descriptor
+    row = ((tile // across).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS))[:, None]
+    column = (tile % across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
+    source = tl.multiple_of(src.to(tl.pointer_type(tl.uint32)), VECTOR_OF_BYTES)
+    target = tl.multiple_of((out + dst).to(tl.pointer_type(tl.uint32), bitcast=True), VECTOR_OF_BYTES)
+    mask = (row < rows) & (column < columns * UNIT)
+    word = tl.load(source + row * (src_row * UNIT) + column, mask=mask, other=0)
+    tl.store(target + row * (dst_row * UNIT) + column, word, mask=mask)
+    low, high = tl.split(tl.reshape(word.to(tl.uint64), (TILE_ROWS, TILE_COLUMNS // 2, 2)))
+    pair = (tile % across * (TILE_COLUMNS // 2) + tl.arange(0, TILE_COLUMNS // 2))[None, :]
+    exists = (row < rows) & (pair < columns * (UNIT // 2))
+    position = (position + row * (dst_row * (UNIT // 2)) + pair).to(tl.uint64)
+    add_digest(sums, segment, low | (high << 32), position, exists)
 
 
 @triton.jit
-def _larger_halves(a, b):
-    """Maxima of both unsigned halves of two words."""
-    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _quantize_pairs(descriptor, tile, out, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """One block of bf16 in whole vectors, on Hopper: two elements a word, until each is divided."""
-    _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, is_ue8m0 = descriptor
-    first = tile // across * BLOCK_ROWS
-    first_source, source_row = _source_rows(first, run.to(tl.int32), run_stride.to(tl.int32), BLOCK_ROWS)
-    row = tl.arange(0, BLOCK_ROWS)
-    column = (tile % across * (BLOCK_COLUMNS // 2) + tl.arange(0, BLOCK_COLUMNS // 2))[None, :]
-    columns *= VECTOR // 2
-    stride *= VECTOR // 4
-    source = tl.multiple_of(src.to(tl.pointer_type(tl.int32)), VECTOR) + first_source.to(tl.int64) * stride
-    quantized = tl.multiple_of((out + dst).to(tl.pointer_type(tl.int16), bitcast=True), VECTOR)
-    quantized += first.to(tl.int64) * columns
-    mask = (first + row < rows)[:, None] & (column < columns)
-    pair = tl.load(source + (source_row * stride.to(tl.int32))[:, None] + column, mask=mask, other=0)
-    magnitudes = tl.reshape(pair & 0x7FFF7FFF, (BLOCK_ROWS * (BLOCK_COLUMNS // 2),))
-    largest = tl.reduce(magnitudes, 0, _larger_halves)
-    largest = tl.maximum(largest >> 16, largest & 0xFFFF) << 16
-    scale = _scale_of(largest.to(tl.float32, bitcast=True), is_ue8m0)
-    tl.store((out + scales).to(tl.pointer_type(tl.float32), bitcast=True) + tile, scale)
-    reciprocal, divisor = _reciprocal_of(scale)
-    even = (pair << 16).to(tl.float32, bitcast=True)
-    odd = (pair & -65536).to(tl.float32, bitcast=True)
-    even = _corrected(even * reciprocal, even, reciprocal, divisor)
-    odd = _corrected(odd * reciprocal, odd, reciprocal, divisor)
-    code = tl.inline_asm_elementwise(
-        "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", [odd, even], dtype=tl.int16, is_pure=True, pack=1
-    )
-    tl.store(quantized + (row * columns)[:, None] + column, code, mask=mask)
-
-
-@triton.jit
-def _cast_tile(  # noqa: C901 - one branch for each form
-    out, owner, table, program, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr,
+def _cast_kernel(  # noqa: C901 - one branch for each form
+    out, owner, table, sums, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr, DIGEST: tl.constexpr,
 ):  # fmt: skip
-    """Forms that the table lacks are not compiled."""
+    """One program a tile.  Forms that the table lacks are not compiled."""
+    program = tl.program_id(0)
     descriptor = load_descriptor(table + tl.load(owner + program).to(tl.int64) * FIELDS)
     form = descriptor[0]
     tile = program - descriptor[1]
     if FROM_BF16_WHOLE & FORMS:
         if form == FROM_BF16_WHOLE:
             if ON_HOPPER:
-                _quantize_pairs(descriptor, tile, out, BLOCK_ROWS, BLOCK_COLUMNS)
+                quantize_pairs(descriptor, tile, out, sums, BLOCK_ROWS, BLOCK_COLUMNS, DIGEST)
             else:
-                _quantize(descriptor, tile, out, tl.bfloat16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, False)
+                quantize_block_of(descriptor, tile, out, tl.bfloat16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, False)
     if FROM_BF16 & FORMS:
         if form == FROM_BF16:
-            _quantize(descriptor, tile, out, tl.bfloat16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            quantize_block_of(descriptor, tile, out, tl.bfloat16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if FROM_FP16_WHOLE & FORMS:
         if form == FROM_FP16_WHOLE:
-            _quantize(descriptor, tile, out, tl.float16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            quantize_block_of(descriptor, tile, out, tl.float16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if FROM_FP16 & FORMS:
         if form == FROM_FP16:
-            _quantize(descriptor, tile, out, tl.float16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            quantize_block_of(descriptor, tile, out, tl.float16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if FROM_FP32_WHOLE & FORMS:
         if form == FROM_FP32_WHOLE:
-            _quantize(descriptor, tile, out, tl.float32, 4, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            quantize_block_of(descriptor, tile, out, tl.float32, 4, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if FROM_FP32 & FORMS:
         if form == FROM_FP32:
-            _quantize(descriptor, tile, out, tl.float32, 4, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            quantize_block_of(descriptor, tile, out, tl.float32, 4, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if MOVES & FORMS:
-        if form <= MOVES:
+        is_left = form <= MOVES
+        if DIGEST:
+            if form == WORDS:
+                _copy_words(descriptor, tile, out, sums, TILE_ROWS, TILE_COLUMNS)
+            is_left = is_left & (form != WORDS)
+        if is_left:
             src = descriptor[5].to(tl.pointer_type(tl.uint8))
             move_tile(descriptor, tile, src, out + descriptor[8], FORMS, TILE_ROWS, TILE_COLUMNS, False)
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def _cast_kernel(
-    out, owner, table, num_tiles, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr, WALKS: tl.constexpr,
-):  # fmt: skip
-    """A program takes one tile, or with WALKS every n-th one of n programs."""
-    program = tl.program_id(0)
-    if WALKS:
-        for tile in range(program, num_tiles, tl.num_programs(0)):
-            _cast_tile(
-                out, owner, table, tile, FORMS, TILE_ROWS, TILE_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER
-            )  # fmt: skip
-    else:
-        _cast_tile(out, owner, table, program, FORMS, TILE_ROWS, TILE_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
 
 
 class CastLaunch:
@@ -276,49 +144,82 @@ class CastLaunch:
         self.out_dtype = out_dtype
         self.block = block
         self.device = device or items[0].source.device
+        is_cuda = self.device.type == "cuda"
+        self.on_hopper = is_cuda and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.in_torch: list[CastItem] = []
         """Items that no kernel covers: a rare dtype, or a block whose sides are no powers of two."""
         descriptors: list[list[int]] = []
         tiles: list[int] = []
+        segments: list[tuple[int, int]] = []
+        apart: list[int] = []
         for item in items:
             rows, counts = self._quantized(item) if item.is_fp8 else self._moved(item)
+            own = item.segments(out_dtype, block)
+            is_digested = self._note_segment(rows, item, len(segments))
+            first_apart = len(segments) + (1 if is_digested else 0)
+            segments += own
+            apart += range(first_apart, len(segments))
             descriptors += rows
             tiles += counts
+        self.num_segments = len(segments)
+        self._apart = torch.tensor(apart, dtype=torch.int64, device=self.device)
+        """Segments that are digested after they were written."""
+        self._segments_apart = [segments[index] for index in apart]
+        self._digest_apart: DigestLaunch | None = None
         self.forms = _few_masks(functools.reduce(operator.or_, (row[0] for row in descriptors), 0))
-        self.num_tiles = sum(tiles)
         if descriptors:
             table = torch.tensor(descriptors, dtype=torch.int64, device=self.device)
             self.owner, table[:, FIRST_TILE.value] = tile_index(tiles, self.device)
             self.table = table
-        is_cuda = self.device.type == "cuda"
-        self.on_hopper = is_cuda and torch.cuda.get_device_capability(self.device) >= (9, 0)
-        self.num_programs = self.num_tiles
-        if is_cuda and self.shape.programs_per_sm:
-            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-            self.num_programs = min(self.num_tiles, processors * self.shape.programs_per_sm)
 
     def run(self, out: Tensor) -> None:
+        self._run(out, None)
+
+    def run_with_digests(self, out: Tensor) -> Tensor:
+        """int64 ``[num_segments]``."""
+        sums = torch.zeros(self.num_segments, dtype=torch.int64, device=self.device)
+        self._run(out, sums)
+        if self._segments_apart:
+            if self._digest_apart is None:
+                offsets, lengths = zip(*self._segments_apart, strict=True)
+                self._digest_apart = DigestLaunch(offsets, lengths, self.device)
+            sums[self._apart] = self._digest_apart.run(out)
+        return sums
+
+    def _run(self, out: Tensor, sums: Tensor | None) -> None:
         if out.data_ptr() % VECTOR_BYTES:
             raise ValueError(f"the bucket starts at an address that is no multiple of {VECTOR_BYTES}")
-        if self.num_tiles:
+        if self.forms:
             with on_device(self.device):
-                _cast_kernel[(self.num_programs,)](
+                _cast_kernel[(len(self.owner),)](
                     out,
                     self.owner,
                     self.table,
-                    self.num_tiles,
+                    sums,
                     FORMS=self.forms,
                     TILE_ROWS=self.shape.rows,
                     TILE_COLUMNS=self.shape.columns,
                     BLOCK_ROWS=self.block[0],
                     BLOCK_COLUMNS=self.block[1],
                     ON_HOPPER=self.on_hopper,
-                    WALKS=self.num_programs < self.num_tiles,
+                    DIGEST=sums is not None,
                     num_warps=self.shape.num_warps,
                     maxnreg=self.shape.max_registers,
                 )
         for item in self.in_torch:
             run_in_torch(item, out, self.out_dtype, self.block)
+
+    def _note_segment(self, descriptors: list[list[int]], item: CastItem, segment: int) -> bool:
+        """Tell the descriptors of an item where its digest goes, or that nobody digests them on the way."""
+        usual = {WORDS.value, FROM_BF16_WHOLE.value} if self.on_hopper else {WORDS.value}
+        is_digested = bool(descriptors) and all(row[FORM.value] in usual for row in descriptors)
+        for row in descriptors:
+            if row[FORM.value] == WORDS.value:
+                row[SRC_COLUMN.value] = (row[DST.value] - item.out_offset) // (2 * WORD_BYTES)
+                row[LAST.value] = segment
+            elif row[FORM.value] > MOVES.value:
+                row[LAST.value] += 2 * segment
+        return is_digested
 
     def _quantized(self, item: CastItem) -> tuple[list[list[int]], list[int]]:
         forms = FP8_FROM.get(item.source.dtype)
@@ -340,19 +241,9 @@ class CastLaunch:
         if is_whole:
             columns, stride = columns // VECTOR_BYTES, stride * size // VECTOR_BYTES
         down, across = num_blocks(item.rows, item.columns, self.block)
-        # Fields by the names of triton_tiles; those of strides of columns and of the target's rows hold other things.
-        fields = [
-            forms[is_whole].value,
-            0,
-            across,
-            item.rows,
-            columns,
-            address,
-            stride,
-            run,
-            item.out_offset,
-            run_stride,
-        ]
+        # As quantize_block_of reads them.
+        fields = [forms[is_whole].value, 0, across, item.rows, columns, address, stride, run, item.out_offset]
+        fields.append(run_stride)
         return [[*fields, item.scale_offset, int(item.kind == "fp8_block_ue8m0")]], [down * across]
 
     def _moved(self, item: CastItem) -> tuple[list[list[int]], list[int]]:

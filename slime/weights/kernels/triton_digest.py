@@ -39,6 +39,13 @@ def mix(word, position):
 
 
 @triton.jit
+def add_digest(sums, segment, word, position, exists):
+    """Add a tile of words to the digest of a segment.  All of one shape; unsigned, 64 bits."""
+    total = tl.sum(tl.where(exists, mix(word, position), 0))
+    tl.atomic_add(sums + segment, total.to(tl.int64, bitcast=True))
+
+
+@triton.jit
 def _digest_kernel(flat, owner, segments, sums, UNIT: tl.constexpr, TILE: tl.constexpr):
     """One program a tile of one segment.  ``segments``: first tile, offset in UNIT bytes, bytes."""
     program = tl.program_id(0)
@@ -71,16 +78,21 @@ class DigestLaunch:
     def __init__(
         self, offsets: Sequence[int], lengths: Sequence[int], device: torch.device, shape: DigestShape | None = None
     ) -> None:
-        if any(offset % WORD_BYTES.value for offset in offsets):
-            raise ValueError("segments start at multiples of 8 bytes; a bucket aligns its pieces to 256")
         self.shape = shape or DigestShape()
         self.device = device
-        self.unit = 16 if is_aligned(*offsets) else WORD_BYTES.value
-        tiles = [-(-length // (self.shape.words * WORD_BYTES.value)) for length in lengths]
+        self.in_torch = [
+            (index, offset, length)
+            for index, (offset, length) in enumerate(zip(offsets, lengths))
+            if offset % WORD_BYTES.value
+        ]
+        """Segments that do not start at a word; a bucket that keeps to ``manifest.ALIGNMENT`` has none."""
+        aligned = [
+            (0, 0) if offset % WORD_BYTES.value else (offset, length) for offset, length in zip(offsets, lengths)
+        ]
+        self.unit = 16 if is_aligned(*(offset for offset, _ in aligned)) else WORD_BYTES.value
+        tiles = [-(-length // (self.shape.words * WORD_BYTES.value)) for _, length in aligned]
         segments = torch.tensor(
-            [[0, offset // self.unit, length] for offset, length in zip(offsets, lengths)],
-            dtype=torch.int64,
-            device=device,
+            [[0, offset // self.unit, length] for offset, length in aligned], dtype=torch.int64, device=device
         )
         self.owner, segments[:, 0] = tile_index(tiles, device)
         self.segments = segments
@@ -100,4 +112,6 @@ class DigestLaunch:
                     TILE=self.shape.words,
                     num_warps=self.shape.num_warps,
                 )
+        for index, offset, length in self.in_torch:
+            sums[index] = digest.as_signed(digest.digest_bytes(flat[offset : offset + length]))
         return sums

@@ -10,8 +10,10 @@ import math
 import torch
 from torch import Tensor
 
+from slime.weights.digest import digest_bytes
 from slime.weights.kernels.cast_table import CastItem, CastTable
 from slime.weights.kernels.copy_table import CopyItem
+from slime.weights.kernels.digest_table import as_unsigned
 from slime.weights.manifest import align
 from slime.weights.quantize.block_fp8 import num_blocks
 
@@ -85,11 +87,18 @@ def cast_items(device: str, block: int, out_dtype: torch.dtype, *, kinds: tuple[
 
 
 def filled(items: list[CastItem], out_dtype: torch.dtype, block: int, use_triton: bool) -> Tensor:
-    """The bucket of these items, its gaps full of 0xA5."""
+    """The bucket of these items, its gaps full of 0xA5, written with and without digests, which are checked."""
     table = CastTable(items, out_dtype, (block, block), use_triton=use_triton)
-    out = torch.full((align(table.num_bytes),), 0xA5, dtype=torch.uint8, device=items[0].source.device)
-    table.run(out)
-    return out
+    plain, digested = (
+        torch.full((align(table.num_bytes),), 0xA5, dtype=torch.uint8, device=items[0].source.device) for _ in range(2)
+    )
+    table.run(plain)
+    digests = as_unsigned(table.run_with_digests(digested))
+    assert digested.equal(plain)
+    data = plain.cpu()
+    for (offset, size), digest in zip(table.segments, digests, strict=True):
+        assert digest == digest_bytes(data[offset : offset + size]), f"{size} bytes at {offset}"
+    return plain
 
 
 def copy_items(device: str, flat: Tensor) -> list[CopyItem]:

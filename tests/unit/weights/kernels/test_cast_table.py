@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 
+from slime.weights.digest import digest_bytes
 from slime.weights.kernels.cast_table import CastItem, CastTable
+from slime.weights.kernels.digest_table import as_unsigned
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.unit.weights.kernels.table_cases import cast_items
 
@@ -49,6 +51,16 @@ def test_fp8_is_that_of_the_quantizer(kind: str):
     quantized, scale = quantize_block(weight, ue8m0=kind == "fp8_block_ue8m0")
     assert out[256 : 256 + 26_000].equal(quantized.view(torch.uint8).view(-1))
     assert out[256 + 26_112 :][:16].view(torch.float32).equal(scale.view(-1))
+
+
+def test_digests_are_those_of_every_matrix_and_of_its_scales():
+    items = cast_items("cpu", 16, torch.float16)
+    table = CastTable(items, torch.float16, (16, 16))
+    out = torch.zeros(table.num_bytes, dtype=torch.uint8)
+    digests = as_unsigned(table.run_with_digests(out))
+    assert len(digests) == len(items) + sum(item.is_fp8 for item in items)
+    assert digests == [digest_bytes(out[offset : offset + size]) for offset, size in table.segments]
+    assert table.segments[:2] == [(items[0].out_offset, 512), (items[0].scale_offset, 8)]
 
 
 def test_bytes_between_items_stay():
