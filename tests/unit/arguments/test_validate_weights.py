@@ -39,6 +39,7 @@ def test_weights_may_travel_over_disk(make_args, words):
             "--update-weight-disk-dir is /shared/versions, which has no effect unless weights travel over disk",
         ),
         (("--update-weight-disk-keep-files",), "--update-weight-disk-keep-files has no effect unless"),
+        (("--weight-push-failure", "refill"), "which only --use-fault-tolerance does"),
         (("--update-weight-mode", "delta"), "travels over disk only, and --update-weight-transport is nccl"),
         (DELTA[:-2], "say where it lies: --update-weight-local-checkpoint-dir"),
         ((*DELTA, "--colocate"), "--update-weight-mode delta and --colocate exclude each other"),
@@ -60,3 +61,17 @@ def test_what_cannot_work_names_the_flags(complaint, words, says):
 @pytest.mark.skipif(importlib.util.find_spec("blake3") is not None, reason="blake3 is installed: nothing to refuse")
 def test_a_checksum_without_its_package_is_refused_before_the_run(complaint):
     assert "pip install blake3" in complaint(*DELTA, "--update-weight-delta-checksum", "blake3")
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [
+        ((), "stop"),
+        (("--use-fault-tolerance",), "refill"),
+        (("--use-fault-tolerance", "--weight-push-failure", "drop"), "drop"),
+    ],
+)
+def test_engines_that_take_no_push_are_started_again_where_engines_are_at_all(make_args, words, policy):
+    args = make_args(*words)
+    slime_validate_args(args)
+    assert args.weight_push_failure == policy

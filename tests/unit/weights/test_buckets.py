@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from slime.utils.errors import ConfigError, WeightSyncError
-from slime.weights.buckets import iter_buckets
+from slime.weights.buckets import iter_buckets, plan_buckets
+from slime.weights.manifest import Manifest
 from slime.weights.named_tensors import cast_floating, dtype_name, total_bytes, wire_dtype
 
 
@@ -89,3 +90,29 @@ def test_only_floating_tensors_are_cast() -> None:
     named = [("w", torch.zeros(2)), ("i", torch.zeros(2, dtype=torch.int32))]
     assert [dtype_name(t.dtype) for _, t in cast_floating(named, torch.bfloat16)] == ["bfloat16", "int32"]
     assert total_bytes(named) == 16
+
+
+def test_a_plan_lays_whole_tensors_out_without_passing_the_limit_or_parting_a_unit() -> None:
+    units = [
+        [("a", (10,), torch.float32)],
+        [("b", (2, 3), torch.bfloat16), ("b.scale", (1, 1), torch.float32)],
+        [("c", (300,), torch.uint8)],
+        [("d", (2000,), torch.uint8)],
+        [("e", (1,), torch.uint8)],
+    ]
+    tensors, buckets = plan_buckets(units, 1024)
+    assert [[piece.name for piece in bucket.pieces] for bucket in buckets] == [
+        ["a", "b", "b.scale"],
+        ["c"],
+        ["d"],
+        ["e"],
+    ]
+    assert [entry.name for entry in tensors] == ["a", "b", "b.scale", "c", "d", "e"]
+    assert [piece.offset for piece in buckets[0].pieces] == [0, 256, 512]
+    assert [bucket.num_bytes for bucket in buckets] == [516, 300, 2000, 1]
+    Manifest(tuple(tensors), tuple(buckets))
+
+
+def test_a_plan_with_a_limit_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--update-weight-buffer-size is 0"):
+        plan_buckets([], 0)

@@ -1,0 +1,118 @@
+"""Who is still in a push, and whose failure it was."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from slime.backends.megatron_utils.update_weight.roster import PushClock, Roster, start_all, wait_together
+from slime.backends.megatron_utils.update_weight.update_group import UpdateGroup
+from slime.utils.errors import EngineError, WeightSyncError
+
+
+@dataclass
+class Answer:
+    value: Any = None
+    delay_s: float = 0.0
+
+    def wait(self, timeout_s: float) -> Any:
+        if self.delay_s > timeout_s:
+            time.sleep(timeout_s)
+            raise EngineError(f"no answer within {timeout_s:.2f} s")
+        time.sleep(self.delay_s)
+        if isinstance(self.value, BaseException):
+            raise self.value
+        return self.value
+
+
+@dataclass
+class Engine:
+    index: int
+    answer: Answer = field(default_factory=Answer)
+    leaves: Answer = field(default_factory=Answer)
+
+    def ping(self) -> Answer:
+        return self.answer
+
+    def leave_weight_group(self, name: str) -> Answer:
+        return self.leaves
+
+
+CLOCK = PushClock(60)
+
+
+def test_an_engine_gets_half_of_the_time_that_is_left() -> None:
+    assert PushClock(10).step_s == pytest.approx(5, abs=0.1)
+    late = PushClock(10, started_s=time.monotonic() - 8)
+    assert late.step_s == pytest.approx(1, abs=0.1)
+    assert 0 < PushClock(1, started_s=time.monotonic() - 8).step_s < 0.1
+
+
+def test_those_that_do_not_answer_are_fenced_with_the_reason_and_asked_no_more() -> None:
+    engines = [Engine(0, Answer("fine")), Engine(1, Answer(EngineError("it died"))), Engine(2, Answer("late", 5))]
+    roster = Roster(engines)
+    answers = roster.ask("pausing", lambda engine: engine.ping(), PushClock(1))
+    assert answers == {0: "fine"}
+    assert [fenced.index for fenced in roster.fenced] == [1, 2]
+    assert roster.fenced[0].reason == "EngineError: it died (while pausing)"
+    assert "no answer" in roster.fenced[1].reason
+    assert roster.good == engines[:1]
+    assert roster.ask("flushing", lambda engine: engine.ping(), CLOCK) == {0: "fine"}
+
+
+def test_the_first_reason_counts_and_ranks_share_what_they_met() -> None:
+    roster = Roster([Engine(0), Engine(1)])
+    roster.fence(1, "first")
+    roster.fence(1, "second")
+    roster.merge([{1: "other"}, {0: "seen elsewhere"}])
+    assert {fenced.index: fenced.reason for fenced in roster.fenced} == {0: "seen elsewhere", 1: "first"}
+
+
+def test_a_request_that_cannot_even_be_sent_fails_when_it_is_waited_for() -> None:
+    def call(engine: Engine) -> Answer:
+        raise OSError("no connection")
+
+    with pytest.raises(OSError, match="no connection"):
+        start_all([Engine(0)], call)[0].wait(1)
+
+
+def test_the_first_failure_frees_those_that_wait_for_it() -> None:
+    freed = threading.Event()
+
+    class Held:
+        def wait(self, timeout_s: float) -> None:
+            assert freed.wait(timeout_s)
+            raise WeightSyncError("the weight group was abandoned")
+
+    dead = EngineError("it died")
+    failures = wait_together({0: Held(), 1: Answer(dead), 2: Answer("fine")}, 30, freed.set)
+    assert list(failures) == [1, 0], "in the order in which they came"
+    assert failures[1] is dead
+
+
+COLLATERAL = WeightSyncError("the weight group was abandoned while rank 1 waited in it")
+
+
+@pytest.mark.parametrize(
+    ("failures", "stays", "blamed", "why"),
+    [
+        ({1: EngineError("it died")}, 1, {1}, "the one that does not leave either is dead"),
+        ({0: COLLATERAL, 1: EngineError("out of memory")}, None, {1}, "an error of its own, not one of the group"),
+        ({0: COLLATERAL, 1: COLLATERAL}, None, {0}, "when all errors are of the group, the first one's"),
+        ({0: COLLATERAL, 1: COLLATERAL}, 1, {1}, "unless another hangs"),
+        ({}, None, set(), "only the trainer's own part failed: nobody"),
+    ],
+)
+def test_who_broke_a_group_is_found_when_all_leave_it(
+    failures: dict[int, BaseException], stays: int | None, blamed: set[int], why: str
+) -> None:
+    group = UpdateGroup("slime")
+    group.members = [Engine(i, leaves=Answer(EngineError("dead")) if i == stays else Answer()) for i in range(3)]
+    roster = Roster(group.members)
+    group._blame(failures, roster, CLOCK, "broadcasting bucket 3")
+    assert set(roster.reasons) == blamed, why
+    assert all("while broadcasting bucket 3" in reason for reason in roster.reasons.values())
