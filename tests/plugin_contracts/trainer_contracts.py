@@ -170,4 +170,5 @@ CONTRACTS = {
     "--custom-megatron-before-log-prob-hook-path": before_log_prob,
     "--custom-megatron-before-train-step-hook-path": before_train_step,
     "--custom-update-weight-post-write-path": signature_only,
+    "--sglang-custom-pull-weights-pre-read-hook": signature_only,
 }
