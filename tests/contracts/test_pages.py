@@ -62,5 +62,5 @@ def test_flags_that_a_page_names_exist(page):
 
 def test_the_readme_lists_every_plug_in_once_in_the_order_of_the_table():
     readme = (REPO / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(--[a-z-]+-path)` \|", readme, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(--[a-z-]+-(?:path|hook))` \|", readme, flags=re.MULTILINE)
     assert rows == [hook.flag for hook in HOOKS]
