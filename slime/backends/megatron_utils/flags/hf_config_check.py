@@ -6,6 +6,7 @@ The file is read as plain JSON: what it does not say is not compared, and no mod
 from __future__ import annotations
 
 import json
+import logging
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import wire_dtype
+from slime.weights.quantize.formats import BlockFp8
+
+logger = logging.getLogger(__name__)
 
 _SIMPLE = {
     # key of config.json -> attribute of args
@@ -76,10 +80,10 @@ def check_hf_config(args: Namespace) -> None:
         )
     for problem in sparse_problems(args, config):
         raise ConfigError(problem)
-    _check_that_weights_can_be_pushed(args, config)
+    check_that_weights_can_be_pushed(args, config)
 
 
-def _check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
+def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
     """What the first push of weights would find out: no name map for the model, or no way to quantize it.
 
     Nothing is pushed by ``--debug-train-only`` and by the tools, which have no such flag.
@@ -89,7 +93,13 @@ def _check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -
     model_name = args.model_name or config.get("model_type")
     if model_name is not None:
         find_weight_map(model_name)
-    checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=wire_dtype(config))
+    quantizer = checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=wire_dtype(config))
+    if quantizer is not None and not isinstance(quantizer.format, BlockFp8):
+        logger.warning(
+            "--hf-checkpoint is quantized, and not in FP8 by blocks: SGLang lays such weights out anew while it loads "
+            "them, and an engine that is not patched to undo that (/post_process_weights) refuses every push, naming "
+            "the tensors. tools/convert_hf_to_fp8.py --strategy block makes a checkpoint that needs no patch."
+        )
 
 
 def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
