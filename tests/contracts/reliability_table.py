@@ -477,7 +477,10 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=WEIGHTS,
         waits="Trainer and engines for each other in a broadcast of weights",
-        code=("slime.weights.channel.WeightChannel",),
+        code=(
+            "slime.weights.channel.WeightChannel",
+            "slime.backends.megatron_utils.update_weight.sender.WeightSender",
+        ),
         bounds=("--weight-update-timeout-s",),
         deadline="at once when a member dies: the group is abandoned",
         raises="WeightSyncError",
