@@ -14,6 +14,7 @@ RUNTIME_FACTS = frozenset(
         "start_rollout_id",
         "rollout_num_gpus",
         "sglang_model_routers",
+        "rollout_num_engines",
         "sglang_router_ip",
         "sglang_router_port",
         "run_folder",

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from slime.arguments import record_runtime
 from slime.backends.sglang_utils.router_process import RouterHandle, find_worker, register_worker
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, resolve_sglang_config
@@ -89,7 +90,11 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> tuple[list[Rollout
     servers: list[RolloutServer] = []
     starting: list[ray.ObjectRef] = []
     gpu_offset = rank_offset = 0
-    for index, model in enumerate(resolve_sglang_config(args).models):
+    layout = resolve_sglang_config(args)
+    if args.sglang_config is not None:
+        # Requests go to the first model: GPUs of others, and those left empty, do not add to what it takes at a time.
+        record_runtime(args, rollout_num_engines=layout.models[0].num_engines)
+    for index, model in enumerate(layout.models):
         server = RolloutServer(model, start_model_router(args, model, is_first=index == 0), [])
         for config in model.server_groups:
             group = ServerGroup(

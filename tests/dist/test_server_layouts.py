@@ -18,6 +18,7 @@ from slime.ray.engine_fleet import EngineFleet
 from slime.ray.placement_group import GpuSlice, _reserve
 from slime.ray.waiting import WATCH_GROUP
 from slime.utils.errors import ConfigError, EngineError
+from slime.utils.http_utils import get_rollout_num_engines
 from tests.dist.scripted_server import ScriptedEngineActor
 from tests.scripted_engine.server import ScriptedEngine
 
@@ -124,6 +125,7 @@ def test_two_models_with_groups_of_their_own_a_gap_and_an_engine_over_two_nodes(
     (tmp_path / "engines.yaml").write_text(YAML)
     fleet = start(sglang_config=str(tmp_path / "engines.yaml"))
     policy, judge = fleet.servers
+    assert get_rollout_num_engines(fleet.args) == 3, "two small ones and a large one; the judge has its own requests"
     small, gap, large = policy.groups
     assert [len(group.all_engines) for group in (small, gap, large)] == [2, 1, 2]
     assert gap.engines == [None]

@@ -60,6 +60,12 @@ class ModelConfig:
         return sum(group.num_gpus for group in self.server_groups)
 
     @property
+    def num_engines(self) -> int:
+        """Engines that take requests: neither encoders nor placeholders."""
+        serving = [group for group in self.server_groups if group.worker_type not in ("encoder", "placeholder")]
+        return sum(group.num_gpus // group.num_gpus_per_engine for group in serving)
+
+    @property
     def has_prefill_decode(self) -> bool:
         """Whether some of its engines only prefill or only decode."""
         return any(group.worker_type in ("prefill", "decode") for group in self.server_groups)

@@ -122,3 +122,22 @@ def test_the_gpus_of_a_file_must_be_those_of_the_flag(tmp_path):
     path.write_text(f"sglang: [{{name: a, server_groups: [{GROUP}]}}]")
     with pytest.raises(ConfigError, match="take 2 GPUs, --rollout-num-gpus is 8"):
         resolve_sglang_config(flags(sglang_config=str(path)))
+
+
+def test_engines_that_take_requests_are_counted_and_no_others(tmp_path):
+    config = load(
+        tmp_path,
+        """
+sglang:
+  - name: policy
+    server_groups:
+      - {worker_type: regular, num_gpus: 4}
+      - {worker_type: placeholder, num_gpus: 2}
+      - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4}
+      - {worker_type: encoder, num_gpus: 2}
+  - name: judge
+    model_path: /judge
+    server_groups: [{worker_type: regular, num_gpus: 8}]
+""",
+    )
+    assert [model.num_engines for model in config.models] == [3, 4]
