@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils.loader_message import by_value
+from slime.backends.megatron_utils.sglang import serialize_by_value
 from slime.weights.digest import combine, digest_tensor
 from tests.dist.fault_engine import FaultyEngine, serve
 from tests.loaded_model.engine import LoadedModel
@@ -29,7 +29,7 @@ class MatrixEngine(LoadedModel):
 
     def load_stock(self, folder: str) -> None:
         """Let SGLang's own loader read the checkpoint."""
-        self.update_weights_from_tensor([by_value(read_tensors(Path(folder)).items())] * self._tp_size)
+        self.update_weights_from_tensor([serialize_by_value(list(read_tensors(Path(folder)).items()))] * self._tp_size)
 
     def digest(self) -> str:
         """One number for everything that the engine holds, on all its ranks, under its own names."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import operator
 import pickle
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.errors import ConfigError
-from slime.weights.named_tensors import NamedTensors
+from slime.weights.named_tensors import NamedTensors, without_small_floats
 
 FLATTENED_BUCKET = "flattened_bucket"
 """``load_format`` of a bucket whose tensors lie in one flat buffer."""
@@ -88,8 +89,17 @@ def serialize_handle(buffer: torch.Tensor) -> str:
 def serialize_by_value(bucket: NamedTensors) -> str:
     """The bucket's tensors themselves, as text: slow, but it reaches an engine on any host (checks only)."""
     buffer = io.BytesIO()
-    pickle.Pickler(buffer, protocol=4).dump([(name, tensor.cpu()) for name, tensor in bucket])
+    pickle.Pickler(buffer, protocol=4).dump([(name, tensor.cpu()) for name, tensor in without_small_floats(bucket)])
     return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+class _ByValue(pickle.Pickler):
+    """Eight-bit floats travel as bytes with a change of view: torch cannot read back what it pickles of them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.is_floating_point() and obj.element_size() == 1:
+            return operator.methodcaller("view", obj.dtype), (obj.contiguous().view(torch.uint8),)
+        return NotImplemented
 
 
 def flatten(bucket: NamedTensors) -> torch.Tensor:
