@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -36,12 +35,18 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.model_shapes import MODELS, outputs  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000}
 CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": QWEN3
+    | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
+    | {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False},
+    "tiny-moe": QWEN3
+    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
     | {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False},
     "qwen3-4B": QWEN3
@@ -73,6 +78,10 @@ TINY_FLAGS = """
 --num-query-groups 2 --kv-channels 32 --vocab-size 512 --swiglu --qk-layernorm --normalization RMSNorm
 --norm-epsilon 1e-6 --rotary-base 1000000 --disable-bias-linear --untie-embeddings-and-output-weights
 --use-rotary-position-embeddings
+""".split()
+TINY_MOE_FLAGS = """
+--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq [1,1] --moe-grouped-gemm
+--moe-router-score-function softmax --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
 """.split()
 RUN_FLAGS = """
 --num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 1 --global-batch-size 1
@@ -109,6 +118,13 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
         config["quantization_config"] = FP8
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
+    if options.fp8:
+        # The index of such a checkpoint tells the sender what to quantise.
+        dimensions = MODELS[options.model.lower()]
+        found = outputs(dimensions, lambda *shape: torch.empty(*shape, device="meta"))
+        names = [output.name for output in found] + [f"{o.name}_scale_inv" for o in found if o.is_quantized]
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"unused": torch.zeros(1)}, folder / "model.safetensors")  # never read: the weights are random
 
 
@@ -117,7 +133,8 @@ def run_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Name
     from benchmarks.train_mfu import model_flags
     from slime.arguments import parse_args
 
-    flags = TINY_FLAGS if options.model == "tiny" else model_flags(options.model)
+    tiny = {"tiny": TINY_FLAGS, "tiny-moe": [*TINY_FLAGS, *TINY_MOE_FLAGS]}
+    flags = tiny[options.model] if options.model in tiny else model_flags(options.model)
     place = [] if options.disaggregated else ["--colocate"]
     argv = [
         *(*flags, *RUN_FLAGS, *place, "--hf-checkpoint", folder, "--ref-load", folder, "--load", folder),
@@ -188,8 +205,6 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     initialize.init(args)
     model = build_model(args, wrap_with_ddp=False)
     hf_config = json.loads((Path(options.work_dir) / "config.json").read_text())
-    if options.fp8:
-        write_index(args, model, hf_config, Path(options.work_dir))
     engine = SGLangEngine(args, rank=0, num_gpus_per_engine=options.engine_gpus)
     engine.connect(options.url, tp_size=options.engine_gpus)
     offset = options.num_gpus if options.disaggregated else 0
@@ -222,20 +237,6 @@ def perturb(model: Any) -> None:
         for chunk in model:
             for parameter in chunk.parameters():
                 parameter.mul_(1.01)
-
-
-def write_index(args: Namespace, model: Any, hf_config: Mapping[str, Any], folder: Path) -> None:
-    """The index of an FP8 checkpoint of this model, which tells the sender what to quantise."""
-    from slime.backends.megatron_utils.update_weight.headers import hf_headers
-    from slime.weights.quantize.offline_rules import is_quantized_offline
-
-    stages = hf_headers(args, model, model_name=hf_config["model_type"], dtype=torch.bfloat16)
-    names = [name for headers in stages for name, _, _ in headers]
-    if dist.get_rank() == 0:
-        weight_map = {name: "model.safetensors" for name in names}
-        weight_map |= {f"{n}_scale_inv": "model.safetensors" for n in names if is_quantized_offline(n)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    dist.barrier()
 
 
 def print_result(
