@@ -21,7 +21,10 @@ from slime.backends.megatron_utils.model_switch import ModelSwitch
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
 from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights.kernels.cast_table import CastTable
+from slime.weights.quantize import Quantizer
+from slime.weights.quantize.formats import BlockFp8
 from tests.matrix import layout_rank
 from tests.matrix.case import load_cases, read_config
 from tests.matrix.layouts import LAYOUTS, write_checkpoint
@@ -47,6 +50,15 @@ def test_the_ranks_buckets_hold_what_gathering_gives(family: str) -> None:
     cells = run_cells(list(load_cases([family]).values())[:1], FAST_CELLS[family], FAST_FORMATS)
     assert [cell.column for cell in cells] == sorted(FAST_CELLS[family], key=list(LAYOUTS).index)
     assert all(cell.passed for cell in cells), summary(cells)
+
+
+class MissesATensor(Quantizer):
+    """One that the second rank cannot work with."""
+
+    def is_quantized(self, name: str) -> bool:
+        if torch.distributed.get_rank() == 1:
+            raise ConfigError(f"the quantized --hf-checkpoint has no tensor {name}")
+        return False
 
 
 def push_again_and_again(name: str, folder: str) -> dict[str, Any]:
@@ -103,6 +115,13 @@ def push_again_and_again(name: str, folder: str) -> dict[str, Any]:
         push("asleep again")
         host["weights"] = None
         push("awake")
+    quantizer = MissesATensor(BlockFp8((4, 4)), [])
+    with pytest.raises(WeightSyncError) as refused:
+        ShardBuckets(
+            args, model, lambda: None, model_name=model_name, dtype=torch.float32, quantizer=quantizer,
+            bucket_bytes=16 * 1024,
+        )  # fmt: skip
+    result["refusal"] = str(refused.value)
     result["buckets"] = len(source.plan.buckets[torch.distributed.get_rank()])
     result["tensors"] = len(source.manifest.tensors)
     return result
@@ -137,3 +156,9 @@ def test_tables_are_made_again_only_when_parameters_lie_elsewhere(ranks: list[di
 def test_the_buffer_stays_at_its_address(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert len(set(rank["addresses"])) == 1
+
+
+def test_what_one_rank_cannot_send_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["refusal"] == ranks[1]["refusal"]
+    assert "trainer rank 1 cannot tell what it shall send" in ranks[0]["refusal"]
+    assert "has no tensor model.embed_tokens.weight" in ranks[0]["refusal"]

@@ -11,6 +11,7 @@ named in the log once, and travel gathered, in buckets behind the others.
 from __future__ import annotations
 
 import logging
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -43,6 +44,7 @@ from slime.weights.quantize.formats import BlockFp8
 
 logger = logging.getLogger(__name__)
 
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 _Told = tuple[int, list[tuple[str, Offer]], dict[str, str], str | None]
 """A rank's stage, offers by parameter, parameters that it cannot send, and what went wrong."""
 
@@ -117,7 +119,9 @@ class ShardBuckets:
             self._manifest = Manifest(
                 (*self.plan.manifest.tensors, *rest.tensors), (*self.plan.manifest.buckets, *rest.buckets)
             )
-            _log_misfits(self.misfits)
+            if dist.get_rank() == 0:
+                for sentence in describe_misfits(self.misfits):
+                    logger.info("%s", sentence)
         self._buffer: Tensor | None = None
         self._pointers: list[int] = []
         self._tables: list[CastTable] = []
@@ -221,12 +225,13 @@ def quantized_blocks(quantizer: Quantizer | None) -> QuantizedBlocks | None:
     return QuantizedBlocks(quantizer.is_quantized, quantizer.outputs, None)
 
 
-def _log_misfits(misfits: Mapping[str, str]) -> None:
-    if dist.get_rank() != 0:
-        return
-    by_kind: dict[str, list[str]] = {}
+def describe_misfits(misfits: Mapping[str, str]) -> list[str]:
+    """One sentence for each kind of parameter that is gathered, however many layers have it."""
+    kinds: dict[str, list[str]] = {}
     for name in sorted(misfits):
-        by_kind.setdefault(name.rpartition(".layers.")[2].partition(".")[2] or name, []).append(name)
-    for names in by_kind.values():
-        more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
-        logger.info("%s%s: gathered for every push, as %s", names[0], more, misfits[names[0]])
+        kinds.setdefault(_LAYER_NUMBER.sub(".", name), []).append(name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} like it' if len(names) > 1 else ''}: gathered for every push, because "
+        f"{misfits[names[0]]}"
+        for names in kinds.values()
+    ]
