@@ -18,7 +18,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -100,7 +100,9 @@ def main() -> None:
     host = None
     if options.host:
         host = {f"0.{n}": p.detach().to("cpu").pin_memory() for n, p in model[0].named_parameters()}
-    common = dict(model_name=name, dtype=torch.bfloat16, quantizer=quantizer, bucket_bytes=options.bucket_mib << 20)
+    common: dict[str, Any] = dict(
+        model_name=name, dtype=torch.bfloat16, quantizer=quantizer, bucket_bytes=options.bucket_mib << 20
+    )
     launches = [0]
     run = CastTable.run
 
@@ -109,7 +111,7 @@ def main() -> None:
         run(self, out)
 
     CastTable.run = counted  # type: ignore[method-assign]
-    ways: dict[str, Callable[[], object]] = {"tables": lambda: ShardBuckets(args, model, lambda: host, **common)}
+    ways: dict[str, Callable[[], BucketSource]] = {"tables": lambda: ShardBuckets(args, model, lambda: host, **common)}
     if not options.no_gathered:
         ways["gathered"] = lambda: GatheredBuckets(args, model, lambda: host, across_stages=True, **common)
     read = sum(p.numel() * p.element_size() for p in model[0].parameters())
