@@ -327,7 +327,7 @@ def sweep(name: str, found: list[Output], options: argparse.Namespace, copy_rate
         for warps, registers in ((8, None), (8, 64), (8, 80), (4, None), (4, 128), (16, None))
     ]
     for shape in shapes:
-        launch = CastLaunch(bucket.cast.items, torch.bfloat16, (BLOCK, BLOCK), shape)
+        launch = CastLaunch(bucket.cast.items, torch.bfloat16, (BLOCK, BLOCK), shape=shape)
         line(f"fp8 {shape}", size, lambda launch=launch: launch.run(flat), bucket.digest)
         line(f"fp8 with digests {shape}", size, lambda launch=launch: launch.run_with_digests(flat), bucket.digest)
 
@@ -335,7 +335,7 @@ def sweep(name: str, found: list[Output], options: argparse.Namespace, copy_rate
     plain_size = plain.cast.bytes_read + plain.cast.bytes_written
     for rows, columns, warps in ((8, 512, 8), (4, 512, 8), (8, 256, 8), (8, 256, 4), (4, 512, 4)):
         shape = CastShape(rows=rows, columns=columns, num_warps=warps)
-        launch = CastLaunch(plain.cast.items, torch.bfloat16, (BLOCK, BLOCK), shape)
+        launch = CastLaunch(plain.cast.items, torch.bfloat16, (BLOCK, BLOCK), shape=shape)
         line(f"bf16 {shape}", plain_size, lambda launch=launch: launch.run(flat), plain.digest)
         line(
             f"bf16 with digests {shape}", plain_size, lambda launch=launch: launch.run_with_digests(flat), plain.digest

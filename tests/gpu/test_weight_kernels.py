@@ -10,7 +10,14 @@ from slime.weights.kernels.cast_table import CastItem, CastTable
 from slime.weights.kernels.copy_table import CopyItem, CopyTable
 from slime.weights.kernels.digest_table import DigestTable, as_unsigned, digest_segments
 from slime.weights.quantize.block_fp8 import quantize_block
-from tests.unit.weights.kernels.table_cases import COPY_BYTES, FLOATS, cast_items, copy_items, filled
+from tests.unit.weights.kernels.table_cases import (
+    COPY_BYTES,
+    FLOATS,
+    cast_items,
+    check_joined_items,
+    copy_items,
+    filled,
+)
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -36,6 +43,10 @@ def test_other_blocks_equal_the_torch_path(block: int) -> None:
     items = cast_items("cuda", block, torch.bfloat16, kinds=("fp8_block", "fp8_block_ue8m0"))
     wanted = filled(items, torch.bfloat16, block, use_triton=False)
     assert_same_bytes(filled(items, torch.bfloat16, block, use_triton=True), wanted)
+
+
+def test_digests_of_segments_that_several_items_make_up() -> None:
+    check_joined_items("cuda", use_triton=True)
 
 
 def quantize_by_table(weight: torch.Tensor, kind: str = "fp8_block") -> tuple[torch.Tensor, torch.Tensor]:

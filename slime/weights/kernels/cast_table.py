@@ -69,6 +69,8 @@ class CastTable:
         block: rows and columns that share a scale.
         use_triton: None takes Triton for CUDA tensors; True is for tests of the kernels in Triton's interpreter.
         device: where the bucket lies; None for where the items do.  A GPU reads pinned host memory over the bus.
+        segments: offset and bytes of what :meth:`run_with_digests` gives digests of; None for every matrix and every
+            array of scales, in the order of the items.
 
     Raises:
         ValueError: an item does not fit its source, its offsets are not aligned, or devices differ.
@@ -82,6 +84,7 @@ class CastTable:
         *,
         use_triton: bool | None = None,
         device: torch.device | None = None,
+        segments: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.items = tuple(items)
         self.out_dtype = out_dtype
@@ -99,12 +102,12 @@ class CastTable:
                     f"item {index} lies on {source.device}, which {self.device} cannot read; only host memory that is "
                     "pinned can be read from there"
                 )
-        self.segments = [segment for item in self.items for segment in item.segments(out_dtype, block)]
-        """Offset and bytes of every matrix and every array of scales, in the order of the items."""
-        self.num_bytes = max((offset + size for offset, size in self.segments), default=0)
+        own = [segment for item in self.items for segment in item.segments(out_dtype, block)]
+        self.segments = own if segments is None else list(segments)
+        self.num_bytes = max((offset + size for offset, size in (*own, *self.segments)), default=0)
         """Bytes that the bucket must have."""
         self.bytes_read = sum(item.rows * item.columns * item.source.element_size() for item in self.items)
-        self.bytes_written = sum(size for _, size in self.segments)
+        self.bytes_written = sum(size for _, size in own)
 
         if use_triton is None:
             use_triton = self.device is not None and self.device.type == "cuda"
@@ -113,7 +116,7 @@ class CastTable:
             # Triton comes with torch for CUDA only.
             from slime.weights.kernels.triton_cast import CastLaunch
 
-            self._launch = CastLaunch(self.items, out_dtype, block, device=self.device)
+            self._launch = CastLaunch(self.items, out_dtype, block, self.segments, device=self.device)
 
     def run(self, out: Tensor) -> None:
         """Fill the bucket ``out`` (flat, uint8, at least :attr:`num_bytes`) from what the parameters hold now.

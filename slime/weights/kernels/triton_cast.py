@@ -7,6 +7,7 @@ reading them again; the few segments of other forms are digested by a launch of 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import operator
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+from slime.weights.digest import WORD_BYTES as DIGEST_BYTES
 from slime.weights.kernels.cast_table import CastItem, run_in_torch
-from slime.weights.kernels.rectangles import VECTOR_BYTES, WORD_BYTES, Matrix, is_aligned, matrices, tile_index
+from slime.weights.kernels.rectangles import VECTOR_BYTES, Matrix, is_aligned, matrices, tile_index
 from slime.weights.kernels.triton_digest import DigestLaunch, add_digest
 from slime.weights.kernels.triton_fp8 import quantize_block_of, quantize_pairs
 from slime.weights.kernels.triton_tiles import (
@@ -29,7 +31,7 @@ from slime.weights.kernels.triton_tiles import (
     LAST,
     MOVES,
     NUM_MOVES,
-    SRC_COLUMN,
+    POSITION,
     UNIT,
     WORDS,
     form_of,
@@ -70,9 +72,9 @@ class CastShape:
 def _copy_words(
     descriptor, tile, out, sums, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy one tile of the form WORDS and digest it; SRC_COLUMN holds the position of the descriptor's first pair of
-    words in its segment, LAST the segment."""
-    _, _, across, rows, columns, src, src_row, position, dst, dst_row, _, segment = descriptor
+    """Copy one tile of the form WORDS and digest it: LAST holds the segment, POSITION where in it the descriptor's
+    first 64 bits are."""
+    _, _, across, rows, columns, src, src_row, _, dst, dst_row, _, segment, position = descriptor
     row = ((tile // across).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS))[:, None]
     column = (tile % across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
     source = tl.multiple_of(src.to(tl.pointer_type(tl.uint32)), VECTOR_OF_BYTES)
@@ -137,6 +139,7 @@ class CastLaunch:
         items: Sequence[CastItem],
         out_dtype: torch.dtype,
         block: tuple[int, int],
+        segments: Sequence[tuple[int, int]] | None = None,
         shape: CastShape | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -150,21 +153,17 @@ class CastLaunch:
         """Items that no kernel covers: a rare dtype, or a block whose sides are no powers of two."""
         descriptors: list[list[int]] = []
         tiles: list[int] = []
-        segments: list[tuple[int, int]] = []
-        apart: list[int] = []
+        written: list[tuple[CastItem, list[list[int]]]] = []
         for item in items:
             rows, counts = self._quantized(item) if item.is_fp8 else self._moved(item)
-            own = item.segments(out_dtype, block)
-            is_digested = self._note_segment(rows, item, len(segments))
-            first_apart = len(segments) + (1 if is_digested else 0)
-            segments += own
-            apart += range(first_apart, len(segments))
+            written.append((item, rows))
             descriptors += rows
             tiles += counts
-        self.num_segments = len(segments)
-        self._apart = torch.tensor(apart, dtype=torch.int64, device=self.device)
+        if segments is None:
+            segments = [segment for item in items for segment in item.segments(out_dtype, block)]
+        self.segments = segments
+        self._apart = self._assign_segments(written)
         """Segments that are digested after they were written."""
-        self._segments_apart = [segments[index] for index in apart]
         self._digest_apart: DigestLaunch | None = None
         self.forms = _few_masks(functools.reduce(operator.or_, (row[0] for row in descriptors), 0))
         if descriptors:
@@ -176,15 +175,17 @@ class CastLaunch:
         self._run(out, None)
 
     def run_with_digests(self, out: Tensor) -> Tensor:
-        """int64 ``[num_segments]``."""
-        sums = torch.zeros(self.num_segments, dtype=torch.int64, device=self.device)
+        """int64 ``[segments]``."""
+        # One more, for what is in no segment.
+        sums = torch.zeros(len(self.segments) + 1, dtype=torch.int64, device=self.device)
         self._run(out, sums)
-        if self._segments_apart:
+        if self._apart:
             if self._digest_apart is None:
-                offsets, lengths = zip(*self._segments_apart, strict=True)
+                offsets, lengths = zip(*(self.segments[index] for index in self._apart), strict=True)
                 self._digest_apart = DigestLaunch(offsets, lengths, self.device)
-            sums[self._apart] = self._digest_apart.run(out)
-        return sums
+                self._index_apart = torch.tensor(self._apart, device=self.device)
+            sums[self._index_apart] = self._digest_apart.run(out)
+        return sums[:-1]
 
     def _run(self, out: Tensor, sums: Tensor | None) -> None:
         if out.data_ptr() % VECTOR_BYTES:
@@ -209,17 +210,29 @@ class CastLaunch:
         for item in self.in_torch:
             run_in_torch(item, out, self.out_dtype, self.block)
 
-    def _note_segment(self, descriptors: list[list[int]], item: CastItem, segment: int) -> bool:
-        """Tell the descriptors of an item where its digest goes, or that nobody digests them on the way."""
+    def _assign_segments(self, written: Sequence[tuple[CastItem, list[list[int]]]]) -> list[int]:
+        """Tell the descriptors of each item where its digest goes; the segments that they do not digest as a whole."""
         usual = {WORDS.value, FROM_BF16_WHOLE.value} if self.on_hopper else {WORDS.value}
-        is_digested = bool(descriptors) and all(row[FORM.value] in usual for row in descriptors)
-        for row in descriptors:
-            if row[FORM.value] == WORDS.value:
-                row[SRC_COLUMN.value] = (row[DST.value] - item.out_offset) // (2 * WORD_BYTES)
-                row[LAST.value] = segment
-            elif row[FORM.value] > MOVES.value:
-                row[LAST.value] += 2 * segment
-        return is_digested
+        order = sorted(range(len(self.segments)), key=self.segments.__getitem__)
+        starts = [self.segments[index][0] for index in order]
+        missing = [size for _, size in self.segments]
+        for item, descriptors in written:
+            begin, size = item.segments(self.out_dtype, self.block)[0]
+            place = bisect.bisect_right(starts, begin) - 1
+            segment = order[place] if place >= 0 else len(self.segments)
+            first = begin - starts[place] if place >= 0 else 0
+            is_inside = place >= 0 and first + size <= self.segments[segment][1] and first % DIGEST_BYTES == 0
+            if is_inside and descriptors and all(row[FORM.value] in usual for row in descriptors):
+                missing[segment] -= size
+            for row in descriptors:
+                # A segment that is digested afterwards may have anything in its place until then.
+                if row[FORM.value] == WORDS.value:
+                    row[LAST.value] = segment
+                    row[POSITION.value] = (first + row[DST.value] - begin) // DIGEST_BYTES
+                elif row[FORM.value] > MOVES.value:
+                    row[LAST.value] += 2 * segment
+                    row[POSITION.value] = first // DIGEST_BYTES
+        return [index for index, size in enumerate(missing) if size]
 
     def _quantized(self, item: CastItem) -> tuple[list[list[int]], list[int]]:
         forms = FP8_FROM.get(item.source.dtype)
@@ -244,7 +257,7 @@ class CastLaunch:
         # As quantize_block_of reads them.
         fields = [forms[is_whole].value, 0, across, item.rows, columns, address, stride, run, item.out_offset]
         fields.append(run_stride)
-        return [[*fields, item.scale_offset, int(item.kind == "fp8_block_ue8m0")]], [down * across]
+        return [[*fields, item.scale_offset, int(item.kind == "fp8_block_ue8m0"), 0]], [down * across]
 
     def _moved(self, item: CastItem) -> tuple[list[list[int]], list[int]]:
         from_dtype = item.source.dtype

@@ -44,7 +44,7 @@ def _copy_kernel(
     """One program a tile."""
     program = tl.program_id(0)
     descriptor = load_descriptor(table + tl.load(owner + program).to(tl.int64) * FIELDS)
-    _, first, _, _, _, src, _, _, dst, _, _, item = descriptor
+    _, first, _, _, _, src, _, _, dst, _, _, item, _ = descriptor
     dst = dst.to(tl.pointer_type(tl.uint8))
     count = move_tile(descriptor, program - first, flat + src, dst, FORMS, TILE_ROWS, TILE_COLUMNS, COMPARE)
     if COMPARE:

@@ -104,9 +104,10 @@ def quantize_block_of(
     """One block: TYPE and SIZE in bytes of the source's elements; IS_WHOLE when lengths are in vectors.
 
     Of the descriptor's fields, those of strides of columns and of the target's rows hold: rows of a run, rows from run
-    to run, offset of the scales.  LAST is twice the segment of the digest, and one for scales that are powers of two.
+    to run, offset of the scales.  LAST is twice the segment of the digest, and one for scales that are powers of two;
+    POSITION is that of the first word in the segment.
     """
-    _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, last = descriptor
+    _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, last, _ = descriptor
     first = tile // across * BLOCK_ROWS
     first_source, source_row = _source_rows(first, run.to(tl.int32), run_stride.to(tl.int32), BLOCK_ROWS)
     row = tl.arange(0, BLOCK_ROWS)
@@ -144,7 +145,7 @@ def quantize_pairs(
 
     With DIGEST the bytes that are written are digested before they leave.
     """
-    _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, last = descriptor
+    _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, last, position = descriptor
     first = tile // across * BLOCK_ROWS
     first_source, source_row = _source_rows(first, run.to(tl.int32), run_stride.to(tl.int32), BLOCK_ROWS)
     row = tl.arange(0, BLOCK_ROWS)
@@ -176,6 +177,6 @@ def quantize_pairs(
         low, high = tl.split(tl.reshape(low | (high << 16), (BLOCK_ROWS, BLOCK_COLUMNS // 8, 2)))
         word_column = (tile % across * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8))[None, :]
         in_row = columns // 4
-        position = (first + row).to(tl.uint64)[:, None] * in_row.to(tl.uint64) + word_column.to(tl.uint64)
+        position += (first + row).to(tl.int64)[:, None] * in_row + word_column
         exists = (first + row < rows)[:, None] & (word_column < in_row)
-        add_digest(sums, last >> 1, low | (high << 32), position, exists)
+        add_digest(sums, last >> 1, low | (high << 32), position.to(tl.uint64), exists)

@@ -27,7 +27,8 @@ DST = tl.constexpr(8)
 DST_ROW = tl.constexpr(9)
 DST_COLUMN = tl.constexpr(10)
 LAST = tl.constexpr(11)
-FIELDS = tl.constexpr(12)
+POSITION = tl.constexpr(12)
+FIELDS = tl.constexpr(13)
 
 # Forms are bits, so that those of a table make a mask.
 WORDS = tl.constexpr(1 << 0)
@@ -82,6 +83,7 @@ def load_descriptor(table):
         tl.load(table + DST_ROW),
         tl.load(table + DST_COLUMN),
         tl.load(table + LAST),
+        tl.load(table + POSITION),
     )
 
 
@@ -92,7 +94,7 @@ def _move(
 ):  # fmt: skip
     """A tile in one form.  FROM and TO: how elements are read and written; BITS: the unsigned integer of TO's SIZE
     bytes; UNIT: elements in which lengths are given."""
-    _, _, _, rows, columns, _, src_row, src_column, _, dst_row, dst_column, _ = descriptor
+    _, _, _, rows, columns, _, src_row, src_column, _, dst_row, dst_column, _, _ = descriptor
     src = base_src.to(tl.pointer_type(FROM), bitcast=True)
     dst = base_dst.to(tl.pointer_type(TO), bitcast=True)
     if UNIT > 1:
@@ -215,7 +217,7 @@ def move_descriptors(
         descriptors.append(
             [form, 0, across, part.rows, part.columns // scale]
             + [part.src, part.src_strides[0] // scale, part.src_strides[1]]
-            + [part.dst, part.dst_strides[0] // scale, part.dst_strides[1], last]
+            + [part.dst, part.dst_strides[0] // scale, part.dst_strides[1], last, 0]
         )
     return descriptors, counts
 

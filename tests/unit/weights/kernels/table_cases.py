@@ -101,6 +101,31 @@ def filled(items: list[CastItem], out_dtype: torch.dtype, block: int, use_triton
     return plain
 
 
+def joined_items(device: str) -> tuple[list[CastItem], list[tuple[int, int]]]:
+    """Segments that several items make up together, one of which no item fills; and in no order."""
+    wide = weights(64, 48, torch.bfloat16, device, 90)
+    narrow = weights(8, 5, torch.bfloat16, device, 91)
+    items = [
+        CastItem(wide, 24, 0, 24, 512, "copy"),
+        CastItem(wide[24:], 8, 16, 24, 512 + 24 * 96, "copy"),
+        CastItem(wide, 32, 0, 32, 8192, "fp8_block", 12288),
+        CastItem(wide[32:], 32, 0, 32, 8192 + 32 * 48, "fp8_block", 12288 + 8),
+        CastItem(wide, 16, 0, 16, 16384, "copy"),
+        CastItem(narrow, 8, 0, 8, 16384 + 16 * 96, "copy"),
+        CastItem(wide, 16, 0, 16, 32768, "copy"),
+    ]
+    return items, [(12288, 16), (8192, 64 * 48), (32768, 32 * 96), (512, 48 * 96), (16384, 16 * 96 + 80)]
+
+
+def check_joined_items(device: str, use_triton: bool) -> None:
+    items, segments = joined_items(device)
+    table = CastTable(items, torch.bfloat16, (32, 32), use_triton=use_triton, segments=segments)
+    out = torch.full((align(table.num_bytes),), 0xA5, dtype=torch.uint8, device=device)
+    digests = as_unsigned(table.run_with_digests(out))
+    data = out.cpu()
+    assert digests == [digest_bytes(data[offset : offset + size]) for offset, size in segments]
+
+
 def copy_items(device: str, flat: Tensor) -> list[CopyItem]:
     """Rectangles of 1 to 4 dimensions, whole and strided at both sides, same and other dtypes; ``flat`` is filled with
     what they read."""

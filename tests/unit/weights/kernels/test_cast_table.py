@@ -11,7 +11,7 @@ from slime.weights.digest import digest_bytes
 from slime.weights.kernels.cast_table import CastItem, CastTable
 from slime.weights.kernels.digest_table import as_unsigned
 from slime.weights.quantize.block_fp8 import quantize_block
-from tests.unit.weights.kernels.table_cases import cast_items
+from tests.unit.weights.kernels.table_cases import cast_items, check_joined_items
 
 
 def run(*items: CastItem, out_dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = (128, 128)):
@@ -61,6 +61,10 @@ def test_digests_are_those_of_every_matrix_and_of_its_scales():
     assert len(digests) == len(items) + sum(item.is_fp8 for item in items)
     assert digests == [digest_bytes(out[offset : offset + size]) for offset, size in table.segments]
     assert table.segments[:2] == [(items[0].out_offset, 512), (items[0].scale_offset, 8)]
+
+
+def test_digests_of_segments_that_several_items_make_up():
+    check_joined_items("cpu", use_triton=False)
 
 
 def test_bytes_between_items_stay():

@@ -22,7 +22,7 @@ def compare_all() -> None:
     from slime.weights.digest import digest_bytes
     from slime.weights.kernels.copy_table import CopyTable
     from slime.weights.kernels.digest_table import DigestTable, as_unsigned
-    from tests.unit.weights.kernels.table_cases import COPY_BYTES, cast_items, copy_items, filled
+    from tests.unit.weights.kernels.table_cases import COPY_BYTES, cast_items, check_joined_items, copy_items, filled
 
     # The interpreter takes its time for each tile.
     for out_dtype, kinds in ((torch.bfloat16, ()), (torch.float32, ("cast",))):
@@ -31,6 +31,8 @@ def compare_all() -> None:
         wanted = filled(items, out_dtype, 32, use_triton=False)
         wrong = (found != wanted).nonzero().flatten().tolist()
         assert not wrong, f"{len(wrong)} bytes differ, the first at {wrong[:5]}"
+
+    check_joined_items("cpu", use_triton=True)
 
     flat = torch.zeros(COPY_BYTES, dtype=torch.uint8)
     copies = copy_items("cpu", flat)
