@@ -56,26 +56,3 @@ def cast_floating(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtyp
     """The same tensors, floating-point ones in ``dtype``."""
     for name, tensor in named_tensors:
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-DTYPE_MARK = "@"
-"""Between a tensor's name and the dtype that its bytes stand for."""
-
-
-def without_small_floats(named_tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
-    """One-byte floats as plain bytes, with their dtype in the name: torch 2.11 pickles float8 and cannot read it."""
-    return [
-        (f"{name}{DTYPE_MARK}{dtype_name(tensor.dtype)}", tensor.view(torch.uint8))
-        if tensor.is_floating_point() and tensor.element_size() == 1
-        else (name, tensor)
-        for name, tensor in named_tensors
-    ]
-
-
-def with_small_floats(named_tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
-    """What :func:`without_small_floats` was given."""
-    restored = []
-    for name, tensor in named_tensors:
-        plain_name, mark, dtype = name.partition(DTYPE_MARK)
-        restored.append((plain_name, tensor.view(getattr(torch, dtype))) if mark else (name, tensor))
-    return restored

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.errors import ConfigError
-from slime.weights.named_tensors import NamedTensors, without_small_floats
+from slime.weights.named_tensors import NamedTensors
 
 FLATTENED_BUCKET = "flattened_bucket"
 """``load_format`` of a bucket whose tensors lie in one flat buffer."""
@@ -89,7 +89,7 @@ def serialize_handle(buffer: torch.Tensor) -> str:
 def serialize_by_value(bucket: NamedTensors) -> str:
     """The bucket's tensors themselves, as text: slow, but it reaches an engine on any host (checks only)."""
     buffer = io.BytesIO()
-    pickle.Pickler(buffer, protocol=4).dump([(name, tensor.cpu()) for name, tensor in without_small_floats(bucket)])
+    _ByValue(buffer, protocol=4).dump([(name, tensor.cpu()) for name, tensor in bucket])
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 

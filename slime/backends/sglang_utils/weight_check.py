@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from slime.backends.sglang_utils.loader_message import CHECK_REPORT
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
-from slime.weights.named_tensors import with_small_floats
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def compare_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
     Takes, for the length of the call, as much memory again as the weights.
     """
     with _reporting(model) as problems:
-        problems += differing_names(model, with_small_floats(named_tensors))
+        problems += differing_names(model, list(named_tensors))
 
 
 def poison_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
