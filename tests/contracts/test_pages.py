@@ -21,11 +21,15 @@ FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
 OF_OTHER_PROGRAMS = {
     "--num-gpus",  # ray start
     "--fix",  # scripts/check
-    *("--tiny-dir", "--work-dir"),  # tests/e2e/kill_resume.py
+    *("--tiny-dir", "--work-dir", "--fully-async"),  # tests/e2e/kill_resume.py
     *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
     *("--family", "--check", "--layout", "--write-docs", "--recipe"),  # tests.matrix, tests.matrix.quantized
     *("--group", "--sample", "--prompt", "--repeats"),  # tools/ledger.py, benchmarks
     "--custom-weight-loader",  # sglang.launch_server
+    # the conversion tools of docs/quantization.md
+    *("--model-dir", "--save-dir", "--strategy", "--block-size", "--scale-fmt", "--max-workers", "--device"),
+    *("--input-fp8-hf-path", "--output-bf16-hf-path", "--ignore-rules", "--files", "--data-dir", "--overwrite"),
+    *("--layers", "--experts"),  # benchmarks
     *("--hook", "--path", "--list", "--engine-answer", "--timeout-s"),  # tests.plugin_contracts
     *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/e2e/kill_resume.py
 }
