@@ -143,7 +143,7 @@ def run(work: Path, model: Model, encoding: str, args: argparse.Namespace) -> No
         changed, size, write_s = write_changes(root, number, base, weights, encoding, args.workers)
         report = copy.pull(number)
         start = time.perf_counter()
-        base.commit()
+        base.commit(args.workers)
         print(
             f"  push {number}: {100 * elements * 2 / total:.2f} % of elements, {100 * changed / total:.2f} % of bytes "
             f"changed; {size / 2**20:.1f} MiB, {total / max(size, 1):.1f} times less; write {write_s:.2f} s "

@@ -8,6 +8,7 @@ kept, not a second copy of the weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from slime.utils.errors import WeightSyncError
 from slime.weights.delta import Bytes, EncodedDelta, apply_delta, encode_delta
@@ -52,23 +53,30 @@ class DeltaBase:
             self._pending[name] = encoded
         return encoded
 
-    def commit(self) -> None:
+    def commit(self, workers: int = 1) -> None:
         """The engines serve what was encoded last: make it the base.
+
+        Args:
+            workers: threads, each for one tensor at a time.
 
         Raises:
             WeightSyncError: a tensor did not become what it should; the base is of no use any more.
         """
         pending, self._pending = self._pending, {}
-        for name, change in pending.items():
-            if not isinstance(change, EncodedDelta):
-                self._tensors[name] = change
-                continue
-            found = apply_delta(self._tensors[name], change.blob, encoding=self._encoding, checksum=self._checksum)
-            if found != change.checksum:
-                raise WeightSyncError(
-                    f"the trainer's own base of {name} has the checksum {found} after a commit instead of "
-                    f"{change.checksum}: host memory was damaged"
-                )
+        with ThreadPoolExecutor(workers) as pool:
+            for _ in pool.map(self._advance, pending, pending.values()):
+                pass
+
+    def _advance(self, name: str, change: EncodedDelta | Bytes) -> None:
+        if not isinstance(change, EncodedDelta):
+            self._tensors[name] = change
+            return
+        found = apply_delta(self._tensors[name], change.blob, encoding=self._encoding, checksum=self._checksum)
+        if found != change.checksum:
+            raise WeightSyncError(
+                f"the trainer's own base of {name} has the checksum {found} after a commit instead of "
+                f"{change.checksum}: host memory was damaged"
+            )
 
     def discard(self) -> None:
         """The engines did not take what was encoded last: the base stays."""

@@ -112,7 +112,7 @@ class UpdateWeightFromDiskDelta(UpdateWeightFromDisk):
     def _after_commit(self, push: Push) -> None:
         if self._base_version == self.weight_version:
             return  # engines that came late have got what the others had
-        self.run_together(push, "moving the base of the next change", self._base.commit)
+        self.run_together(push, "moving the base of the next change", lambda: self._base.commit(self._workers))
         self._base_version, self._stored = self.weight_version, None
         size = sum(tensor.num_bytes for tensor in self.source.manifest.tensors)
         self._chain_bytes += int(self.metrics["perf/update_weights_wire_bytes"])
