@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.hf_rewrite.tensor_file import StoredTensor, TensorInfo, read_header
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -72,6 +75,8 @@ def open_source(folder: str | Path) -> HfSource:
                 f"{len(absent)} of {len(files)} shards that {INDEX_FILE} names are not in {path}: {shown(absent)}; "
                 "finish the download"
             )
+        if others := sorted(file.name for file in path.glob("*.safetensors") if file.name not in set(files)):
+            logger.warning("%s are not in %s and are left out", shown(others), index)
     else:
         files = sorted(file.name for file in path.glob("*.safetensors"))
         if not files:

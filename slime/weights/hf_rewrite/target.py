@@ -44,7 +44,7 @@ class Target:
 
         Args:
             settings: of the conversion.
-            overwrite: remove a model or a conversion that is there.
+            overwrite: remove a model or another conversion that is there.
             is_shared: other machines may write other shards of it.
 
         Raises:
@@ -108,20 +108,20 @@ class Target:
         journal = self.folder / JOURNAL
         wanted = {"settings": dict(settings), "source": self._fingerprint()}
         wanted = json.loads(json.dumps(wanted))
+        found = json.loads(journal.read_text()) if journal.is_file() else None
+        if found == wanted:
+            return
         if overwrite:
             self._clear()
             write_json(journal, wanted)
             return
-        if journal.is_file():
-            found = json.loads(journal.read_text())
-            if found != wanted:
-                part = "settings" if found.get("settings") != wanted["settings"] else "source"
-                raise ConfigError(
-                    f"{self.folder} holds an unfinished conversion with other {part}"
-                    + (f" ({found.get('settings')}; now {wanted['settings']})" if part == "settings" else "")
-                    + "; repeat that command, choose another folder, or pass --overwrite to begin anew"
-                )
-            return
+        if found is not None:
+            part = "settings" if found.get("settings") != wanted["settings"] else "source"
+            raise ConfigError(
+                f"{self.folder} holds an unfinished conversion with other {part}"
+                + (f" ({found.get('settings')}; now {wanted['settings']})" if part == "settings" else "")
+                + "; repeat that command, choose another folder, or pass --overwrite to begin anew"
+            )
         others = sorted(path.name for path in self.folder.iterdir() if path.name != LOCK)
         if others:
             what = "holds a model" if INDEX_FILE in others else f"is not empty ({', '.join(others[:3])})"

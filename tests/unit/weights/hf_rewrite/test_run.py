@@ -160,6 +160,17 @@ def test_overwriting_leaves_no_shard_of_the_older_model(tmp_path, source):
     assert files_of(out) == files_of(tmp_path / "whole")
 
 
+def test_an_overwriting_conversion_is_taken_up_like_any_other(tmp_path, source, monkeypatch):
+    out = write_folder(tmp_path / "out", tensors_of("qwen3"), shards=7)
+    with monkeypatch.context() as patch:
+        broken_after(patch, 30, OSError(5, "input/output error"))
+        with pytest.raises(OSError):
+            rewrite_folder(to_fp8(), source, out, overwrite=True)
+    assert rewrite_folder(to_fp8(), source, out, overwrite=True).shards_found > 0
+    rewrite_folder(to_fp8(), source, tmp_path / "whole")
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
 def test_two_processes_do_not_write_one_folder(tmp_path, source):
     import fcntl
 
@@ -239,11 +250,12 @@ def test_folders_without_index_and_tensors_that_the_index_forgot_are_converted(t
     assert files_of(tmp_path / "forgotten") == files_of(tmp_path / "bare") == files_of(tmp_path / "whole")
 
 
-def test_a_tensor_in_two_shards_is_refused_unless_the_index_decides(tmp_path):
+def test_a_tensor_in_two_shards_is_refused_unless_the_index_decides(tmp_path, caplog):
     source = write_folder(tmp_path / "plain", tensors_of("qwen3"), shards=2)
     (source / "zz.safetensors").write_bytes((source / "model-00002-of-00002.safetensors").read_bytes())
     rewrite_folder(to_fp8(), source, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
+    assert "zz.safetensors are not in" in caplog.text
     (source / INDEX).unlink()
     with pytest.raises(DataError, match="is in model-00002-of-00002.safetensors and in zz.safetensors"):
         rewrite_folder(to_fp8(), source, tmp_path / "again")
