@@ -1,0 +1,118 @@
+"""When an engine counts as hung without fault tolerance.  No cluster: the engine's answer is what the test says."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from slime.ray import health_monitor
+from slime.ray.health_monitor import StallMonitor
+from slime.ray.server_group import EngineState
+from slime.utils.errors import EngineError
+
+
+class Engine:
+    """Answers, or not."""
+
+    is_well = True
+
+    def __init__(self) -> None:
+        self.health_generate = self
+        self.num_asked = 0
+
+    def remote(self, timeout_s: float) -> Engine:
+        self.num_asked += 1
+        return self
+
+
+class Group:
+    """Two engines that serve."""
+
+    def __init__(self) -> None:
+        self.engines = [Engine(), Engine()]
+        self.given_up: str | None = None
+
+    def indices(self, *states: EngineState) -> list[int]:
+        return [0, 1]
+
+    def name_of(self, index: int) -> str:
+        return f"engine {index}"
+
+
+def wait_for(engine: Engine, *, what: str, timeout_s: float) -> None:
+    if not engine.is_well:
+        raise EngineError("no answer")
+
+
+StartMonitor = Callable[..., tuple[StallMonitor, Group]]
+
+
+@pytest.fixture
+def start(monkeypatch) -> Iterator[StartMonitor]:
+    monkeypatch.setattr(health_monitor, "wait_for", wait_for)
+    monitors: list[StallMonitor] = []
+
+    def start(stall_timeout_s: float) -> tuple[StallMonitor, Group]:
+        group = Group()
+        args = Namespace(
+            rollout_health_check_interval=0.02,
+            rollout_health_check_timeout=0.01,
+            rollout_health_check_first_wait=0.0,
+            rollout_stall_timeout_s=stall_timeout_s,
+        )
+        monitors.append(StallMonitor(args, group))  # type: ignore[arg-type]
+        return monitors[-1], group
+
+    yield start
+    for monitor in monitors:
+        monitor.stop()
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    give_up_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.005)
+
+
+def test_an_engine_that_says_nothing_for_the_whole_time_is_named(start):
+    monitor, group = start(0.2)
+    group.engines[1].is_well = False
+    monitor.resume()
+    wait_until(lambda: group.given_up)
+    assert group.given_up.startswith("engine 1 has shown no sign of life for")
+    assert "--rollout-stall-timeout-s 0.2" in group.given_up and "no answer" in group.given_up
+
+
+def test_one_answer_in_between_begins_the_time_anew(start):
+    monitor, group = start(3600.0)
+    engine = group.engines[0]
+    monitor.resume()
+    for _ in range(3):
+        engine.is_well = False
+        asked = engine.num_asked
+        wait_until(lambda asked=asked: engine.num_asked > asked + 2)
+        silent_since_s = monitor._alive_s[0]
+        engine.is_well = True
+        wait_until(lambda before=silent_since_s: monitor._alive_s[0] > before)
+    assert group.given_up is None
+
+
+def test_a_paused_engine_is_not_asked_and_its_silence_does_not_count(start):
+    monitor, group = start(0.2)
+    monitor.resume()
+    wait_until(lambda: group.engines[0].num_asked)
+    monitor.pause()
+    group.engines[0].is_well = False
+    time.sleep(0.1)
+    asked = group.engines[0].num_asked
+    time.sleep(0.4)
+    assert group.engines[0].num_asked == asked and group.given_up is None
+    group.engines[0].is_well = True
+    monitor.resume()
+    wait_until(lambda: group.engines[0].num_asked > asked)
+    assert group.given_up is None
