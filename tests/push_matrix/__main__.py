@@ -1,7 +1,7 @@
 """Print the push matrix: every way to the engines, quantisation, trainer layout and engine size, for some families.
 
     python -m tests.push_matrix                                   # dense, experts, latent attention
-    python -m tests.push_matrix --full                            # every family
+    python -m tests.push_matrix --full                            # every family that SGLang can build on a CPU
     python -m tests.push_matrix --family qwen3 --layout TP2 --mode mixed
     python -m tests.push_matrix --fast                            # what the suite runs
     python -m tests.push_matrix --write-docs                      # and put the table into docs/weight_sync.md
@@ -22,7 +22,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.matrix.case import load_cases
-from tests.push_matrix.cells import ENGINE_SIZES, FAMILIES, FAST, LAYOUTS, MODES, QUANTIZATIONS, Cell, run_cells, table
+from tests.push_matrix.cells import (
+    ENGINE_SIZES,
+    FAMILIES,
+    FAST,
+    LAYOUTS,
+    MODES,
+    QUANTIZATIONS,
+    SERVED,
+    Cell,
+    run_cells,
+    table,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "weight_sync.md"
 
@@ -37,7 +48,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS))
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="only these trainers")
     parser.add_argument("--engine-tp", nargs="+", type=int, choices=ENGINE_SIZES, default=list(ENGINE_SIZES))
-    parser.add_argument("--full", action="store_true", help="every family")
+    parser.add_argument("--full", action="store_true", help="every family that SGLang can build on a CPU")
     parser.add_argument("--fast", action="store_true", help="the slice that the test suite runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells there, too")
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/weight_sync.md")
@@ -57,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.fast:
         families, chosen = options.family or FAST["families"], {**chosen, **FAST["chosen"]}
     try:
-        cases = load_cases(None if options.full else families)
+        cases = load_cases(SERVED if options.full else families)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

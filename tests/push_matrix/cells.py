@@ -31,6 +31,8 @@ LAYOUTS: dict[str, Layout] = {
 }
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
 """Dense, with experts, with latent attention."""
+SERVED = ("qwen2.5", "qwen3", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "kimi_k2")
+"""All that the installed SGLang can build on a CPU."""
 FAST: dict[str, Any] = {
     "families": ("qwen3_moe",),
     "chosen": {"layouts": ("TP2 EP2 SP",), "sizes": (1,), "quantizations": QUANTIZATIONS},
@@ -64,10 +66,12 @@ class Cell:
         return f"{verdict} {where}: {self.problem or self.digest}"
 
 
-def with_whole_blocks(case: FamilyCase) -> FamilyCase:
-    """The case with sizes that engines can hold in fp8."""
-    rounded = {name: -(-case.config[name] // 32) * 32 for name in ROUNDED_SIZES if case.config.get(name)}
-    return dataclasses.replace(case, config={**case.config, **rounded})
+def as_engines_have_it(case: FamilyCase) -> FamilyCase:
+    """The case with sizes that engines can hold in fp8; SGLang's Qwen models with experts have no dense layers."""
+    settings = {name: -(-case.config[name] // 32) * 32 for name in ROUNDED_SIZES if case.config.get(name)}
+    if "mlp_only_layers" in case.config:
+        settings |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    return dataclasses.replace(case, config={**case.config, **settings})
 
 
 def run_cells(
@@ -83,7 +87,7 @@ def run_cells(
     cells: list[Cell] = []
     # Size 1 twice: two engines inside or outside, or the one outside of a mixed job.
     with serve_engines([1, 1, *(size for size in sizes if size > 1)]) as addresses, RankPool() as pool:
-        for case in map(with_whole_blocks, cases):
+        for case in map(as_engines_have_it, cases):
             with tempfile.TemporaryDirectory(prefix=f"push-{case.name}-") as root:
                 for cell in _run_case(pool, case, Path(root), addresses, modes, quantizations, layouts, sizes):
                     on_cell(cell)
