@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_trace import LoadTrace, Write, trace_load
+from slime.backends.sglang_utils.load_follower import LoadTrace, Write
+from slime.backends.sglang_utils.load_trace import trace_load
 from slime.weights.kernels.copy_table import CopyItem
 from slime.weights.manifest import BucketEntry, Manifest, Piece
 from slime.weights.strided import Box, Layout, NotRectangularError, StridedCopy, box_written, clip, merged
@@ -62,6 +63,8 @@ class LoadPlan:
                     self.writes.setdefault(write.name, []).append(write)
         self.groups = _joined(trace.partners)
         """Tensor to all tensors, itself included, that the model loads together with it."""
+        if not hasattr(model, "post_load_weights"):
+            self._leave_sources_of_derived(trace)
         taken = self.writes.keys() | self.stock.keys() | trace.failures.keys()
         self.unused = frozenset(manifest.by_name) - taken
         """Tensors that this model leaves out: experts and layers of other ranks, another model's part."""
@@ -71,6 +74,8 @@ class LoadPlan:
         ]
         self.unwritten: dict[str, str] = {}
         """Parameters that no tensor of the manifest fills, with how much of them."""
+        self.unaccounted: frozenset[str] = frozenset()
+        """Parameters that only a look at them after the load can tell to be filled."""
         self.written_memory = frozenset(write.target.untyped_storage().data_ptr() for write in trace.writes)
         """Addresses of the storages that the plan writes to."""
         self.untraced_parameters: frozenset[str] | None = None
@@ -83,10 +88,24 @@ class LoadPlan:
     def _note_untraced(self, model: nn.Module, trace: LoadTrace) -> None:
         """A tensor that ended the trace by an error leaves no target behind; it must be what nothing else fills."""
         memory = {target.untyped_storage().data_ptr() for target in trace.opaque_targets}
+        memory |= {w.target.untyped_storage().data_ptr() for w in trace.writes if w.name in self.stock}
         places = {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() in memory}
         self.untraced_parameters = frozenset(places | self.unwritten.keys())
         if trace.has_lost_targets:
-            self.unwritten = {}
+            self.unaccounted, self.unwritten = frozenset(self.unwritten), {}
+
+    def _leave_sources_of_derived(self, trace: LoadTrace) -> None:
+        """Tensors from which a loader derives other weights, of a model that cannot be told to do only that."""
+        reason = "the model's loader derives other weights from it"
+        sources = [
+            name
+            for name, writes in self.writes.items()
+            if any(write.target.untyped_storage().data_ptr() in trace.derived_from for write in writes)
+        ]
+        for name in sources:
+            for member in self.groups.get(name, {name}):
+                self.writes.pop(member, None)
+                self.stock.setdefault(member, reason)
 
     def fits(self, model: nn.Module) -> bool:
         """Whether the model's parameters are still where they were when the plan was made."""

@@ -1,91 +1,35 @@
 """Where a model's own ``load_weights`` puts every element of every tensor, found out without loading anything.
 
-The loader runs once on tensors of the meta device, which have shapes and strides but no memory.  Views of them keep
-their offset and strides, so what arrives at a ``copy_`` into a parameter says by itself which elements of which tensor
-go where: fused qkv and gate/up, stacked experts, tensor-parallel slices, of any model family.  Copies are recorded and
-not carried out; concatenations and casts on the way are followed; what is computed from a tensor in any other way is
-*opaque*, and its tensors must be loaded by the model itself.
+The loader runs once on tensors of the meta device, which have shapes and strides but no memory, while a
+``load_follower.Follower`` watches.  So fused qkv and gate/up, stacked experts and tensor-parallel slices are known for
+any model family, without a word about it here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from slime.backends.sglang_utils.load_follower import META, Follower, LoadTrace, UntraceableError
 from slime.weights.manifest import TensorEntry
-from slime.weights.strided import Layout, NotRectangularError, StridedCopy, box_written, clip
 
-aten = torch.ops.aten
-
-META = torch.device("meta")
-_COPIES = {aten._to_copy, aten.clone}
-"""Operations whose result has the values of their first argument, perhaps in another dtype."""
-_JOINS = {aten.cat, aten.stack}
 _WITHOUT_VALUES = ("meta", "unallocated storage", "set_data")
 """Words of torch's errors for tensors without memory."""
-_READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero}
-
-
-class UntraceableError(Exception):
-    """The loader asks for the values of a tensor, which a trace has not."""
-
-
-@dataclass(frozen=True)
-class Write:
-    """One ``copy_`` of elements of a tensor into memory of the model."""
-
-    name: str
-    """Of the HF tensor that it reads."""
-    target: Tensor
-    """An alias of the memory that is written, from the first element of its storage on; the copy's ``to`` offset and
-    strides count from there."""
-    copy: StridedCopy
-    source_dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Elements that the loader sets to a value of its own, such as the padding of a vocabulary."""
-
-    target: Tensor
-    value: Tensor
-    """Of the shape of ``target``, or one element."""
-
-
-@dataclass
-class LoadTrace:
-    """What one run of ``load_weights`` would do."""
-
-    writes: list[Write] = field(default_factory=list)
-    fills: list[Fill] = field(default_factory=list)
-    opaque: dict[str, str] = field(default_factory=dict)
-    """Tensors that the model must load by itself, with the reason."""
-    opaque_targets: list[Tensor] = field(default_factory=list)
-    """Memory that opaque tensors are written to."""
-    has_lost_targets: bool = False
-    """An opaque tensor ended its run by an error, so that nobody knows where it goes."""
-    failures: dict[str, str] = field(default_factory=dict)
-    """Tensors that the loader refuses, with its words."""
-    partners: list[frozenset[str]] = field(default_factory=list)
-    """Tensors that are loaded together or not at all."""
-    unknown: str = ""
-    """Why nothing that the trace says can be relied on; empty when it can."""
 
 
 def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
-    """Run ``model.load_weights`` on tensors without memory; the model is as it was afterwards."""
+    """Run ``model.load_weights`` on tensors without memory; the model is as it was afterwards.
+
+    Only a tensor that the loader refuses without memory is tried again with zeros, which stay in the model.
+    """
     trace = LoadTrace()
-    waiting = list(entries)
+    waiting = entries = list(entries)
     parameters = dict(model.named_parameters())
     kept = {name: (parameter, parameter.data) for name, parameter in parameters.items()}
     while waiting:
-        follower = _Follower(model, trace)
+        follower = Follower(model, trace)
         feed = _Feed(waiting, follower)
         try:
             with torch.no_grad(), follower:
@@ -108,13 +52,29 @@ def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
         if parameter.device == META and data.device != META:
             trace.unknown = trace.unknown or "the model's loader replaces the memory of parameters"
             parameter.data = data
+    by_name = {entry.name: entry for entry in entries}
+    for name in list(trace.failures):
+        _try_with_memory(model, trace, by_name[name])
     return trace
+
+
+def _try_with_memory(model: nn.Module, trace: LoadTrace, entry: TensorEntry) -> None:
+    """What a loader refuses is only refused for good when it has values: kernels, for one, want real memory."""
+    zeros = torch.zeros(entry.shape, dtype=entry.torch_dtype, device=next(model.parameters()).device)
+    try:
+        with torch.no_grad():
+            model.load_weights([(entry.name, zeros)])  # type: ignore[operator]
+    except Exception as error:  # as above
+        trace.failures[entry.name] = _words(error)
+    else:
+        trace.opaque[entry.name] = trace.failures.pop(entry.name)
+        trace.has_lost_targets = True
 
 
 class _Feed:
     """The named tensors that a loader iterates over; remembers where it is."""
 
-    def __init__(self, entries: list[TensorEntry], follower: _Follower) -> None:
+    def __init__(self, entries: list[TensorEntry], follower: Follower) -> None:
         self._entries, self._follower = entries, follower
         self.current = ""
         self.is_exhausted = False
@@ -124,281 +84,6 @@ class _Feed:
             self.current = entry.name
             yield entry.name, self._follower.source(entry)
         self.is_exhausted = True
-
-
-@dataclass
-class _Part:
-    """Elements of a temporary tensor and where they come from."""
-
-    name: str
-    copy: StridedCopy
-    """From the HF tensor into the temporary one."""
-    dtype: torch.dtype
-    """Of the HF tensor, as it was read."""
-
-
-@dataclass
-class _Origin:
-    """Where the elements of one storage without memory come from."""
-
-    name: str = ""
-    """Set when it is an HF tensor itself."""
-    dtype: torch.dtype | None = None
-    layout: Layout | None = None
-    parts: list[_Part] = field(default_factory=list)
-    opaque: frozenset[str] = frozenset()
-    """Names of the tensors that it was computed from in a way that is not followed."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        own = {self.name} if self.name else set()
-        return self.opaque | own | {part.name for part in self.parts}
-
-
-class _Follower(TorchDispatchMode):
-    """Sees every operation of the loader."""
-
-    def __init__(self, model: nn.Module, trace: LoadTrace) -> None:
-        super().__init__()
-        self.trace = trace
-        self.names_seen: set[str] = set()
-        """Tensors that arrived somewhere."""
-        self._origins: dict[int, _Origin] = {}
-        self._alive: list[Any] = []
-        """Storages whose addresses are keys above; a freed one could return as another's."""
-        self._owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-
-    def source(self, entry: TensorEntry) -> Tensor:
-        """A stand-in for an HF tensor."""
-        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device=META)
-        self._remember(tensor, _Origin(entry.name, tensor.dtype, Layout.row_major(entry.shape)))
-        return tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        packet, tensors = func.overloadpacket, _tensors((args, kwargs))
-        if not any(tensor.device == META for tensor in tensors):
-            return self._on_model_memory(func, args, kwargs, tensors)
-        if packet in _READS:
-            raise UntraceableError("the loader reads the tensor's values")
-        if packet is aten.copy_:
-            return self._copy(args[0], args[1])
-        if func._schema.is_mutable and args[0].device != META:
-            self._write_opaque(args[0], self._names(tensors), f"the loader uses {packet}")
-            return args[0]
-        result = func(*_on_meta(args), **_on_meta(kwargs))
-        if func._schema.is_mutable:
-            self._mark_opaque([args[0]], tensors)
-        elif packet in _COPIES:
-            self._follow_copy(result, args[0])
-        elif packet in _JOINS:
-            self._follow_join(packet, result, args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0))
-        else:
-            self._mark_opaque(_fresh(result, tensors), tensors)
-        return result
-
-    # --- memory of the model --------------------------------------------------------------------------------------
-
-    def _on_model_memory(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """An operation without stand-ins: carried out, but for those that would change a parameter."""
-        names, packet = self._names(tensors), func.overloadpacket
-        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
-            target = args[0]
-            if names:
-                self._write_opaque(target, names, "it goes through memory that is no parameter")
-                return target
-            if _storage(target) in self._owned:
-                self._fill(packet, target, args)
-                return target
-        result = func(*args, **kwargs)
-        if names:
-            self._mark_opaque(_fresh(result, tensors), tensors)
-        return result
-
-    def _fill(self, packet: Any, target: Tensor, args: Any) -> None:
-        if packet is aten.zero_:
-            value = torch.zeros((), dtype=target.dtype)
-        elif packet is aten.fill_:
-            value = torch.as_tensor(args[1], dtype=target.dtype)
-        elif packet is aten.copy_:
-            value = args[1].detach().to(target.dtype).clone()
-        else:
-            self.trace.unknown = self.trace.unknown or f"the model's loader changes parameters by {packet}"
-            return
-        if target.numel():
-            self.trace.fills.append(Fill(target.detach(), value))
-
-    def _copy(self, target: Tensor, source: Tensor) -> Tensor:
-        if target.numel() == 0:
-            return target
-        if source.device != META:  # into a temporary tensor
-            self._mark_opaque([target], [target])
-            return target
-        try:
-            source = source.expand(target.shape)
-        except RuntimeError as error:
-            raise ValueError(f"{list(source.shape)} does not fit into {list(target.shape)}") from error
-        copy = StridedCopy(
-            tuple(target.shape), target.storage_offset(), target.stride(), source.storage_offset(), source.stride()
-        )
-        origin = self._origin_of(source)
-        if target.device == META:
-            self._fill_temporary(target, copy, origin, source)
-            return target
-        parts = self._parts(origin, copy, source, target.dtype)
-        if parts is None:
-            self._write_opaque(target, origin.names, "it is computed from the tensor's values")
-            return target
-        if _storage(target) not in self._owned:
-            self._write_opaque(target, origin.names, "it goes into memory that is no parameter")
-            return target
-        base = target.detach().as_strided((), (), 0)
-        for part in parts:
-            self.names_seen.add(part.name)
-            self.trace.writes.append(Write(part.name, base, part.copy, part.dtype))
-        if origin.parts:
-            self._join_names(origin.names)
-        return target
-
-    def _write_opaque(self, target: Tensor, names: frozenset[str], reason: str) -> None:
-        if _storage(target) in self._owned:
-            self.trace.opaque_targets.append(target.detach())
-        else:
-            self._remember(target, _Origin(opaque=names | self._origin_of(target).names))
-        if not names:
-            self.trace.unknown = self.trace.unknown or "the model's loader writes something of unknown origin"
-        for name in names:
-            self.trace.opaque.setdefault(name, reason)
-            self.names_seen.add(name)
-        self._join_names(names)
-
-    def _join_names(self, names: frozenset[str]) -> None:
-        if len(names) > 1 and names not in self.trace.partners:
-            self.trace.partners.append(names)
-
-    # --- temporary tensors ----------------------------------------------------------------------------------------
-
-    def _parts(
-        self, origin: _Origin, copy: StridedCopy, source: Tensor, target_dtype: torch.dtype
-    ) -> list[_Part] | None:
-        """The copy as copies from HF tensors; None when that cannot be said."""
-        if origin.opaque or origin.layout is None or origin.dtype is None:
-            return None
-        if source.dtype.itemsize != origin.dtype.itemsize:
-            return None  # a view as numbers of another width
-        if origin.name:
-            return [_Part(origin.name, copy, source.dtype)]
-        parts, count = [], 0
-        for part in origin.parts:
-            if source.dtype != origin.dtype and part.dtype != origin.dtype:
-                return None  # the bits of cast values
-            if source.dtype == origin.dtype and not _casts_alike(part.dtype, source.dtype, target_dtype):
-                return None
-            try:
-                box = box_written(part.copy, origin.layout)
-                cuts = clip(copy, origin.layout, box)
-            except NotRectangularError:
-                return None
-            dtype = part.dtype if source.dtype == origin.dtype else source.dtype
-            parts += [_Part(part.name, cut, dtype) for cut in cuts]
-            count += sum(cut.num_elements for cut in cuts)
-        return parts if count == copy.num_elements else None
-
-    def _fill_temporary(self, target: Tensor, copy: StridedCopy, origin: _Origin, source: Tensor) -> None:
-        parts, held = self._parts(origin, copy, source, target.dtype), self._origin_of(target)
-        if parts is None or held.names or target.numel() * target.element_size() != target.untyped_storage().nbytes():
-            self._remember(target, _Origin(opaque=held.names | origin.names))
-        else:
-            self._remember(target, _Origin("", target.dtype, Layout(tuple(target.shape), target.stride()), parts))
-
-    def _follow_copy(self, result: Tensor, source: Tensor) -> None:
-        if source.device != META:  # a copy of real numbers, for a device that is meta here
-            self._mark_opaque([result], [source])
-        elif _storage(result) != _storage(source):
-            self._fill_temporary(result, _whole_copy(result, source), self._origin_of(source), source)
-
-    def _follow_join(self, packet: Any, result: Tensor, sources: list[Tensor], dim: int) -> None:
-        if any(source.device != META for source in sources):
-            self._mark_opaque([result], sources)
-            return
-        origin, start = _Origin("", result.dtype, Layout(tuple(result.shape), result.stride())), 0
-        for index, source in enumerate(sources):
-            if packet is aten.stack:
-                place = result.select(dim, index)
-            elif source.numel() == 0:
-                continue
-            else:
-                place = result.narrow(dim, start, source.shape[dim])
-                start += source.shape[dim]
-            parts = self._parts(self._origin_of(source), _whole_copy(place, source), source, result.dtype)
-            if parts is None or source.dtype != result.dtype:
-                self._mark_opaque([result], sources)
-                return
-            origin.parts += parts
-        self._remember(result, origin)
-
-    def _mark_opaque(self, results: list[Tensor], inputs: list[Tensor]) -> None:
-        for result in results:
-            held = self._origin_of(result)
-            self._remember(result, _Origin(opaque=self._names(inputs) | held.names))
-
-    def _origin_of(self, tensor: Tensor) -> _Origin:
-        return self._origins.get(_storage(tensor), _Origin())
-
-    def _names(self, tensors: list[Tensor]) -> frozenset[str]:
-        return frozenset().union(*(self._origin_of(tensor).names for tensor in tensors))
-
-    def _remember(self, tensor: Tensor, origin: _Origin) -> None:
-        self._alive.append(tensor)
-        self._origins[_storage(tensor)] = origin
-
-
-def _storage(tensor: Tensor) -> int:
-    """Names the memory that a tensor is a view of, also where there is none (meta)."""
-    return tensor.untyped_storage()._cdata
-
-
-def _fresh(result: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """Results that are no views of an input."""
-    known = {_storage(tensor) for tensor in inputs}
-    return [tensor for tensor in _tensors(result) if _storage(tensor) not in known]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
-    return found
-
-
-def _on_meta(tree: Any) -> Any:
-    """Arguments with every tensor, and every ``device``, on the meta device."""
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.device):
-            return META
-        if isinstance(leaf, Tensor) and leaf.device != META:
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
-        return leaf
-
-    return tree_map(move, tree)
-
-
-def _whole_copy(target: Tensor, source: Tensor) -> StridedCopy:
-    return StridedCopy(
-        tuple(target.shape), target.storage_offset(), target.stride(), source.storage_offset(), source.stride()
-    )
-
-
-def _casts_alike(first: torch.dtype, middle: torch.dtype, last: torch.dtype) -> bool:
-    """Whether casting on the way through ``middle`` gives the same numbers as casting at once."""
-    return first == middle or middle == last or _holds_all_of(middle, first)
-
-
-def _holds_all_of(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    if not (wide.is_floating_point and narrow.is_floating_point):
-        return False
-    big, small = torch.finfo(wide), torch.finfo(narrow)
-    return big.eps <= small.eps and big.max >= small.max and big.smallest_normal <= small.smallest_normal
 
 
 def _blame(trace: LoadTrace, name: str, error: Exception) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slime.backends.sglang_utils.held_tensors import Complete, HeldTensors, NamedTensors, piece_view
 from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
-from slime.backends.sglang_utils.weight_check import differing_names
+from slime.backends.sglang_utils.weight_check import differing_names, find_poison_in, poison
 from slime.utils.errors import WeightSyncError
 from slime.weights.kernels.copy_table import CopyTable
 from slime.weights.manifest import BucketEntry, Manifest, pack_whole
@@ -52,6 +52,7 @@ class ModelLoad:
         with torch.no_grad():
             for fill in plan.fills:
                 fill.target.copy_(fill.value)
+            poison(self.model, plan.unaccounted)
 
     def load(self, index: int, flat: Tensor) -> None:
         """Take one bucket; on a GPU the work may not be done when this returns."""
@@ -85,6 +86,7 @@ class ModelLoad:
         if rebuild is not None:
             with torch.no_grad():
                 rebuild()
+        self.problems += find_poison_in(self.model, plan.unaccounted)
         for planned, counts in self._pending:
             self.problems += _differences(planned, counts)
         self._pending = []

@@ -49,21 +49,37 @@ def compare_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
 
 def poison_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
     """Overwrite every floating-point parameter with NaN, so that a push that forgets one is found out."""
-    with _reporting(model), torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                _bits(parameter.data).fill_(-1 if parameter.element_size() > 1 else POISON_BYTE)
+    with _reporting(model):
+        poison(model)
 
 
 def find_poison(model: nn.Module, named_tensors: NamedTensors) -> None:
     """Report the parameters of which some element is still what :func:`poison_weights` wrote."""
     with _reporting(model) as problems:
+        problems += find_poison_in(model)
+
+
+def poison(model: nn.Module, only: Collection[str] | None = None) -> None:
+    """Overwrite floating-point parameters, those in ``only`` or all, with NaN."""
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                poison = -1 if parameter.element_size() > 1 else POISON_BYTE
-                count = int((_bits(parameter.data) == poison).sum())
-                if count:
-                    problems.append(f"{name}: {count} of {parameter.numel()} elements were never pushed")
+            if parameter.is_floating_point() and (only is None or name in only):
+                _bits(parameter.data).fill_(_poison_of(parameter))
+
+
+def find_poison_in(model: nn.Module, only: Collection[str] | None = None) -> list[str]:
+    """The parameters, among those in ``only`` or all, of which some element is still what :func:`poison` wrote."""
+    problems = []
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and (only is None or name in only):
+            count = int((_bits(parameter.data) == _poison_of(parameter)).sum())
+            if count:
+                problems.append(f"{name}: {count} of {parameter.numel()} elements were never pushed")
+    return problems
+
+
+def _poison_of(parameter: Tensor) -> int:
+    return -1 if parameter.element_size() > 1 else POISON_BYTE
 
 
 def snapshot_weights(model: nn.Module, named_tensors: NamedTensors) -> None:

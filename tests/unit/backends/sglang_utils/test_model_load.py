@@ -105,6 +105,62 @@ def test_what_a_model_derives_follows_every_push():
         assert torch.equal(model.a.data, torch.cat([tensors["q_a"], tensors["kv_a"]]))
 
 
+class Deriving(torch.nn.Module):
+    """Derives a weight at the end of every load, and has no method for that alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = parameter(3, 4), parameter(4)
+        self.turned = torch.zeros(4, 3)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+        self.turned.copy_(self.a.data.t() * 2)
+
+
+def test_what_only_the_loader_derives_follows_every_push():
+    model = Deriving()
+    load = ModelLoad(model)
+    for factor in (1, 2, 3):
+        tensors = {"a": torch.rand(3, 4) * factor, "b": torch.rand(4)}
+        assert push(load, whole_buckets(tensors, 2), tensors) == []
+        assert torch.equal(model.turned, tensors["a"].t() * 2)
+    assert load.plan is not None and load.plan.stock.keys() == {"a"}
+
+
+class WantsMemory(torch.nn.Module):
+    """Its kernel refuses tensors without memory by an error of its own; optionally it forgets half of a tensor."""
+
+    def __init__(self, part=slice(None)):
+        super().__init__()
+        self.a, self.b, self.part = parameter(4, 2), parameter(4), part
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "a":
+                if tensor.data_ptr() == 0:
+                    raise ValueError("Pointer argument cannot be accessed")
+                tensor = tensor * 2
+            self.get_parameter(name).data[self.part].copy_(tensor[self.part])
+
+
+def test_a_tensor_that_fails_only_without_memory_is_left_to_the_model():
+    model = WantsMemory()
+    load = ModelLoad(model)
+    for _ in range(2):
+        tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
+        assert push(load, whole_buckets(tensors), tensors) == []
+        assert torch.equal(model.a.data, tensors["a"] * 2) and torch.equal(model.b.data, tensors["b"])
+
+
+def test_a_tensor_that_cannot_be_traced_must_fill_its_parameter():
+    load = ModelLoad(WantsMemory(slice(0, 2)))
+    tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
+    problems = push(load, whole_buckets(tensors), tensors)
+    assert problems == ["a: 4 of 8 elements were never pushed", "b: 2 of 4 elements were never pushed"]
+
+
 def test_padding_is_filled_again():
     model, tensors = Fused(), Fused.tensors()
     load = ModelLoad(model)
@@ -141,10 +197,11 @@ def test_an_incomplete_push_is_no_proof():
 
 
 def test_pieces_that_never_become_whole_are_a_problem():
-    load, manifest = ModelLoad(Computing()), cut_buckets({"decay": torch.rand(4, 1), "scale": torch.rand(1)}, 2)
+    tensors = {"decay": torch.rand(4, 1), "scale": torch.rand(1), "plain": torch.rand(4)}
+    load, manifest = ModelLoad(Computing()), cut_buckets(tensors, 2)
     load.model.decay = parameter(4, 1)
     load.begin(manifest)
-    load.load(0, fill(manifest, {"decay": torch.rand(4, 1), "scale": torch.rand(1)})[0])
+    load.load(0, fill(manifest, tensors)[0])
     load.finish()
     assert load.problems == ["decay did not come, or not all that belongs to it"]
 
