@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 STATE_FOLDER = ".weight_sync"
 LOCAL_FLAG = "--update-weight-local-checkpoint-dir"
 POLL_S = 0.1
+VISIBLE_S = 30.0
+"""How late a network file system may show a folder that was renamed elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class LocalCopy:
 
     def _wait_until_visible(self, target: int) -> None:
         """A network file system may show a new folder seconds late."""
-        deadline = time.monotonic() + min(self.timeout_s, 30.0)
+        deadline = time.monotonic() + min(self.timeout_s, VISIBLE_S)
         while target and not (version_folder(self.source, target) / INDEX_FILE).exists():
             if time.monotonic() > deadline:
                 present = ", ".join(path.name for path in list_folders(self.source)) or "no version"
