@@ -113,6 +113,7 @@ def with_layout(args: Namespace, world_size: int | None = None) -> Namespace:
         "save_interval": 1,
         "no_save_optim": True,
         "no_save_rng": True,
+        "debug_train_only": True,  # nothing is pushed, so that whether it could be is not asked
     }
     sizes = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "expert_model_parallel_size")
     if world_size > 1 and all(getattr(args, size) == 1 for size in sizes):

@@ -70,7 +70,7 @@ class QuantizedRun:
         with self.run.model(self.run.bf16_folder, "--bf16") as (args, model):
             args = Namespace(**{**vars(args), "hf_checkpoint": str(self.folder)})
             quantization = config["quantization_config"]
-            save_hf_model_to_path(args, saved, model, quantization_config=quantization)
+            save_hf_model_to_path(args, saved, model)
             pushed = dict(
                 iter_hf_tensors(
                     args,

@@ -47,7 +47,7 @@ def save_hf_model_to_path(
         output_dir: the folder to write.
         model: this rank's chunks.
         model_name: chooses the names; default: the model type of ``--hf-checkpoint``.
-        quantization_config: of the HF config; None writes nothing quantized.
+        quantization_config: of the HF config; default: what ``--hf-checkpoint`` says, whose config is copied.
         host_weights: instead of the live parameters.
         progress_desc: what the progress bar says, on a terminal.
 
@@ -61,7 +61,7 @@ def save_hf_model_to_path(
     start = time.monotonic()
     config = json.loads((source / "config.json").read_text())
     dtype = wire_dtype(config)
-    quantizer = checkpoint_quantizer(source, quantization_config, dtype=dtype)
+    quantizer = checkpoint_quantizer(source, quantization_config or config.get("quantization_config"), dtype=dtype)
     writer = HfFolderWriter(output_dir, assets_from=source) if dist.get_rank() == 0 else None
     tensors = iter_hf_tensors(
         args,

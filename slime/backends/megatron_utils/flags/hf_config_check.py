@@ -86,7 +86,7 @@ def check_hf_config(args: Namespace) -> None:
 def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
     """What the first push of weights would find out: no name map for the model, or no way to quantize it.
 
-    Nothing is pushed by ``--debug-train-only`` and by the tools, which have no such flag.
+    Nothing is pushed with ``--debug-train-only``, which the tools set, and where there is no such flag.
     """
     if vars(args).get("debug_train_only", True):
         return
