@@ -11,9 +11,28 @@ from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.update_weight.acknowledgements import check_acknowledgements
 from slime.backends.megatron_utils.update_weight.push import Push
 from slime.backends.megatron_utils.update_weight.roster import reason_of
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.manifest import Manifest
 from slime.weights.receiver import WeightReceiver
+
+
+def require_repacking(push: Push) -> None:
+    """See that the engines can undo and redo their own repacking of quantised weights, before anything is paused.
+
+    Raises:
+        WeightSyncError: an engine cannot.
+    """
+    # Neither undo nor redo: an engine that has the endpoint does nothing.
+    what = {"restore_weights_before_load": False, "post_process_quantization": False}
+    for engine in push.roster.good:
+        try:
+            engine.post_process_weights(**what).wait(push.clock.step_s)
+        except EngineError as error:
+            raise WeightSyncError(
+                f"--hf-checkpoint holds compressed-tensors weights, which engines repack when they load them; engine "
+                f"{engine.index} cannot undo that for a push ({error}). Stock SGLang has no /post_process_weights; "
+                "use an SGLang that has it, or an fp8 checkpoint (tools/convert_hf_to_fp8.py)"
+            ) from error
 
 
 def pause(push: Push, *, repacks: bool) -> None:

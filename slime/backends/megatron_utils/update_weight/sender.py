@@ -89,6 +89,7 @@ class WeightSender(ABC):
         self._plain_source: BucketSource | None = None
         self._digests: BucketDigests | None = None
         self._have_weights_changed = False
+        self._is_repacking_known = False
         self._sends_shards = False
         self._name = ""
         self._num_attempts = 0
@@ -163,6 +164,7 @@ class WeightSender(ABC):
                 "takes the others with it; start them with --custom-weight-loader %s",
                 unverified, sglang.RECEIVER,
             )  # fmt: skip
+        self._is_repacking_known = False
         self.connect(self.receivers)
         if self.sends_shards != self._sends_shards:
             self._source, self._sends_shards = None, self.sends_shards
@@ -221,6 +223,9 @@ class WeightSender(ABC):
 
     def _run(self, push: Push) -> None:
         repacks = self._repacks_quantized_weights
+        if repacks and not self._is_repacking_known:
+            self.on_main_rank(push, "asking for a push's needs", lambda: push_steps.require_repacking(push))
+            self._is_repacking_known = True
         self.on_main_rank(push, "pausing the engines", lambda: push_steps.pause(push, repacks=repacks))
         if self.args.check_weight_update_equal:
             # A comparison of what was sent cannot see what was forgotten: that still holds the poison afterwards.

@@ -1,0 +1,39 @@
+"""What is asked of engines before a push of packed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.backends.megatron_utils.update_weight import push_steps
+from slime.backends.megatron_utils.update_weight.push import Push
+from slime.backends.megatron_utils.update_weight.roster import PushClock, Roster
+from slime.utils.errors import EngineError, WeightSyncError
+
+
+class Engine:
+    index = 3
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.asked = error, []
+
+    def post_process_weights(self, **what: bool) -> Engine:
+        self.asked.append(what)
+        return self
+
+    def wait(self, timeout_s: float) -> Any:
+        if self.error:
+            raise self.error
+
+
+def test_an_engine_that_cannot_undo_its_repacking_is_refused_before_anything_is_paused() -> None:
+    engine = Engine(EngineError("404: /post_process_weights"))
+    with pytest.raises(WeightSyncError, match=r"engine 3 cannot undo that for a push \(404.*Stock SGLang has no"):
+        push_steps.require_repacking(Push("1", Roster([engine]), PushClock(10)))
+
+
+def test_an_engine_that_can_is_asked_to_do_nothing() -> None:
+    engine = Engine()
+    push_steps.require_repacking(Push("1", Roster([engine]), PushClock(10)))
+    assert engine.asked == [{"restore_weights_before_load": False, "post_process_quantization": False}]
