@@ -490,7 +490,10 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=WEIGHTS,
         waits="Engine actor for another that changes the same host's copy of the weights",
-        code=("slime.weights.local_copy.LocalCopy",),
+        code=(
+            "slime.weights.local_copy.LocalCopy",
+            "slime.backends.sglang_utils.weight_verbs.WeightVerbs.pull_weights",
+        ),
         bounds=("--weight-update-timeout-s",),
         deadline="",
         raises="WeightSyncError",
@@ -500,7 +503,10 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=WEIGHTS,
         waits="Engine actor for a version to show up on a network disk",
-        code=("slime.weights.local_copy.LocalCopy",),
+        code=(
+            "slime.weights.local_copy.LocalCopy",
+            "slime.backends.sglang_utils.weight_verbs.WeightVerbs.pull_weights",
+        ),
         bounds=("--weight-update-timeout-s", "slime.weights.local_copy.VISIBLE_S"),
         deadline="the smaller one",
         raises="WeightSyncError",
@@ -510,7 +516,10 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=WEIGHTS,
         waits="Driver for a weight push",
-        code=("slime.ray.actor_group.RayTrainGroup.update_weights",),
+        code=(
+            "slime.ray.actor_group.RayTrainGroup.update_weights",
+            "slime.ray.released_group.ReleasedTrainGroup",
+        ),
         bounds=("--weight-update-timeout-s", "slime.ray.actor_group.PUSH_MARGIN_S"),
         deadline="",
         raises="EngineError",
