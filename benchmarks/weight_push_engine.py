@@ -155,7 +155,7 @@ def start_engine(folder: str, options: argparse.Namespace, extra: list[str]) -> 
     args = run_args(folder, options, extra)
     first = options.num_gpus if options.disaggregated else 0
     engine = SGLangEngine(args, rank=0, base_gpu_id=first, num_gpus_per_engine=options.engine_gpus)
-    port = get_free_port(26000, consecutive=3)
+    port = get_free_port(26000 + os.getpid() % 500 * 8, consecutive=3)  # several runs may start at once
     engine.init(host="127.0.0.1", port=port, nccl_port=port + 1, dist_init_addr=f"127.0.0.1:{port + 2}")
     return engine
 
