@@ -92,7 +92,7 @@ def run_cells(
             layouts = {
                 name: layout
                 for name, layout in layouts_of(case, tuple(LAYOUTS) if names is None else names).items()
-                if layout.num_layers is None or case.name in FULL_FAMILIES
+                if _is_possible(case, layout)
             }
             with tempfile.TemporaryDirectory(prefix=f"shards-{case.name}-") as root:
                 for name, layout in layouts.items():
@@ -100,6 +100,15 @@ def run_cells(
                     on_cell(cell)
                     cells.append(cell)
     return cells
+
+
+def _is_possible(case: FamilyCase, layout: Layout) -> bool:
+    """Whether the case's layers and experts can be spread so."""
+    if layout.num_layers is not None and case.name not in FULL_FAMILIES:
+        return False
+    flags = dict(zip(layout.flags, layout.flags[1:], strict=False))
+    num_experts = case.config.get("n_routed_experts") or case.config.get("num_experts") or 0
+    return num_experts % int(str(flags.get("--expert-model-parallel-size", 1))) == 0
 
 
 def _run_cell(
