@@ -76,6 +76,11 @@ def combine(digests: Iterable[int]) -> int:
     return sum(mix(digest, position) for position, digest in enumerate(digests)) & MASK_64
 
 
+def combine_wrapped(digests: Tensor) -> int:
+    """:func:`combine` of digests that a table keeps as int64: tens of thousands without a loop over them."""
+    return _sum_of_words(digests.cpu())
+
+
 def as_signed(value: int) -> int:
     """The same 64 bits as the signed integer that torch keeps them in."""
     return value - (1 << 64) if value >> 63 else value

@@ -29,8 +29,8 @@ from slime.backends.sglang_utils.model_load import ModelLoad
 from slime.utils.errors import WeightSyncError
 from slime.weights.bucket_files import read_bucket
 from slime.weights.channel import WeightChannel
-from slime.weights.digest import combine
-from slime.weights.kernels.digest_table import DigestTable, as_unsigned
+from slime.weights.digest import combine_wrapped
+from slime.weights.kernels.digest_table import DigestTable
 from slime.weights.manifest import BucketEntry, Manifest
 from slime.weights.stored_tensors import StoredTensor, read_layout
 
@@ -249,7 +249,7 @@ class ReceivingRank:
         if self._manifest is None:
             return []
         return [
-            f"{combine(as_unsigned(self._digests[index])):016x}" if index in self._digests else ""
+            f"{combine_wrapped(self._digests[index]):016x}" if index in self._digests else ""
             for index in range(len(self._manifest.buckets))
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.weights.digest import MASK_64, combine, digest_bytes, digest_tensor, mix
+from slime.weights.digest import MASK_64, as_signed, combine, combine_wrapped, digest_bytes, digest_tensor, mix
 
 
 def plain_digest(data: bytes) -> int:
@@ -47,6 +47,11 @@ def test_exchanged_words_matter():
     words = torch.arange(16, dtype=torch.int32)
     assert digest_tensor(words) != digest_tensor(words.flip(0))
     assert combine([1, 2]) != combine([2, 1])
+
+
+def test_digests_are_combined_alike_as_numbers_and_as_a_tensor():
+    digests = [0, 1, MASK_64, 1 << 63, 0x0123456789ABCDEF]
+    assert combine_wrapped(torch.tensor([as_signed(digest) for digest in digests])) == combine(digests)
 
 
 def test_strides_do_not_matter():

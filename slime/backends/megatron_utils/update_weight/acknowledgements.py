@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from slime.utils.errors import WeightSyncError
-from slime.weights.digest import combine
-from slime.weights.kernels.digest_table import DigestTable, as_unsigned
+from slime.weights.digest import combine_wrapped
+from slime.weights.kernels.digest_table import DigestTable
 from slime.weights.manifest import Manifest
 
 SHOWN_NAMES = 3
@@ -38,7 +38,7 @@ class BucketDigests:
     def finish(self) -> dict[int, int]:
         """Digest of each bucket taken since the last time."""
         taken, self._taken = self._taken, {}
-        return {index: combine(as_unsigned(digests)) for index, digests in taken.items()}
+        return {index: combine_wrapped(digests) for index, digests in taken.items()}
 
 
 def check_acknowledgements(
