@@ -25,7 +25,7 @@ def read_bucket(layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifes
             file has become shorter.
     """
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    view = memoryview(flat.numpy())
+    view = flat.numpy().data
     for piece in bucket.pieces:
         entry = manifest.by_name[piece.name]
         stored = layout.get(piece.name)

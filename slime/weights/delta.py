@@ -83,9 +83,9 @@ def _encode_xor(old: Bytes, new: Bytes, checksum: str) -> EncodedDelta | None:
             continue
         while num_held_back:
             zeros = np.zeros(min(num_held_back, CHUNK_BYTES), np.uint8)
-            out.write(compressor.compress(zeros))
+            out.write(compressor.compress(zeros.data))
             num_held_back -= zeros.size
-        out.write(compressor.compress(chunk))
+        out.write(compressor.compress(chunk.data))
     if not changed:
         return None
     out.write(compressor.flush())
@@ -126,7 +126,7 @@ def apply_delta(target: Bytes, blob: bytes | memoryview, *, encoding: str, check
 
 def _read_into(stream: zstandard.ZstdDecompressionReader, buffer: Bytes) -> None:
     """Fill ``buffer``, which one read need not do."""
-    view, done = memoryview(buffer), 0
+    view, done = buffer.data, 0
     while done < len(view):
         count = stream.readinto(view[done:])
         if not count:

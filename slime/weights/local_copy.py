@@ -228,7 +228,7 @@ class LocalCopy:
             def work(entry: tuple[StoredTensor, str, str]) -> None:
                 delta, name, expected = entry
                 stored = layout[name]
-                blob = memoryview(read[delta.file].part(delta))
+                blob = read[delta.file].part(delta).data
                 try:
                     found = apply_delta(
                         written[stored.file].part(stored), blob, encoding=version.encoding, checksum=version.checksum

@@ -150,8 +150,8 @@ def publish_version(
     """
     files = [file for written in parts for file in written]
     weight_map: dict[str, str] = {}
-    for index, file in enumerate(files):
-        name = f"model-{index + first:05d}-of-{len(files):05d}.safetensors"
+    for number, file in enumerate(files, start=first):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         os.rename(unfinished / file.name, unfinished / name)
         for tensor in file.tensors:
             if tensor in weight_map:
