@@ -8,7 +8,7 @@ number of the generator splitmix64 seeded with the word (Steele, Lea, Flood, "Fa
 generators", OOPSLA 2014): a bijection of the word, and every input bit changes every output bit with a probability
 near one half.  It guards against damage and mistakes, not against an adversary.
 
-Words of 64 bits, because a GPU then spends about three integer instructions a byte and reads at the speed of its
+Words of 64 bits, because a GPU then spends about five integer instructions a byte and reads at the speed of its
 memory; with 32-bit words the same arithmetic was the limit.
 """
 
