@@ -192,9 +192,7 @@ class Follower(TorchDispatchMode):
             source = source.expand(target.shape)
         except RuntimeError as error:
             raise ValueError(f"{list(source.shape)} does not fit into {list(target.shape)}") from error
-        copy = StridedCopy(
-            tuple(target.shape), target.storage_offset(), target.stride(), source.storage_offset(), source.stride()
-        )
+        copy = _whole_copy(target, source)
         origin = self._origin_of(source)
         if target.device == META:
             self._fill_temporary(target, copy, origin, source)
@@ -345,9 +343,8 @@ def _on_meta(tree: Any) -> Any:
 
 
 def _whole_copy(target: Tensor, source: Tensor) -> StridedCopy:
-    return StridedCopy(
-        tuple(target.shape), target.storage_offset(), target.stride(), source.storage_offset(), source.stride()
-    )
+    to_offset, from_offset = int(target.storage_offset()), int(source.storage_offset())
+    return StridedCopy(tuple(target.shape), to_offset, target.stride(), from_offset, source.stride())
 
 
 def _casts_alike(first: torch.dtype, middle: torch.dtype, last: torch.dtype) -> bool:

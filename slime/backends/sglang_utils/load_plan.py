@@ -199,11 +199,11 @@ def _count(parameter: Tensor, writes: Sequence[Write], excused: Sequence[Tensor]
 
 def _copy_to(target: Tensor) -> StridedCopy:
     zeros = (0,) * target.dim()
-    return StridedCopy(tuple(target.shape), target.storage_offset(), target.stride(), 0, zeros)
+    return StridedCopy(tuple(target.shape), int(target.storage_offset()), target.stride(), 0, zeros)
 
 
 def _box(parameter: Tensor, copy: StridedCopy, whole: Layout) -> Box:
-    offset = copy.to_offset - parameter.storage_offset()
+    offset = copy.to_offset - int(parameter.storage_offset())
     if offset < 0:
         raise NotRectangularError
     moved = StridedCopy(copy.shape, offset, copy.to_strides, copy.from_offset, copy.from_strides)
@@ -233,8 +233,8 @@ def _count_cells(shape: tuple[int, ...], boxes: Sequence[Box], excused: Sequence
     for box in excused:
         covered[cells_of(box)] = True
     volume = torch.ones_like(count, dtype=torch.int64)
-    for dim, edges in enumerate(cuts):
-        extents = torch.tensor([high - low for low, high in itertools.pairwise(edges)])
+    for dim, sorted_edges in enumerate(cuts):
+        extents = torch.tensor([high - low for low, high in itertools.pairwise(sorted_edges)])
         volume *= extents.view([-1 if d == dim else 1 for d in range(len(shape))])
     missing = (count == 0) & ~covered
     return int(volume[missing].sum()), int(volume[count > 1].sum())
