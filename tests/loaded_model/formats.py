@@ -2,9 +2,9 @@
 
     python -m tests.loaded_model.formats [FAMILY ...]
 
-Of each model the parameters are scribbled over, the folder is loaded, and every tensor of the folder must then be found
-in a parameter, bit for bit: alone, joined with its siblings (q, k, v; gate, up), or stacked (experts).  Nothing is
-computed: without CUDA, SGLang has no kernels for these formats.  It asks which GPU it runs on; here it hears of an H100.
+Of each model the parameters are scribbled over, the folder is loaded, and every tensor of the folder must then be
+found in a parameter, bit for bit: alone, joined with its siblings (q, k, v; gate, up), or stacked (experts).  Nothing
+is computed: without CUDA, SGLang has no kernels for these formats.  It asks for the kind of GPU: an H100, it hears.
 """
 
 from __future__ import annotations
