@@ -44,7 +44,9 @@ class ModelLoad:
         """Forget what was under way and prepare for the buckets of ``manifest``."""
         plan = self.plan
         if plan is None or plan.manifest.id != manifest.id or not plan.fits(self.model):
-            self._is_proven, self._tables = False, {}
+            # The old plan would keep memory alive that the parameters have left.
+            plan = self.plan = None
+            self._tables, self._is_proven = {}, False
             plan = self.plan = LoadPlan(self.model, manifest)
         self.problems = list(plan.problems)
         self._held = HeldTensors(manifest, plan.groups)

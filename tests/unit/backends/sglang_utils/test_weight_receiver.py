@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import loader_report, weight_receiver
-from slime.backends.sglang_utils.loader_message import PUSH_REPORT, RECEIVER, encode
+from slime.backends.sglang_utils.loader_message import PUSH_REPORT, RECEIVER, encode, flatten_reports
 from slime.backends.sglang_utils.weight_receiver import ReceivingRank, receive
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.utils.errors import EngineError, WeightSyncError
@@ -319,3 +319,10 @@ def test_other_questions_still_reach_the_model():
     loader_report.answer_by_name(model, "mine", lambda: ["an answer"])
     assert model.get_weights_by_name("mine") == ["an answer"]
     assert model.get_weights_by_name("norm", 5, tp_size=2) == ["norm", 5, 2]
+
+
+def test_answers_that_the_server_nests_are_one_list():
+    """With attention data parallelism each of its ranks has an answer."""
+    assert flatten_reports([["a", "b"], [], ["c"]]) == ["a", "b", "c"]
+    assert flatten_reports(["a"]) == ["a"]
+    assert flatten_reports(None) == flatten_reports([[], []]) == []
