@@ -97,6 +97,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--fp8", action="store_true", help="the engine serves blockwise FP8")
     parser.add_argument("--num-gpus", type=int, default=1, help="trainer ranks")
     parser.add_argument("--engine-gpus", type=int, default=None, help="GPUs of the engine; default: --num-gpus")
+    parser.add_argument("--first-gpu", type=int, default=0, help="of those that the run takes")
     parser.add_argument("--disaggregated", action="store_true", help="the engine has GPUs of its own")
     parser.add_argument("--pushes", type=int, default=5, help="measured pushes, behind one that warms up")
     parser.add_argument("--out", default=None, metavar="FILE", help="the numbers as JSON")
@@ -154,7 +155,7 @@ def start_engine(folder: str, options: argparse.Namespace, extra: list[str]) -> 
 
     args = run_args(folder, options, extra)
     first = options.num_gpus if options.disaggregated else 0
-    engine = SGLangEngine(args, rank=0, base_gpu_id=first, num_gpus_per_engine=options.engine_gpus)
+    engine = SGLangEngine(args, rank=0, base_gpu_id=options.first_gpu + first, num_gpus_per_engine=options.engine_gpus)
     port = get_free_port(26000 + os.getpid() % 500 * 8, consecutive=3)  # several runs may start at once
     engine.init(host="127.0.0.1", port=port, nccl_port=port + 1, dist_init_addr=f"127.0.0.1:{port + 2}")
     return engine
