@@ -201,7 +201,13 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     args = run_args(options.work_dir, options, extra)
     worker = MegatronTrainRayActor()
-    worker.set_rendezvous(world_size, rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), local_rank=rank)
+    worker.set_rendezvous(
+        world_size,
+        rank,
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        local_rank=options.first_gpu + rank,
+    )
     worker.join_process_group(args)
     initialize.init(args)
     model = build_model(args, wrap_with_ddp=False)
