@@ -9,6 +9,7 @@ store ends the waits of all the others within :data:`POLL_S`, which is how the s
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,8 @@ from slime.utils.errors import WeightSyncError
 
 POLL_S = 0.02
 """How often a waiting member looks whether the group was abandoned."""
+FAREWELL_S = 10 * POLL_S
+"""How long the store outlives a group that did not come about."""
 SPIN_S = 0.0002
 """How often it looks whether its broadcast is done."""
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -57,6 +60,8 @@ class WeightChannel:
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._backend = backend
+        self._work: dist.Work | None = None
         limit = timedelta(seconds=timeout_s)
         try:
             self._store = dist.TCPStore(
@@ -70,11 +75,20 @@ class WeightChannel:
             store = dist.PrefixStore("group", self._store)
             self._group: dist.Backend | None = _make_backend(backend, store, rank, world_size, limit)
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
+            self._let_others_know()
             raise WeightSyncError(
                 f"rank {rank} of {world_size} could not join the weight group at {master_address}:{master_port} "
                 f"within {timeout_s:g} s (--weight-update-timeout-s): {error}"
             ) from error
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+
+    def _let_others_know(self) -> None:
+        """Joining failed: nobody shall wait for the rest, and the store goes with its owner."""
+        if vars(self).get("_store") is None:
+            return
+        self.abandon()
+        if self.rank == 0:
+            time.sleep(FAREWELL_S)
 
     def _wait_for_all(self, is_cancelled: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + self.timeout_s
@@ -103,7 +117,8 @@ class WeightChannel:
         if self._group is None:
             raise WeightSyncError(f"rank {self.rank} has left the weight group")
         try:
-            return self._group.broadcast([buffer], options)
+            self._work = self._group.broadcast([buffer], options)
+            return self._work
         except RuntimeError as error:
             self.leave()
             raise WeightSyncError(f"rank {self.rank} of the weight group could not broadcast: {error}") from error
@@ -154,7 +169,20 @@ class WeightChannel:
         """Give the connections back; pending broadcasts are cut off."""
         group, self._group = self._group, None
         if group is not None:
-            group.abort()
+            arguments = [group, self._backend, self._work]
+            threading.Thread(target=_tear_down, args=arguments, name="leave-weight-group", daemon=True).start()
+
+
+def _tear_down(group: dist.Backend, backend: str, work: dist.Work | None) -> None:
+    """End a group; its last reference goes with this thread.
+
+    NCCL cuts a broadcast off.  Gloo cannot, and dropping a group with a broadcast under way stops the whole process; so
+    it is kept until the broadcast ends, at the latest when its own deadline passes.
+    """
+    if backend == "nccl":
+        group.abort()
+    while work is not None and not work.is_completed():
+        time.sleep(POLL_S)
 
 
 def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Backend:

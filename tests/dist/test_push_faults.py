@@ -11,7 +11,7 @@ from tests.dist.fault_engine import EngineHall
 from tests.dist.push_fault_case import MODES, Case, Outcome, digest_of, push_all
 from tests.matrix.pool import RankPool
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(700)]
 
 DIES = (
     "dies pause:before",
@@ -74,7 +74,7 @@ CASES = cases()
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Outcome]]:
     with tempfile.TemporaryDirectory(prefix="push-") as folder, EngineHall(Path(folder)) as hall, RankPool() as pool:
-        ranks = pool.run(push_all, 2, hall.address, CASES, timeout_s=240)
+        ranks = pool.run(push_all, 2, hall.address, CASES, timeout_s=600)
     return {case.name: [rank[position] for rank in ranks] for position, case in enumerate(CASES)}
 
 

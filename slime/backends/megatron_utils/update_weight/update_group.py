@@ -29,6 +29,8 @@ from slime.weights.receiver import Pending, WeightReceiver
 logger = logging.getLogger(__name__)
 
 FIRST_PORT = 20000
+TRAINERS_SHARE = 0.75
+"""Of the time that engines have to answer: the trainer gives up first, which frees those that wait for another."""
 LEAVING_SHARE, MIN_LEAVING_S = 0.1, 1.0
 """How long leaving a broken group may take, as a share of the push's deadline: an abandoned engine is free at once."""
 FAREWELL_S = 10.0
@@ -71,7 +73,7 @@ class UpdateGroup:
             offsets[engine.index] = offset
             offset += engine.num_gpus
         timeout_s = clock.step_s
-        joining = _Joining(address, port, world_size=world_size, backend=backend, timeout_s=timeout_s)
+        joining = _Joining(address, port, world_size=world_size, backend=backend, timeout_s=timeout_s * TRAINERS_SHARE)
         requests = start_all(
             wanted,
             lambda engine: engine.join_weight_group(
@@ -103,9 +105,17 @@ class UpdateGroup:
         timeout_s = clock.step_s
         failures: dict[int, BaseException] = {}
         is_broken = False
+
+        def give_up() -> None:
+            channel.abandon()
+            channel.leave()
+
         try:
             work = channel.start_broadcast(flat)
-            failures = wait_together(requests, timeout_s, channel.abandon)
+            freeing = threading.Timer(timeout_s * TRAINERS_SHARE, give_up)
+            freeing.start()
+            failures = wait_together(requests, timeout_s, give_up)
+            freeing.cancel()
             if not failures:
                 channel.wait(work, timeout_s)
         except WeightSyncError as error:  # ours; which of the engines is to blame is seen when they leave
