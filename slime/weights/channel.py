@@ -176,7 +176,7 @@ class WeightChannel:
 def _tear_down(group: dist.Backend, backend: str, work: dist.Work | None) -> None:
     """End a group; its last reference goes with this thread.
 
-    NCCL cuts a broadcast off.  Gloo cannot, and dropping a group with a broadcast under way stops the whole process; so
+    NCCL cuts a broadcast off.  Gloo cannot, and dropping a group with a broadcast under way stops the process; so
     it is kept until the broadcast ends, at the latest when its own deadline passes.
     """
     if backend == "nccl":
