@@ -41,7 +41,7 @@ FP8_BLOCK = (4, 4)
 """Divides the tiny models' sizes, halved too, as 128 does those of real ones."""
 ROUNDED_SIZES = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *("q_lora_rank", "kv_lora_rank"),
+    *("q_lora_rank", "kv_lora_rank", "v_head_dim"),
 )
 """Sizes of a case's config that are made multiples of 32: engines hold whole fp8 blocks only, on each of two ranks."""
 CELL_TIMEOUT_S = 120
