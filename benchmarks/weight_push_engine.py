@@ -72,6 +72,7 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+NORMS = ("input_layernorm.", "post_attention_layernorm.", "post_self_attn_layernorm.", "post_mlp_layernorm.")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 TINY_FLAGS = """
 --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --group-query-attention
@@ -123,6 +124,10 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
         # The index of such a checkpoint tells the sender what to quantise.
         dimensions = MODELS[options.model.lower()]
         found = outputs(dimensions, lambda *shape: torch.empty(*shape, device="meta"))
+        norms = dict(zip((f"norm_{index}." for index in range(4)), NORMS, strict=True))
+        for output in found:
+            for plain, name in norms.items():
+                object.__setattr__(output, "name", output.name.replace(plain, name))
         names = [output.name for output in found] + [f"{o.name}_scale_inv" for o in found if o.is_quantized]
         index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
