@@ -26,6 +26,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from slime.backends.sglang_utils.load_plan import NOT_IN_CHECKPOINTS
 from slime.backends.sglang_utils.loader_message import CHECK_REPORT
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
 
@@ -63,7 +64,7 @@ def poison(model: nn.Module, only: Collection[str] | None = None) -> None:
     """Overwrite floating-point parameters, those in ``only`` or all, with NaN."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.is_floating_point() and (only is None or name in only):
+            if _is_pushed(name, parameter, only):
                 _bits(parameter.data).fill_(_poison_of(parameter))
 
 
@@ -71,11 +72,17 @@ def find_poison_in(model: nn.Module, only: Collection[str] | None = None) -> lis
     """The parameters, among those in ``only`` or all, of which some element is still what :func:`poison` wrote."""
     problems = []
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and (only is None or name in only):
+        if _is_pushed(name, parameter, only):
             count = int((_bits(parameter.data) == _poison_of(parameter)).sum())
             if count:
                 problems.append(f"{name}: {count} of {parameter.numel()} elements were never pushed")
     return problems
+
+
+def _is_pushed(name: str, parameter: Tensor, only: Collection[str] | None) -> bool:
+    """Floating-point parameters, but for scales of the KV cache and of activations, which no checkpoint has."""
+    is_stored = name.rpartition(".")[2] not in NOT_IN_CHECKPOINTS
+    return parameter.is_floating_point() and is_stored and (only is None or name in only)
 
 
 def _poison_of(parameter: Tensor) -> int:

@@ -141,3 +141,12 @@ def test_other_names_still_reach_the_models_own_method():
     model.__dict__["get_weights_by_name"] = lambda name, truncate_size, tp_size: [name, truncate_size, tp_size]
     compare_weights(model, [])
     assert model.get_weights_by_name("norm", 5, tp_size=2) == ["norm", 5, 2]
+
+
+def test_scales_that_no_checkpoint_has_are_neither_poisoned_nor_missed() -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(2))
+    model.k_scale = torch.nn.Parameter(torch.tensor([0.5]))
+    weight_check.poison(model)
+    assert model.k_scale.item() == 0.5
+    assert weight_check.find_poison_in(model) == ["weight: 2 of 2 elements were never pushed"]
