@@ -53,7 +53,7 @@ import os, sys, urllib.request
 
 request = urllib.request.Request(
     os.environ["RAY_API_SERVER_ADDRESS"] + "/api/jobs/",
-    headers={"Authorization": "Bearer " + os.environ["RAY_AUTH_TOKEN"]},
+    headers={"Authorization": "Bearer " + os.environ.get("RAY_AUTH_TOKEN", "")},
 )
 try:
     urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5)

@@ -27,13 +27,16 @@ start_nodes() {
     export RAY_PORT="${RAY_PORT:-6379}" RAY_DASHBOARD_PORT="${RAY_DASHBOARD_PORT:-8265}"
     export no_proxy="${MASTER_ADDR},${no_proxy}" NO_PROXY="${MASTER_ADDR},${no_proxy}"
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${RAY_DASHBOARD_PORT}"
-    if [[ -z "${RAY_AUTH_TOKEN:-}" ]]; then
-        unset RAY_AUTH_MODE # nodes that are joined by hand have no token; set RAY_AUTH_TOKEN on all to demand one
+    if [[ -n "${HOSTFILE:-}" ]]; then
+        export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(python3 -c 'import secrets; print(secrets.token_hex(32))')}"
+    elif [[ -z "${RAY_AUTH_TOKEN:-}" ]]; then
+        # A node that is joined by hand has no token; set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token on all to demand one.
+        export RAY_AUTH_MODE=disabled
     fi
     _RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray-XXXXXX")"
     echo "ray: starting the head at ${MASTER_ADDR}:${RAY_PORT} (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
-    # One process group: the head, and an ssh to each worker whose end (-tt) ends the node that it started.
-    setsid bash -c "$(declare -f _run_nodes join_command); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
+    # One process group: the head, and an ssh to each other node, whose end ends the node that it started.
+    setsid bash -c "$(declare -f _run_nodes _node_text join_command); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
     _RAY_PID=$!
     disown "${_RAY_PID}"
     setsid bash -c 'while kill -0 "$1" 2>/dev/null; do sleep 1; done
@@ -46,7 +49,7 @@ start_nodes() {
         echo "ray: HOSTFILE is not set; on each of the other $((num_nodes - 1)) nodes, run"
         echo "    $(join_command "<its address>" "${num_gpus}")"
     fi
-    until state="$(_joined "$((num_nodes * num_gpus))")"; do
+    until state="$(_joined "$((num_nodes * num_gpus))")" && _dashboard_answers; do
         if ! kill -0 "${_RAY_PID}" 2>/dev/null; then
             echo "ray: the head ended; the end of ${_RAY_DIR}/ray-start.log:" >&2
             tail -n 10 "${_RAY_DIR}/ray-start.log" >&2
@@ -63,29 +66,42 @@ start_nodes() {
     echo "ray: ${state} after $((SECONDS - start)) s"
 }
 
-# Runs in a process group of its own: the head, and the nodes of HOSTFILE.
+# Runs in a process group of its own: the head, and an ssh to each other node of HOSTFILE.
 _run_nodes() {
-    local num_gpus="$1" address
+    local num_gpus="$1" address head
     ray start --head --block --disable-usage-stats --node-ip-address "${MASTER_ADDR}" --port "${RAY_PORT}" \
-        --num-gpus "${num_gpus}" --dashboard-host 0.0.0.0 --dashboard-port "${RAY_DASHBOARD_PORT}" &
-    local head=$!
+        --num-gpus "${num_gpus}" --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT}" &
+    head=$!
     if [[ -n "${HOSTFILE:-}" ]]; then
         for address in $(awk 'NF && $1 !~ /^#/ {print $1}' "${HOSTFILE}"); do
             [[ "${address}" == "${MASTER_ADDR}" ]] && continue
             echo "starting a node on ${address}"
-            # The head needs some seconds; a node that comes too early tries again.
-            (
-                for attempt in 1 2 3 4 5; do
-                    ssh -tt -o BatchMode=yes -o ConnectTimeout=20 "${SSH_USER:-root}@${address}" \
-                        "cd '${REPO_DIR}' 2>/dev/null; PATH='${PATH}':\$PATH $(join_command "${address}" "${num_gpus}") --block" \
-                        </dev/null && break
-                    echo "node ${address}: attempt ${attempt} ended with $?"
-                    sleep 5
-                done
-            ) &
+            # The token goes through stdin, where no list of processes shows it, and the end of stdin ends the node.
+            { echo "${RAY_AUTH_TOKEN}"; sleep infinity; } | ssh -o BatchMode=yes -o ConnectTimeout=20 \
+                -o ServerAliveInterval=15 "${SSH_USER:-root}@${address}" \
+                "REPO_DIR='${REPO_DIR}' JOIN='$(join_command "${address}" "${num_gpus}") --block' bash -c '$(_node_text)'" &
         done
     fi
     wait "${head}"
+}
+
+# What runs on a node: it joins, some times over because the head may still be starting, and goes when stdin ends.
+_node_text() {
+    cat <<'NODE'
+read -r RAY_AUTH_TOKEN
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+exec 3<&0
+[ -x "$REPO_DIR/.venv/bin/ray" ] && PATH="$REPO_DIR/.venv/bin:$PATH"
+for attempt in 1 2 3 4 5 6; do
+    $JOIN &
+    node=$!
+    (cat <&3 >/dev/null; kill -TERM $node $$) &
+    watcher=$!
+    wait $node && break
+    kill $watcher
+    sleep 5
+done
+NODE
 }
 
 # _joined NUM_GPUS: whether the cluster has that many; says what it has.

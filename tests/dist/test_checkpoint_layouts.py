@@ -137,7 +137,6 @@ def save_behind_training(folder: str) -> None:
     import torch.distributed as dist
 
     from slime.backends.megatron_utils import checkpoint
-
     from slime.backends.megatron_utils.checkpoints import checkpoint_writer
     from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
     from slime.utils.errors import DataError

@@ -1,0 +1,56 @@
+"""scripts/nodes.sh with two nodes on this machine: what ``ssh`` would start elsewhere is started here."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.utils.net import get_current_node_ip, get_free_port
+
+REPO = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def cluster(tmp_path: Path, hosts: list[str], expected: int, timeout_s: int) -> subprocess.CompletedProcess[str]:
+    """Start ``expected`` nodes of two GPUs with the hostfile of ``hosts``."""
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# the nodes\n" + "".join(f"{host} slot=2\n" for host in hosts))
+    port = get_free_port(28000, consecutive=2)
+    script = f"""
+        ssh() {{ bash -c "${{@: -1}}"; }}; export -f ssh
+        source {REPO}/scripts/lib.sh; source {REPO}/scripts/nodes.sh
+        export MASTER_ADDR={get_current_node_ip()} RAY_PORT={port} RAY_DASHBOARD_PORT={port + 1}
+        export HOSTFILE={hostfile} NODES_TIMEOUT_S={timeout_s}
+        start_nodes {expected} 2
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=250, check=False)
+    deadline = time.monotonic() + 30
+    while any(f"={port}" in " ".join(words) for words in command_lines()):
+        assert time.monotonic() < deadline, "processes of the cluster are left"
+        time.sleep(0.5)
+    return done
+
+
+def command_lines() -> list[list[str]]:
+    lines = []
+    for process in psutil.process_iter(["cmdline"]):
+        lines.append(process.info["cmdline"] or [])
+    return lines
+
+
+def test_the_nodes_of_a_hostfile_join_and_end_with_the_script(tmp_path):
+    done = cluster(tmp_path, [get_current_node_ip(), "127.0.0.2"], expected=2, timeout_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ray: 2 nodes with 4 GPUs" in done.stdout
+
+
+def test_a_node_that_never_comes_is_said_after_the_deadline(tmp_path):
+    done = cluster(tmp_path, [get_current_node_ip()], expected=2, timeout_s=25)
+    assert done.returncode == 1
+    assert "after 25 s (NODES_TIMEOUT_S)" in done.stderr
+    assert "expected 2 nodes of 2 GPUs" in done.stderr
