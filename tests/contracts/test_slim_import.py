@@ -49,6 +49,11 @@ NEEDS_MORE = (
     "slime.utils.tensorboard_utils",
     # CUDA kernels: torch for CUDA brings Triton, torch for CPU does not
     "slime.algorithms.log_probs_kernels",
+    "slime.weights.kernels.triton_cast",
+    "slime.weights.kernels.triton_copy",
+    "slime.weights.kernels.triton_digest",
+    "slime.weights.kernels.triton_fp8",
+    "slime.weights.kernels.triton_tiles",
     # old paths of modules that live in a backend
     "slime.utils.memory_utils",
     "slime.utils.routing_replay",
