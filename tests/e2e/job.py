@@ -35,6 +35,8 @@ class Job:
             cwd=REPO,
             env=dict(os.environ) | {name: value, "RAY_ADDRESS": "local", "PYTHONPATH": str(REPO)} | environment,
             start_new_session=True,
+            # What a shell starts in its background inherits that Ctrl-C is ignored; the job of a test must not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def pids(self, pattern: str = "") -> list[int]:
