@@ -16,6 +16,14 @@ from slime.weights.manifest import Manifest
 SHOWN_NAMES = 3
 
 
+def segments_of(manifest: Manifest, index: int) -> list[tuple[int, int]]:
+    """Offset and bytes of each piece of a bucket."""
+    return [
+        (piece.offset, math.prod(piece.shape) * manifest.by_name[piece.name].torch_dtype.itemsize)
+        for piece in manifest.buckets[index].pieces
+    ]
+
+
 class BucketDigests:
     """Digests of this rank's buckets, taken as they pass; nothing waits for the device before :meth:`finish`."""
 
@@ -23,15 +31,22 @@ class BucketDigests:
         self._manifest = manifest
         self._tables: dict[int, DigestTable] = {}
         self._taken: dict[int, Tensor] = {}
+        self._noted: set[int] = set()
+
+    def note(self, index: int, digests: Tensor) -> None:
+        """Have the digests of a bucket's pieces from whoever filled it; the next ``take`` of it does nothing."""
+        self._taken[index] = digests
+        self._noted.add(index)
 
     def take(self, index: int, flat: Tensor) -> None:
         """Digest the pieces of a bucket; its buffer may be written again by work that is queued behind this."""
+        if index in self._noted:
+            self._noted.discard(index)
+            return
         table = self._tables.get(index)
         if table is None:
-            pieces = self._manifest.buckets[index].pieces
-            by_name = self._manifest.by_name
-            sizes = [math.prod(piece.shape) * by_name[piece.name].torch_dtype.itemsize for piece in pieces]
-            table = DigestTable([piece.offset for piece in pieces], sizes, flat.device)
+            segments = segments_of(self._manifest, index)
+            table = DigestTable([offset for offset, _ in segments], [size for _, size in segments], flat.device)
             self._tables[index] = table
         self._taken[index] = table.run(flat)
 

@@ -150,6 +150,8 @@ class WeightSender(ABC):
         if self._source is None:
             self._source = self.make_source()
             self._digests = BucketDigests(self._source.manifest)
+            if isinstance(self._source, ShardBuckets):
+                self._source.note_digests = self._digests.note
         return self._source
 
     # The verbs

@@ -24,6 +24,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
+from slime.backends.megatron_utils.update_weight.acknowledgements import segments_of
 from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, GatheredBuckets
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.shard_offers import ShardOffers
@@ -122,6 +123,8 @@ class ShardBuckets:
             if dist.get_rank() == 0:
                 for sentence in describe_misfits(self.misfits):
                     logger.info("%s", sentence)
+        self.note_digests: Callable[[int, Tensor], None] | None = None
+        """Told the digests of each bucket's pieces, when set: they cost less while a bucket is filled than later."""
         self._buffer: Tensor | None = None
         self._pointers: list[int] = []
         self._tables: list[CastTable] = []
@@ -174,7 +177,10 @@ class ShardBuckets:
                 continue
             bucket = self._own[turn]
             flat = buffer[: bucket.num_bytes]
-            self._tables[turn].run(flat)
+            if self.note_digests is None:
+                self._tables[turn].run(flat)
+            else:
+                self.note_digests(bucket.index, self._tables[turn].run_with_digests(flat))
             if flat.is_cuda:
                 torch.cuda.current_stream().synchronize()  # another process reads it next
             yield bucket, flat
@@ -202,7 +208,13 @@ class ShardBuckets:
             return
         block = self._blocks.block if self._blocks is not None and self._blocks.block is not None else DEFAULT_BLOCK
         self._tables = [
-            CastTable(self._offers.items(bucket.parts, host_weights), self._dtype, block, device=self._device)
+            CastTable(
+                self._offers.items(bucket.parts, host_weights),
+                self._dtype,
+                block,
+                device=self._device,
+                segments=segments_of(self.plan.manifest, bucket.index),
+            )
             for bucket in self._own
         ]
         self._pointers = pointers
