@@ -35,6 +35,7 @@ start_nodes() {
     fi
     _RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray-XXXXXX")"
     echo "ray: starting the head at ${MASTER_ADDR}:${RAY_PORT} (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
+    export _RAY_DIR
     # One process group: the head, and an ssh to each other node, whose end ends the node that it started.
     setsid bash -c "$(declare -f _run_nodes _node_text join_command); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
     _RAY_PID=$!
@@ -69,7 +70,9 @@ start_nodes() {
 # Runs in a process group of its own: the head, and an ssh to each other node of HOSTFILE.
 _run_nodes() {
     local num_gpus="$1" address head
-    ray start --head --block --disable-usage-stats --node-ip-address "${MASTER_ADDR}" --port "${RAY_PORT}" \
+    # A folder of its own: Ray's default one would tell later programs that this cluster is the one to join.
+    ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" \
+        --node-ip-address "${MASTER_ADDR}" --port "${RAY_PORT}" \
         --num-gpus "${num_gpus}" --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT}" &
     head=$!
     if [[ -n "${HOSTFILE:-}" ]]; then

@@ -237,7 +237,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing(busy_job):
 def test_a_cluster_that_is_too_small_is_an_error_not_a_wait(task, tmp_path):
     import ray
 
-    ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
     try:
         address = ray.get_runtime_context().gcs_address
         flags = grpo_flags(
