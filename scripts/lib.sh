@@ -104,14 +104,7 @@ _start_ray_once() {
         "$@" >"${_RAY_DIR}/ray-start.log" 2>&1 &
     _RAY_PID=$!
     disown "${_RAY_PID}"
-    # When this script is killed so hard that no trap runs, the watcher ends the job and the cluster: the same command
-    # started again must not meet its predecessor writing to the same folders.
-    setsid bash -c 'while kill -0 "$1" 2>/dev/null; do sleep 1; done
-        [[ ! -s "$3/job" ]] || timeout 15 ray job stop --no-wait "$(cat "$3/job")"
-        sleep 2; kill -TERM -- "-$2"; sleep 5; kill -KILL -- "-$2"' \
-        watcher "$$" "${_RAY_PID}" "${_RAY_DIR}" >/dev/null 2>&1 &
-    _WATCHER_PID=$!
-    disown "${_WATCHER_PID}"
+    _watch_ray
     until grep -q "Ray runtime started" "${_RAY_DIR}/ray-start.log" && _dashboard_answers; do
         if ! kill -0 "${_RAY_PID}" 2>/dev/null || ((SECONDS - start > 120)); then
             return 1
@@ -119,6 +112,17 @@ _start_ray_once() {
         sleep 0.5
     done
     echo "ray: ready after $((SECONDS - start)) s"
+}
+
+# When this script is killed so hard that no trap runs, a watcher ends the job and the cluster: the same command started
+# again must not meet its predecessor writing to the same folders.
+_watch_ray() {
+    setsid bash -c 'while kill -0 "$1" 2>/dev/null; do sleep 1; done
+        [[ ! -s "$3/job" ]] || timeout 15 ray job stop --no-wait "$(cat "$3/job")"
+        sleep 2; kill -TERM -- "-$2"; sleep 5; kill -KILL -- "-$2"' \
+        watcher "$$" "${_RAY_PID}" "${_RAY_DIR}" >/dev/null 2>&1 &
+    _WATCHER_PID=$!
+    disown "${_WATCHER_PID}"
 }
 
 # Stop our cluster.  setsid made it a process group with the number of its first process; workers end with their raylet.

@@ -40,12 +40,7 @@ start_nodes() {
     setsid bash -c "$(declare -f _run_nodes _node_text join_command); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
     _RAY_PID=$!
     disown "${_RAY_PID}"
-    setsid bash -c 'while kill -0 "$1" 2>/dev/null; do sleep 1; done
-        [[ ! -s "$3/job" ]] || timeout 15 ray job stop --no-wait "$(cat "$3/job")"
-        sleep 2; kill -TERM -- "-$2"; sleep 5; kill -KILL -- "-$2"' \
-        watcher "$$" "${_RAY_PID}" "${_RAY_DIR}" >/dev/null 2>&1 &
-    _WATCHER_PID=$!
-    disown "${_WATCHER_PID}"
+    _watch_ray
     if [[ -z "${HOSTFILE:-}" ]] && ((num_nodes > 1)); then
         echo "ray: HOSTFILE is not set; on each of the other $((num_nodes - 1)) nodes, run"
         echo "    $(join_command "<its address>" "${num_gpus}")"
