@@ -120,6 +120,13 @@ class Manifest:
     def by_name(self) -> dict[str, TensorEntry]:
         return {tensor.name: tensor for tensor in self.tensors}
 
+    def segments(self, bucket_index: int) -> list[tuple[int, int]]:
+        """First byte and number of bytes of each piece of a bucket, which its digest is taken over in this order."""
+        return [
+            (piece.offset, math.prod(piece.shape) * self.by_name[piece.name].torch_dtype.itemsize)
+            for piece in self.buckets[bucket_index].pieces
+        ]
+
     def to_json(self) -> str:
         """The compact text that :meth:`from_json` reads."""
         return json.dumps(

@@ -165,10 +165,10 @@ class ReceivingRank:
         if index in self._digests:
             return None
         if index not in self._digest_tables:
-            entries = self._known_manifest().by_name
-            sizes = [piece_bytes(piece.shape, entries[piece.name].torch_dtype) for piece in bucket.pieces]
-            offsets = [piece.offset for piece in bucket.pieces]
-            self._digest_tables[index] = DigestTable(offsets, sizes, device_of(model))
+            segments = self._known_manifest().segments(index)
+            self._digest_tables[index] = DigestTable(
+                [offset for offset, _ in segments], [size for _, size in segments], device_of(model)
+            )
         self._digests[index] = self._digest_tables[index].run(flat)
         return flat
 
@@ -278,11 +278,6 @@ def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's parameters lie."""
     return next(model.parameters()).device
-
-
-def piece_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a packed rectangle."""
-    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def _wait_for_device() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,14 +13,6 @@ from slime.weights.kernels.digest_table import DigestTable
 from slime.weights.manifest import Manifest
 
 SHOWN_NAMES = 3
-
-
-def segments_of(manifest: Manifest, index: int) -> list[tuple[int, int]]:
-    """Offset and bytes of each piece of a bucket."""
-    return [
-        (piece.offset, math.prod(piece.shape) * manifest.by_name[piece.name].torch_dtype.itemsize)
-        for piece in manifest.buckets[index].pieces
-    ]
 
 
 class BucketDigests:
@@ -45,7 +36,7 @@ class BucketDigests:
             return
         table = self._tables.get(index)
         if table is None:
-            segments = segments_of(self._manifest, index)
+            segments = self._manifest.segments(index)
             table = DigestTable([offset for offset, _ in segments], [size for _, size in segments], flat.device)
             self._tables[index] = table
         self._taken[index] = table.run(flat)

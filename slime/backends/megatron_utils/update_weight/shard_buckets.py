@@ -24,7 +24,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.update_weight.acknowledgements import segments_of
 from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, GatheredBuckets
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.shard_offers import ShardOffers
@@ -213,7 +212,7 @@ class ShardBuckets:
                 self._dtype,
                 block,
                 device=self._device,
-                segments=segments_of(self.plan.manifest, bucket.index),
+                segments=self.plan.manifest.segments(bucket.index),
             )
             for bucket in self._own
         ]
