@@ -147,7 +147,7 @@ class ReceivingRank:
             if message.get("folder") is not None:
                 flat = self._read(bucket, message).to(device_of(model), non_blocking=True)
             elif message.get("payload") is not None:
-                flat = self._map(message["payload"])
+                flat = _reachable(self._map(message["payload"]), device_of(model))
             else:
                 flat = self._receive_broadcast(model, bucket, message)
         except Exception:
@@ -278,6 +278,20 @@ def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's parameters lie."""
     return next(model.parameters()).device
+
+
+def _reachable(flat: Tensor, device: torch.device) -> Tensor:
+    """The buffer itself where kernels of ``device`` can read it, else a copy there.
+
+    The buffer of another trainer rank lies on that rank's GPU.  Kernels read it there once peer access is on, and a copy
+    of PyTorch's between the two devices is what turns it on.
+    """
+    if not flat.is_cuda or flat.device == device:
+        return flat
+    if not torch.cuda.can_device_access_peer(device, flat.device):
+        return flat.to(device)
+    torch.empty(1, dtype=flat.dtype, device=device).copy_(flat[:1])
+    return flat
 
 
 def _wait_for_device() -> None:
