@@ -76,7 +76,7 @@ class ReceivingRank:
         """Where the folder's tensors lie."""
         self._channels: dict[str, WeightChannel] = {}
         self._buffer: Tensor | None = None
-        """Where broadcasts arrive."""
+        """Where bytes arrive that do not lie on this device: broadcasts, and buffers of other trainer ranks."""
 
     def handle(self, model: nn.Module, message: dict[str, Any]) -> None:
         """Do what a message asks, for one model."""
@@ -98,6 +98,8 @@ class ReceivingRank:
         elif verb == "acknowledge":
             self._require_push(message["push_id"])
             self._mapped, self._flat = {}, None
+            if not self._channels:
+                self._buffer = None  # the KV cache may want the room
             self._load_of(model).finish()
         elif is_first and verb == "join":
             self._join(message["group_name"], message["group"], message["timeout_s"])
@@ -147,7 +149,7 @@ class ReceivingRank:
             if message.get("folder") is not None:
                 flat = self._read(bucket, message).to(device_of(model), non_blocking=True)
             elif message.get("payload") is not None:
-                flat = _reachable(self._map(message["payload"]), device_of(model))
+                flat = self._near(model, self._map(message["payload"]))
             else:
                 flat = self._receive_broadcast(model, bucket, message)
         except Exception:
@@ -201,12 +203,24 @@ class ReceivingRank:
         name = message["group_name"]
         if name not in self._channels:
             raise WeightSyncError(f"this engine is in no weight group {name!r}; join_weight_group comes first")
-        largest = max(entry.num_bytes for entry in self._known_manifest().buckets)
-        if self._buffer is None or self._buffer.numel() < largest:
-            self._buffer = torch.empty(largest, dtype=torch.uint8, device=device_of(model))
-        flat = self._buffer[: bucket.num_bytes]
+        flat = self._own_buffer(model, bucket.num_bytes)
         self._channels[name].broadcast(flat, message["timeout_s"])
         return flat
+
+    def _near(self, model: nn.Module, flat: Tensor) -> Tensor:
+        """The buffer, copied here when it lies on the GPU of another trainer rank.
+
+        Memory of another process on another GPU can be copied from; kernels of this GPU cannot read it.
+        """
+        device = device_of(model)
+        return flat if flat.device == device else self._own_buffer(model, flat.numel()).copy_(flat)
+
+    def _own_buffer(self, model: nn.Module, num_bytes: int) -> Tensor:
+        """Room for one bucket on this rank's device."""
+        largest = max(num_bytes, *(entry.num_bytes for entry in self._known_manifest().buckets))
+        if self._buffer is None or self._buffer.numel() < largest:
+            self._buffer = torch.empty(largest, dtype=torch.uint8, device=device_of(model))
+        return self._buffer[:num_bytes]
 
     def _join(self, name: str, group: dict[str, Any], timeout_s: float) -> None:
         self._leave(name)
@@ -278,20 +292,6 @@ def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's parameters lie."""
     return next(model.parameters()).device
-
-
-def _reachable(flat: Tensor, device: torch.device) -> Tensor:
-    """The buffer itself where kernels of ``device`` can read it, else a copy there.
-
-    The buffer of another trainer rank lies on that rank's GPU.  Kernels read it there once peer access is on, and a copy
-    of PyTorch's between the two devices is what turns it on.
-    """
-    if not flat.is_cuda or flat.device == device:
-        return flat
-    if not torch.cuda.can_device_access_peer(device, flat.device):
-        return flat.to(device)
-    torch.empty(1, dtype=flat.dtype, device=device).copy_(flat[:1])
-    return flat
 
 
 def _wait_for_device() -> None:
