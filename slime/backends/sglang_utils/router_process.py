@@ -6,10 +6,11 @@ import dataclasses
 import time
 from argparse import Namespace
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from slime.backends.sglang_utils.child_process import ChildProcess
-from slime.backends.sglang_utils.server_control import ServerControl
+from slime.backends.sglang_utils.server_control import Refused, ServerControl
 from slime.utils.errors import EngineError
 from slime.utils.net import format_host, format_host_port
 
@@ -141,8 +142,13 @@ def register_worker(
 def unregister_worker(router: ServerControl, worker_url: str) -> None:
     """Tell the router that an engine is gone; nothing happens when it does not know it."""
     worker = find_worker(router, worker_url)
-    if worker is not None:
+    if worker is None:
+        return
+    try:
         router.delete(f"/workers/{worker['id']}")
+    except Refused as refused:
+        if refused.status != HTTPStatus.NOT_FOUND:  # an earlier removal is carried out after its answer
+            raise
 
 
 def find_worker(router: ServerControl, worker_url: str) -> dict[str, Any] | None:

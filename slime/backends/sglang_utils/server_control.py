@@ -24,6 +24,14 @@ class NoAnswer(EngineError):
     """The deadline of a request passed."""
 
 
+class Refused(EngineError):
+    """The server answered with a status that is not a success."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class ServerControl:
     """The HTTP interface of the server at ``url``."""
 
@@ -63,9 +71,10 @@ class ServerControl:
             except requests.RequestException as error:
                 raise EngineError(f"{self.name} cannot be reached for {method} {path}: {error}") from error
         if not response.ok:
-            raise EngineError(
+            raise Refused(
                 f"{self.name} refused {method} {path} with status {response.status_code}: "
-                f"{response.text[:MAX_BODY_IN_ERROR]}"
+                f"{response.text[:MAX_BODY_IN_ERROR]}",
+                status=response.status_code,
             )
         try:
             return response.json()
