@@ -12,6 +12,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.ray_actor import RayActor
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
+from slime.utils.devices import visible_index
 from slime.utils.misc import Box
 
 FETCH_TIMEOUT_S = 3600
@@ -20,6 +21,12 @@ FETCH_TIMEOUT_S = 3600
 
 class TrainRayActor(Watched, RayActor):
     """Mixed in before a ``TrainWorker`` subclass by :func:`remote_class`."""
+
+    def set_rendezvous(self, world_size: int, rank: int, master_addr: str, master_port: int, gpu_id: int) -> None:
+        """The worker's own ``set_rendezvous``; the GPU has its number on the node, of which others may be hidden."""
+        super().set_rendezvous(  # type: ignore[misc]
+            world_size, rank, master_addr, master_port, visible_index(gpu_id)
+        )
 
     def init(self, args: Namespace, *arguments: Any, **keywords: Any) -> int:
         """The worker's own ``init``, once the user's plug-ins for the trainer have been imported and judged here."""

@@ -22,8 +22,8 @@ from slime.backends.sglang_utils.server_args import EnginePlace, build_server_ar
 from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, probe_answer
 from slime.backends.sglang_utils.server_process import start_server, wait_until_healthy
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
-from slime.utils import env
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.devices import visible_index
+from slime.utils.errors import EngineError
 from slime.utils.net import format_host_port
 
 logger = logging.getLogger(__name__)
@@ -300,20 +300,3 @@ class SGLangEngine(WeightVerbs):
             if end := self.describe_exit():
                 raise EngineError(f"{error}\n{end}") from error
             raise
-
-
-def visible_index(physical_id: int) -> int:
-    """Position of a GPU among those this process sees (``CUDA_VISIBLE_DEVICES``).
-
-    Raises:
-        ConfigError: the GPU is hidden from this process.
-    """
-    visible = env.cuda_visible_devices()
-    if visible is None:
-        return physical_id
-    if str(physical_id) not in visible:
-        raise ConfigError(
-            f"the engine shall use GPU {physical_id}, but CUDA_VISIBLE_DEVICES is {','.join(visible)}; start Ray with "
-            "the GPUs that the job may use"
-        )
-    return visible.index(str(physical_id))

@@ -9,7 +9,7 @@ import pytest
 
 from slime.backends.sglang_utils.loader_message import RECEIVER
 from slime.backends.sglang_utils.server_args import CHECK_LOADERS, WEIGHT_CHECKS, WEIGHT_LOADERS
-from slime.backends.sglang_utils.sglang_engine import SGLangEngine, visible_index
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.errors import ConfigError, EngineError, WeightSyncError
 
 
@@ -129,21 +129,6 @@ def test_an_engine_that_was_never_started_says_so():
         engine.pause_generation()
     engine.shutdown()
     assert engine.describe_exit() is None
-
-
-@pytest.mark.parametrize(("visible", "physical", "index"), [(None, 5, 5), ("4,5,6,7", 5, 1), (" 0 , 3", 3, 1)])
-def test_a_gpu_is_counted_among_the_visible_ones(monkeypatch, visible, physical, index):
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert visible_index(physical) == index
-
-
-def test_a_hidden_gpu_is_refused(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(ConfigError, match="GPU 3, but CUDA_VISIBLE_DEVICES is 0,1"):
-        visible_index(3)
 
 
 def test_every_loader_that_a_server_is_told_of_exists():
