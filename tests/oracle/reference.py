@@ -113,6 +113,12 @@ def reward_on_every_token(example: Example) -> Tensor:
     return torch.full((example.response_length,), example.reward, dtype=torch.float64)
 
 
+def leave_one_out(examples: list[Example], example: Example) -> Tensor:
+    """RLOO: the reward less the mean reward of all the others."""
+    others = [other.reward for other in examples if other is not example]
+    return torch.full((example.response_length,), example.reward - sum(others) / len(others), dtype=torch.float64)
+
+
 def reinforce_plus_plus(example: Example, kl_penalty: Tensor, kl_coef: float, gamma: float) -> Tensor:
     """Discounted sum of a KL penalty on each trained token and the reward on the last trained one."""
     trained = [position for position, trains in enumerate(example.mask) if trains]
@@ -246,3 +252,11 @@ def mean_over_tokens(token_losses: list[Tensor], examples: list[Example]) -> Ten
         summed = summed + sum((x for x, m in zip(losses, example.mask, strict=True) if m), f64(0.0))
         count += max(sum(example.mask), 1)
     return summed / count
+
+
+def sum_over_constant(token_losses: list[Tensor], examples: list[Example], constant: float) -> Tensor:
+    """Dr. GRPO: a trained token weighs the same in short and long responses, and in small and large batches."""
+    summed = f64(0.0)
+    for losses, example in zip(token_losses, examples, strict=True):
+        summed = summed + sum((x for x, m in zip(losses, example.mask, strict=True) if m), f64(0.0))
+    return summed / constant

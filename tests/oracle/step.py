@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import reference
+from tests.oracle.plugins import TOKENS_OF_A_STEP
 from tests.oracle.reference import Example, f64
 
 
@@ -27,7 +28,9 @@ def advantages_and_returns(args: Namespace, examples: list[Example]) -> tuple[li
     for example in examples:
         ours = f64(example.rollout if args.use_rollout_logprobs else example.old)
         penalty = reference.kl(ours, f64(example.reference), args.kl_loss_type) * (1.0 if args.kl_coef else 0.0)
-        if kind == "ppo":
+        if args.custom_advantage_function_path is not None:
+            advantage = target = reference.leave_one_out(examples, example)
+        elif kind == "ppo":
             advantage, target = reference.gae(example, penalty, args.kl_coef, args.gamma, args.lambd)
         elif kind == "reinforce_plus_plus":
             advantage = target = reference.reinforce_plus_plus(example, penalty, args.kl_coef, args.gamma)
@@ -71,11 +74,11 @@ def policy_tokens(args: Namespace, example: Example, logits: Tensor, advantage: 
         keeps = reference.opsm_keeps(sample, log_prob, advantage, args.opsm_delta)
         loss = loss * keeps
         found["opsm_clipfrac"] = 1 - keeps
-    if args.use_tis:
+    if args.use_tis or args.get_mismatch_metrics:
         weight = (old - f64(example.rollout)).exp()
         is_icepop = args.custom_tis_function_path is not None
         used = reference.mismatch_weights(sample, args.tis_clip_low, args.tis_clip, drop=is_icepop)
-        loss = loss * used
+        loss = loss * used if args.use_tis else loss
         found |= {"ois": weight, "tis": weight, "tis_abs": (weight - 1).abs()}
         found["tis_clipfrac"] = ((weight < args.tis_clip_low) | (weight > args.tis_clip)).double()
     found["pg_loss"] = loss
@@ -95,6 +98,8 @@ def step_tokens(
     """Per-token loss and metrics of one sample under ``--loss-type`` (``value_loss`` is the critic's)."""
     if args.loss_type == "sft_loss":
         return {"loss": -reference.response_log_probs(example, logits, args.rollout_temperature)}
+    if args.loss_type == "custom_loss":
+        return {"loss": reference.response_log_probs(example, logits, args.rollout_temperature) ** 2}
     if args.loss_type == "value_loss":
         start = example.prompt_length - 1
         values = logits[start : start + example.response_length, 0]
@@ -123,6 +128,13 @@ def expected_steps(
         ]
         of_step = [example for example, _ in tokens]
         means = {name: mean([found[name] for _, found in tokens], of_step) for name in tokens[0][1]}
+        if args.custom_pg_loss_reducer_function_path is not None:
+            surrogates = [found["pg_loss"] for _, found in tokens]
+            own = reference.sum_over_constant(surrogates, of_step, TOKENS_OF_A_STEP) / rollouts_per_step
+            means["loss"] = means["loss"] - means["pg_loss"] + own
+            means["pg_loss"] = own
+        if args.loss_type == "custom_loss":
+            means["custom"] = 2 * means["loss"]
         loss = means.get("loss", means.get("value_loss"))
         (loss + 0 * parameters.sum()).backward()  # a step may have nothing to train
         steps.append(({name: value.item() for name, value in means.items()}, parameters.grad))

@@ -1,0 +1,148 @@
+"""The trainer's own loss on real ranks: what it gives for the cells of ``variants``, to be held against ``step``.
+
+Parallel state, gathers and gradient collectives are the trainer's; only the model is a table of bigram logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.train_data.convert import samples_to_train_data
+from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
+from slime.train_data.split import split_by_rank
+from tests.oracle.batches import as_samples
+from tests.oracle.step import teacher_log_probs
+from tests.oracle.variants import COLUMNS, LAYOUTS, PACKINGS, ROLLOUTS_PER_STEP, arguments, problem
+
+Cell = tuple[str, str, str, int]
+"""Layout, variant, packing, seed."""
+
+BATCH_KEYS = (
+    "tokens",
+    "total_lengths",
+    "response_lengths",
+    "loss_masks",
+    "log_probs",
+    "ref_log_probs",
+    "advantages",
+    "returns",
+    "values",
+    "rollout_log_probs",
+    "rollout_mask_sums",
+)
+
+
+def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: bool = False) -> dict[str, Any]:
+    """What this rank has of a rollout.
+
+    Returns:
+        ``advantages``: {sample: whole row}, of this rank's samples; ``steps``: metrics and gradient of each step,
+        summed as Megatron sums them; ``shard``: (rank, size) of the tensor-parallel group.  Both are empty before
+        the last pipeline stage.
+    """
+    from megatron.core import mpu
+
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
+    from slime.backends.megatron_utils.data import DataIterator, get_batch, prepare_rollout_data
+    from slime.backends.megatron_utils.loss import compute_advantages_and_returns, loss_function
+    from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
+
+    args = arguments(variant)
+    args.allgather_cp = allgather_cp
+    dp_size, cp_size = mpu.get_data_parallel_world_size(), mpu.get_context_parallel_world_size()
+    tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+
+    examples, table = problem(args, seed)
+    rewards = [example.reward for example in examples]
+    train_data = samples_to_train_data(as_samples(examples), rewards, rewards, rollout_top_p=args.rollout_top_p)
+    schedule = build_dp_schedule(
+        ScheduleConfig(dp_size=dp_size, cp_size=cp_size, **PACKINGS[packing]),
+        [len(tokens) for tokens in train_data["tokens"]],
+        global_batch_size=ROLLOUTS_PER_STEP,
+        rollout_indices=train_data["rollout_ids"],
+    )
+    data = prepare_rollout_data(split_by_rank(train_data, schedule)[mpu.get_data_parallel_rank()])
+    if not mpu.is_pipeline_last_stage():
+        compute_advantages_and_returns(args, data)
+        assert "advantages" not in data
+        return {"advantages": {}, "steps": [], "shard": (tp_rank, tp_size)}
+    picked = [examples[position] for position in data["partition"]]
+    for name, field in (("log_probs", "old"), ("ref_log_probs", "reference"), ("values", "values")):
+        data[name] = [
+            slice_log_prob_with_cp(torch.tensor(getattr(e, field)), len(e.tokens), e.response_length) for e in picked
+        ]
+    data["teacher_log_probs"] = [
+        slice_log_prob_with_cp(teacher_log_probs(e).float(), len(e.tokens), e.response_length) for e in picked
+    ]
+    compute_advantages_and_returns(args, data)
+    advantages = {
+        position: all_gather_with_cp(row, len(example.tokens), example.response_length).tolist()
+        for position, row, example in zip(data["partition"], data["advantages"], picked, strict=True)
+    }
+    if args.reuse_log_probs:
+        del data["log_probs"]
+
+    is_sharded = args.loss_type != "value_loss"
+    if is_sharded:
+        table = table[:, tp_rank * COLUMNS // tp_size : (tp_rank + 1) * COLUMNS // tp_size]
+    iterator = DataIterator(data, data["micro_batch_indices"])
+    keys = list(BATCH_KEYS)
+    if args.rollout_top_p != 1.0:
+        keys += ["rollout_top_p_token_ids", "rollout_top_p_token_offsets"]
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    steps = []
+    for num_microbatches, step_size in zip(schedule.num_microbatches, schedule.global_batch_sizes, strict=True):
+        parameters = table.float().clone().requires_grad_()
+        num_tokens = torch.zeros(())
+        reports = []
+        for _ in range(num_microbatches):
+            batch = get_batch(iterator, keys, pad_multiplier=4, allgather_cp=allgather_cp)
+            logits = parameters[batch["tokens"]]
+            scaled, normaliser, report = loss_function(
+                args, batch, num_microbatches, step_size, args.loss_type, logits
+            )
+            # as Megatron's schedule: divided by the micro-batches, or left for the division by the number of tokens
+            (scaled if args.calculate_per_token_loss else scaled / num_microbatches).backward()
+            num_tokens += normaliser
+            reports.append(report)
+        for tensor in (parameters.grad, num_tokens):
+            dist.all_reduce(tensor, group=group)
+        metrics = reduce_step_metrics(
+            reports,
+            step_global_batch_size=step_size,
+            per_token=args.calculate_per_token_loss,
+            cp_size=cp_size,
+            group=group,
+        )
+        divisor = num_tokens if args.calculate_per_token_loss else dist.get_world_size(group)
+        steps.append({"metrics": metrics, "grad": (parameters.grad / divisor).tolist()})
+    return {"advantages": advantages, "steps": steps, "shard": (tp_rank, tp_size) if is_sharded else (0, 1)}
+
+
+def cells_of_this_rank(cells: Sequence[Cell]) -> dict[Cell, dict[str, Any]]:
+    """Run cells, layout by layout; the layouts are those of ``variants`` for this many processes."""
+    from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+    # isort: split
+    from megatron.core import mpu
+
+    torch.manual_seed(0)
+    results: dict[Cell, dict[str, Any]] = {}
+    layouts = LAYOUTS[dist.get_world_size()]
+    for layout, sizes in layouts.items():
+        chosen = [cell for cell in cells if cell[0] == layout]
+        if not chosen:
+            continue
+        if layout == "one":
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mpu.initialize_model_parallel(**sizes)
+        for cell in chosen:
+            _, variant, packing, seed = cell
+            results[cell] = steps_of_this_rank(variant, packing, seed, allgather_cp="allgather" in layout)
+        mpu.destroy_model_parallel()
+    return results

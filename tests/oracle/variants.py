@@ -1,0 +1,193 @@
+"""What is compared with the reference: losses, packings and ways to share the work, by name."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.train_data.flops import FlopsModel
+from tests.oracle.batches import VOCABULARY, bigram_policy, random_examples
+from tests.oracle.reference import Example
+
+COLUMNS = VOCABULARY + 1  # even, so that two shards are alike
+ROLLOUTS_PER_STEP = 4
+SEEDS = (3, 11)
+
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    2: {
+        "dp2": {},
+        "cp2": {"context_parallel_size": 2},
+        "cp2_allgather": {"context_parallel_size": 2},
+        "tp2": {"tensor_model_parallel_size": 2},
+        "pp2": {"pipeline_model_parallel_size": 2},
+        "one": {},
+    },
+    4: {
+        "dp2_cp2": {"context_parallel_size": 2},
+        "dp2_cp2_allgather": {"context_parallel_size": 2},
+        "cp4": {"context_parallel_size": 4},
+        "dp2_tp2": {"tensor_model_parallel_size": 2},
+        "tp2_cp2": {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+        "pp2_cp2": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+    },
+}
+"""[processes][name] sizes for Megatron; ``one`` is each process alone."""
+
+FLOPS = FlopsModel(
+    num_layers=1,
+    hidden_size=8,
+    num_attention_heads=2,
+    num_query_groups=2,
+    kv_channels=4,
+    ffn_hidden_size=16,
+    vocab_size=VOCABULARY,
+)
+PACKINGS: dict[str, dict[str, Any]] = {
+    "dynamic": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 50},
+    "balanced": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_data": True, "flops": FLOPS},
+    "flops": {
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 64,
+        "balance_data": True,
+        "balance_by_flops": True,
+        "flops": FLOPS,
+    },
+    "static": {"micro_batch_size": 1},
+}
+
+PENALTY = {"kl_coef": 0.3, "use_kl_loss": False, "kl_loss_coef": 0.0}
+PPO = {"advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, **PENALTY}
+ICEPOP = {"use_tis": True, "custom_tis_function_path": "slime.backends.megatron_utils.loss.icepop_function"}
+RLOO = {
+    "custom_advantage_function_path": "tests.oracle.plugins.leave_one_out",
+    "normalize_advantages": False,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    # estimators
+    "grpo": {},
+    "gspo": {"advantage_estimator": "gspo"},
+    "cispo": {"advantage_estimator": "cispo"},
+    "ppo": PPO,
+    "ppo_plain": {**PPO, "normalize_advantages": False},
+    "ppo_monte_carlo": {**PPO, "gamma": 1.0, "lambd": 1.0},
+    "reinforce": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.95, **PENALTY},
+    "reinforce_k1": {"advantage_estimator": "reinforce_plus_plus", "gamma": 1.0, **PENALTY, "kl_loss_type": "k1"},
+    "baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", **PENALTY},
+    "rloo": RLOO,
+    "not_whitened": {"normalize_advantages": False},
+    "distilled": {"use_opd": True},
+    "distilled_plain": {"use_opd": True, "normalize_advantages": False},
+    "distilled_engine": {"use_opd": True, "use_rollout_logprobs": True, "normalize_advantages": False},
+    "distilled_ppo": {"use_opd": True, **PPO},
+    "distilled_baseline": {"use_opd": True, "advantage_estimator": "reinforce_plus_plus_baseline", **PENALTY},
+    # normalisation
+    "per_token": {"calculate_per_token_loss": True},
+    "gspo_per_token": {"advantage_estimator": "gspo", "calculate_per_token_loss": True},
+    "cispo_per_token": {"advantage_estimator": "cispo", "calculate_per_token_loss": True},
+    "ppo_per_token": {**PPO, "calculate_per_token_loss": True},
+    "custom_reducer": {"custom_pg_loss_reducer_function_path": "tests.oracle.plugins.constant_divisor_reducer"},
+    # losses
+    "critic": {**PPO, "loss_type": "value_loss", "normalize_advantages": False},
+    "critic_per_token": {
+        **PPO,
+        "loss_type": "value_loss",
+        "normalize_advantages": False,
+        "calculate_per_token_loss": True,
+    },
+    "sft": {"loss_type": "sft_loss"},
+    "sft_per_token": {"loss_type": "sft_loss", "calculate_per_token_loss": True},
+    "custom_loss": {
+        "loss_type": "custom_loss",
+        "custom_loss_function_path": "tests.oracle.plugins.squared_log_prob",
+    },
+    "symmetric_clip": {"eps_clip_high": 0.2},
+    "dual_clip": {"eps_clip_c": 1.2},
+    "gspo_dual_clip": {"advantage_estimator": "gspo", "eps_clip_c": 1.2},
+    "opsm": {"use_opsm": True},
+    "opsm_per_token": {"use_opsm": True, "calculate_per_token_loss": True},
+    "opsm_gspo": {"use_opsm": True, "advantage_estimator": "gspo"},
+    "k1": {"kl_loss_type": "k1"},
+    "k2": {"kl_loss_type": "k2"},
+    "low_var_kl": {"kl_loss_type": "low_var_kl"},
+    "unbiased_k1": {"use_unbiased_kl": True, "kl_loss_type": "k1"},
+    "unbiased_k2": {"use_unbiased_kl": True, "kl_loss_type": "k2"},
+    "unbiased_k3": {"use_unbiased_kl": True},
+    "unbiased_kl": {"use_unbiased_kl": True, "kl_loss_type": "low_var_kl"},
+    "engine_log_probs": {"use_rollout_logprobs": True},
+    "reused_log_probs": {"reuse_log_probs": True},
+    "top_p": {"rollout_top_p": 0.9},
+    "recompute": {"recompute_loss_function": True},
+    "no_chunks": {"log_probs_chunk_size": -1, "entropy_coef": 0.0},
+    # corrections
+    "tis": {"use_tis": True},
+    "tis_per_token": {"use_tis": True, "calculate_per_token_loss": True},
+    "tis_reused": {"use_tis": True, "reuse_log_probs": True},
+    "tis_gspo": {"use_tis": True, "advantage_estimator": "gspo"},
+    "tis_cispo_opsm": {"use_tis": True, "advantage_estimator": "cispo", "use_opsm": True},
+    "icepop": ICEPOP,
+    "icepop_per_token": {**ICEPOP, "calculate_per_token_loss": True},
+    "mismatch_metrics": {"get_mismatch_metrics": True},
+}
+CELLS = [
+    *((variant, "dynamic") for variant in VARIANTS),
+    *((variant, packing) for packing in ("balanced", "flops", "static") for variant in ("grpo", "per_token", "gspo")),
+]
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "loss_type": "policy_loss",
+    "allgather_cp": False,
+    "advantage_estimator": "grpo",
+    "calculate_per_token_loss": False,
+    "recompute_loss_function": False,
+    "rollout_temperature": 0.9,
+    "rollout_top_p": 1.0,
+    "log_probs_chunk_size": 4,
+    "entropy_coef": 0.01,
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.28,
+    "eps_clip_c": None,
+    "value_clip": 0.2,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "kl_loss_type": "k3",
+    "use_unbiased_kl": False,
+    "use_rollout_logprobs": False,
+    "reuse_log_probs": False,
+    "use_opsm": False,
+    "opsm_delta": 0.1,
+    "use_tis": False,
+    "get_mismatch_metrics": False,
+    "tis_clip": 1.8,
+    "tis_clip_low": 0.5,
+    "custom_tis_function_path": None,
+    "custom_pg_loss_reducer_function_path": None,
+    "custom_advantage_function_path": None,
+    "custom_loss_function_path": None,
+    "kl_coef": 0.0,
+    "gamma": 1.0,
+    "lambd": 1.0,
+    "use_opd": False,
+    "opd_kl_coef": 0.7,
+    "normalize_advantages": True,
+}
+
+
+def arguments(variant: str) -> Namespace:
+    """The trainer's flags of a variant."""
+    return Namespace(**{**DEFAULTS, **VARIANTS[variant]})
+
+
+def problem(args: Namespace, seed: int) -> tuple[list[Example], Tensor]:
+    """An even number of samples, and the table: logits with one column of vocabulary padding, or a value."""
+    examples = random_examples(seed)
+    if len(examples) % 2:
+        examples = random_examples(seed + 1000)
+    assert len(examples) % 2 == 0
+    if args.loss_type == "value_loss":
+        return examples, bigram_policy(seed)[:, :1]
+    padding = torch.full((VOCABULARY, 1), 2.0, dtype=torch.float64)
+    return examples, torch.cat([bigram_policy(seed), padding], dim=1)
