@@ -266,6 +266,8 @@ def print_result(
         f"engine serves version {engine.get_weight_version()}",
         flush=True,
     )
+    split = {step: statistics.median(one.seconds[step] for one in reports) for step in report.seconds}
+    print("median seconds by step: " + ", ".join(f"{step} {value:.4f}" for step, value in split.items()), flush=True)
     if options.out:
         numbers = {
             "options": vars(options),

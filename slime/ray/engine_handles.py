@@ -61,6 +61,7 @@ class RayWeightReceiver:
             "post_process_weights",
             "begin_weight_update",
             "receive_weight_bucket",
+            "receive_weight_buckets",
             "join_weight_group",
             "leave_weight_group",
             "acknowledge_weight_update",

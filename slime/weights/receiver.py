@@ -108,6 +108,16 @@ class WeightReceiver(Protocol):
             group_name: the group whose rank 0 broadcasts the buffer, otherwise.
         """
 
+    def receive_weight_buckets(self, push_id: str, payloads: dict[int, list[str]]) -> Pending:
+        """As ``receive_weight_bucket`` for several buckets at once, which lie on several of the engine's GPUs.
+
+        One request instead of many, and every GPU begins with another bucket, so that not all read one GPU's memory.
+
+        Args:
+            push_id: of the push begun last.
+            payloads: position in the manifest's buckets -> handles to the flat buffer, one for each GPU.
+        """
+
     def receive_weight_folder(self, push_id: str, folder: str) -> Pending:
         """Load all buckets of the push from the safetensors files in ``folder``, as the engine's hosts see it."""
 

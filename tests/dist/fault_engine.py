@@ -237,6 +237,10 @@ class HoldingEngine:
         if is_faulty:
             self.at("receive:after")
 
+    def receive_weight_buckets(self, push_id: str, payloads: dict[int, list[str]]) -> None:
+        for bucket_index, payload in payloads.items():
+            self.receive_weight_bucket(push_id, bucket_index, payload, None)
+
     def load(self, bucket_index: int, flats: list[Tensor], *, is_faulty: bool) -> None:
         assert self.manifest is not None
         pieces = self.manifest.buckets[bucket_index].pieces

@@ -56,6 +56,10 @@ class ModelLoad:
                 fill.target.copy_(fill.value)
             poison(self.model, plan.unaccounted)
 
+    def has(self, index: int) -> bool:
+        """Whether the bucket of the push under way was loaded."""
+        return index in self._loaded
+
     def load(self, index: int, flat: Tensor) -> None:
         """Take one bucket; on a GPU the work may not be done when this returns."""
         plan, held = self._begun()

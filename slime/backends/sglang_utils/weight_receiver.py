@@ -95,6 +95,11 @@ class ReceivingRank:
             if self._flat is not None:
                 self._load_of(model).load(message["bucket_index"], self._flat)
                 _wait_for_device()
+        elif verb == "receive_many":
+            self._require_push(message["push_id"])
+            for index, handle in message["payload"]:
+                self._take(model, index, handle)
+            _wait_for_device()
         elif verb == "acknowledge":
             self._require_push(message["push_id"])
             self._mapped, self._flat = {}, None
@@ -145,7 +150,8 @@ class ReceivingRank:
     def _obtain(self, model: nn.Module, message: dict[str, Any]) -> Tensor | None:
         """The bytes of a bucket; None for one that was loaded before."""
         try:
-            bucket = self._bucket(message)
+            self._require_push(message["push_id"])
+            bucket = self._bucket(message["bucket_index"])
             if message.get("folder") is not None:
                 flat = self._read(bucket, message).to(device_of(model), non_blocking=True)
             elif message.get("payload") is not None:
@@ -157,15 +163,29 @@ class ReceivingRank:
             if channel is not None:
                 channel.abandon()  # nobody shall wait in it for this rank
             raise
-        if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() < bucket.num_bytes:
-            raise WeightSyncError(
-                f"bucket {message['bucket_index']} has {bucket.num_bytes} bytes; its buffer is {list(flat.shape)} of "
-                f"{flat.dtype}"
-            )
-        flat = flat[: bucket.num_bytes]
         index = message["bucket_index"]
         if index in self._digests:
             return None
+        return self._digest(model, index, flat)
+
+    def _take(self, model: nn.Module, index: int, handle: str) -> None:
+        """Load a bucket that this process can map, unless this model has it already."""
+        load = self._load_of(model)
+        if not load.has(index):
+            load.load(index, self._digest(model, index, self._near(model, self._map(handle))))
+
+    def _digest(self, model: nn.Module, index: int, flat: Tensor) -> Tensor:
+        """The bytes of bucket ``index`` in ``flat``, with their digests noted.
+
+        Raises:
+            WeightSyncError: the buffer is not one for this bucket.
+        """
+        bucket = self._bucket(index)
+        if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() < bucket.num_bytes:
+            raise WeightSyncError(
+                f"bucket {index} has {bucket.num_bytes} bytes; its buffer is {list(flat.shape)} of {flat.dtype}"
+            )
+        flat = flat[: bucket.num_bytes]
         if index not in self._digest_tables:
             segments = self._known_manifest().segments(index)
             self._digest_tables[index] = DigestTable(
@@ -174,12 +194,11 @@ class ReceivingRank:
         self._digests[index] = self._digest_tables[index].run(flat)
         return flat
 
-    def _bucket(self, message: dict[str, Any]) -> BucketEntry:
-        self._require_push(message["push_id"])
+    def _bucket(self, index: int) -> BucketEntry:
         buckets = self._known_manifest().buckets
-        if not 0 <= message["bucket_index"] < len(buckets):
-            raise WeightSyncError(f"there is no bucket {message['bucket_index']}; the push has {len(buckets)}")
-        return buckets[message["bucket_index"]]
+        if not 0 <= index < len(buckets):
+            raise WeightSyncError(f"there is no bucket {index}; the push has {len(buckets)}")
+        return buckets[index]
 
     def _read(self, bucket: BucketEntry, message: dict[str, Any]) -> Tensor:
         folder = (message["push_id"], message["folder"])

@@ -97,7 +97,28 @@ class WeightVerbs:
         """
         self._require_push(push_id)
         self._acknowledged = None
-        self._tell("receive", push_id, payload=payload, bucket_index=bucket_index, group_name=group_name, reads=False)
+        by_gpu = None if payload is None else [{"payload": handle} for handle in payload]
+        self._tell("receive", push_id, by_gpu=by_gpu, bucket_index=bucket_index, group_name=group_name, reads=False)
+
+    def receive_weight_buckets(self, push_id: str, payloads: Mapping[int, Sequence[str]]) -> None:
+        """Load flat buckets that lie on several GPUs, in one request; otherwise as :meth:`receive_weight_bucket`.
+
+        Args:
+            push_id: of the push begun last.
+            payloads: position in the manifest's buckets -> handles to the flat buffer, one for each of the engine's
+                GPUs.  GPU ``k`` begins with the ``k``-th bucket.
+
+        Raises:
+            WeightSyncError: another push was begun since, or none.
+        """
+        self._require_push(push_id)
+        self._acknowledged = None
+        of_gpus = []
+        for gpu in range(self._tp_size):
+            handles = [(index, handles[gpu]) for index, handles in payloads.items()]
+            start = gpu % len(handles)
+            of_gpus.append({"payload": handles[start:] + handles[:start]})
+        self._tell("receive_many", push_id, by_gpu=of_gpus, reads=False)
 
     def receive_weight_folder(self, push_id: str, folder: str) -> None:
         """Load all buckets of the push from the safetensors files in ``folder``, which the engine's hosts can read.
@@ -172,17 +193,17 @@ class WeightVerbs:
         verb: str,
         push_id: str | None,
         *,
-        payload: Sequence[str] | None = None,
+        by_gpu: Sequence[Mapping[str, Any]] | None = None,
         reads: bool = True,
         **content: Any,
     ) -> dict[str, Any]:
-        """Send a message to the loader on every rank; with ``reads`` give the engine's state after it."""
+        """Send a message to the loader on every rank, with what each is told beside it in ``by_gpu``.
+
+        With ``reads`` give the engine's state after it.
+        """
         timeout_s = self.args.weight_update_timeout_s
         message = {"verb": verb, "push_id": push_id, "id": uuid.uuid4().hex, "timeout_s": timeout_s, **content}
-        if payload is None:
-            texts = [encode(message)] * self._tp_size
-        else:
-            texts = [encode(message | {"payload": handle}) for handle in payload]
+        texts = [encode(message | own) for own in by_gpu] if by_gpu is not None else [encode(message)] * self._tp_size
         request = {"serialized_named_tensors": texts, "flush_cache": False, "load_format": RECEIVER}
         self._update("/update_weights_from_tensor", request)
         if not reads:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 
 from slime.backends.megatron_utils.update_weight.roster import PushClock, Roster
 from slime.weights.receiver import FencedEngine
@@ -21,6 +24,9 @@ class PushReport:
     """Engines that serve the new version."""
     num_attempts: int = 1
     fenced: tuple[FencedEngine, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By step, meetings of all ranks included; "begin" and "hand over" are parts of "publish", the rest of which is
+    filling buckets."""
 
 
 @dataclass
@@ -39,3 +45,13 @@ class Push:
     """What went wrong on this rank through no engine's fault; the next meeting raises it on all ranks."""
     digests: dict[int, int] = field(default_factory=dict)
     """Digest of each bucket that was sent, of all ranks once they have met."""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to those of a step."""
+        started_s = monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + monotonic() - started_s

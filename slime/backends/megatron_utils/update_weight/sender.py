@@ -213,6 +213,7 @@ class WeightSender(ABC):
         report = PushReport(
             self.weight_version, len(manifest.tensors), len(manifest.buckets), size, push.clock.elapsed_s,
             num_engines=len(push.roster.good), num_attempts=push.num_attempts, fenced=push.roster.fenced,
+            seconds=push.seconds,
         )  # fmt: skip
         if dist.get_rank() == 0:
             logger.info(
@@ -228,14 +229,17 @@ class WeightSender(ABC):
         if repacks and not self._is_repacking_known:
             self.on_main_rank(push, "asking for a push's needs", lambda: push_steps.require_repacking(push))
             self._is_repacking_known = True
-        self.on_main_rank(push, "pausing the engines", lambda: push_steps.pause(push, repacks=repacks))
+        with push.step("pause"):
+            self.on_main_rank(push, "pausing the engines", lambda: push_steps.pause(push, repacks=repacks))
         if self.args.check_weight_update_equal:
             # A comparison of what was sent cannot see what was forgotten: that still holds the poison afterwards.
             self.on_main_rank(
                 push, "poisoning the engines' weights", lambda: push_steps.run_check(push, sglang.POISON_LOADER)
             )
-        self._publish(push)
-        self.on_main_rank(push, "comparing digests", lambda: push_steps.acknowledge(push, self.source.manifest))
+        with push.step("publish"):
+            self._publish(push)
+        with push.step("acknowledge"):
+            self.on_main_rank(push, "comparing digests", lambda: push_steps.acknowledge(push, self.source.manifest))
         if self.args.check_weight_update_equal:
             self._compare(push)
             self.on_main_rank(
@@ -243,10 +247,14 @@ class WeightSender(ABC):
                 "looking for weights that were not sent",
                 lambda: push_steps.run_check(push, sglang.FIND_POISON_LOADER),
             )
-        self.on_main_rank(push, f"committing version {push.version}", lambda: push_steps.commit(push, repacks=repacks))
-        self.on_main_rank(
-            push, f"letting the engines continue with version {push.version}", lambda: push_steps.resume(push)
-        )
+        with push.step("commit"):
+            self.on_main_rank(
+                push, f"committing version {push.version}", lambda: push_steps.commit(push, repacks=repacks)
+            )
+        with push.step("continue"):
+            self.on_main_rank(
+                push, f"letting the engines continue with version {push.version}", lambda: push_steps.resume(push)
+            )
 
     @property
     def _repacks_quantized_weights(self) -> bool:
@@ -260,7 +268,8 @@ class WeightSender(ABC):
             push.id = self._next_push_id(push.version)
             push.must_repeat = False
             push.digests = {}
-            self.on_main_rank(push, "beginning the push", lambda: push_steps.begin(push, source.manifest))
+            with push.step("begin"):
+                self.on_main_rank(push, "beginning the push", lambda: push_steps.begin(push, source.manifest))
             self.form_groups(push)
             while push.must_repeat:
                 push.must_repeat = False
@@ -293,7 +302,8 @@ class WeightSender(ABC):
             for index, flat in source.iter_buckets():
                 if index != NO_BUCKET:
                     digests.take(index, flat)
-                self.offer(push, index, flat)
+                with push.step("hand over"):
+                    self.offer(push, index, flat)
             push.digests = digests.finish()
 
         self._in_turns(push, f"sending the tensors of version {push.version}", send)

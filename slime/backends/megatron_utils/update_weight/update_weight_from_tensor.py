@@ -136,10 +136,10 @@ class UpdateWeightFromTensor(WeightSender):
         kept: Tensor | None = None
         try:
             requests: list[Pending] = []
-            for bucket, of_gpus in handles.items() if engine.acknowledges else ():
-                what = f"loading bucket {bucket}"
-                payload = [of_gpus[gpu] for gpu in gpus]
-                requests.append(engine.receive_weight_bucket(push.id, bucket, payload, None))
+            if engine.acknowledges and handles:
+                what = f"loading {'buckets' if len(handles) > 1 else 'bucket'} {' and '.join(map(str, handles))}"
+                payloads = {bucket: [of_gpus[gpu] for gpu in gpus] for bucket, of_gpus in handles.items()}
+                requests.append(receive_all(engine, push.id, payloads))
             if not engine.acknowledges and index != NO_BUCKET:
                 request, kept = self._stock_request(push, engine, index, flat)
                 requests.append(request)
@@ -171,6 +171,14 @@ class UpdateWeightFromTensor(WeightSender):
     def disconnect(self) -> None:
         """Leave the group of the engines outside."""
         self._remote.leave()
+
+
+def receive_all(engine: WeightReceiver, push_id: str, payloads: dict[int, list[str]]) -> Pending:
+    """Let the engine load the buckets of one turn."""
+    if len(payloads) > 1:
+        return engine.receive_weight_buckets(push_id, payloads)
+    [(bucket, payload)] = payloads.items()
+    return engine.receive_weight_bucket(push_id, bucket, payload, None)
 
 
 def neighbourhoods(engines: Sequence[WeightReceiver], world_size: int, ranks_per_host: int) -> list[list[int]]:

@@ -49,9 +49,12 @@ class InProcess(WeightVerbs):
         self.version = payload["new_version"]
         return None
 
-    def push(self, manifest, flats, push_id, order=None):
+    def push(self, manifest, flats, push_id, order=None, at_once=False):
         """Everything but the commit; gives the acknowledgement."""
         self.begin_weight_update(manifest.to_json(), push_id)
+        if at_once:
+            self.receive_weight_buckets(push_id, {index: [handle_of(flat)] for index, flat in enumerate(flats)})
+            return self.acknowledge_weight_update(push_id)
         for index in order or range(len(flats)):
             self.receive_weight_bucket(push_id, index, [handle_of(flats[index])], None)
         return self.acknowledge_weight_update(push_id)
@@ -86,12 +89,13 @@ def assert_holds(model, tensors):
         assert torch.equal(model.get_parameter(name), value), name
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("layout", [whole_buckets, cut_buckets])
-def test_pushes_are_acknowledged_with_the_digests_of_what_came(layout):
+def test_pushes_are_acknowledged_with_the_digests_of_what_came(layout, at_once):
     engine = InProcess(Fused())
     for number in range(3):
         tensors, manifest, flats = made(layout, 1 + number)
-        answer = engine.push(manifest, flats, f"p{number}")
+        answer = engine.push(manifest, flats, f"p{number}", at_once=at_once)
         assert answer == {"push_id": f"p{number}", "buckets": digests(manifest, flats), "problems": []}
         engine.commit_weight_update(f"p{number}", str(number))
         assert engine.version == str(number)
@@ -147,6 +151,26 @@ def test_a_bucket_may_come_twice():
     answer = engine.push(manifest, flats, "p", order=[0, 0, 1, 0, 1])
     assert answer["buckets"] == digests(manifest, flats) and answer["problems"] == []
     assert_holds(engine.models[0], tensors)
+
+
+def test_buckets_that_came_at_once_are_not_loaded_again():
+    engine = InProcess(Fused())
+    tensors, manifest, flats = made()
+    engine.push(manifest, flats, "p", at_once=True)
+    overwritten = {index: [handle_of(torch.zeros_like(flat))] for index, flat in enumerate(flats)}
+    engine.receive_weight_buckets("p", overwritten)
+    answer = engine.acknowledge_weight_update("p")
+    assert answer["buckets"] == digests(manifest, flats) and not answer["problems"]
+    assert_holds(engine.models[0], tensors)
+
+
+def test_each_gpu_of_an_engine_begins_with_another_bucket(monkeypatch):
+    engine = InProcess(Fused())
+    engine._tp_size, engine._push_id = 3, "p"
+    told = []
+    monkeypatch.setattr(engine, "_tell", lambda verb, push_id, *, by_gpu, reads: told.extend(by_gpu))
+    engine.receive_weight_buckets("p", {4: ["4a", "4b", "4c"], 5: ["5a", "5b", "5c"]})
+    assert [gpu["payload"] for gpu in told] == [[(4, "4a"), (5, "5a")], [(5, "5b"), (4, "4b")], [(4, "4c"), (5, "5c")]]
 
 
 def test_a_push_that_was_not_finished_is_forgotten():
@@ -240,13 +264,14 @@ class Draft(torch.nn.Module):
                 self.other.data.copy_(tensor)
 
 
-def test_a_draft_model_takes_its_part_and_the_target_the_rest():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_draft_model_takes_its_part_and_the_target_the_rest(at_once):
     target = Fused()
     draft = Draft(target)
     engine = InProcess(draft, target)
     for number in range(2):
         tensors, manifest, flats = made(factor=1 + number)
-        answer = engine.push(manifest, flats, f"p{number}")
+        answer = engine.push(manifest, flats, f"p{number}", at_once=at_once)
         assert answer == {"push_id": f"p{number}", "buckets": digests(manifest, flats), "problems": []}
         assert torch.equal(draft.other.data, tensors["other.layer"])
         assert_holds(target, tensors)
