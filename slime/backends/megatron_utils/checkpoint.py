@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils.checkpoints.checkpoint_fit import check_fit
+from slime.backends.megatron_utils.checkpoints.checkpoint_fit import check_fit, saved_shapes
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave, sync_folder, write_checkpoint
 from slime.backends.megatron_utils.checkpoints.optimizer_state import (
     load_optimizer_state,
@@ -39,6 +39,7 @@ from slime.backends.megatron_utils.checkpoints.optimizer_state import (
 )
 from slime.backends.megatron_utils.checkpoints.rng_state import load_rng_state, rng_state
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
+from slime.backends.megatron_utils.layers.value_head import find_value_head, take_out_unsaved_head
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 
@@ -271,13 +272,19 @@ def _is_checkpoint_folder(path: Path) -> bool:
 
 def _load_model(args: Namespace, folder: Path, saved_args: Any, model: list[torch.nn.Module], flag: str) -> None:
     wanted = model_state(model)
-    check_fit(args, folder, wanted, saved_args, flag)
+    fresh_head: dict[str, torch.Tensor] = {}
+    if find_value_head(model) is not None:
+        fresh_head = take_out_unsaved_head(model, wanted, saved_shapes(folder))
+    check_fit(args, folder, wanted, saved_args, flag, unread=fresh_head)
+    if fresh_head:
+        logger.info("%s: the critic's value head is not in %s; it starts from random weights", flag, folder)
     try:
         state = dist_checkpointing.load(wanted, str(folder))
         chunks = unwrap_model(model)
         for index, chunk in enumerate(chunks):
             name = "model" if len(chunks) == 1 else f"model{index}"
-            chunk.load_state_dict(state[name])
+            has_head = find_value_head([chunk]) is not None
+            chunk.load_state_dict(state[name] | (fresh_head if has_head else {}))
     except (CheckpointException, CheckpointingException, KeyError, RuntimeError, ValueError) as error:
         raise DataError(f"{flag}: the checkpoint {folder} cannot be loaded: {_first_cause(error)}") from error
 

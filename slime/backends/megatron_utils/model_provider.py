@@ -12,13 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
+from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 
@@ -35,26 +34,6 @@ ModelProvider = Callable[..., torch.nn.Module]
 
 _INDEXER = r"self_attention\.(?:(?:wq_b|wk|k_norm|weights_proj)\.|(?:\w+\.)*\w*indexer)"
 """Parameters of the indexer of sparse attention."""
-
-
-class ValueHead(torch.nn.Linear):
-    """The critic's output layer: one value per token instead of vocabulary logits, replicated over tensor ranks."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        """A [1, hidden_size] projection; under sequence parallelism its gradient is summed over the tensor group."""
-        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(config.hidden_size, 1, bias=False, device=device, dtype=config.params_dtype)
-        self.sequence_parallel = config.sequence_parallel
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (read by megatron-core)
-        self.weight.data.normal_(mean=0.0, std=config.init_method_std)
-
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> Any:
-        """[t, 1, hidden] to fp32 [t, 1, 1], with the None that megatron-core's linear layers return as bias."""
-        values = super().forward(hidden).float()
-        if self.sequence_parallel:
-            # Every tensor rank computes the same loss from the gathered values: its gradient is split, not summed.
-            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
-        return values, None
 
 
 def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
@@ -161,7 +140,7 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
             vp_stage=vp_stage,
         )
         if role == "critic" and post_process:
-            model.output_layer = ValueHead(config)
+            model.output_layer = ValueHead(config, args.seed)
         return model
 
     return build
@@ -177,7 +156,7 @@ def _custom_provider(args: Namespace, role: str) -> ModelProvider:
         given = {name: value for name, value in options.items() if name in known}
         model = function(pre_process=pre_process, post_process=post_process, **given)
         if role == "critic" and post_process and not isinstance(model.output_layer, ValueHead):
-            model.output_layer = ValueHead(model.config)
+            model.output_layer = ValueHead(model.config, args.seed)
         return model
 
     return build

@@ -40,7 +40,15 @@ Shapes = dict[str, tuple[tuple[int, ...], bool]]
 """Name on disk -> shape of the whole tensor, and whether its vocabulary may be padded to another length."""
 
 
-def check_fit(args: Namespace, folder: Path, model_state: Mapping[str, Any], saved_args: Any, flag: str) -> None:
+def check_fit(
+    args: Namespace,
+    folder: Path,
+    model_state: Mapping[str, Any],
+    saved_args: Any,
+    flag: str,
+    *,
+    unread: Iterable[str] = (),
+) -> None:
     """Refuse a checkpoint that does not fit.  Collective; rank 0 looks.
 
     Tensors of MTP layers that the model does not have are left unread.
@@ -51,20 +59,24 @@ def check_fit(args: Namespace, folder: Path, model_state: Mapping[str, Any], sav
         model_state: sharded state of this rank's chunks.
         saved_args: the arguments in the checkpoint, or None.
         flag: that named the checkpoint.
+        unread: names on disk that this rank leaves unread on purpose.
 
     Raises:
         DataError: on every rank, with all that differs.
     """
     group = init_gloo_group()
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(_shapes_of(model_state), everyone, dst=0, group=group)
+    dist.gather_object((_shapes_of(model_state), set(unread)), everyone, dst=0, group=group)
     verdict = [""]
     if everyone is not None:
         wanted: Shapes = {}
-        for shapes in everyone:
+        left_out: set[str] = set()
+        for shapes, names in everyone:
             wanted |= shapes
+            left_out |= names
         lines = [*_flag_lines(args, saved_args, SAME_SHAPE)]
-        differences = list(_tensor_lines(wanted, _saved_shapes(folder), args.vocab_size))
+        saved = {key: shape for key, shape in saved_shapes(folder).items() if key not in left_out}
+        differences = list(_tensor_lines(wanted, saved, args.vocab_size))
         if differences:
             lines = [*_flag_lines(args, saved_args, SHAPE), *differences]
         verdict = ["\n  ".join(lines)]
@@ -85,7 +97,8 @@ def _shapes_of(model_state: Mapping[str, Any]) -> Shapes:
     }
 
 
-def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the model's tensors in a checkpoint."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         key: tuple(entry.size)
@@ -127,9 +140,8 @@ def _tensor_lines(wanted: Shapes, saved: Mapping[str, tuple[int, ...]], vocab_si
 def _fits(wanted: tuple[int, ...], saved: tuple[int, ...], vocab_size: int | None) -> bool:
     if wanted == saved or vocab_size is None:
         return wanted == saved
-    # Rows are padded to a multiple that depends on the layout; a critic's head has one row instead.
-    rows, saved_rows = wanted[0], saved[0]
-    return wanted[1:] == saved[1:] and (rows == 1 or min(rows, saved_rows) >= vocab_size)
+    # Rows are padded to a multiple that depends on the layout.
+    return wanted[1:] == saved[1:] and min(wanted[0], saved[0]) >= vocab_size
 
 
 def _some(lines: list[str], what: str) -> Iterator[str]:

@@ -21,6 +21,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
+from slime.backends.megatron_utils.layers.value_head import is_of_value_head
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.backends.megatron_utils.weight_maps import WeightMap, find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import from_hf
@@ -67,7 +68,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
     num_bytes = 0
     with HfTensors(path) as tensors:
         for name, shard in iter_global_parameters(model, with_copies=True):
-            if name == "output_layer.weight" and shard.tensor.size(0) == 1:
+            if is_of_value_head(shard.parameter):
                 continue
             part = read_shard(name, shard, tensors, weight_map, shape)
             shard.tensor.copy_(part)

@@ -10,7 +10,8 @@ import torch
 
 from slime.backends.megatron_utils.layers import layer_specs
 from slime.backends.megatron_utils.layers.layer_specs import get_block_spec, moe_layer_pattern
-from slime.backends.megatron_utils.model_provider import ValueHead, freeze_parameters, get_model_provider
+from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.model_provider import freeze_parameters, get_model_provider
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
