@@ -1,0 +1,1 @@
+"""Several roles of one policy work on a question, and all of them are trained."""

@@ -1,0 +1,1 @@
+"""Tool use: the policy writes Python, a sandbox runs it."""
