@@ -1,13 +1,16 @@
-"""Advantage estimators: name -> function and what it needs.
+"""Advantage estimators by name: what each computes, what it needs, what it is trained with.
 
-To add one: a file beside the others with a function of ``AdvantageInputs`` and ``AdvantageConfig``, and a line in
-``ESTIMATORS``.  Whitening and distillation apply to the result of any of them.
+To add one here: a file beside the others with a function of ``AdvantageInputs`` and ``AdvantageConfig``, and a line in
+``ESTIMATORS``.  To add one without touching this tree: an ``Estimator`` anywhere on the Python path, named by its
+import path (``--advantage-estimator my_package.rloo.rloo``); docs/customization.md does it.  Whitening and
+distillation apply to the result of any of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,35 +19,81 @@ from slime.algorithms.advantages.inputs import AdvantageConfig, AdvantageInputs
 from slime.algorithms.advantages.ppo import ppo_advantages
 from slime.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_advantages
 from slime.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline_advantages
-from slime.utils.errors import ConfigError
+from slime.algorithms.group_baselines import (
+    Baseline,
+    GroupBaseline,
+    GroupConfig,
+    group_mean,
+    group_mean_and_std,
+)
+from slime.algorithms.policy_losses import CISPO, GSPO, PPO_CLIP, PolicyLoss
+from slime.algorithms.registry import Registry
+from slime.utils.errors import HookError
 
-__all__ = ["ESTIMATORS", "AdvantageConfig", "AdvantageInputs", "Estimator", "get_estimator"]
+__all__ = [
+    "ESTIMATORS",
+    "AdvantageConfig",
+    "AdvantageInputs",
+    "Baseline",
+    "Estimator",
+    "GroupConfig",
+    "get_estimator",
+    "group_relative_advantages",
+]
+
+Advantages = Callable[[AdvantageInputs, AdvantageConfig], tuple[list[Tensor], list[Tensor]]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
     """One way to turn a reward per sample into an advantage per token."""
 
-    compute: Callable[[AdvantageInputs, AdvantageConfig], tuple[list[Tensor], list[Tensor]]]
+    compute: Advantages
     """Gives ``(advantages_N, returns_N)``, one entry per response token."""
+    group_baseline: GroupBaseline | None = None
+    """What rewards are measured against before ``compute`` sees them; None leaves them as they are."""
+    policy_loss: PolicyLoss = PPO_CLIP
+    """The surrogate that the advantages go into."""
     needs_whole_responses: bool = False
     """Tokens depend on each other, so context-parallel pieces must be gathered first; else pieces do as well."""
     needs_values: bool = False
     """Needs the critic's values."""
+    needs_whitening: bool = False
+    """Makes no sense without ``--normalize-advantages``."""
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(group_relative_advantages),
-    "gspo": Estimator(group_relative_advantages),
-    "cispo": Estimator(group_relative_advantages),
-    "reinforce_plus_plus": Estimator(reinforce_plus_plus_advantages, needs_whole_responses=True),
-    "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline_advantages),
-    "ppo": Estimator(ppo_advantages, needs_whole_responses=True, needs_values=True),
-}
+def _adopt(path: str, found: Any) -> Estimator:
+    if isinstance(found, Estimator):
+        return found
+    raise HookError(
+        f"--advantage-estimator: {path} is a {type(found).__name__}; it must be an Estimator of "
+        "slime.algorithms.advantages, as in examples/custom_estimator/rloo.py"
+    )
+
+
+ESTIMATORS: Registry[Estimator] = Registry(
+    "--advantage-estimator",
+    {
+        "grpo": Estimator(compute=group_relative_advantages, group_baseline=group_mean_and_std),
+        "gspo": Estimator(compute=group_relative_advantages, group_baseline=group_mean_and_std, policy_loss=GSPO),
+        "cispo": Estimator(compute=group_relative_advantages, group_baseline=group_mean_and_std, policy_loss=CISPO),
+        "reinforce_plus_plus": Estimator(
+            compute=reinforce_plus_plus_advantages, needs_whole_responses=True, needs_whitening=True
+        ),
+        "reinforce_plus_plus_baseline": Estimator(
+            compute=reinforce_plus_plus_baseline_advantages, group_baseline=group_mean, needs_whitening=True
+        ),
+        "ppo": Estimator(compute=ppo_advantages, needs_whole_responses=True, needs_values=True),
+    },
+    adopt=_adopt,
+)
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator of ``--advantage-estimator``."""
-    if name not in ESTIMATORS:
-        raise ConfigError(f"--advantage-estimator is {name!r}; it must be one of {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[name]
+    """The estimator of ``--advantage-estimator``.
+
+    Raises:
+        ConfigError: the name is unknown; the message lists those there are.
+        HookError: an import path does not lead to an ``Estimator``.
+    """
+    return ESTIMATORS.resolve(name)

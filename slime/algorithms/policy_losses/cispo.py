@@ -5,9 +5,17 @@ Shapes: T = response tokens of the micro-batch on this rank, samples concatenate
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from slime.algorithms.policy_losses.ppo_clip import ClipConfig
+from slime.algorithms.policy_losses.inputs import ClipConfig, PolicyLossInputs, TokenLosses
+
+
+def cispo(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
+    """``cispo_loss`` of the micro-batch."""
+    log_ratio_T = inputs.log_ratio_T
+    log_prob_T = torch.cat(list(inputs.log_prob_N))
+    return TokenLosses(*cispo_loss(log_ratio_T, log_prob_T, inputs.advantage_T, clip), log_ratio_T)
 
 
 def cispo_loss(

@@ -10,6 +10,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slime.algorithms.policy_losses.inputs import ClipConfig, PolicyLossInputs, TokenLosses
+from slime.algorithms.policy_losses.ppo_clip import clipped_policy_loss
+
+
+def gspo(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
+    """``clipped_policy_loss`` with the ratio ``s`` of the whole sequence on each of its tokens:
+
+        s = exp(mean over trained tokens of (log pi_new - log pi_old))
+
+    Source: GSPO, arXiv:2507.18071, sec. 4.1.
+    """
+    log_ratio_N = sequence_log_ratio(
+        inputs.gather(inputs.log_prob_N), inputs.gather(inputs.old_log_prob_N), inputs.mask_N
+    )
+    log_ratio_T = spread_over_tokens(log_ratio_N, [len(log_prob) for log_prob in inputs.log_prob_N])
+    return TokenLosses(*clipped_policy_loss(log_ratio_T, inputs.advantage_T, clip), log_ratio_T)
+
 
 def masked_sequence_mean(values_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -> Tensor:
     """[N] mean of each sequence over its trained tokens; 0 for a sequence without any."""

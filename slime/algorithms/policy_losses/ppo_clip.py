@@ -5,31 +5,18 @@ Shapes: T = response tokens of the micro-batch on this rank, samples concatenate
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from slime.utils.errors import ConfigError
+from slime.algorithms.policy_losses.inputs import ClipConfig, PolicyLossInputs, TokenLosses
+
+__all__ = ["ClipConfig", "clipped_policy_loss", "ppo_clip"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipConfig:
-    """The trust region of the probability ratio."""
-
-    low: float = 0.2
-    """Ratio floor is ``1 - low``. Dimensionless; ``--eps-clip``."""
-    high: float = 0.2
-    """Ratio ceiling is ``1 + high``. Above ``low`` this is DAPO's clip-higher; ``--eps-clip-high``."""
-    dual: float | None = None
-    """Loss ceiling ``dual * |A|`` where A < 0; ``--eps-clip-c``. None turns it off."""
-
-    def __post_init__(self) -> None:
-        if self.dual is not None and self.dual <= 1.0:
-            raise ConfigError(
-                f"--eps-clip-c is {self.dual}; it must be above 1, or it would clip on-policy tokens; leave it out "
-                "to turn dual clipping off"
-            )
+def ppo_clip(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
+    """``clipped_policy_loss`` with a ratio for each token."""
+    log_ratio_T = inputs.log_ratio_T
+    return TokenLosses(*clipped_policy_loss(log_ratio_T, inputs.advantage_T, clip), log_ratio_T)
 
 
 def clipped_policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, clip: ClipConfig) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,22 @@
+"""Corrections for tokens that the engine sampled from slightly other probabilities than the trainer computes.
+
+One file each: ``tis``, ``icepop``; ``weights`` holds what they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from slime.algorithms.off_policy.icepop import icepop
+from slime.algorithms.off_policy.tis import truncated_importance_sampling
+from slime.algorithms.off_policy.weights import MismatchBounds
+
+__all__ = ["TOKEN_CORRECTIONS", "MismatchBounds", "icepop", "truncated_importance_sampling"]
+
+TokenCorrection = Callable[[Tensor, Tensor, Tensor, MismatchBounds], tuple[Tensor, dict[str, Tensor]]]
+"""``(loss_T, train_log_prob_T, rollout_log_prob_T, bounds) -> (loss_T, metrics)``."""
+
+TOKEN_CORRECTIONS: dict[str, TokenCorrection] = {"tis": truncated_importance_sampling, "icepop": icepop}
+"""Those that look at each token alone."""

@@ -1,0 +1,98 @@
+"""Columns of a packed micro-batch as the formulas take them.
+
+What a token that is not trained has in a column is nobody's business: a tool's output has no old log-prob, a critic
+may say anything about it.  Such entries become 0 here, by selection and not by multiplication, before any formula
+sees them; a NaN or an infinity among them then reaches neither the loss nor, through the chain rule, the gradient.
+
+Shapes: N = samples; r = response tokens of a sample on this context-parallel rank; R = all of them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean, local_masks
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
+from slime.utils.errors import DataError
+
+Batch = dict[str, Any]
+Reducer = Callable[[Tensor], Tensor]
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+
+
+class TrainedTokens:
+    """Reads columns of one micro-batch, with 0 in the place of every token that is not trained."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self._lengths = list(zip(batch["total_lengths"], batch["response_lengths"], strict=True))
+        self._mask_N = local_masks(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"])
+
+    def only(self, column_N: Sequence[Tensor]) -> list[Tensor]:
+        """[r] each, 0 where a token is not trained."""
+        return [
+            torch.where(mask_r.to(values_r.device) != 0, values_r, 0.0)
+            for values_r, mask_r in zip(column_N, self._mask_N, strict=True)
+        ]
+
+    def required(self, name: str, why: str) -> list[Tensor]:
+        """The column ``name``.
+
+        Raises:
+            DataError: the batch has none; ``why`` begins the message.
+        """
+        column_N = self.batch.get(name)
+        if column_N is None:
+            raise DataError(f"{why}, and the samples have none. {_ORIGINS[name]}")
+        return self.only(column_N)
+
+    def whole(self, column_N: Sequence[Tensor]) -> list[Tensor]:
+        """[R] each, gathered over context-parallel ranks; differentiable.  Every rank must call."""
+        return [
+            all_gather_with_cp(values_r, *length) for values_r, length in zip(column_N, self._lengths, strict=True)
+        ]
+
+
+_ORIGINS = {
+    "advantages": "They are computed before training: drop --disable-compute-advantages-and-returns.",
+    "rollout_log_probs": "The engine's log-probs come from the rollout function (sample.rollout_log_probs).",
+    "ref_log_probs": "They come from a forward pass of the reference model: check --ref-load.",
+    "values": "They come from the critic: --advantage-estimator ppo.",
+    "returns": "They are computed before training: drop --disable-compute-advantages-and-returns.",
+}
+"""Where a column comes from, for the message that it is missing."""
+
+
+def response_log_probs(
+    args: Namespace, batch: Batch, logits: Tensor, *, with_entropy: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """``(log_prob_N, entropy_N)`` of the response tokens under the model that made ``logits``."""
+    _, result = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=with_entropy,
+        top_p_token_ids=batch.get("rollout_top_p_token_ids"),
+        top_p_token_offsets=batch.get("rollout_top_p_token_offsets"),
+        # These losses read nothing else of the logits, which the output layer does not need in its backward pass.
+        overwrite_logits=True,
+    )
+    return result["log_probs"], result.get("entropy", [])
+
+
+def reducer_of(args: Namespace, batch: Batch, loss_masks: Sequence[Tensor]) -> Reducer:
+    """``reduction.sum_of_sample_means`` over ``loss_masks``; the denominators are those of the data's own masks."""
+    return get_sum_of_sample_mean(
+        batch["total_lengths"],
+        batch["response_lengths"],
+        loss_masks,
+        batch["rollout_mask_sums"],
+        args.calculate_per_token_loss,
+    )
