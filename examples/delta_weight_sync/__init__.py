@@ -1,0 +1,1 @@
+"""Pushes of changed bytes over a disk, and a hook that carries them elsewhere."""

@@ -1,0 +1,16 @@
+"""``--custom-reward-post-process-path examples.on_policy_distillation.rewards.zeros``.
+
+The grader's verdict is logged as the raw reward and not trained on, so that the teacher is all there is to learn from.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from slime.utils.types import Sample
+
+
+def zeros(args: Namespace, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """(raw rewards, zeros)."""
+    return [float(sample.get_reward_value(args)) for sample in samples], [0.0] * len(samples)
