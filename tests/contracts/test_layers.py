@@ -17,6 +17,7 @@ LAYERS = (  # lowest first; a package may import only from lower rows
     ("slime.rollout", "slime.backends.train_worker"),
     ("slime.backends.sglang_utils", "slime.backends.megatron_utils"),
     ("slime.arguments",),
+    ("slime.planning",),
     ("slime.ray",),
     ("slime_plugins", "tools", "train", "train_async"),
 )

@@ -1,0 +1,150 @@
+"""Which layers lie on which pipeline stage."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime.planning.model_shape import ModelShape
+from slime.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StageChunk:
+    """Layers that follow each other on one rank of the pipeline; a virtual stage when the rank has several."""
+
+    layers: tuple[int, ...]
+    """Numbers from 0, over the whole model."""
+    has_embedding: bool = False
+    has_head: bool = False
+    """The final norm, the vocabulary projection (or the critic's value head) and the MTP layers."""
+
+    def as_text(self) -> str:
+        """Layers from 1, as Megatron counts them, with what stands around them."""
+        parts = ["embedding"] if self.has_embedding else []
+        if self.layers:
+            first, last = self.layers[0] + 1, self.layers[-1] + 1
+            parts.append(f"{first}-{last}" if last > first else f"{first}")
+        if self.has_head:
+            parts.append("head")
+        return ", ".join(parts) or "nothing"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSplit:
+    """How the flags cut the layers; megatron-core's rules."""
+
+    num_layers: int
+    stages: int = 1
+    virtual: int = 1
+    first: int | None = None
+    """Layers of the first stage; None for as many as the others."""
+    last: int | None = None
+    embedding_counts: bool = False
+    """The embedding takes the place of a layer in the first stage."""
+    loss_counts: bool = False
+    layout: str | None = None
+    """A custom layout, such as ``Et*3|(tt|)*2L``."""
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> PipelineSplit:
+        """From complete flags."""
+        return cls(
+            num_layers=args.num_layers,
+            stages=args.pipeline_model_parallel_size,
+            virtual=args.virtual_pipeline_model_parallel_size or 1,
+            first=args.decoder_first_pipeline_num_layers,
+            last=args.decoder_last_pipeline_num_layers,
+            embedding_counts=bool(args.account_for_embedding_in_pipeline_split),
+            loss_counts=bool(args.account_for_loss_in_pipeline_split),
+            layout=args.pipeline_model_parallel_layout,
+        )
+
+
+def stage_chunks(split: PipelineSplit) -> list[list[StageChunk]]:
+    """[stage][virtual stage] chunks.  Layers run through the first chunk of every stage, then the second, ...
+
+    Raises:
+        ConfigError: the layers do not divide so.
+    """
+    counts = _layout_counts(split) if split.layout else _even_counts(split)
+    chunks: list[list[StageChunk]] = [[] for _ in range(split.stages)]
+    next_layer = 0
+    order = [(stage, virtual) for virtual in range(split.virtual) for stage in range(split.stages)]
+    for position, (stage, virtual) in enumerate(order):
+        count = counts[stage][virtual]
+        layers = tuple(range(next_layer, next_layer + count))
+        next_layer += count
+        chunks[stage].append(StageChunk(layers, position == 0, position == len(order) - 1))
+    if next_layer != split.num_layers:
+        raise ConfigError(
+            f"The pipeline stages hold {next_layer} layers, --num-layers is {split.num_layers}; change "
+            "--pipeline-model-parallel-layout, or --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers."
+        )
+    return chunks
+
+
+def _even_counts(split: PipelineSplit) -> list[list[int]]:
+    """Layers of every chunk where stages are alike but for the first and the last."""
+    fixed = [count for count in (split.first, split.last) if count is not None]
+    units = split.num_layers - sum(fixed) + split.embedding_counts + split.loss_counts
+    alike = split.stages - len(fixed)
+    if alike < 0 or units < 0 or (alike and units % alike) or (not alike and units):
+        raise ConfigError(
+            f"--num-layers {split.num_layers}, less {sum(fixed)} of the first and last stage, leaves {units} layers "
+            f"for {alike} pipeline stages; change --decoder-first-pipeline-num-layers or "
+            "--decoder-last-pipeline-num-layers."
+        )
+    per_stage = [units // alike if alike else 0] * split.stages
+    if split.first is not None:
+        per_stage[0] = split.first
+    if split.last is not None:
+        per_stage[-1] = split.last
+    if any(count % split.virtual for count in per_stage):
+        raise ConfigError(
+            f"The pipeline stages have {', '.join(map(str, per_stage))} layers; each must divide into its "
+            f"{split.virtual} virtual stages; change --num-virtual-stages-per-pipeline-rank."
+        )
+    counts = [[count // split.virtual] * split.virtual for count in per_stage]
+    counts[0][0] -= split.embedding_counts
+    counts[-1][-1] -= split.loss_counts
+    return counts
+
+
+def _layout_counts(split: PipelineSplit) -> list[list[int]]:
+    assert split.layout is not None
+    stages = [stage.count("t") for stage in expand_layout(split.layout).split("|")]
+    if len(stages) != split.stages * split.virtual:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout {split.layout} has {len(stages)} stages; "
+            f"--pipeline-model-parallel-size {split.stages} must divide them into virtual stages."
+        )
+    return [stages[stage :: split.stages] for stage in range(split.stages)]
+
+
+def expand_layout(layout: str) -> str:
+    """A custom layout without commas and repetitions: ``Et*2|(tt|)*2L`` is ``Ett|tt|tt|L``."""
+    text = layout.replace(",", "").replace(" ", "")
+    while (match := re.search(r"(\([^()]*\)|[A-Za-z|])\*(\d+)", text)) is not None:
+        text = text[: match.start()] + match[1].strip("()") * int(match[2]) + text[match.end() :]
+    return text.replace("(", "").replace(")", "")
+
+
+def check_index_sharing(chunks: Sequence[Sequence[StageChunk]], shape: ModelShape) -> list[str]:
+    """Stages of sparse attention that begin with a layer whose keys another stage chooses; one message for each."""
+    problems = []
+    computing = [layer + 1 for layer, computes in enumerate(shape.computes_index) if computes]
+    for stage, parts in enumerate(chunks):
+        for chunk in parts:
+            if shape.computes_index and chunk.layers and not shape.computes_index[chunk.layers[0]]:
+                near = min(computing, key=lambda layer: abs(layer - 1 - chunk.layers[0]))
+                problems.append(
+                    f"Pipeline stage {stage} starts at layer {chunk.layers[0] + 1}, which attends to keys that an "
+                    f"earlier stage chose; a stage must start at a computing layer (nearest: {near}). Change "
+                    "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
+                    "--pipeline-model-parallel-size."
+                )
+    return problems

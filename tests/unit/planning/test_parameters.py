@@ -1,0 +1,134 @@
+"""Counted parameters against megatron-core's own model, rank by rank, in the layouts of the recipes and others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from slime.planning.model_shape import ModelShape
+from slime.planning.parallel import ParallelSizes, rank_places
+from slime.planning.parameters import chunk_parameters, model_size
+from slime.planning.stages import PipelineSplit, stage_chunks
+from tests.contracts.source_tree import REPO
+from tests.unit.backends.megatron_utils.megatron_case import parse
+
+GLM52_CONFIG = {
+    "model_type": "glm_moe_dsa",
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
+R1 = (
+    "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 --context-parallel-size 4 "
+    "--expert-model-parallel-size 32 --expert-tensor-parallel-size 1 --decoder-last-pipeline-num-layers 13 "
+    "--actor-num-nodes 16 --actor-num-gpus-per-node 8"
+)
+GLM52 = (
+    "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8 --context-parallel-size 8 "
+    "--decoder-first-pipeline-num-layers 14 --decoder-last-pipeline-num-layers 16 --expert-model-parallel-size 32 "
+    "--expert-tensor-parallel-size 1 --actor-num-nodes 32 --actor-num-gpus-per-node 8"
+)
+GLM45 = (
+    "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 --context-parallel-size 2 "
+    "--expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --actor-num-nodes 8 --actor-num-gpus-per-node 8"
+)
+CASES = {
+    "Qwen3-4B": ("qwen3-4B", "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2", (0,)),
+    "Qwen3-4B, tied over a pipeline": (
+        "qwen3-4B",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 --actor-num-gpus-per-node 2",
+        (0, 1),
+    ),
+    "Qwen2.5-0.5B": ("qwen2.5-0.5B", "", (0,)),
+    "GLM4-9B": ("glm4-9B", "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2", (1,)),
+    "MiMo-7B, MTP trained": ("mimo-7B-rl", "--enable-mtp-training", (0,)),
+    "GLM-4.5, MTP": ("glm4.5-355B-A32B", GLM45 + " --mtp-num-layers 1", (0, 17, 63)),
+    "Qwen3-30B-A3B, expert tensors": (
+        "qwen3-30B-A3B",
+        "--tensor-model-parallel-size 4 --expert-tensor-parallel-size 2 --expert-model-parallel-size 4 "
+        "--actor-num-gpus-per-node 8",
+        (5,),
+    ),
+    "Moonlight, custom layout": (
+        "moonlight",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|(tt|)*2t*20L "
+        "--actor-num-gpus-per-node 2",
+        (0, 1),
+    ),
+    "GLM-4.7-Flash, uneven": (
+        "glm4.7-30B-A3B",
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 23 --actor-num-gpus-per-node 2 "
+        "--mtp-num-layers 1 --enable-mtp-training",
+        (0, 1),
+    ),
+    "DeepSeek R1": ("deepseek-v3", R1, (0, 40, 127)),
+    "GLM-5.2": ("glm5.2-744B-A40B", GLM52, (0, 100, 255)),
+}
+
+
+def model_args(name: str) -> list[str]:
+    command = f"source scripts/models/{name}.sh; printf '%s\\n' \"${{MODEL_ARGS[@]}}\""
+    return subprocess.run(
+        ["bash", "-c", command], cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def glm52_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("glm5.2")
+    (folder / "config.json").write_text(json.dumps(GLM52_CONFIG))
+    return folder
+
+
+def flags_of(case: str, glm52_folder: Path) -> list[str]:
+    name, layout, _ = CASES[case]
+    checkpoint = ["--hf-checkpoint", str(glm52_folder)] if name.startswith("glm5") else []
+    return [*checkpoint, *model_args(name), *layout.split()]
+
+
+@pytest.fixture(scope="module")
+def megatron_counts(glm52_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[object]]]:
+    """[case] one count for each of its ranks."""
+    file = tmp_path_factory.mktemp("cases") / "cases.json"
+    file.write_text(json.dumps([{"flags": flags_of(c, glm52_folder), "ranks": CASES[c][2]} for c in CASES]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.planning.megatron_counts", str(file)],
+        cwd=REPO, capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def shape_of(args: Namespace) -> ModelShape:
+    return ModelShape.from_args(args, GLM52_CONFIG)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_holds_what_megatron_builds(case, megatron_counts, glm52_folder):
+    args = parse(*flags_of(case, glm52_folder), "--bf16")
+    shape, sizes = shape_of(args), ParallelSizes.from_args(args)
+    chunks = stage_chunks(PipelineSplit.from_args(args))
+    places = rank_places(sizes, gpus_per_node=8)
+    for rank, (dense, expert, frozen, layers) in zip(CASES[case][2], megatron_counts[case], strict=True):
+        stage = chunks[places[rank].pipeline]
+        count = chunk_parameters(stage, shape, sizes)
+        assert (count.dense, count.expert, count.frozen) == (dense, expert, frozen)
+        assert [layer + 1 for chunk in stage for layer in chunk.layers] == layers
+
+
+def test_whole_models_have_the_published_sizes(glm52_folder):
+    sizes = {"qwen3-0.6B": 0.596, "qwen3-4B": 4.022, "glm4-9B": 9.400, "deepseek-v3": 671.026, "kimi-k2": 1026.4}
+    for name, billions in sizes.items():
+        shape = shape_of(parse(*model_args(name), "--bf16"))
+        assert model_size(shape) / 1e9 == pytest.approx(billions, rel=1e-3), name
+    glm52 = shape_of(parse("--hf-checkpoint", str(glm52_folder), *model_args("glm5.2-744B-A40B"), "--bf16"))
+    assert round(model_size(glm52) / 1e9, 1) == 743.4
