@@ -12,6 +12,7 @@ from typing import Any
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.flops import FlopsModel
 from slime.train_data.rewards import post_process_rewards
+from slime.train_data.routed_experts import RoutedShape
 from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
 from slime.utils.errors import DataError, HookError
@@ -66,11 +67,14 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> dict[str,
             advantage_estimator=args.advantage_estimator,
             rewards_normalization=args.rewards_normalization,
             grpo_std_normalization=args.grpo_std_normalization,
+            group_ids=[sample.group_index for sample in samples],
+            rollout_ids=[sample.rollout_id for sample in samples],
         )
     for name, values in (("raw rewards", raw_rewards), ("rewards", rewards)):
         if len(values) != len(samples):
             raise DataError(f"{len(values)} {name} for {len(samples)} samples; there must be one for each sample")
-    return samples_to_train_data(samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p)
+    routed = RoutedShape.from_args(args) if args.use_rollout_routing_replay else None
+    return samples_to_train_data(samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p, routed=routed)
 
 
 def schedule_config(args: Namespace, parallel: dict[str, int]) -> ScheduleConfig:

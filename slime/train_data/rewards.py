@@ -1,22 +1,20 @@
-"""Group normalisation of rewards: what an advantage estimator sees of the reward of each sample.
+"""What an advantage estimator sees of the reward of each sample: the reward relative to its group.
 
-Whitening of per-token advantages is elsewhere: ``slime.algorithms.advantages.whitening``.
+Here it is decided who belongs to which group and how the samples of one rollout share its reward; what a group's
+rewards are measured against is the estimator's business (``Estimator.group_baseline``, slime.algorithms).  Whitening of
+per-token advantages is elsewhere: ``slime.algorithms.advantages.whitening``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
+from slime.algorithms.advantages import GroupConfig, get_estimator
+from slime.algorithms.group_baselines import GroupBaseline
 from slime.utils.errors import DataError
-
-GROUP_CENTRED_ESTIMATORS = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
-"""Estimators whose reward is taken relative to the mean of its group."""
-GROUP_SCALED_ESTIMATORS = frozenset({"grpo", "gspo", "cispo"})
-"""Estimators whose centred reward may also be divided by the standard deviation of its group."""
-STD_EPSILON = 1e-6
 
 
 def post_process_rewards(
@@ -27,19 +25,31 @@ def post_process_rewards(
     advantage_estimator: str,
     rewards_normalization: bool,
     grpo_std_normalization: bool,
+    group_ids: Sequence[Hashable | None] | None = None,
+    rollout_ids: Sequence[Hashable | None] | None = None,
 ) -> list[float]:
-    """The reward of each sample relative to its group:
+    """The reward of each sample relative to the rollouts of the same prompt, ``(r - baseline) / scale``.
 
-        (r - mean(group)) / (std(group) + 1e-6)
-
-    The division is made for grpo, gspo and cispo when ``grpo_std_normalization`` is set and a prompt has more than
-    one sample; std is the unbiased one.  A group is ``n_samples_per_prompt`` neighbours when there are exactly
-    ``n_samples_per_prompt * rollout_batch_size`` samples; with any other count (fan-out, filters) all samples form
-    one group.  Estimators that do not compare within a group get the raw rewards back.
+    A group is what shares a group id: it may be of any size, interleaved with others, or a single rollout (which gets
+    0 from estimators that take off the group's mean).  Each rollout counts once in its group, with the mean of its
+    samples' rewards, however many samples a fan-out cut it into.  Estimators that do not compare within a group, and
+    ``rewards_normalization=False``, get the raw rewards back.
 
     Computed in float64: in float32 the rounding of the mean of equal rewards is not small against 1e-6.
 
-    Source: GRPO, arXiv:2402.03300; without the division: Dr. GRPO, arXiv:2503.20783.
+    Args:
+        raw_rewards: one for each sample, removed ones included.
+        n_samples_per_prompt: rollouts of a prompt.
+        rollout_batch_size: prompts of a rollout batch.
+        advantage_estimator: name or import path; ``--advantage-estimator``.
+        rewards_normalization: False with ``--disable-rewards-normalization``.
+        grpo_std_normalization: False with ``--disable-grpo-std-normalization``.
+        group_ids: ``sample.group_index`` of each sample.  When none has one, a group is ``n_samples_per_prompt``
+            neighbours, provided that there are ``n_samples_per_prompt * rollout_batch_size`` samples.
+        rollout_ids: ``sample.rollout_id`` of each sample; a sample without one is a rollout of its own.
+
+    Raises:
+        DataError: a reward is no finite number, or the samples cannot be told apart into groups.
     """
     for position, reward in enumerate(raw_rewards):
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
@@ -47,14 +57,62 @@ def post_process_rewards(
                 f"the reward of sample {position} of the rollout is {reward!r}; it must be a finite number; a reward "
                 "that is a dict needs --reward-key, a custom reward function must return a number"
             )
-    if not rewards_normalization or advantage_estimator not in GROUP_CENTRED_ESTIMATORS or not raw_rewards:
+    baseline = get_estimator(advantage_estimator).group_baseline
+    if not rewards_normalization or baseline is None:
         return [float(reward) for reward in raw_rewards]
 
-    rewards = torch.tensor(raw_rewards, dtype=torch.float64)
-    is_grouped = len(raw_rewards) == n_samples_per_prompt * rollout_batch_size
-    rewards = rewards.view(-1, n_samples_per_prompt) if is_grouped else rewards.view(1, -1)
-    centred = rewards - rewards.mean(dim=-1, keepdim=True)
-    is_scaled = grpo_std_normalization and advantage_estimator in GROUP_SCALED_ESTIMATORS
-    if is_scaled and n_samples_per_prompt > 1 and rewards.shape[-1] > 1:
-        centred = centred / (rewards.std(dim=-1, keepdim=True) + STD_EPSILON)
-    return centred.flatten().tolist()
+    ids = _identified(group_ids, len(raw_rewards), n_samples_per_prompt, rollout_batch_size)
+    groups: dict[Hashable, list[int]] = {}
+    for position, group_id in enumerate(ids):
+        groups.setdefault(group_id, []).append(position)
+    config = GroupConfig(divide_by_std=grpo_std_normalization)
+    relative = [0.0] * len(raw_rewards)
+    for group_id, positions in groups.items():
+        rollouts: dict[Hashable, list[int]] = {}
+        for position in positions:
+            rollout_id = None if rollout_ids is None else rollout_ids[position]
+            key = ("sample", position) if rollout_id is None else ("rollout", rollout_id)
+            rollouts.setdefault(key, []).append(position)
+        if len(rollouts) > n_samples_per_prompt:
+            raise DataError(
+                f"the group with group_index {group_id} has {len(rollouts)} rollouts, and --n-samples-per-prompt is "
+                f"{n_samples_per_prompt}: their rewards would be compared although their prompts may differ. Give "
+                "every prompt its own sample.group_index, and the samples of one rollout the same sample.rollout_id; "
+                "or normalise rewards yourself (--custom-reward-post-process-path)"
+            )
+        for position, reward in _relative_to_group(raw_rewards, list(rollouts.values()), baseline, config):
+            relative[position] = reward
+    return relative
+
+
+def _relative_to_group(
+    raw_rewards: Sequence[float], rollouts: Sequence[Sequence[int]], baseline: GroupBaseline, config: GroupConfig
+) -> list[tuple[int, float]]:
+    """(position, relative reward) of every sample of a group, given the positions of each of its rollouts."""
+    of_rollouts = [sum(raw_rewards[position] for position in members) / len(members) for members in rollouts]
+    baseline_G, scale_G = baseline(torch.tensor(of_rollouts, dtype=torch.float64), config)
+    return [
+        (position, (raw_rewards[position] - centre) / scale)
+        for members, centre, scale in zip(rollouts, baseline_G.tolist(), scale_G.tolist(), strict=True)
+        for position in members
+    ]
+
+
+def _identified(
+    group_ids: Sequence[Hashable | None] | None, num_samples: int, n_samples_per_prompt: int, rollout_batch_size: int
+) -> list[Hashable]:
+    """A group id for every sample."""
+    ids = list(group_ids) if group_ids is not None else [None] * num_samples
+    if len(ids) != num_samples:
+        raise DataError(f"{len(ids)} group ids for {num_samples} samples; there must be one for each sample")
+    nameless = sum(group_id is None for group_id in ids)
+    if nameless == 0:
+        return ids
+    if nameless == num_samples == n_samples_per_prompt * rollout_batch_size:
+        return [position // n_samples_per_prompt for position in range(num_samples)]
+    raise DataError(
+        f"{nameless} of {num_samples} samples have no group_index, and the count is not --rollout-batch-size "
+        f"{rollout_batch_size} x --n-samples-per-prompt {n_samples_per_prompt}, so nobody knows which of them answer "
+        "the same prompt. Set sample.group_index in the rollout function; or use --custom-reward-post-process-path or "
+        "--disable-rewards-normalization"
+    )

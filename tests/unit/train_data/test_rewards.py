@@ -41,15 +41,61 @@ def test_others_get_raw_rewards(changes):
     assert normalise([1, 0, 0, 1], **changes) == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_groups_are_apart_when_the_count_fits_and_one_when_it_does_not():
-    settings = {"n_samples_per_prompt": 2, "rollout_batch_size": 2, "grpo_std_normalization": False}
-    assert normalise([1, 0, 4, 2], **settings) == [0.5, -0.5, 1.0, -1.0]
-    assert normalise([1, 0, 5], **settings) == [-1.0, -2.0, 3.0]
+CENTRED = {"n_samples_per_prompt": 2, "rollout_batch_size": 2, "grpo_std_normalization": False}
 
 
-def test_one_sample_per_prompt_is_never_divided():
+def test_without_group_ids_neighbours_are_a_group_when_the_count_fits():
+    assert normalise([1, 0, 4, 2], **CENTRED) == [0.5, -0.5, 1.0, -1.0]
+    assert normalise([1, 0, 4, 2], **CENTRED, group_ids=[None] * 4) == [0.5, -0.5, 1.0, -1.0]
+
+
+def test_groups_are_told_by_their_ids_wherever_their_samples_stand():
+    assert normalise([1, 4, 0, 2], **CENTRED, group_ids=[7, 3, 7, 3]) == [0.5, 1.0, -0.5, -1.0]
+
+
+def test_uneven_and_filtered_groups_keep_to_themselves():
+    # Upstream takes five samples of three prompts for one group of five, whose mean is 4.
+    rewards, ids = [1, 0, 9, 4, 6], [0, 0, 1, 2, 2]
+    settings = {"n_samples_per_prompt": 2, "rollout_batch_size": 4, "grpo_std_normalization": False}
+    assert normalise(rewards, **settings, group_ids=ids) == [0.5, -0.5, 0.0, -1.0, 1.0]
+
+
+def test_a_count_that_fits_by_accident_does_not_move_samples_into_other_groups():
+    settings = {"n_samples_per_prompt": 3, "rollout_batch_size": 2, "grpo_std_normalization": False}
+    relative = normalise([3, 0, 0, 6, 2, 10], **settings, group_ids=[0, 0, 0, 1, 1, 2])
+    assert relative == [2.0, -1.0, -1.0, 2.0, -2.0, 0.0]
+
+
+def test_a_rollout_counts_once_however_many_samples_it_was_cut_into():
+    whole = normalise([1, 0], n_samples_per_prompt=2, group_ids=[0, 0])
+    cut = normalise([1, 1, 1, 0], n_samples_per_prompt=2, group_ids=[0] * 4, rollout_ids=[5, 5, 5, 6])
+    assert cut == pytest.approx([whole[0]] * 3 + [whole[1]])
+    # Samples of one rollout with rewards of their own: its reward is their mean, 2; the group's mean is 1.
+    own = {"n_samples_per_prompt": 2, "grpo_std_normalization": False, "group_ids": [0] * 3, "rollout_ids": [5, 5, 6]}
+    assert normalise([1, 3, 0], **own) == [0.0, 2.0, -1.0]
+
+
+def test_a_rollout_alone_in_its_group_gives_no_signal_and_is_never_divided():
     assert normalise([3.0, 5.0], n_samples_per_prompt=1, rollout_batch_size=2) == [0.0, 0.0]
-    assert normalise([3.0], n_samples_per_prompt=4, rollout_batch_size=8) == [0.0]
+    assert normalise([3.0, 1.0, 0.0], group_ids=[0, 1, 1])[0] == 0.0
+    assert normalise([3.0, 3.0], group_ids=[0, 0], rollout_ids=[1, 1]) == [0.0, 0.0]
+
+
+def test_samples_that_nobody_can_group_are_refused():
+    with pytest.raises(DataError, match="3 of 3 samples have no group_index.*--custom-reward-post-process-path"):
+        normalise([1, 0, 5], **CENTRED)
+    with pytest.raises(DataError, match="1 of 4 samples have no group_index"):
+        normalise([1, 0, 5, 2], **CENTRED, group_ids=[0, 0, 1, None])
+    assert normalise([1, 0, 5], **{**CENTRED, "rewards_normalization": False}) == [1.0, 0.0, 5.0]
+
+
+def test_prompts_that_share_a_group_index_are_refused():
+    with pytest.raises(DataError, match="group_index 0 has 4 rollouts, and --n-samples-per-prompt is 2"):
+        normalise([1, 0, 5, 2], **CENTRED, group_ids=[0] * 4)
+
+
+def test_a_rollout_without_samples_is_left_to_the_conversion():
+    assert normalise([], rollout_batch_size=0) == []
 
 
 @pytest.mark.parametrize("bad", [None, {"score": 1}, float("nan")])
