@@ -118,8 +118,10 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use-routing-replay",
         action="store_true",
-        help="Backward passes use the experts that the forward pass chose.",
+        help="Training uses the experts that the pass over the old policy chose (docs/routing_replay.md).",
     )
     group.add_argument(
-        "--use-rollout-routing-replay", action="store_true", help="Training uses the experts that the engine chose."
+        "--use-rollout-routing-replay",
+        action="store_true",
+        help="Old log-probs and training use the experts that the engine chose; implies --use-routing-replay.",
     )

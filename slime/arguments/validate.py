@@ -207,6 +207,15 @@ def _off_policy(args: Namespace) -> Iterator[str]:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; the bounds are swapped."
 
 
+def _routing_replay(args: Namespace) -> Iterator[str]:
+    records = args.use_routing_replay and not args.use_rollout_routing_replay
+    if records and not args.compute_advantages_and_returns:
+        yield (
+            "--use-routing-replay writes experts down in the pass over the old policy, which "
+            "--disable-compute-advantages-and-returns leaves out; drop one of them."
+        )
+
+
 def _trained_parameters(args: Namespace) -> Iterator[str]:
     if args.only_train_params_name_list and args.freeze_params_name_list:
         yield "--only-train-params-name-list and --freeze-params-name-list contradict each other; give one of them."
@@ -328,6 +337,7 @@ CHECKS = (
     _rewards,
     _loss,
     _off_policy,
+    _routing_replay,
     _trained_parameters,
     _distillation,
     _rollout_functions,

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from slime.train_data.routed_experts import EXPERT_ID_DTYPE
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -41,7 +43,7 @@ _TABLE = (
     Column("teacher_log_probs", torch.float32, span="response"),
     Column("rollout_top_p_token_ids", torch.int32),
     Column("rollout_top_p_token_offsets", torch.int32),
-    Column("rollout_routed_experts", torch.int32, span="sequence"),
+    Column("rollout_routed_experts", EXPERT_ID_DTYPE, span="sequence"),
     Column("multimodal_train_inputs"),
     Column("metadata"),
     Column("round_number"),

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from slime.train_data.routed_experts import RoutedShape, routed_rows, rows_needed
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -19,6 +20,7 @@ def samples_to_train_data(
     rewards: Sequence[float],
     *,
     rollout_top_p: float = 1.0,
+    routed: RoutedShape | None = None,
 ) -> dict[str, Any]:
     """The columns of one rollout's samples.
 
@@ -27,6 +29,7 @@ def samples_to_train_data(
         raw_rewards: reward of each sample as the grader gave it.
         rewards: reward of each sample as the advantage estimator takes it.
         rollout_top_p: nucleus the engine sampled from; below 1 every sample must carry its kept token ids.
+        routed: of a model whose training replays the engine's choice of experts, which every sample must then carry.
 
     Raises:
         DataError: a sample breaks its own invariants; the message names its index and the field.
@@ -53,6 +56,19 @@ def samples_to_train_data(
     train_data.update(_optional_columns(samples))
     if rollout_top_p != 1.0:
         train_data.update(_top_p_columns(samples, rollout_top_p))
+    if routed is not None:
+        train_data["rollout_routed_experts"] = [
+            routed_rows(
+                sample.rollout_routed_experts,
+                f"sample {sample.index}",
+                routed,
+                total_length=len(sample.tokens),
+                num_needed=rows_needed(mask, len(sample.tokens)),
+            )
+            for sample, mask in zip(samples, loss_masks, strict=True)
+        ]
+    elif any(sample.rollout_routed_experts is not None for sample in samples):
+        train_data["rollout_routed_experts"] = [_present(sample, "rollout_routed_experts") for sample in samples]
     return train_data
 
 
@@ -111,11 +127,6 @@ def _check_lengths(sample: Sample) -> None:
                 f"sample {sample.index} has {len(values)} entries in {field} and response_length {response}; there "
                 "must be one for each response token; Sample.append_response_tokens keeps them together"
             )
-    if sample.rollout_routed_experts is not None and len(sample.rollout_routed_experts) != len(sample.tokens) - 1:
-        raise DataError(
-            f"sample {sample.index} has {len(sample.rollout_routed_experts)} rows of rollout_routed_experts and "
-            f"{len(sample.tokens)} tokens; there must be a row for each token but the last"
-        )
 
 
 def _optional_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
@@ -124,8 +135,6 @@ def _optional_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     for field in ("rollout_log_probs", "teacher_log_probs"):
         if any(getattr(sample, field) is not None for sample in samples):
             columns[field] = [_per_response_token(sample, field) for sample in samples]
-    if any(sample.rollout_routed_experts is not None for sample in samples):
-        columns["rollout_routed_experts"] = [_present(sample, "rollout_routed_experts") for sample in samples]
     if any(sample.multimodal_train_inputs is not None for sample in samples):
         columns["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
     if any(sample.train_metadata is not None for sample in samples):

@@ -6,8 +6,9 @@ import json
 import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ from slime.backends.megatron_utils.forward import Reader, forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
 from slime.backends.megatron_utils.model_switch import ModelSwitch
+from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train_dump import dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight import sender_class
@@ -71,6 +73,7 @@ class MegatronTrainRayActor(TrainWorker):
             self.model, self.optimizer, self.scheduler, iteration = initialize_model_and_optimizer(args, role)
             self.weights = ModelSwitch(self.model, role)
             self._load_other_policies(with_ref, with_opd_teacher)
+        self._routing = RoutingReplay(args, self.model) if args.use_routing_replay and role == "actor" else None
         self._profiler = TrainProfiler(args, rank=self.rank)
         self._rollout_id = 0
         self._sender: WeightSender | None = None
@@ -163,6 +166,7 @@ class MegatronTrainRayActor(TrainWorker):
             with timer("data_preprocess"):
                 data = prepare_rollout_data(rank_data)
                 iterators = get_data_iterator(data, len(self.model))
+                self._begin_routing(data, iterators)
             train = self._train_critic if self.role == "critic" else self._train_actor
             outcome: Any = train(rollout_id, data, iterators, external_data or {})
         self._profiler.step(rollout_id)
@@ -183,8 +187,11 @@ class MegatronTrainRayActor(TrainWorker):
                     self.weights.switch_to(tag)
                     self._forward(get_log_probs_and_entropy, data, iterators, prefix)
             self.weights.switch_to("old_actor" if args.keep_old_actor else "actor")
-            if needs_old_log_probs(args, data):
-                self._forward(get_log_probs_and_entropy, data, iterators, "")
+            with self._routed("old_log_probs"):
+                if needs_old_log_probs(args, data):
+                    self._forward(get_log_probs_and_entropy, data, iterators, "")
+                elif self._routing is not None and self._routing.must_record:
+                    forward_only(get_log_probs_and_entropy, args, self.model, iterators, data["num_microbatches"])
             if "values" in external_data and mpu.is_pipeline_last_stage(ignore_virtual=True):
                 data["values"] = [values.to(current_device()) for values in external_data["values"]]
             self.weights.switch_to("actor")
@@ -192,10 +199,12 @@ class MegatronTrainRayActor(TrainWorker):
                 compute_advantages_and_returns(args, data)
         metrics = self._postprocess_and_log(rollout_id, data)
         recorded = self._recorded_log_probs(data, iterators) if args.save_debug_train_data else {}
-        with timer("actor_train"), self._profiler.profile("train_actor", rollout_id):
+        with timer("actor_train"), self._profiler.profile("train_actor", rollout_id), self._routed("train"):
             metrics |= self._take_steps(rollout_id, data, iterators, args.loss_type)
         if args.save_debug_train_data:
             dump_train_data(args, rollout_id, data | recorded)
+        if self._routing is not None:
+            self._routing.clear()
         self._keep_policies(rollout_id)
         return metrics
 
@@ -211,6 +220,18 @@ class MegatronTrainRayActor(TrainWorker):
             return None
         return {"values": [values.cpu() for values in data["values"]]}
 
+    def _begin_routing(self, data: RolloutBatch, iterators: list[DataIterator]) -> None:
+        """Let every micro-batch tell the routers which experts to choose, where these are replayed."""
+        if self._routing is None:
+            return
+        self._routing.begin(data)
+        for iterator in iterators:
+            iterator.attach = self._routing.attach
+
+    def _routed(self, passes: Literal["old_log_probs", "train"]) -> AbstractContextManager[None]:
+        """Replay (or record) the experts of these passes, where that was asked for."""
+        return nullcontext() if self._routing is None else self._routing.during(passes)
+
     def _forward(self, read: Reader, data: RolloutBatch, iterators: list[DataIterator], prefix: str) -> None:
         """Run a pass under the present weights and store what it reads in ``data``."""
         name = "values" if read is get_values else f"{prefix}log_probs"
@@ -221,7 +242,8 @@ class MegatronTrainRayActor(TrainWorker):
         """Log-probs for the dump alone, where training takes them from its first forward pass and keeps none."""
         if not needs_old_log_probs(self.args, data) or not self.args.compute_advantages_and_returns:
             counts = data["num_microbatches"]
-            return forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, counts)
+            with self._routed("train"):
+                return forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, counts)
         return {}
 
     def _postprocess_and_log(self, rollout_id: int, data: RolloutBatch) -> dict[str, float]:
@@ -246,11 +268,12 @@ class MegatronTrainRayActor(TrainWorker):
         def on_step(step_id: int, result: StepResult) -> None:
             if not result.is_applied:
                 logger.warning("Rollout %d, step %d was skipped: its gradient is not finite.", rollout_id, step_id)
+            changed = self._routing.take_metrics() if self._routing is not None else {}
             if not train_metrics.is_main_rank():
                 return
             metrics = train_metrics.step_metrics(
                 self.role,
-                result.metrics,
+                result.metrics | changed,
                 grad_norm=result.grad_norm,
                 learning_rates=[group["lr"] for group in self.optimizer.param_groups],
                 step_global_batch_size=data["global_batch_sizes"][step_id],

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,8 @@ class DataIterator:
         self.micro_batch_indices = [list(indices) for indices in micro_batch_indices]
         self.offset = 0
         self.token_count = PackedTokenCount()
+        self.attach: Callable[[PackedSeqParams, int, Sequence[int]], None] | None = None
+        """What else must know how a micro-batch is packed; called with its number and its samples' lengths."""
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
         """The named columns of the next micro-batch; None for a column that the data do not have."""
@@ -164,6 +166,8 @@ def get_batch(
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
     )
+    if data_iterator.attach is not None:
+        data_iterator.attach(batch["packed_seq_params"], data_iterator.offset - 1, batch["total_lengths"])
     batch["full_loss_masks"] = align_loss_masks(
         batch["loss_masks"],
         batch["total_lengths"],

@@ -13,6 +13,7 @@ def check_expert_arguments(args: Namespace) -> None:
     Raises:
         ConfigError: with the flags, their values and what is allowed.
     """
+    _check_replay(args)
     if not args.num_experts:
         return
     if args.add_bias_linear:
@@ -26,6 +27,24 @@ def check_expert_arguments(args: Namespace) -> None:
         raise ConfigError(
             "--moe-router-load-balancing-type global_aux_loss takes all ranks to have equally many tokens; packed "
             "micro-batches have not; use seq_aux_loss or aux_loss, or --moe-aux-loss-coeff 0."
+        )
+
+
+def _check_replay(args: Namespace) -> None:
+    given = vars(args)
+    if not given.get("use_routing_replay"):
+        return
+    flag = "--use-rollout-routing-replay" if given.get("use_rollout_routing_replay") else "--use-routing-replay"
+    if not args.num_experts:
+        raise ConfigError(f"{flag} replays the choice of experts, and the model has none (--num-experts); drop it.")
+    if "sinkhorn" in args.moe_router_load_balancing_type:
+        raise ConfigError(
+            f"{flag} chooses the experts of single tokens; --moe-router-load-balancing-type sinkhorn assigns them to "
+            "a batch as a whole; choose another one, or drop the replay."
+        )
+    if args.moe_router_fusion:
+        raise ConfigError(
+            f"{flag}: the kernel of --moe-router-fusion cannot be told what to choose; drop one of them."
         )
 
 

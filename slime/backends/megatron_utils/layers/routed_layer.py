@@ -1,4 +1,4 @@
-"""A layer and its experts that pass on to the router what it must know about packed samples.
+"""A layer and its experts that pass on to the router what it must know about the micro-batch.
 
 megatron-core tells attention how the tokens of a micro-batch are packed, but not the router.
 """
@@ -24,24 +24,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slime.backends.megatron_utils.layers.experts import StackedExperts
-from slime.backends.megatron_utils.layers.routed_samples import RoutedSamples
-from slime.backends.megatron_utils.layers.router import Router
+from slime.backends.megatron_utils.layers.router import Router, RouterInputs
 from slime.backends.megatron_utils.layers.token_dispatcher import GatherDispatcher
 
 
 class RoutedLayer(TransformerLayer):
-    """TransformerLayer that hands the samples to its experts, in place of megatron-core's padding mask."""
+    """TransformerLayer that hands the router's inputs to its experts, in place of megatron-core's padding mask."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the parent's; ``packed_seq_params`` may carry the samples, see ``attach_routed_samples``."""
-        kwargs["padding_mask"] = getattr(kwargs.get("packed_seq_params"), "routed_samples", None)
+        """As the parent's; ``packed_seq_params`` may carry samples (``attach_routed_samples``) and experts to choose
+        (``RoutingReplay.attach``).
+        """
+        kwargs["padding_mask"] = RouterInputs.of(kwargs.get("packed_seq_params"))
         return super().forward(*args, **kwargs)
 
 
 class RoutedExperts(MoELayer):
-    """MoELayer that gives its router the samples of the pass at hand, with a token dispatcher of our own.
+    """MoELayer that gives its router the inputs of the pass at hand, with a token dispatcher of our own.
 
-    Passes of several micro-batches interleave, and a recomputed pass comes back later: so the samples belong to the
+    Passes of several micro-batches interleave, and a recomputed pass comes back later: so the inputs belong to the
     pass, not to the layer.
     """
 
@@ -50,22 +51,23 @@ class RoutedExperts(MoELayer):
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules | None = None, **kwargs: Any) -> None:
         """``submodules`` in place of our router and experts; shared experts are built where the config has them."""
         super().__init__(config, submodules or _parts(), **kwargs)
-        # Recomputed here, with the samples that the pass had.
+        # Recomputed here, with the inputs that the pass had.
         self.recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
         if GatherDispatcher.serves(self.config):
             self.token_dispatcher = GatherDispatcher(self.num_local_experts, self.config, get_default_pg_collection())
 
     def forward(
-        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: RoutedSamples | None = None
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: RouterInputs | None = None
     ) -> Any:
         """[t, 1, hidden] to [t, 1, hidden], and the None that stands for a bias."""
-        run = partial(self._run, padding_mask)
+        run = partial(self._run, padding_mask or RouterInputs())
         if self.recomputes:
             return tensor_parallel.checkpoint(run, False, hidden_states)
         return run(hidden_states)
 
-    def _run(self, samples: RoutedSamples | None, hidden_states: Tensor) -> Any:
-        self.router.samples = samples
+    def _run(self, inputs: RouterInputs, hidden_states: Tensor) -> Any:
+        if isinstance(self.router, Router):
+            self.router.take(inputs)
         return super().forward(hidden_states)
 
 

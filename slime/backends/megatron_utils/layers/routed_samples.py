@@ -38,10 +38,15 @@ class RoutedSamples:
     """[S] float32: what megatron-core's way of averaging must be multiplied with."""
 
     def of_tensor_rank(self, num_tokens: int) -> Tensor:
-        """``sample_of`` [num_tokens] for what a router sees: under sequence parallelism this rank's part of T."""
-        if len(self.sample_of) == num_tokens:
-            return self.sample_of
-        return self.sample_of.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
+        """``sample_of`` [num_tokens] for what a router sees."""
+        return part_of_tensor_rank(self.sample_of, num_tokens)
+
+
+def part_of_tensor_rank(values_T: Tensor, num_tokens: int) -> Tensor:
+    """[num_tokens] of values [T]: under sequence parallelism a router sees this tensor rank's part of the tokens."""
+    if len(values_T) == num_tokens:
+        return values_T
+    return values_T.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
 
 
 def routers_need_samples(args: Namespace) -> bool:

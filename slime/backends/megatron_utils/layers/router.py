@@ -1,7 +1,8 @@
 """megatron-core's router with balancing losses per sample: packing, padding and parallelism do not change them.
 
 Scores, choice of experts, groups, scaling and the bias are the parent's.  Only what looks at more than one token is
-done here, and only in training passes that were given :class:`RoutedSamples`.
+done here, and only in training passes that were given :class:`RoutedSamples`.  A pass may also be given experts to
+choose (``expert_replay``), which the parent asks for in its own way.
 
 Shapes: T = tokens that this rank routes, S = samples of the micro-batch, E = experts, k = experts of a token.
 """
@@ -9,6 +10,7 @@ Shapes: T = tokens that this rank routes, S = samples of the micro-batch, E = ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,17 +25,44 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.layers.expert_replay import LayerReplay, MicroBatchReplay
 from slime.backends.megatron_utils.layers.routed_samples import RoutedSamples
 
 
+@dataclass(frozen=True, slots=True)
+class RouterInputs:
+    """What the routers of one pass know beside hidden states."""
+
+    samples: RoutedSamples | None = None
+    """For balancing losses and the bias."""
+    replay: MicroBatchReplay | None = None
+    """None: every router chooses freely."""
+
+    @classmethod
+    def of(cls, packed_seq_params: Any) -> RouterInputs:
+        """What was attached to the packing of a micro-batch."""
+        return cls(
+            getattr(packed_seq_params, "routed_samples", None), getattr(packed_seq_params, "expert_replay", None)
+        )
+
+
 class Router(TopKRouter):
-    """TopKRouter for packed samples.  ``samples`` is set by the layer in front of every pass."""
+    """TopKRouter for packed samples.  The layer calls ``take`` in front of every pass."""
 
     expert_bias: Tensor | None
+    router_replay: LayerReplay | None
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
         self.samples: RoutedSamples | None = None
+        self.replayed_layer: int | None = None
+        """The layer whose choices are replayed here; None leaves the router out of it (MTP layers)."""
+
+    def take(self, inputs: RouterInputs) -> None:
+        """What holds for the next pass."""
+        self.samples = inputs.samples
+        is_replayed = inputs.replay is not None and self.replayed_layer is not None
+        self.router_replay = inputs.replay.of_layer(self.replayed_layer) if is_replayed else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
         """What ``.bfloat16()``, ``.to()`` and their like call: ``expert_bias`` stays fp32 whatever the model's dtype.

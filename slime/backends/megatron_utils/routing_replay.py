@@ -1,0 +1,190 @@
+"""Routing replay on one rank: the experts of a rollout's tokens are chosen once, and again in every later pass.
+
+Two passes over the same tokens choose different experts once the weights have moved, or where another program (the
+engine) rounds differently; a mixture of experts then compares log-probs of two different networks.  With
+``--use-routing-replay`` the pass that computes the old log-probs writes down each router's choice, and training
+chooses the same (arXiv:2507.18071, section 5.3, there called Routing Replay).  With ``--use-rollout-routing-replay``
+the choice is the engine's, for the old log-probs and for training (R3, arXiv:2510.11370).  Probabilities are always
+those of the present router at the chosen experts, so that it goes on learning.
+
+Reference and teacher choose freely, and so do MTP layers.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
+
+from slime.backends.megatron_utils.cp_utils import cp_layout
+from slime.backends.megatron_utils.data import current_device
+from slime.backends.megatron_utils.layers.expert_replay import ChangedChoices, HostChoices, MicroBatchReplay, Stage
+from slime.backends.megatron_utils.layers.router import Router
+from slime.train_data.microbatch import pack_thd
+from slime.train_data.routed_experts import (
+    RoutedShape,
+    check_choices,
+    pack_routed_experts,
+    routed_rows,
+    rows_needed,
+)
+from slime.utils.errors import ConfigError, DataError
+from slime.utils.types import RolloutBatch
+
+
+class RoutingReplay:
+    """The choices of experts of one rollout's micro-batches, and what the next passes do with them.
+
+    Invariant: between rollouts nothing is kept, and the stage is "fallthrough".
+
+    Args:
+        args: the run's arguments.
+        model: this rank's chunks.
+
+    Raises:
+        ConfigError: the model has routers that cannot replay.
+    """
+
+    def __init__(self, args: Namespace, model: Sequence[torch.nn.Module]) -> None:
+        self._args = args
+        self._shape = RoutedShape.from_args(args)
+        self._layers = _number_routers(model)
+        self._stage: Stage = "fallthrough"
+        self._choices: list[HostChoices] = []
+        self._changed = ChangedChoices()
+
+    def begin(self, data: RolloutBatch) -> None:
+        """Forget the last rollout and make room for this one; in R3 take the engine's choices over.
+
+        Raises:
+            DataError: a sample's choices are missing or impossible; the message names it.
+        """
+        self.clear()
+        rows_of_layer = {layer: row for row, layer in enumerate(self._layers)}
+        self._choices = [HostChoices(rows_of_layer) for _ in data["micro_batch_indices"]]
+        if self._args.use_rollout_routing_replay:
+            self._fill(data)
+
+    def clear(self) -> None:
+        """Forget the choices."""
+        self._choices = []
+        self._changed.take()
+
+    @property
+    def must_record(self) -> bool:
+        """Whether training needs a pass over the old policy before it."""
+        return not self._args.use_rollout_routing_replay
+
+    @contextmanager
+    def during(self, passes: Literal["old_log_probs", "train"]) -> Iterator[None]:
+        """Let the passes within record or replay; outside of this all routers choose freely."""
+        self._stage = "record" if passes == "old_log_probs" and self.must_record else "replay"
+        try:
+            yield
+        finally:
+            self._stage = "fallthrough"
+
+    def attach(self, packed_seq_params: Any, micro_batch: int, total_lengths: Sequence[int]) -> None:
+        """Let the packing of a micro-batch tell the routers what to do.
+
+        Args:
+            packed_seq_params: gets the attribute ``expert_replay``, see ``RouterInputs``.
+            micro_batch: its number in the rollout on this rank.
+            total_lengths: of its samples.
+        """
+        if self._stage == "fallthrough":
+            return
+        is_real = pack_thd([torch.ones(length) for length in total_lengths], **self._packing()).tokens[0] > 0
+        packed_seq_params.expert_replay = MicroBatchReplay(
+            self._stage,
+            self._choices[micro_batch],
+            is_real.to(packed_seq_params.cu_seqlens_q.device, non_blocking=True),
+            self._changed,
+        )
+
+    def take_metrics(self) -> dict[str, float]:
+        """The share of choices (token and layer) that differ from what the router would choose now, over all ranks.
+
+        Of the training passes since the last call.  Collective.
+        """
+        counts = self._changed.take().to(current_device())
+        for group in (
+            mpu.get_data_parallel_group(with_context_parallel=True),
+            mpu.get_tensor_model_parallel_group(),
+            mpu.get_pipeline_model_parallel_group(),
+        ):
+            dist.all_reduce(counts, group=group)
+        changed, compared = counts.tolist()
+        return {"routing_replay_changed": changed / compared} if compared else {}
+
+    def _packing(self) -> dict[str, Any]:
+        args = self._args
+        return {
+            "cp_rank": mpu.get_context_parallel_rank(),
+            "cp_size": mpu.get_context_parallel_world_size(),
+            "pad_multiple": mpu.get_tensor_model_parallel_world_size() * args.data_pad_size_multiplier,
+            "layout": cp_layout(args.allgather_cp),
+        }
+
+    def _fill(self, data: RolloutBatch) -> None:
+        rows = self._checked_rows(data)
+        splits = self._args.sequence_parallel
+        for choices, indices in zip(self._choices, data["micro_batch_indices"], strict=True):
+            choices.ids = pack_routed_experts(
+                [rows[index] for index in indices],
+                [data["total_lengths"][index] for index in indices],
+                self._shape,
+                layers=[layer - 1 for layer in self._layers],
+                tp_rank=mpu.get_tensor_model_parallel_rank() if splits else 0,
+                tp_size=mpu.get_tensor_model_parallel_world_size() if splits else 1,
+                **self._packing(),
+            )
+            if torch.cuda.is_available():
+                choices.ids = choices.ids.pin_memory()
+            choices.written = set(self._layers)
+
+    def _checked_rows(self, data: Mapping[str, Any]) -> list[torch.Tensor]:
+        column = data.get("rollout_routed_experts")
+        if column is None:
+            raise DataError(
+                "the train data have no rollout_routed_experts, which --use-rollout-routing-replay needs for every "
+                "sample; the rollout function must ask the engine with return_routed_experts and hand its meta_info "
+                "to Sample.append_response_tokens, and a custom converter must keep the field"
+            )
+        numbers = data.get("sample_indices") or data.get("partition") or range(len(column))
+        checked = []
+        for number, rows, mask, length in zip(numbers, column, data["loss_masks"], data["total_lengths"], strict=True):
+            name = f"sample {number}"
+            rows = routed_rows(rows, name, self._shape, total_length=length, num_needed=rows_needed(mask, length))
+            check_choices(rows, name, self._shape, [layer - 1 for layer in self._layers])
+            checked.append(rows)
+        return checked
+
+
+def _number_routers(model: Sequence[torch.nn.Module]) -> list[int]:
+    """Tell every router of the model itself which layer it belongs to; gives their numbers, counted from 1."""
+    layers: list[int] = []
+    for chunk in model:
+        for name, module in unwrap_model(chunk).named_modules():
+            if not isinstance(module, TopKRouter) or "mtp" in name.split("."):
+                continue
+            if not isinstance(module, Router):
+                raise ConfigError(
+                    f"--use-routing-replay: the router {name} is a {type(module).__module__}.{type(module).__name__}; "
+                    "experts are replayed by slime.backends.megatron_utils.layers.router.Router; build the layer with "
+                    "slime.backends.megatron_utils.layers.routed_layer.RoutedExperts"
+                )
+            module.replayed_layer = int(module.layer_number)
+            layers.append(module.replayed_layer)
+    return sorted(layers)

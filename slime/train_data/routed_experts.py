@@ -1,0 +1,186 @@
+"""Which experts each position went to: checked, and packed as the tokens of a micro-batch are.
+
+An engine tells the experts of every position that was an input: the rows of a sample are those of its tokens but the
+last.  Rows may end earlier where nothing behind them is trained (text of a tool at the very end, say).
+
+Shapes: L = tokens of one sequence, P = rows of its routing (at most L - 1), N = layers, k = experts of a token,
+T = tokens of the micro-batch on this rank, padding included, E = experts of a layer.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.train_data.microbatch import CPLayout, pack_thd
+from slime.utils.errors import DataError
+
+EXPERT_ID_DTYPE = torch.int16
+"""How expert ids travel and are stored: half of what the engine sends, and more experts than any model has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedShape:
+    """What the routing of a model looks like."""
+
+    num_layers: int
+    """N: layers of the whole model, dense ones included; an engine sends rows for all of them."""
+    top_k: int
+    num_experts: int
+
+    @classmethod
+    def from_args(cls, namespace: Namespace) -> RoutedShape:
+        """The shape under its Megatron flag names."""
+        return cls(num_layers=namespace.num_layers, top_k=namespace.moe_router_topk, num_experts=namespace.num_experts)
+
+    def __post_init__(self) -> None:
+        if self.num_experts > torch.iinfo(EXPERT_ID_DTYPE).max:
+            raise DataError(
+                f"--num-experts is {self.num_experts}; expert ids are kept in {EXPERT_ID_DTYPE}, which ends at "
+                f"{torch.iinfo(EXPERT_ID_DTYPE).max}; run without --use-routing-replay"
+            )
+
+
+def rows_needed(loss_mask: Sequence[int] | Tensor, total_length: int) -> int:
+    """How many rows the trained tokens of a sample depend on: one for each token before the last trained one.
+
+    Args:
+        loss_mask: [R] of the response, which ends the sequence.
+        total_length: L.
+    """
+    trained = torch.as_tensor(loss_mask).nonzero()
+    return 0 if len(trained) == 0 else total_length - len(loss_mask) + int(trained[-1])
+
+
+def routed_rows(rows: Any, name: str, shape: RoutedShape, *, total_length: int, num_needed: int) -> Tensor:
+    """A sample's routing as a tensor [P, N, k] of :data:`EXPERT_ID_DTYPE`, its shape and range of numbers checked.
+
+    Args:
+        rows: what the engine sent; None counts as no rows.
+        name: the sample, for messages.
+        shape: of the model.
+        total_length: L of the sample.
+        num_needed: see :func:`rows_needed`.
+
+    Raises:
+        DataError: rows are missing or of another shape; the message names the sample and the flag.
+    """
+    if rows is None:
+        rows = torch.zeros(0, shape.num_layers, shape.top_k, dtype=EXPERT_ID_DTYPE)
+    rows = torch.as_tensor(rows)
+    if rows.dim() != 3 or rows.shape[1:] != (shape.num_layers, shape.top_k):
+        raise DataError(
+            f"rollout_routed_experts of {name} has shape {list(rows.shape)}; --use-rollout-routing-replay needs "
+            f"[tokens - 1, {shape.num_layers} layers, {shape.top_k} experts of a token], as --num-layers and "
+            "--moe-router-topk say; engine and trainer must run the same model"
+        )
+    if not num_needed <= len(rows) < total_length:
+        raise DataError(
+            f"{name} has {len(rows)} rows of rollout_routed_experts for {total_length} tokens, of which the trained "
+            f"ones depend on {num_needed}; --use-rollout-routing-replay needs a row for each token but the last. Ask "
+            "the engine with return_routed_experts, and hand its meta_info to Sample.append_response_tokens"
+        )
+    if rows.dtype != EXPERT_ID_DTYPE:
+        _check_range(rows, name, shape)
+        rows = rows.to(EXPERT_ID_DTYPE)
+    return rows
+
+
+def check_choices(rows: Tensor, name: str, shape: RoutedShape, moe_layers: Sequence[int]) -> None:
+    """Every row of a layer with experts names k different experts that exist.
+
+    Catches what an engine sends for layers that it did not record (zeros) and for slots that it did not use (-1).
+
+    Args:
+        rows: [P, N, k].
+        name: the sample, for messages.
+        shape: of the model.
+        moe_layers: the layers, counted from 0, that have experts.
+
+    Raises:
+        DataError: names the sample, the position, the layer and the flag.
+    """
+    chosen = rows[:, list(moe_layers)]
+    if not chosen.numel():
+        return
+    _check_range(chosen, name, shape)
+    ordered = chosen.sort(dim=-1).values
+    is_double = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
+    if is_double.any():
+        position, layer = is_double.nonzero()[0].tolist()
+        raise DataError(
+            f"rollout_routed_experts of {name} names an expert twice at position {position}, layer "
+            f"{moe_layers[layer]}: {chosen[position, layer].tolist()}; --use-rollout-routing-replay needs "
+            f"{shape.top_k} different ones. Zeros mean that the engine records no routing of this layer"
+        )
+
+
+def _check_range(rows: Tensor, name: str, shape: RoutedShape) -> None:
+    is_wrong = (rows < 0) | (rows >= shape.num_experts)
+    if is_wrong.any():
+        position, layer, _ = is_wrong.nonzero()[0].tolist()
+        raise DataError(
+            f"rollout_routed_experts of {name} has expert {int(rows[is_wrong][0])} at position {position} (layer "
+            f"number {layer} of those looked at); --use-rollout-routing-replay needs ids from 0 to "
+            f"{shape.num_experts - 1}, as --num-experts says"
+        )
+
+
+def spread_experts(slots: Tensor, shape: RoutedShape) -> Tensor:
+    """[n] numbers of slots to [n, k] experts, different within a row and evenly loaded over the rows.
+
+    For what has no routing of its own: padding, and the last token of each sequence, which no engine saw.
+    """
+    first = slots[:, None] * shape.top_k + torch.arange(shape.top_k, device=slots.device)
+    return (first % shape.num_experts).to(EXPERT_ID_DTYPE)
+
+
+def pack_routed_experts(
+    rows: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    shape: RoutedShape,
+    *,
+    layers: Sequence[int],
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    pad_multiple: int = 1,
+    layout: CPLayout = "zigzag",
+    tp_rank: int = 0,
+    tp_size: int = 1,
+) -> Tensor:
+    """The routing of a packed micro-batch, [layers, T / tp_size, k]: what each router of this rank is to choose.
+
+    Args:
+        rows: [P, N, k] of each sequence.
+        total_lengths: L of each.
+        shape: of the model.
+        layers: those of this rank that have experts, counted from 0.
+        cp_rank: as in ``pack_thd``, with the four that follow.
+        cp_size: of how many.
+        pad_multiple: of the packed length.
+        layout: how context parallelism cuts.
+        tp_rank: whose part of the tokens, under sequence parallelism.
+        tp_size: into how many parts sequence parallelism cuts; 1 without it.
+    """
+    # Positions in the concatenated rows are packed as token ids would be; -1 is a slot without routing.
+    sources, start = [], 0
+    for known, length in zip(rows, total_lengths, strict=True):
+        source = torch.full((length,), -1)
+        source[: len(known)] = torch.arange(start, start + len(known))
+        sources.append(source)
+        start += len(known)
+    packed = pack_thd(
+        sources, cp_rank=cp_rank, cp_size=cp_size, pad_multiple=pad_multiple, pad_id=-1, layout=layout
+    ).tokens[0]
+    source_T = packed.chunk(tp_size)[tp_rank]
+    result = spread_experts(torch.arange(len(source_T)), shape).repeat(len(layers), 1, 1)
+    slots = (source_T >= 0).nonzero()[:, 0]
+    if len(slots):
+        known = torch.cat([sample[:, list(layers)] for sample in rows])
+        result[:, slots] = known[source_T[slots]].transpose(0, 1)
+    return result
