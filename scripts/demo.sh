@@ -5,6 +5,7 @@
 #   scripts/demo.sh [FLAG...]          more flags for the GRPO run
 #
 # TINY_DIR (runs/tiny): where everything lies.  SEED (1): of the GRPO run; each seed has its own folder.
+# UNTIL: "warm_start" ends behind the warm start.
 # DEVICE (cpu): "gpu" runs GRPO by scripts/run-tiny-gpu.sh, on one GPU; the warm start uses it as well.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
@@ -70,6 +71,9 @@ if [[ ! -f "${TINY_DIR}/sft/fit" || ! -f "${RUN_DIR}/done" ]]; then
     stage "Ray" start_ray 1
 fi
 stage "warm start (supervised)" warm_start
+if [[ "${UNTIL:-}" == warm_start ]]; then
+    exit 0
+fi
 stage "GRPO, seed ${SEED}" grpo "$@"
 # An independent reader of what was exported: transformers' own generate must be as right as the engine was.
 stage "accuracy of the exported model" python3 examples/tiny_arithmetic/hf_accuracy.py \

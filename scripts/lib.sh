@@ -95,10 +95,12 @@ _start_ray_once() {
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${ports[1]}"
     export RAY_ADDRESS="127.0.0.1:${ports[0]}"
     echo "ray: starting a cluster with ${num_gpus} GPUs (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
+    # Workers take any free port: in a fixed range those of two clusters on one machine would try the same ones.
     # A bundle of the job is one GPU and one CPU; engines, managers and the job itself take CPUs too.
     setsid ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" \
         --num-gpus "${num_gpus}" --num-cpus "$((2 * num_gpus + 8))" \
-        --port "${ports[0]}" --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
+        --port "${ports[0]}" --min-worker-port 0 --max-worker-port 0 \
+        --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
         --dashboard-agent-listen-port "${ports[2]}" --dashboard-agent-grpc-port "${ports[3]}" \
         --ray-client-server-port "${ports[4]}" --metrics-export-port "${ports[5]}" \
         "$@" >"${_RAY_DIR}/ray-start.log" 2>&1 &
