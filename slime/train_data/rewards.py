@@ -1,8 +1,8 @@
 """What an advantage estimator sees of the reward of each sample: the reward relative to its group.
 
 Here it is decided who belongs to which group and how the samples of one rollout share its reward; what a group's
-rewards are measured against is the estimator's business (``Estimator.group_baseline``, slime.algorithms).  Whitening of
-per-token advantages is elsewhere: ``slime.algorithms.advantages.whitening``.
+rewards are measured against is the estimator's business (``Estimator.group_baseline``).  Whitening of per-token
+advantages is elsewhere: ``slime.algorithms.advantages.whitening``.
 """
 
 from __future__ import annotations
