@@ -9,7 +9,7 @@ it.  slime itself writes to it here and nowhere else; facts that only the runnin
 1. one parser for slime's, Megatron's and SGLang's flags; an unknown flag is an error that names the nearest known one,
 2. ``--custom-config-path`` and ``--megatron-config-path`` are laid over the flags (overlay.py, roles.py),
 3. flags whose feature does not exist yet are refused (not_yet.py), historical ones are noted (historical.py),
-4. derived values are filled in (resolve.py), then Megatron's and SGLang's own,
+4. derived values are filled in (resolve.py), then Megatron's and SGLang's own; for a critic too (critic.py),
 5. combinations, files and plug-ins are checked (validate.py), before any GPU or engine is taken.
 """
 
@@ -20,6 +20,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
+from slime.arguments.critic import check_critic_layout, critic_flags, finish_critic, resolve_critic
 from slime.arguments.historical import note_historical
 from slime.arguments.not_yet import refuse_missing_features
 from slime.arguments.overlay import apply_overlay
@@ -83,10 +84,14 @@ def slime_validate_args(args: Namespace) -> None:
     apply_overlay(args)
     apply_role_overrides(args)
     note_historical(args)
+    critic = critic_flags(args)  # before the actor's overrides: every role starts from the command line
     refuse_missing_features(args)
     resolve(args)
     validate(args)
 
+    args.critic_args = critic if args.use_critic and not args.debug_rollout_only else None
+    if args.critic_args is not None:
+        resolve_critic(critic, args)
 
 def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = None) -> AddArguments:
     """A function that adds slime's own flags, then the caller's, to a parser and returns it."""
@@ -107,5 +112,9 @@ def _validate_backends(args: Namespace) -> None:
         validate_megatron_arguments(args)
     if not args.debug_train_only:
         from slime.backends.sglang_utils.arguments import validate_sglang_arguments
+        if args.critic_args is not None:
+            validate_megatron_arguments(args.critic_args)
+            finish_critic(args.critic_args)
+            check_critic_layout(args)
 
         validate_sglang_arguments(args)

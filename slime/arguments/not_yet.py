@@ -27,12 +27,9 @@ def _is_given(value: Any) -> bool:
     return value is not None
 
 
-NO_CRITIC = "PPO's critic is not built yet"
 NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
 
 NOT_YET: dict[str, Missing] = {
-    "advantage_estimator": Missing(reason=NO_CRITIC, used=lambda value: value == "ppo"),
-    "num_critic_only_steps": Missing(reason=NO_CRITIC),
     "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),
     "qwen_gdn_backend": Missing(reason="the gated delta net is not built yet", used=lambda value: value != "fla"),
     "use_stateless_adam": Missing(reason="this optimizer is not built yet"),

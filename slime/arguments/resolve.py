@@ -27,10 +27,16 @@ def has_cuda() -> bool:
         return torch.cuda.is_available()
 
 
-def resolve(args: Namespace) -> None:
-    """Fill in every derived attribute of ``args``."""
+def resolve(args: Namespace, *, of_the_run: bool = True) -> None:
+    """Fill in every derived attribute of ``args``.
+
+    Args:
+        args: changed in place.
+        of_the_run: False leaves out what belongs to the run as a whole, for a second role in it.
+    """
     for step in STEPS:
-        step(args)
+        if of_the_run or step not in OF_THE_RUN:
+            step(args)
 
 
 def _debug_modes(args: Namespace) -> None:
@@ -227,3 +233,6 @@ STEPS = (
     _starting_point,
 )
 """In order; each may rely on those before it."""
+
+OF_THE_RUN = (_external_engines, _eval, _starting_point)
+"""Steps that ask engines, read the evaluation's data sets, and say where the actor starts."""

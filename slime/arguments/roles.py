@@ -5,8 +5,9 @@
         role: actor
         overrides: {lr: 1e-6, tensor_model_parallel_size: 2}
 
-The actor's are applied before anything is derived, so that they are resolved and checked like flags.  A critic's wait
-for the critic; giving them without one is noted.
+Both roles start from the command line, and a role's overrides are set before anything is derived from it, so that they
+are resolved and checked like flags.  What a critic is beyond that is in critic.py; overrides of a critic that is not
+there are noted.
 """
 
 from __future__ import annotations
@@ -57,7 +58,17 @@ def apply_role_overrides(args: Namespace) -> None:
     by_role = load_role_overrides(args.megatron_config_path)
     if "critic" in by_role and args.advantage_estimator != "ppo":
         logger.info("%s: there is no critic, so its overrides are not used.", FLAG)
-    for key, value in by_role.get("actor", {}).items():
+    set_overrides(args, "actor", by_role.get("actor", {}))
+
+
+def set_overrides(args: Namespace, role: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Set a role's overrides on ``args``; gives those that were set, by attribute.
+
+    Raises:
+        ConfigError: an attribute that no flag has, or a text for a number.
+    """
+    given: dict[str, Any] = {}
+    for key, value in overrides.items():
         name = str(key).replace("-", "_")
         if name in IGNORED:
             logger.info("%s: %s of a role is not used; every role has the actor's GPUs.", FLAG, name)
@@ -65,8 +76,10 @@ def apply_role_overrides(args: Namespace) -> None:
         if not hasattr(args, name):
             similar = difflib.get_close_matches(name, vars(args), n=1)
             hint = f" Did you mean {similar[0]}?" if similar else ""
-            raise ConfigError(f"{FLAG}: the actor's override {key} is no attribute of args.{hint}")
-        setattr(args, name, as_type_of(getattr(args, name), value, source=f"{FLAG}: {key} of the actor"))
+            raise ConfigError(f"{FLAG}: the {role}'s override {key} is no attribute of args.{hint}")
+        given[name] = as_type_of(getattr(args, name), value, source=f"{FLAG}: {key} of the {role}")
+        setattr(args, name, given[name])
+    return given
 
 
 def _read_entry(entry: Any, where: str) -> tuple[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ RUNTIME_FACTS = frozenset(
 
 
 def record_runtime(args: Namespace, **facts: Any) -> None:
-    """Set attributes of ``args`` that only the running job can know, such as the router's address.
+    """Set attributes of ``args``, and of the critic's, that only the running job can know: a router's address.
 
     Raises:
         ConfigError: a name is not in ``RUNTIME_FACTS``; add it there first.
@@ -38,8 +38,10 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
             f"record_runtime does not know {', '.join(strangers)}; the facts it records are RUNTIME_FACTS of "
             "slime/arguments/runtime.py."
         )
-    for name, value in facts.items():
-        setattr(args, name, value)
+    for role_args in (args, getattr(args, "critic_args", None)):
+        if role_args is not None:
+            for name, value in facts.items():
+                setattr(role_args, name, value)
 
 
 def args_to_resume(args: Namespace, *, weight_version: int, is_saved: bool) -> Namespace:

@@ -13,6 +13,7 @@ import string
 from argparse import Namespace
 from collections.abc import Iterator
 
+from slime.arguments.critic import check_critic_files, check_critic_flags
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
 from slime.arguments.validate_weights import check_weight_flags
@@ -38,6 +39,7 @@ def validate(args: Namespace) -> None:
         raise ConfigError("\n".join(problems))
     _advise(args)
     check_files(args)
+    check_critic_files(args)
     check_hooks_on_driver(args)
 
 
@@ -346,6 +348,7 @@ CHECKS = (
     _ci,
     _dump_templates,
     check_weight_flags,
+    check_critic_flags,
 )
 
 
@@ -355,6 +358,12 @@ def _advise(args: Namespace) -> None:
         logger.warning("--num-rollout %d wins over --num-epoch %d.", args.num_rollout, args.num_epoch)
     if args.save is not None and args.save_interval is None and not args.debug_rollout_only:
         logger.warning("--save is given without --save-interval: no checkpoint will be written.")
+    if args.use_critic and args.num_rollout is not None and 0 < args.num_rollout <= args.num_critic_only_steps:
+        logger.warning(
+            "--num-critic-only-steps %d of %d rollouts: the actor never trains.",
+            args.num_critic_only_steps,
+            args.num_rollout,
+        )
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
     if args.advantage_estimator == "cispo" and args.eps_clip < 1:

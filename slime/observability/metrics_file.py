@@ -27,9 +27,13 @@ _TIME_KEY = "time"
 
 
 def run_folder(args: Namespace) -> Path | None:
-    """The folder of this run: ``--save``, else ``runs/`` and the run's id; None while there is no id yet."""
-    if getattr(args, "save", None):
-        return Path(args.save).absolute()
+    """The folder of this run: ``--save``, else ``runs/`` and the run's id; None while there is no id yet.
+
+    A critic, whose checkpoints lie elsewhere, has the run's folder in ``args.run_folder``.
+    """
+    folder = getattr(args, "run_folder", None) or getattr(args, "save", None)
+    if folder:
+        return Path(folder).absolute()
     run_id = getattr(args, "wandb_run_id", None)
     return Path("runs", run_id).absolute() if run_id else None
 

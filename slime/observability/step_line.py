@@ -18,7 +18,8 @@ from slime.observability.metrics_file import metrics_path, read_new_records
 # label, metric names (the first that is there is shown), format
 _FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/raw_reward", "rollout/rewards"), "{:.3f}"),
-    ("loss", ("train/loss", "train/critic-loss"), "{:.4f}"),
+    ("loss", ("train/loss",), "{:.4f}"),
+    ("value loss", ("train/critic-value_loss",), "{:.4f}"),
     ("kl", ("train/kl_loss", "train/ppo_kl"), "{:.5f}"),
     ("entropy", ("train/entropy_loss",), "{:.3f}"),
     ("grad", ("train/grad_norm",), "{:.3f}"),
@@ -29,6 +30,7 @@ _FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 _RATES = (("gen", "perf/rollout_tok_per_s"), ("train", "perf/train_tok_per_s"))
 _PHASES = (
     ("rollout", ("perf/time_wait_for_rollout_s", "perf/time_rollout_s", "perf/rollout_time")),
+    ("critic", ("perf/time_train_critic_s",)),
     ("train", ("perf/time_train_s", "perf/train_time", "perf/actor_train_time")),
     ("push", ("perf/time_push_s", "perf/weight_push_s", "perf/update_weights_time")),
     ("save", ("perf/time_save_s", "perf/save_model_time")),

@@ -60,6 +60,7 @@ class RayTrainGroup:
         self._num_gpus_per_actor = num_gpus_per_actor
         self._actor_cls = actor_cls
         self._manager: Any = None
+        self._layouts: list[dict[str, int]] = []
         self.actors: list[Any] = []
         self.fenced: list[FencedEngine] = []
         """The engines that the last push left out."""
@@ -108,10 +109,16 @@ class RayTrainGroup:
             "rendezvous",
         )
 
+    def layouts(self) -> list[dict[str, int]]:
+        """Of every rank: sizes of the parallel groups and its place in them (``TrainWorker.get_parallel_config``)."""
+        if not self._layouts:
+            self._layouts = self._on_all("get_parallel_config", what="the trainer's layout", timeout_s=120)
+        return self._layouts
+
     def set_rollout_manager(self, rollout_manager: Any) -> None:
         """Tell the manager how the trainer is laid out; it needs that to split the train data."""
         self._manager = rollout_manager
-        config = wait_for(self.actors[0].get_parallel_config.remote(), what="the trainer's layout", timeout_s=120)
+        config = self.layouts()[0]
         wait_for(rollout_manager.set_train_parallel_config.remote(config), what="the rollout manager", timeout_s=120)
 
     def release(self) -> None:
@@ -124,7 +131,7 @@ class RayTrainGroup:
     # Work
 
     def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
-        """Start a training step on every rank; a list of external data is dealt out one to a rank."""
+        """Start a training step on every rank; a list of external data, or references to it, is dealt out to them."""
         per_rank = external_data if isinstance(external_data, list) else [external_data] * len(self.actors)
         return [
             actor.train_boxed.remote(rollout_id, rollout_data, external_data=data)
@@ -134,8 +141,11 @@ class RayTrainGroup:
     def train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> dict[str, float]:
         """Train on one rollout and wait; gives the metrics of the main rank."""
         refs = self.async_train(rollout_id, rollout_data, external_data)
-        results = wait_for(refs, what=f"training on rollout {rollout_id}", timeout_s=self.args.train_timeout_s)
-        return next((result for result in results if result), {})
+        return next((result for result in self.wait_trained(rollout_id, refs) if result), {})
+
+    def wait_trained(self, rollout_id: int, refs: list[ray.ObjectRef]) -> list[Any]:
+        """Wait for what ``async_train`` started; gives what each rank returned."""
+        return self._wait(refs, what=f"training on rollout {rollout_id}")
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
         """Write the checkpoint of ``rollout_id``; it does not count until :meth:`publish_checkpoint`."""

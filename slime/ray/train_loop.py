@@ -19,6 +19,7 @@ from slime.arguments import record_runtime
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
 from slime.observability.step_line import StepLine
 from slime.ray.actor_group import RayTrainGroup
+from slime.ray.critic import create_critic, deal_values
 from slime.ray.gpu_handover import GpuHandover
 from slime.ray.placement_group import GpuSlice, create_placement_groups
 from slime.ray.released_group import ReleasedTrainGroup
@@ -57,6 +58,11 @@ def create_training_models(
         with_opd_teacher=args.use_opd and args.opd_type == "megatron",
     )
     start_rollout_id = actor.create()
+    critic = None
+    if args.critic_args is not None and args.num_rollout != 0:
+        critic_gpus = gpus["critic"]
+        assert critic_gpus is not None
+        critic = create_critic(args, critic_gpus, actor)
     if args.start_rollout_id is None:
         record_runtime(args, start_rollout_id=start_rollout_id)
     actor.set_rollout_manager(rollout_manager)
@@ -66,7 +72,7 @@ def create_training_models(
             what="the position in the data to be restored",
             timeout_s=args.train_timeout_s,
         )
-    return actor, None
+    return actor, critic
 
 
 class TrainJob:
@@ -156,17 +162,29 @@ class TrainJob:
         return self.finish_generate(self.start_generate(rollout_id))
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Take the optimizer steps of one rollout."""
+        """Take the optimizer steps of one rollout: the critic's first, since the actor's advantages need its values.
+
+        The first ``--num-critic-only-steps`` rollouts train the critic alone.
+        """
         assert self.actor is not None, "without a trainer generate() gives no train data"
-        with self._timed("train"):
-            self.actor.train(rollout_id, rollout_data)
+        values = None
+        if self.critic is not None:
+            with self._timed("train_critic"):
+                values = self.critic.async_train(rollout_id, rollout_data)
+                self.critic.wait_trained(rollout_id, values)
+                values = deal_values(values, self.critic.layouts(), self.actor.layouts())
+        if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
+            with self._timed("train"):
+                self.actor.train(rollout_id, rollout_data, external_data=values)
         self._ask("note_trained", rollout_id, what="the ledger")
 
     def save_if_due(self, rollout_id: int) -> None:
         """Save when ``--save-interval`` says so, and after the last rollout.
 
-        The order makes a kill at any moment harmless: the model, then the position in the data with its buffer, and
-        last of all the tracker file that makes the checkpoint count.
+        The order makes a kill at any moment harmless: the models, then the position in the data with its buffer, and
+        last of all the actor's tracker file, which makes the checkpoint count.  A critic is saved with the actor, also
+        while only the critic trains, so that every checkpoint is of both; its tracker comes before the actor's, and it
+        goes on from the iteration of the actor's whatever its own says.
         """
         args = self.args
         if self.actor is None:
@@ -176,9 +194,14 @@ class TrainJob:
             return
         with self._timed("save"):
             is_last = args.release_train or rollout_id == args.num_rollout - 1  # of these processes
+            if self.critic is not None:
+                # Not behind training's back (--async-save): the actor's might be on disk, and count, before it.
+                self.critic.save_model(rollout_id, force_sync=True)
             self.actor.save_model(rollout_id, force_sync=is_last)
             if args.rollout_global_dataset:
                 self._ask("save", rollout_id, what="the position in the data to be saved")
+            if self.critic is not None:
+                self.critic.publish_checkpoint(rollout_id)
             self.actor.publish_checkpoint(rollout_id)
             self._ask("note_published", rollout_id, what="the ledger")
 
@@ -271,8 +294,9 @@ class TrainJob:
         """Stop engines, routers and trainers, and close the logs."""
         forget_all()
         self._ask("dispose", what="the engines to stop", timeout_s=self.args.shutdown_timeout_s * 2)
-        if self.actor is not None:
-            self.actor.release()
+        for trainer in (self.critic, self.actor):
+            if trainer is not None:
+                trainer.release()
         finish_tracking(self.args)
 
     @contextmanager

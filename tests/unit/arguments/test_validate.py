@@ -131,7 +131,6 @@ def test_all_impossible_combinations_are_shown_together(complaint):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--advantage-estimator", "ppo"], "--advantage-estimator is 'ppo': PPO's critic is not built yet"),
         (["--use-rollout-routing-replay"], "expert routing is not replayed yet"),
         (["--rollout-data-transport", "nixl"], "NIXL is not supported yet"),
     ],

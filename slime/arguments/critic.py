@@ -1,0 +1,233 @@
+"""The critic's args: the command line, with the critic's overrides of ``--megatron-config-path`` laid over it.
+
+They are complete args of their own, ``args.critic_args`` (None without a critic), derived and checked like the
+actor's, because a critic may have a model, a learning rate or a layout of its own.  What belongs to the run as a
+whole, engines, data and evaluation, is the actor's.
+
+Where a critic starts:
+
+* the run begins:   from the weights in its ``load``, else its ``ref_load``, else what the actor starts from;
+* the run resumes after rollout k:  from ``iter_k`` of its own saves, ``{--load}/critic`` unless ``load`` says another
+  folder; when that has no save, from the weights in ``ref_load``, but only where the critic has one of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.arguments.checkpoint_paths import TRACKER, has_finished_save, inspect_checkpoint, is_iteration_folder
+from slime.arguments.not_yet import refuse_missing_features
+from slime.arguments.resolve import resolve
+from slime.arguments.roles import FLAG, load_role_overrides, set_overrides
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "critic"
+"""Of the critic's checkpoints, in the folder of the actor's."""
+
+ALWAYS: dict[str, Any] = {
+    # Its returns are of the reward alone: it trains before the actor has log-probs to compare.
+    "kl_coef": 0.0,
+    "use_kl_loss": False,
+    "use_opd": False,
+    "custom_advantage_function_path": None,
+    # No vocabulary projection: nothing to draft with, nothing to export.
+    "enable_mtp_training": False,
+    "save_hf": None,
+    # One set of weights, and a forward pass whose routing no loss compares with another's.
+    "keep_old_actor": False,
+    "ref_update_interval": None,
+    "use_routing_replay": False,
+    "use_rollout_routing_replay": False,
+}
+"""What a critic is whatever the flags say."""
+
+ALWAYS_OF_ITS_MODEL: dict[str, Any] = {"untie_embeddings_and_output_weights": True, "mtp_num_layers": None}
+"""The same, set once the flags have been compared with the HF config, which describes the language model."""
+
+UNLESS_OVERRIDDEN: dict[str, Any] = {"disable_param_buffers_cpu_backup": False}
+"""What a critic is unless its overrides say otherwise: nothing else keeps its weights while it sleeps."""
+
+_SCHEDULE = (
+    *("micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu", "balance_data", "balance_by_flops"),
+    *("global_batch_size", "num_steps_per_rollout", "rollout_batch_size", "n_samples_per_prompt"),
+    *("num_rollout", "num_epoch"),
+)
+"""Flags that say how many rollouts there are and how one is cut into micro-batches, which is done once for both."""
+
+
+def critic_flags(args: Namespace) -> Namespace:
+    """The critic's flags, nothing derived yet; to be called before the actor's overrides are set on ``args``.
+
+    Raises:
+        ConfigError: the file of ``--megatron-config-path`` is wrong.
+    """
+    critic = copy.deepcopy(args)
+    path = args.megatron_config_path
+    overrides = load_role_overrides(path).get("critic", {}) if path is not None else {}
+    critic.role_overrides = set_overrides(critic, "critic", overrides)
+    return critic
+
+
+def resolve_critic(critic: Namespace, args: Namespace) -> None:
+    """Complete the critic's flags, as far as slime's own rules go.
+
+    Args:
+        critic: what ``critic_flags`` gave; changed in place.
+        args: of the actor, resolved.
+
+    Raises:
+        ConfigError: an override asks for a feature that does not exist yet.
+    """
+    given: dict[str, Any] = critic.role_overrides
+    if not any(given.get(name) for name in ("fp32", "bf16", "fp16")):
+        critic.fp32, critic.bf16, critic.fp16 = args.fp32, args.bf16, args.fp16
+    critic.advantage_estimator = args.advantage_estimator
+    for name in _SCHEDULE:
+        setattr(critic, name, getattr(args, name))
+    refuse_missing_features(critic)
+    resolve(critic, of_the_run=False)
+    for name in vars(args).keys() - vars(critic).keys():
+        setattr(critic, name, copy.deepcopy(getattr(args, name)))
+    _always(critic, ALWAYS)
+    for name, value in UNLESS_OVERRIDDEN.items():
+        setattr(critic, name, given.get(name, value))
+    critic.run_folder = args.save
+    if "save" not in given:
+        critic.save = str(Path(args.save) / FOLDER) if args.save is not None else None
+    _starting_point(critic, args)
+
+
+def finish_critic(critic: Namespace) -> None:
+    """The last of it, after Megatron's own checks."""
+    _always(critic, ALWAYS_OF_ITS_MODEL)
+
+
+def _always(critic: Namespace, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        if critic.role_overrides.get(name, value) != value:
+            logger.warning(
+                "%s: %s of the critic is %r, which has no effect: it is always %r.",
+                FLAG, name, critic.role_overrides[name], value,
+            )  # fmt: skip
+        setattr(critic, name, value)
+
+
+def _starting_point(critic: Namespace, args: Namespace) -> None:
+    given: dict[str, Any] = critic.role_overrides
+    critic.start_rollout_id = args.start_rollout_id
+    own_start = given.get("load") or given.get("ref_load")
+    if args.finetune:
+        _start_from_weights(critic, own_start or args.load, args.ckpt_step if own_start is None else None)
+        return
+    if args.load is None:
+        return  # there is nothing to start from; the check of the actor's files says so
+    root = Path(args.load).parent if is_iteration_folder(args.load) else Path(args.load)
+    folder = given.get("load") or str(root / FOLDER)
+    if not has_finished_save(folder) and "ref_load" in given:
+        logger.warning("The critic has no save in %s and starts anew from the weights in %s.", folder, own_start)
+        _start_from_weights(critic, given["ref_load"], None)
+        iteration = iteration_of(args)
+        if critic.start_rollout_id is None and iteration is not None:
+            critic.start_rollout_id = iteration + 1  # as the actor, which resumes
+        return
+    critic.load, critic.ckpt_step = folder, iteration_of(args)
+
+
+def _start_from_weights(critic: Namespace, folder: str, step: int | None) -> None:
+    given: dict[str, Any] = critic.role_overrides
+    critic.load, critic.ckpt_step = folder, given.get("ckpt_step", given.get("ref_ckpt_step", step))
+    critic.finetune = critic.no_load_optim = critic.no_load_rng = True
+
+
+def iteration_of(args: Namespace) -> int | None:
+    """The iteration that an actor with these args resumes from; None where the folder does not say."""
+    if args.ckpt_step is not None:
+        return args.ckpt_step
+    path = Path(args.load)
+    if is_iteration_folder(args.load):
+        return int(path.name.removeprefix("iter_"))
+    tracker = path / TRACKER
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    return int(text) if text.isdigit() else None
+
+
+def check_critic_flags(args: Namespace) -> Iterator[str]:
+    """One message for each thing that cannot work."""
+    if not args.use_critic and args.num_critic_only_steps:
+        yield (
+            f"--num-critic-only-steps is {args.num_critic_only_steps}, and --advantage-estimator "
+            f"{args.advantage_estimator} has no critic; use ppo or drop it."
+        )
+    critic = args.critic_args
+    if critic is None:
+        return
+    for name in sorted({"save", "load"} & critic.role_overrides.keys()):
+        mine, actors = getattr(critic, name), getattr(args, name)
+        if (
+            name == "save"
+            and mine is not None
+            and actors is not None
+            and Path(mine).resolve() == Path(actors).resolve()
+        ):
+            yield (
+                f"{FLAG}: save of the critic is {mine}, the folder of the actor's checkpoints, which have the same "
+                f"names; leave it out (it is {FOLDER} in --save by default) or name another folder."
+            )
+    if critic.save is None and args.save is not None:
+        yield f"{FLAG}: save of the critic is empty while --save is {args.save}; both are saved or neither."
+    differing = [
+        name
+        for name in _SCHEDULE
+        if name in critic.role_overrides and critic.role_overrides[name] != getattr(args, name)
+    ]
+    for name in differing:
+        mine, actors = critic.role_overrides[name], getattr(args, name)
+        yield (
+            f"{FLAG}: {name} of the critic is {mine} and of the actor {actors}; both "
+            "roles train on the same micro-batches: give it as a flag."
+        )
+
+
+def check_critic_layout(args: Namespace) -> None:
+    """Actor and critic must share the work alike, whatever tensor and pipeline parallelism each has.
+
+    Raises:
+        ConfigError: the critic's ranks would not train on the samples that the actor's need values of.
+    """
+    critic = args.critic_args
+    for name in ("data_parallel_size", "context_parallel_size", "virtual_pipeline_model_parallel_size"):
+        mine, actors = getattr(critic, name), getattr(args, name)
+        if mine != actors:
+            raise ConfigError(
+                f"{FLAG}: {name} of the critic is {mine} and of the actor {actors}, but its values go from rank to "
+                "rank, so both must be the same. Change tensor_model_parallel_size and pipeline_model_parallel_size "
+                "together so that their product stays, or drop the overrides."
+            )
+
+
+def check_critic_files(args: Namespace) -> None:
+    """The critic's starting point must be there.
+
+    Raises:
+        ConfigError: it is not; with what to do for a run that had no critic so far.
+    """
+    critic = args.critic_args
+    if critic is None or critic.load is None or critic.load == args.load:
+        return
+    try:
+        inspect_checkpoint(critic.load, f"{FLAG}: load of the critic", step=critic.ckpt_step)
+    except ConfigError as error:
+        if critic.finetune:
+            raise
+        raise ConfigError(
+            f"The actor resumes after rollout {critic.ckpt_step}, so the critic must have a checkpoint of it. {error} "
+            "To begin with a new critic instead, give it weights to start from: overrides {ref_load: FOLDER} of the "
+            f"role critic in {FLAG}, for instance --ref-load of the actor."
+        ) from error
