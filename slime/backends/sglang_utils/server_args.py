@@ -35,6 +35,9 @@ NOT_FIELDS = frozenset(
 )
 """Attributes of args that begin like an engine's flag and are none."""
 
+OWN_DRAFTS = ("EAGLE", "NEXTN")
+"""Speculative algorithms whose draft is the checkpoint's own MTP layers, when no other is named."""
+
 WEIGHT_CHECKS = tuple(
     f"slime.backends.sglang_utils.weight_check.{name}"
     for name in ("compare_weights", "poison_weights", "find_poison", "snapshot_weights", "compare_with_snapshot")
@@ -102,6 +105,9 @@ def build_server_args(
     if on_cpu:
         decided |= _cpu_defaults(decided)
     decided |= overrides
+    if decided.get("speculative_algorithm") in OWN_DRAFTS and not decided.get("speculative_draft_model_path"):
+        # SGLang does this itself for most families with MTP layers, not for MiMo.
+        decided["speculative_draft_model_path"] = model_path
     if decided["enable_memory_saver"] and decided.get("cuda_graph_backend_prefill", "") is None:
         # Prefill graphs keep pointers into memory that the saver gives away.
         decided["cuda_graph_backend_prefill"] = "disabled"

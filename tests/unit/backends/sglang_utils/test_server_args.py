@@ -155,3 +155,11 @@ def test_fields_that_the_installed_version_lacks_are_dropped_and_named(caplog):
     with caplog.at_level(logging.INFO):
         assert keep_known({"a": 1, "b": 2}, {"a"}) == {"a": 1}
     assert "left out: b" in caplog.text
+
+
+def test_a_checkpoint_drafts_with_its_own_mtp_layers_unless_another_is_named():
+    assert build(flags(sglang_speculative_algorithm="EAGLE"))["speculative_draft_model_path"] == "/hf"
+    named = flags(sglang_speculative_algorithm="EAGLE", sglang_speculative_draft_model_path="/draft")
+    assert build(named)["speculative_draft_model_path"] == "/draft"
+    assert "speculative_draft_model_path" not in build(flags(sglang_speculative_algorithm="NGRAM"))
+    assert "speculative_draft_model_path" not in build()
