@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from slime.algorithms.advantages import ESTIMATORS
+from slime.algorithms.kl import KL_KINDS
+from slime.algorithms.loss_types import ACTOR_LOSS_TYPES
+from slime.arguments.choices import RegistryChoices
 from slime.arguments.kinds import non_negative_int, number_in, positive_int
-
-ADVANTAGE_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
-LOSS_TYPES = ("policy_loss", "sft_loss", "custom_loss")
 
 
 def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_loss(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loss", "What an optimizer step minimises.")
-    group.add_argument("--loss-type", choices=LOSS_TYPES, default="policy_loss", help="Which loss.")
+    group.add_argument("--loss-type", choices=ACTOR_LOSS_TYPES, default="policy_loss", help="Which loss.")
     group.add_argument("--eps-clip", type=float, default=0.2, help="Ratios below 1 minus this gain nothing.")
     group.add_argument(
         "--eps-clip-high", type=float, default=None, help="Ratios above 1 plus this gain nothing. Default: --eps-clip."
@@ -48,9 +48,9 @@ def _add_advantages(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("advantages", "From rewards to the weight of each token.")
     group.add_argument(
         "--advantage-estimator",
-        choices=ADVANTAGE_ESTIMATORS,
+        choices=RegistryChoices(ESTIMATORS),
         default="grpo",
-        help="Which estimator; ppo has a critic.",
+        help="Which estimator; ppo has a critic. Or the import path of your own (docs/customization.md).",
     )
     group.add_argument(
         "--disable-compute-advantages-and-returns",
@@ -86,7 +86,7 @@ def _add_kl(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kl-coef", type=float, default=0.0, help="Weight of the KL penalty inside the reward.")
     group.add_argument("--use-kl-loss", action="store_true", help="Add a KL term to the loss; loads the reference.")
     group.add_argument("--kl-loss-coef", type=float, default=0.0, help="Weight of that term.")
-    group.add_argument("--kl-loss-type", choices=KL_LOSS_TYPES, default="k1", help="Estimator of the KL.")
+    group.add_argument("--kl-loss-type", choices=RegistryChoices(KL_KINDS), default="k1", help="Estimator of the KL.")
     group.add_argument("--use-unbiased-kl", action="store_true", help="Weight the KL term by the importance ratio.")
     group.add_argument(
         "--ref-update-interval",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,13 @@ def apply_overlay(args: Namespace) -> None:
         setattr(args, name, _checked(choices, args, name, value, source=f"{flag}: {key}"))
 
 
-def _choices_by_attribute() -> dict[str, Sequence[Any]]:
+def _choices_by_attribute() -> dict[str, Collection[Any]]:
     parser = Parser()
     add_slime_arguments(parser)
-    return {action.dest: list(action.choices) for action in parser._actions if action.choices is not None}
+    return {action.dest: action.choices for action in parser._actions if action.choices is not None}
 
 
-def _checked(choices: Mapping[str, Sequence[Any]], args: Namespace, name: str, value: Any, source: str) -> Any:
+def _checked(choices: Mapping[str, Collection[Any]], args: Namespace, name: str, value: Any, source: str) -> Any:
     """``value`` in the type of the flag it overrides; refused when the flag has choices and it is none of them."""
     value = as_type_of(getattr(args, name, None), value, source=source)
     allowed = choices.get(name)

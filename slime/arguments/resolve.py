@@ -10,6 +10,7 @@ import logging
 import warnings
 from argparse import Namespace
 
+from slime.algorithms.advantages import get_estimator
 from slime.arguments.checkpoint_paths import has_finished_save, is_huggingface_folder, is_release
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,8 @@ def _distributed_backend(args: Namespace) -> None:
 
 
 def _critic(args: Namespace) -> None:
-    """PPO, and only PPO, has a critic, of the actor's size."""
-    args.use_critic = args.advantage_estimator == "ppo"
+    """An estimator that needs values (PPO) has a critic, of the actor's size."""
+    args.use_critic = get_estimator(args.advantage_estimator).needs_values
     args.critic_num_nodes = args.actor_num_nodes
     args.critic_num_gpus_per_node = args.actor_num_gpus_per_node
 

@@ -14,6 +14,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.arguments.critic import check_critic_files, check_critic_flags
+from slime.algorithms.advantages import get_estimator
+from slime.algorithms.loss_types import LOSS_TYPES
+from slime.algorithms.policy_losses import CISPO
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
 from slime.arguments.validate_weights import check_weight_flags
@@ -180,7 +183,7 @@ def _loss(args: Namespace) -> Iterator[str]:
         )
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c is {args.eps_clip_c}; it must be above 1, or it would clip on-policy tokens."
-    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+    if get_estimator(args.advantage_estimator).needs_whitening and not args.normalize_advantages:
         yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         yield (
@@ -191,6 +194,12 @@ def _loss(args: Namespace) -> Iterator[str]:
         yield f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss; add it or drop this one."
     if not args.use_kl_loss and args.use_unbiased_kl:
         yield "--use-unbiased-kl weights the KL loss; add --use-kl-loss."
+    makes_advantages = args.custom_convert_samples_to_train_data_path or args.rollout_data_postprocess_path
+    if LOSS_TYPES[args.loss_type].needs_advantages and not (args.compute_advantages_and_returns or makes_advantages):
+        yield (
+            f"--loss-type {args.loss_type} needs advantages, and --disable-compute-advantages-and-returns leaves "
+            "none; drop that flag, or choose --loss-type sft_loss."
+        )
     if args.enable_mtp_training and not args.mtp_num_layers:
         yield "--enable-mtp-training needs --mtp-num-layers: say how many layers the model has."
 
@@ -203,8 +212,11 @@ def _off_policy(args: Namespace) -> Iterator[str]:
         )
     if args.get_mismatch_metrics and args.custom_tis_function_path is None:
         yield "--get-mismatch-metrics logs what --custom-tis-function-path computes; give that path."
-    if args.custom_tis_function_path is not None and not (args.use_tis or args.get_mismatch_metrics):
+    rejects = getattr(args, "use_rs", False)  # a key of --custom-config-path; see MIS in docs/algorithms.md
+    if args.custom_tis_function_path is not None and not (args.use_tis or args.get_mismatch_metrics or rejects):
         yield "--custom-tis-function-path is called only with --use-tis or --get-mismatch-metrics; add one of them."
+    if args.custom_tis_function_path is None and rejects:
+        yield "use_rs of --custom-config-path rejects by what --custom-tis-function-path says; give that path."
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; the bounds are swapped."
 
@@ -366,7 +378,18 @@ def _advise(args: Namespace) -> None:
         )
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
-    if args.advantage_estimator == "cispo" and args.eps_clip < 1:
+    estimator = get_estimator(args.advantage_estimator)
+    own_rewards = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
+    is_compared = estimator.group_baseline is not None and args.rewards_normalization and not own_rewards
+    if args.n_samples_per_prompt == 1 and is_compared and args.custom_advantage_function_path is None:
+        logger.warning(
+            "--n-samples-per-prompt is 1 and --advantage-estimator %s compares the rollouts of a prompt with each "
+            "other: all advantages will be 0. Give more samples, or --disable-rewards-normalization.",
+            args.advantage_estimator,
+        )
+    if estimator.policy_loss is CISPO and args.eps_clip_c is not None:
+        logger.warning("--eps-clip-c has no effect on CISPO, whose weights are bounded from both sides already.")
+    if estimator.policy_loss is CISPO and args.eps_clip < 1:
         logger.warning("CISPO bounds its weights from below at 1 - --eps-clip = %g; usual is 0.", 1 - args.eps_clip)
     if args.global_batch_size and not args.debug_rollout_only:
         rest = args.rollout_batch_size * args.n_samples_per_prompt % args.global_batch_size

@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.forward import Reader, forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
 from slime.backends.megatron_utils.model_switch import ModelSwitch
+from slime.backends.megatron_utils.old_log_probs import needs_old_log_probs
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train_dump import dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
@@ -441,27 +442,6 @@ class MegatronTrainRayActor(TrainWorker):
             **self._sender.extra_metrics(),
         }
         return self._log_span(self._last_rollout_id, "update_weights", **more) or None
-
-
-def needs_old_log_probs(args: Namespace, data: RolloutBatch) -> bool:
-    """Whether the log-probs of the policy before training take a forward pass of their own.
-
-    They do not when the engine's are used instead, nor when the first forward pass of training gives them: a single
-    optimizer step per rollout, and nothing before that step that would read them.
-    """
-    if args.use_rollout_logprobs:
-        return args.get_mismatch_metrics
-    is_reusable = (
-        len(data["num_microbatches"]) == 1
-        and args.loss_type == "policy_loss"
-        and args.kl_coef == 0
-        and not args.get_mismatch_metrics
-        and args.advantage_estimator not in ("ppo", "gspo")
-        and not args.keep_old_actor
-        and not args.use_opd
-        and (not args.use_routing_replay or args.use_rollout_routing_replay)
-    )
-    return not is_reusable
 
 
 def _read_hf_config(args: Namespace) -> dict[str, Any]:
