@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.train_mfu import start_trainer  # noqa: E402
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.update_weight.bucket_source import BucketSource
+    from slime.backends.megatron_utils.update_weight.sources.bucket_source import BucketSource
 
 BLOCK = (128, 128)
 
@@ -82,9 +82,9 @@ def main() -> None:
     options, extra = parse_options()
     args = start_trainer(options, ["--bf16", *extra])
 
-    from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets
-    from slime.backends.megatron_utils.update_weight.headers import hf_headers
-    from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
+    from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets
+    from slime.backends.megatron_utils.update_weight.sources.headers import hf_headers
+    from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
     from slime.weights.kernels.cast_table import CastTable
     from slime.weights.quantize import Quantizer
     from slime.weights.quantize.formats import BlockFp8

@@ -239,7 +239,7 @@ def profiled(top: int) -> Iterator[None]:
 
 def count_parameters(args: Namespace, model: Any) -> int:
     """Parameters of the whole model that take part in matrix products."""
-    from slime.backends.megatron_utils.update_weight.gather import iter_full_tensors
+    from slime.backends.megatron_utils.update_weight.sources.gather import iter_full_tensors
 
     total = 0
     for name, tensor in iter_full_tensors(model, dtype=None):

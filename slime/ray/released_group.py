@@ -85,7 +85,7 @@ class ReleasedTrainGroup(RayTrainGroup):
         return wait_for(self._manager.get_updatable_engines.remote(), what="the list of engines", timeout_s=timeout_s)
 
     def _deliver(self, engines: UpdatableEngines) -> dict[str, float]:
-        from slime.backends.megatron_utils.update_weight.disk_steps import deliver
+        from slime.backends.megatron_utils.update_weight.protocol.disk_steps import deliver
 
         args = self.args
         if self._written is None:

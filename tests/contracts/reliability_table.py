@@ -464,7 +464,7 @@ EDGES: tuple[Edge, ...] = (
         area=WEIGHTS,
         waits="Trainers for an engine's answer at each step of a weight push",
         code=(
-            "slime.backends.megatron_utils.update_weight.roster.PushClock",
+            "slime.backends.megatron_utils.update_weight.protocol.roster.PushClock",
             "slime.backends.megatron_utils.update_weight.sender.WeightSender",
             "slime.ray.engine_handles.RayPending.wait",
         ),

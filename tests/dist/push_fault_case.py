@@ -17,7 +17,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET
 from slime.backends.megatron_utils.update_weight.update_weight_from_distributed import UpdateWeightFromDistributed
 from slime.backends.megatron_utils.update_weight.update_weight_from_tensor import UpdateWeightFromTensor
 from slime.utils.distributed_utils import init_gloo_group

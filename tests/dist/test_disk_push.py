@@ -90,8 +90,8 @@ class Case:
         """What the trainer gathers now, independently of the push."""
         import torch
 
-        from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
-        from slime.backends.megatron_utils.update_weight.stock_engines import named_views
+        from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
+        from slime.backends.megatron_utils.update_weight.engines.stock_engines import named_views
 
         sender = self.worker._sender
         if self.is_quantized:
@@ -262,7 +262,7 @@ def fill_the_disk(case: Case) -> dict[str, Any]:
 
 def end_the_trainer(case: Case) -> dict[str, Any]:
     """--release-train: the ranks write and end, somebody else has the engines read; other ranks count on."""
-    from slime.backends.megatron_utils.update_weight.disk_steps import deliver
+    from slime.backends.megatron_utils.update_weight.protocol.disk_steps import deliver
 
     told: dict[str, Any] = {"versions": [], "fenced": []}
     for number in (1, 2, 3):

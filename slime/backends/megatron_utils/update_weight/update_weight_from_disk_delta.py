@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron_utils.update_weight.push import Push
+from slime.backends.megatron_utils.update_weight.protocol.push import Push
 from slime.backends.megatron_utils.update_weight.update_weight_from_disk import UpdateWeightFromDisk, as_tensor
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import DataError, WeightSyncError

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import sglang
-from slime.backends.megatron_utils.update_weight.roster import (
+from slime.backends.megatron_utils.update_weight.protocol.roster import (
     PUSH_FAILURES,
     PushClock,
     Roster,

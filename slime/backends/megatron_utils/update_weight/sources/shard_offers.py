@@ -16,9 +16,9 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
-from slime.backends.megatron_utils.update_weight.gather import HostWeights, is_gate_up, sent_dtype
-from slime.backends.megatron_utils.update_weight.shard_layout import Cut, Rectangle, Rows, ShardLayout
-from slime.backends.megatron_utils.update_weight.shard_plan import Offer, Part, QuantizedBlocks
+from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, is_gate_up, sent_dtype
+from slime.backends.megatron_utils.update_weight.sources.shard_layout import Cut, Rectangle, Rows, ShardLayout
+from slime.backends.megatron_utils.update_weight.sources.shard_plan import Offer, Part, QuantizedBlocks
 from slime.weights.kernels.cast_table import CastItem, Kind
 from slime.weights.quantize.block_fp8 import num_blocks
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime.backends.megatron_utils import sglang
-from slime.backends.megatron_utils.update_weight.acknowledgements import check_acknowledgements
-from slime.backends.megatron_utils.update_weight.push import Push
-from slime.backends.megatron_utils.update_weight.roster import reason_of
+from slime.backends.megatron_utils.update_weight.protocol.acknowledgements import check_acknowledgements
+from slime.backends.megatron_utils.update_weight.protocol.push import Push
+from slime.backends.megatron_utils.update_weight.protocol.roster import reason_of
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.manifest import Manifest
 from slime.weights.receiver import WeightReceiver

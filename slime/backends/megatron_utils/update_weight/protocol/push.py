@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 
-from slime.backends.megatron_utils.update_weight.roster import PushClock, Roster
+from slime.backends.megatron_utils.update_weight.protocol.roster import PushClock, Roster
 from slime.weights.receiver import FencedEngine
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.update_weight import push_steps
-from slime.backends.megatron_utils.update_weight.push import Push
-from slime.backends.megatron_utils.update_weight.roster import PushClock, Roster
+from slime.backends.megatron_utils.update_weight.protocol import push_steps
+from slime.backends.megatron_utils.update_weight.protocol.push import Push
+from slime.backends.megatron_utils.update_weight.protocol.roster import PushClock, Roster
 from slime.utils.errors import EngineError, WeightSyncError
 
 

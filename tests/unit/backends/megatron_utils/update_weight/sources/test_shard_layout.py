@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils import weight_maps
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
-from slime.backends.megatron_utils.update_weight.shard_layout import Cut, Rectangle, Rows, ShardLayout
+from slime.backends.megatron_utils.update_weight.sources.shard_layout import Cut, Rectangle, Rows, ShardLayout
 from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
 
 QKV = "decoder.layers.3.self_attention.linear_qkv"

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET
-from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
-from slime.backends.megatron_utils.update_weight.shard_plan import ShardPlan
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET
+from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
+from slime.backends.megatron_utils.update_weight.sources.shard_plan import ShardPlan
 from slime.weights.manifest import BucketEntry, Manifest, Piece, align
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.update_weight.roster import (
+from slime.backends.megatron_utils.update_weight.protocol.roster import (
     PUSH_FAILURES,
     PushClock,
     Roster,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.backends.megatron_utils import sglang
-from slime.backends.megatron_utils.update_weight import push_steps
-from slime.backends.megatron_utils.update_weight.push import Push
-from slime.backends.megatron_utils.update_weight.roster import PushClock, Roster
+from slime.backends.megatron_utils.update_weight.protocol import push_steps
+from slime.backends.megatron_utils.update_weight.protocol.push import Push
+from slime.backends.megatron_utils.update_weight.protocol.roster import PushClock, Roster
 from slime.weights.manifest import Manifest
 from slime.weights.receiver import Pending, WeightReceiver
 from slime.weights.versions import version_folder

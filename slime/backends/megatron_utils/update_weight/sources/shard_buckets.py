@@ -24,10 +24,10 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, GatheredBuckets
-from slime.backends.megatron_utils.update_weight.gather import HostWeights
-from slime.backends.megatron_utils.update_weight.shard_offers import ShardOffers
-from slime.backends.megatron_utils.update_weight.shard_plan import (
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, GatheredBuckets
+from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
+from slime.backends.megatron_utils.update_weight.sources.shard_offers import ShardOffers
+from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
     Offer,
     PlannedBucket,
     QuantizedBlocks,

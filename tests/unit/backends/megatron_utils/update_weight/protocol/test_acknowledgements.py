@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.update_weight.acknowledgements import BucketDigests, check_acknowledgements
+from slime.backends.megatron_utils.update_weight.protocol.acknowledgements import BucketDigests, check_acknowledgements
 from slime.utils.errors import WeightSyncError
 from slime.weights.digest import combine, digest_bytes
 from slime.weights.manifest import Manifest, pack_whole

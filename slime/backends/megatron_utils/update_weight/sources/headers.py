@@ -20,7 +20,7 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.parameters import iter_shards
-from slime.backends.megatron_utils.update_weight.gather import GLOBAL_PREFIX, sent_dtype, whole_shape
+from slime.backends.megatron_utils.update_weight.sources.gather import GLOBAL_PREFIX, sent_dtype, whole_shape
 from slime.utils.errors import WeightSyncError
 
 StageHeaders = list[tuple[str, tuple[int, ...], torch.dtype]]

@@ -19,8 +19,8 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_tensors
-from slime.backends.megatron_utils.update_weight.headers import StageHeaders, hf_headers
+from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.sources.headers import StageHeaders, hf_headers
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 from slime.utils.errors import WeightSyncError
