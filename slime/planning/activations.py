@@ -1,0 +1,248 @@
+"""What a forward pass leaves behind for the backward pass, per layer, as the trainer's layers are written.
+
+Every term names the tensor and why autograd keeps it; the sum over a layer is what one micro-batch costs there.  The
+rules: a matrix product keeps its input, a norm its input, the flash kernel queries, keys, values and its output; a
+view keeps the whole tensor behind it; rotary embedding, residual adds and copies keep nothing.
+
+Shapes: T = tokens of the micro-batch on this context-parallel rank, s = those of this tensor-parallel rank under
+sequence parallelism (else T), t = tensor-parallel size, R = rows that this rank's experts see when routing is even.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.planning.model_shape import ModelShape
+from slime.planning.parallel import ParallelSizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recompute:
+    """``--recompute-*``: what is computed again in the backward pass instead of being kept."""
+
+    granularity: str | None = None
+    """None, "full" or "selective"."""
+    method: str | None = None
+    """Of full: "uniform" keeps the input of every ``num_layers`` layers, "block" recomputes the first so many."""
+    num_layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+    """Of selective."""
+
+    def drops(self, module: str) -> bool:
+        """Whether selective recompute covers ``module``."""
+        return self.granularity == "selective" and module in self.modules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """The largest packed micro-batch of a rank."""
+
+    tokens: int
+    """T, padding included."""
+    element_bytes: int = 2
+
+
+Terms = dict[str, int]
+"""Bytes by the name of what is kept."""
+
+
+def local_tokens(batch: MicroBatch, sizes: ParallelSizes) -> int:
+    """Tokens outside of attention and MLP: cut over tensor-parallel ranks under sequence parallelism."""
+    return -(-batch.tokens // (sizes.tensor if sizes.sequence_parallel else 1))
+
+
+def layer_terms(
+    shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
+) -> Terms:
+    """What layer ``layer`` (from 0) keeps when it is not recomputed as a whole."""
+    recompute = recompute or Recompute()
+    row = local_tokens(batch, sizes) * shape.hidden * batch.element_bytes
+    keeps_norms = not recompute.drops("layernorm")
+    terms = {
+        "residual before attention": row,
+        "norm before attention": row * keeps_norms,
+        "residual before the MLP": row,
+        "norm before the MLP": row * keeps_norms,
+        "norms behind attention and MLP": row * shape.post_norms,
+        "statistics of norms": 4 * local_tokens(batch, sizes) * (2 + shape.post_norms),
+    }
+    if shape.attention == "grouped":
+        terms |= _grouped_terms(shape, sizes, batch)
+    elif shape.attention == "latent":
+        terms |= _latent_terms(shape, sizes, batch, recompute)
+    else:
+        terms |= _sparse_terms(shape, sizes, batch, layer)
+    if shape.is_moe[min(layer, shape.num_layers - 1)]:
+        return terms | _expert_terms(shape, sizes, batch, recompute)
+    width = batch.tokens * shape.ffn // sizes.tensor * batch.element_bytes
+    return terms | {"MLP": 0 if recompute.drops("mlp") else width * (shape.gate_factor + 1)}
+
+
+def _grouped_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -> Terms:
+    tokens, size = batch.tokens, batch.element_bytes
+    query = tokens * shape.query_width // sizes.tensor * size
+    key = tokens * max(shape.key_width // sizes.tensor, shape.head_dim) * size
+    heads = shape.heads // sizes.tensor
+    terms = {
+        "queries": query,
+        "keys and values": 2 * key,
+        "attention output": query,
+        "softmax statistics": 4 * tokens * heads,
+    }
+    if sizes.context > 1:
+        # Two halves with (r + 1) and (2 cp - r) chunks of keys: 2 cp + 1 chunks, a rank's tokens are two.
+        terms["keys and values"] = (2 * sizes.context + 1) * key
+        terms["attention output, in order"] = query
+    if shape.has_qk_norm:
+        # Norms keep their inputs: the queries, and the keys' view of the whole projection.
+        terms["projection to queries, keys, values"] = query + 2 * key
+        terms["queries before their norm"] = query
+        terms["statistics of query and key norms"] = 4 * tokens * (heads + max(shape.groups // sizes.tensor, 1))
+    return terms
+
+
+def _latents(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -> int:
+    """Bytes of the latents, before and behind their norms."""
+    return (
+        local_tokens(batch, sizes)
+        * batch.element_bytes
+        * (2 * (shape.q_lora or 0) + 2 * shape.kv_lora + shape.rope_dim)
+    )
+
+
+def _latent_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
+    heads = shape.heads // sizes.tensor
+    per_element = batch.tokens * heads * batch.element_bytes
+    width, value_width = shape.qk_dim + shape.rope_dim, shape.v_dim
+    padded = max(width, value_width)  # the kernel wants one head dimension
+    keys = (2 * sizes.context + 1 if sizes.context > 1 else 2) * padded
+    is_copied = padded != value_width or sizes.context > 1
+    terms = {
+        "latents": _latents(shape, sizes, batch),
+        "queries": per_element * padded,
+        "keys and values": per_element * keys,
+        "attention output": per_element * (padded + is_copied * value_width),
+        "softmax statistics": 4 * batch.tokens * heads,
+    }
+    if recompute.drops("mla_up_proj"):
+        terms |= {"queries": 0, "keys and values": 0}
+    return terms
+
+
+def _sparse_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, layer: int) -> Terms:
+    """Attention over latents: queries are taken to the latents' width, keys are the latents of the whole stream."""
+    heads = shape.heads // sizes.tensor
+    per_element = batch.tokens * heads * batch.element_bytes
+    latent_width = shape.kv_lora + shape.rope_dim
+    computes = layer >= shape.num_layers or shape.computes_index[layer]
+    return {
+        "latents": _latents(shape, sizes, batch),
+        "queries": per_element * (shape.qk_dim + shape.rope_dim + latent_width),
+        "keys of the stream": batch.tokens * sizes.context * latent_width * batch.element_bytes,
+        "attention output": per_element * (shape.kv_lora + shape.v_dim),
+        "softmax statistics": 4 * batch.tokens * heads,
+        "chosen keys": 4 * batch.tokens * shape.index_topk * computes,
+    }
+
+
+def _expert_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
+    if recompute.drops("moe"):
+        return {}
+    tokens = local_tokens(batch, sizes)
+    copies = tokens * shape.topk
+    rows = copies * sizes.expert_tensor
+    inner = rows * shape.expert_ffn // sizes.expert_tensor * batch.element_bytes
+    shared = batch.tokens * shape.shared_ffn // sizes.tensor * batch.element_bytes
+    return {
+        "router": ROUTER_BYTES * tokens * shape.experts + 3 * 8 * copies,
+        "rows of experts": rows * shape.hidden * batch.element_bytes,
+        "inside of experts": inner * shape.gate_factor + (0 if recompute.drops("moe_act") else inner),
+        "weights of rows": 4 * rows,
+        "shared experts": 0 if recompute.drops("shared_experts") else shared * (shape.gate_factor + 1),
+        "output of shared experts": shape.has_shared_gate * tokens * shape.hidden * batch.element_bytes,
+    }
+
+
+ROUTER_BYTES = 17
+"""Per token and expert: scores in fp32 before and behind their activation, the masked ones, the map of choices."""
+
+
+def layer_bytes(
+    shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
+) -> int:
+    """The sum of :func:`layer_terms`."""
+    return sum(layer_terms(shape, sizes, batch, layer, recompute).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one micro-batch keeps on a stretch of layers, and what its backward pass adds for a moment."""
+
+    kept: int
+    again: int
+    """Of the layers that are recomputed together, the largest."""
+
+
+def chunk_activations(
+    layers: tuple[int, ...], shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute
+) -> Kept:
+    """What the layers of one pipeline chunk keep for one micro-batch."""
+    each = [layer_bytes(shape, sizes, batch, layer, recompute) for layer in layers]
+    boundary = local_tokens(batch, sizes) * shape.hidden * batch.element_bytes
+    if recompute.granularity != "full":
+        return Kept(sum(each), 0)
+    if recompute.method == "block":
+        count = min(recompute.num_layers, len(layers))
+        return Kept(count * boundary + sum(each[count:]), max(each[:count], default=0))
+    groups = [each[start : start + recompute.num_layers] for start in range(0, len(each), recompute.num_layers)]
+    return Kept(len(groups) * boundary, max(map(sum, groups), default=0))
+
+
+def backward_work(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, layers: tuple[int, ...]) -> int:
+    """Gradients that are alive beside what was kept, in the layer with the most.
+
+    Those of an MLP's two inner tensors and of its input, and of one of its weights before it is added up.
+    """
+    most = 0
+    for layer in set(layers) & set(range(shape.num_layers)):
+        if shape.is_moe[layer]:
+            rows = local_tokens(batch, sizes) * shape.topk * sizes.expert_tensor
+            inner = (shape.gate_factor + 1) * shape.expert_ffn // sizes.expert_tensor
+            weight = shape.experts // sizes.expert * shape.gate_factor * shape.expert_ffn // sizes.expert_tensor
+        else:
+            rows, inner = batch.tokens, (shape.gate_factor + 1) * shape.ffn // sizes.tensor
+            weight = shape.gate_factor * shape.ffn // sizes.tensor
+        most = max(most, rows * inner + rows * shape.hidden + weight * shape.hidden)
+    return batch.element_bytes * (most + 2 * local_tokens(batch, sizes) * shape.hidden)
+
+
+def head_activations(
+    shape: ModelShape,
+    sizes: ParallelSizes,
+    batch: MicroBatch,
+    *,
+    mtp_chunk: int = -1,
+    recompute: Recompute | None = None,
+) -> dict[str, int]:
+    """The last stage at the moment its backward pass begins.
+
+    The gradient of the logits is written over them.  That of the vocabulary projection exists once in the weights'
+    dtype before it is added to the gradient sums.
+    """
+    size = batch.element_bytes
+    columns = shape.vocab // sizes.tensor
+    row = local_tokens(batch, sizes) * shape.hidden * size
+    whole_row = batch.tokens * shape.hidden * size
+    terms = {
+        "final norm": 2 * row + 4 * local_tokens(batch, sizes),
+        "logits": batch.tokens * columns * size,
+        "gradient of the vocabulary projection": columns * shape.hidden * size,
+        "hidden states and their gradient": whole_row + (whole_row if sizes.sequence_parallel else 0) + row,
+    }
+    if shape.trains_mtp and shape.mtp_layers:
+        rows = batch.tokens if mtp_chunk <= 0 else min(mtp_chunk, batch.tokens)
+        inner = layer_bytes(shape, sizes, batch, shape.num_layers, recompute) + 8 * row
+        is_full = recompute is not None and recompute.granularity == "full"
+        terms["MTP layers"] = inner + 2 * row if is_full else inner * shape.mtp_layers
+        terms["logits of MTP layers"] = rows * columns * size
+    return terms

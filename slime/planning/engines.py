@@ -1,0 +1,189 @@
+"""Where the engines live, and what one of their GPUs holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.planning.model_shape import ModelShape
+from slime.planning.parallel import ParallelSizes
+from slime.planning.parameters import layer_parameters, mtp_parameters
+from slime.planning.trainer_memory import CONTEXT_BYTES, GIB
+
+ENGINE_ASLEEP_BYTES = int(1.0 * GIB)
+"""A released engine: context, communicators, what is never given back (measured, docs/verified_gpu.md)."""
+DEFAULT_MEM_FRACTION = 0.86
+"""About what SGLang takes by itself on 80 GB when ``--sglang-mem-fraction-static`` is not given."""
+BLOCK_SCALE_BYTES = 4 / (128 * 128)
+INDEX_KEY_BYTES = 132
+"""Per token: the indexer's key in FP8 with its scale (128 + 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """One engine: its GPUs, and the processes of SGLang that make it up."""
+
+    model: str
+    worker_type: str
+    index: int
+    first_gpu: int
+    """Among all GPUs of the job."""
+    num_gpus: int
+    nodes: tuple[int, ...]
+    """``nnodes`` is their number, ``node_rank`` the position in this list."""
+    shares_trainer_gpus: bool
+
+
+def engine_places(
+    groups: Sequence[tuple[str, str, int, int]], *, rollout_offset: int, gpus_per_node: int, trainer_gpus: int
+) -> list[EnginePlace]:
+    """Engines of all groups, in the order in which they take GPUs.
+
+    Args:
+        groups: (model, worker type, GPUs of the group, GPUs of an engine); a placeholder only takes GPUs.
+        rollout_offset: first GPU of the engines' part of the job.
+        gpus_per_node: of the cluster.
+        trainer_gpus: the first so many GPUs of the job are the trainer's.
+    """
+    places, gpu = [], rollout_offset
+    for model, worker_type, num_gpus, per_engine in groups:
+        for index in range(num_gpus // per_engine if worker_type != "placeholder" else 0):
+            first = gpu + index * per_engine
+            nodes = tuple(range(first // gpus_per_node, (first + per_engine - 1) // gpus_per_node + 1))
+            places.append(EnginePlace(model, worker_type, index, first, per_engine, nodes, first < trainer_gpus))
+        gpu += num_gpus
+    return places
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineShape:
+    """How an engine cuts and stores the model; SGLang's ServerArgs of the same names."""
+
+    tp_size: int
+    dp_size: int = 1
+    ep_size: int = 1
+    pp_size: int = 1
+    enable_dp_attention: bool = False
+    moe_dense_tp_size: int | None = None
+    enable_dp_lm_head: bool = False
+    mem_fraction_static: float = DEFAULT_MEM_FRACTION
+    weight_bytes: float = 2.0
+    """Of a quantized matrix's element, scales included; 2 for bf16."""
+    kv_element_bytes: int = 2
+    redundant_experts: int = 0
+    draft_layers: int = 0
+    """Layers of the draft model of speculative decoding."""
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that share one attention replica."""
+        return self.tp_size // (self.dp_size if self.enable_dp_attention else 1)
+
+    @classmethod
+    def from_flags(
+        cls, flags: Mapping[str, Any], overrides: Mapping[str, Any], *, num_gpus: int, weight_bytes: float,
+        mtp_layers: int,
+    ) -> EngineShape:  # fmt: skip
+        """From ``--sglang-*`` values (without the prefix) and a group's overrides, which win."""
+
+        def value(name: str, default: Any) -> Any:
+            found = overrides.get(name, flags.get(name))
+            return default if found is None else found
+
+        pp_size = value("pp_size", 1)
+        return cls(
+            tp_size=overrides.get("tp_size", num_gpus // pp_size),
+            dp_size=value("dp_size", 1),
+            ep_size=value("ep_size", 1),
+            pp_size=pp_size,
+            enable_dp_attention=bool(value("enable_dp_attention", False)),
+            moe_dense_tp_size=value("moe_dense_tp_size", None),
+            enable_dp_lm_head=bool(value("enable_dp_lm_head", False)),
+            mem_fraction_static=value("mem_fraction_static", DEFAULT_MEM_FRACTION),
+            weight_bytes=weight_bytes,
+            kv_element_bytes=1 if "fp8" in str(value("kv_cache_dtype", "auto")) else 2,
+            redundant_experts=value("ep_num_redundant_experts", 0),
+            draft_layers=mtp_layers if value("speculative_algorithm", None) in ("EAGLE", "NEXTN") else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes on one GPU of an engine."""
+
+    weights: int
+    kv_cache: int
+    """Left by the memory fraction; below 0 the engine does not start."""
+    kv_tokens: int
+    """Of one attention replica."""
+    reserve: int
+    """Kept free of both for activations, graphs and communicators."""
+    asleep: int = ENGINE_ASLEEP_BYTES
+
+
+def engine_weights(shape: ModelShape, engine: EngineShape) -> int:
+    """Bytes of the weights on one GPU of an engine: the stage of a pipeline with the most layers.
+
+    Attention is cut over the ranks of one replica, experts over the expert-parallel ranks and within them, the dense
+    MLPs over ``moe_dense_tp_size``.  Matrices of layers are stored quantized, the rest in bf16.
+    """
+    attention = ParallelSizes(world=engine.attention_tp, tensor=engine.attention_tp)
+    mlp_tp = engine.moe_dense_tp_size or engine.tp_size
+    layers = -(-shape.num_layers // engine.pp_size)
+    per_layer = []
+    for layer in range(shape.num_layers):
+        count = layer_parameters(shape, attention, layer)
+        if shape.is_moe[layer]:
+            experts = -(-(shape.experts + engine.redundant_experts) // engine.ep_size)
+            matrix = (shape.gate_factor + 1) * shape.expert_ffn * shape.hidden
+            inside = engine.tp_size // engine.ep_size if engine.ep_size > 1 else engine.tp_size
+            router = shape.experts * shape.hidden
+            own = _replaced_shared(shape, count.dense + count.frozen - router, engine, mlp_tp)
+            per_layer.append((own + experts * matrix // inside) * engine.weight_bytes + 2 * router)
+        else:
+            mlp = (shape.gate_factor + 1) * shape.ffn * shape.hidden
+            own = count.dense + count.frozen - mlp // engine.attention_tp + mlp // mlp_tp
+            per_layer.append(own * engine.weight_bytes)
+    trunk = sum(sorted(per_layer, reverse=True)[:layers])
+    vocab = 2 * shape.vocab * shape.hidden // engine.attention_tp * (1 if shape.is_tied else 2)
+    draft = 0
+    if engine.draft_layers:
+        mtp = mtp_parameters(shape, attention)
+        size = mtp.total / max(shape.mtp_layers, 1) if shape.mtp_layers else 0
+        draft = int(max(size * engine.weight_bytes, per_layer[-1]))
+    return int(trunk + vocab + draft)
+
+
+def _replaced_shared(shape: ModelShape, own: int, engine: EngineShape, mlp_tp: int) -> int:
+    """Shared experts are cut as the dense MLPs are."""
+    shared = (shape.gate_factor + 1) * shape.shared_ffn * shape.hidden
+    return own - shared // engine.attention_tp + shared // mlp_tp
+
+
+def kv_bytes_per_token(shape: ModelShape, engine: EngineShape) -> int:
+    """Of one token on one GPU of its attention replica."""
+    layers = -(-(shape.num_layers + engine.draft_layers) // engine.pp_size)
+    if shape.attention == "grouped":
+        groups = max(shape.groups // engine.attention_tp, 1)
+        return layers * 2 * groups * shape.head_dim * engine.kv_element_bytes
+    index = INDEX_KEY_BYTES if shape.attention == "sparse" else 0
+    return layers * ((shape.kv_lora + shape.rope_dim) * engine.kv_element_bytes + index)
+
+
+def engine_memory(shape: ModelShape, engine: EngineShape, *, card_bytes: int, other_bytes: int) -> EngineMemory:
+    """What one GPU holds while its engine serves.
+
+    SGLang gives weights and cache together ``mem_fraction_static`` of what is free when it starts.
+
+    Args:
+        shape: of the model.
+        engine: its layout.
+        card_bytes: memory of the card.
+        other_bytes: what a sleeping trainer keeps there.
+    """
+    free = card_bytes - CONTEXT_BYTES - other_bytes
+    weights = engine_weights(shape, engine)
+    pool = int(free * engine.mem_fraction_static)
+    cache = pool - weights
+    return EngineMemory(weights, cache, max(cache, 0) // kv_bytes_per_token(shape, engine), free - pool)

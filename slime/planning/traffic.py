@@ -1,0 +1,116 @@
+"""Work and traffic of one step, as far as arithmetic goes: micro-batches, FLOPs, the bubble of a pipeline, pushes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime.train_data.flops import FlopsModel
+from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One rollout's training, over all optimizer steps."""
+
+    num_samples: int
+    num_tokens: int
+    longest: int
+    num_microbatches: tuple[int, ...]
+    """Of each rank, by optimizer step."""
+    forward_passes: int
+    """Without gradients: reference, old policy, teacher."""
+    model_flops: int
+    """Forward and backward, nothing counted twice."""
+    hardware_flops: int
+    """With the passes without gradients, and what is recomputed."""
+    bubble: float
+    """Part of a pipeline rank's time in which it waits, were all micro-batches alike."""
+    imbalance: float
+    """Work of the rank with the most, over the mean."""
+
+
+def reference_lengths(num_samples: int, longest: int, seed: int = 0) -> list[int]:
+    """Lengths of the reference distribution, log-normal with a long tail, cut to ``longest`` tokens."""
+    generator = random.Random(seed)
+    return [min(longest, int(generator.lognormvariate(7.5, 1.0)) + 10) for _ in range(num_samples)]
+
+
+def step_work(
+    lengths: Sequence[int],
+    *,
+    schedule: ScheduleConfig,
+    flops: FlopsModel,
+    global_batch_size: int,
+    samples_per_rollout: int = 1,
+    pipeline: int,
+    forward_passes: int,
+    recomputes_everything: bool,
+) -> StepWork:
+    """What the trainer's own scheduler makes of samples of these lengths.
+
+    Args:
+        lengths: tokens of each sample, prompt included.
+        schedule: layout and packing.
+        flops: cost of a sequence.
+        global_batch_size: rollouts of an optimizer step.
+        samples_per_rollout: samples that one rollout was cut into.
+        pipeline: stages.
+        forward_passes: over all samples, without gradients.
+        recomputes_everything: full recompute makes a third forward pass of every layer.
+    """
+    ids = [index // samples_per_rollout for index in range(len(lengths))]
+    plan = build_dp_schedule(schedule, lengths, global_batch_size=global_batch_size, rollout_indices=ids)
+    per_rank = [sum(flops.forward_flops(lengths[i]) for i in partition) for partition in plan.partitions]
+    forward = sum(per_rank)
+    return StepWork(
+        num_samples=len(lengths),
+        num_tokens=sum(lengths),
+        longest=max(lengths),
+        num_microbatches=tuple(plan.num_microbatches),
+        forward_passes=forward_passes,
+        model_flops=3 * forward,
+        hardware_flops=forward * (3 + recomputes_everything + forward_passes),
+        bubble=_bubble(plan, pipeline, schedule.vpp_size),
+        imbalance=max(per_rank) * len(per_rank) / forward,
+    )
+
+
+def _bubble(plan: DPSchedule, pipeline: int, virtual: int) -> float:
+    """(p - 1) / (v m + p - 1), the steps weighed by their micro-batches."""
+    work = sum(virtual * count for count in plan.num_microbatches)
+    waits = (pipeline - 1) * len(plan.num_microbatches)
+    return waits / (work + waits)
+
+
+@dataclass(frozen=True, slots=True)
+class PushTraffic:
+    """Bytes of one weight push."""
+
+    bytes_per_engine: int
+    """Every engine gets the whole model once, in its own format."""
+    bytes_per_trainer_rank: int
+    """What a rank puts into buckets (colocated), or the largest stage's source broadcasts."""
+    num_buckets: int
+    """Of a rank, one behind the other."""
+    way: str
+    all_engines_bytes: int
+
+
+def push_traffic(
+    model_bytes: int, *, num_engines: int, trainer_ranks: int, pipeline: int, bucket_bytes: int, way: str
+) -> PushTraffic:
+    """Traffic of a full push.
+
+    Args:
+        model_bytes: of the model as engines store it.
+        num_engines: that take pushes.
+        trainer_ranks: of the trainer.
+        pipeline: its stages.
+        bucket_bytes: ``--update-weight-buffer-size``.
+        way: "colocated", "distributed" or "disk".
+    """
+    sources = trainer_ranks if way == "colocated" else pipeline if way == "distributed" else 1
+    share = -(-model_bytes // sources)
+    return PushTraffic(model_bytes, share, -(-share // bucket_bytes), way, model_bytes * num_engines)
