@@ -1,0 +1,152 @@
+"""The sandboxed Python, and a policy that uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import psutil
+import pytest
+
+from examples.retool import generate_with_retool as example
+from examples.retool.tool_sandbox import Limits, PythonSandbox, run_program
+from slime.rollout.sglang_rollout import generate_and_rm
+from slime.utils.types import Sample
+
+pytestmark = pytest.mark.timeout(60)
+
+SMALL = Limits(time_s=1, memory_mib=256, output_characters=200)
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("print(6*7)", "42"),
+        ("x = 1\nfor i in range(1, 6): x *= i\nprint(x)", "120"),
+        ("import math\nfrom fractions import Fraction as F\nprint(math.gcd(12, 18), F(1, 3) + 1)", "6 4/3"),
+        ("from statistics import mean\nimport random\nrandom.seed(1)\nprint(mean([1, 2]))", "1.5"),
+        ("class P:\n    def __init__(self, x): self.x = x\nprint(P(3).x)", "3"),
+        ("if __name__ == '__main__':\n    print('main')", "main"),
+        ("pass", "(no output)"),
+        ("raise SystemExit(1)", "(no output)"),
+    ],
+)
+def test_ordinary_programs_run(program, output):
+    result = run_program(program, SMALL)
+    assert (result.is_ok, result.output) == (True, output)
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("print(1)\n1/0", "1\nZeroDivisionError: division by zero"),
+        ("print(1", "SyntaxError"),
+        ("print(unknown)", "NameError"),
+        ("a = 'x' * 10**9", "MemoryError"),
+        ("def f(): f()\nf()", "RecursionError"),
+    ],
+)
+def test_what_is_wrong_with_a_program_is_its_output(program, error):
+    result = run_program(program, SMALL)
+    assert not result.is_ok and result.output.startswith(error)
+    assert "Traceback" not in result.output and "/" not in result.output
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os",
+        "import subprocess",
+        "from socket import socket",
+        "__import__('os')",
+        "open('/etc/passwd')",
+        "eval('1')",
+        "().__class__.__base__.__subclasses__()",
+        "import fractions\nfractions.sys",
+        "import random\nrandom._os",
+        "import collections\ncollections.abc",
+        "import string\nstring.Formatter",
+        "import functools\nfunctools.reduce.__globals__",
+        "def g():\n    yield g2.gi_frame.f_back\ng2 = g()\nnext(g2)",
+        "getattr(1, 'real')",
+        "from math import *\nprint.__self__",
+        "try:\n    1/0\nexcept Exception as e:\n    e.__traceback__",
+    ],
+)
+def test_files_processes_the_network_and_the_interpreter_are_out_of_reach(program):
+    result = run_program(program, SMALL)
+    assert not result.is_ok
+    kinds = ("ImportError", "NameError", "SyntaxError", "AttributeError")
+    assert result.output.startswith(kinds), result.output
+
+
+def test_a_program_that_does_not_end_is_killed_and_leaves_nothing():
+    began = time.monotonic()
+    result = run_program("while True: pass", SMALL)
+    assert result.output == "error: killed; 1 s and 256 MiB are allowed"
+    assert time.monotonic() - began < 30
+    assert not [one for one in psutil.Process().children(recursive=True) if "sandbox_child.py" in str(one.cmdline())]
+
+
+@pytest.mark.parametrize("program", ["print('x' * 10**6)", "while True: print('x' * 10)"])
+def test_output_is_bounded(program):
+    result = run_program(program, SMALL)
+    assert result.output.endswith("error: the output is too long") and len(result.output) < 300
+
+
+def test_the_event_loop_goes_on_while_programs_run():
+    async def main():
+        sandbox, ticks = PythonSandbox(SMALL, processes=2), 0
+        runs = asyncio.gather(*(sandbox.run(f"print({number})") for number in range(4)))
+        while not runs.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        return [result.output for result in await runs], ticks
+
+    outputs, ticks = asyncio.run(main())
+    assert outputs == ["0", "1", "2", "3"] and ticks > 3
+
+
+def policy(prompt):
+    question = prompt.partition("user\n")[2].partition("<")[0]
+    if "<|im_start|>tool" not in prompt:
+        return f"```python\nprint({question})\n```"
+    return f"\\boxed{{{prompt.rpartition('tool' + chr(10))[2].partition('<')[0]}}}"
+
+
+@pytest.mark.parametrize(("label", "reward"), [("9716", 1.0), ("9717", 0.1)])
+def test_a_sample_computes_reads_and_answers(talk, ask, label, reward):
+    path = "examples.retool.generate_with_retool."
+    args, _ = talk(policy, custom_generate_function_path=path + "generate", custom_rm_path=path + "reward_func")
+    sample = asyncio.run(generate_and_rm(args, ask("347*28", label=label), {"max_new_tokens": 200}))
+    assert sample.response.endswith(
+        "\n<|im_start|>tool\n9716<|im_end|>\n<|im_start|>assistant\n\\boxed{9716}<|im_end|>"
+    )
+    assert sample.reward == reward
+    assert sample.metadata["num_programs"] == 1 and sample.non_generation_time > 0
+    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
+
+
+def test_a_failing_program_is_answered_by_its_error(talk, ask):
+    args, _ = talk(
+        lambda prompt: "```python\nprint(x)\n```" if "tool" not in prompt else "\\boxed{1}", retool_time_s=2
+    )
+    sample = asyncio.run(example.generate(args, ask("1*1", label="1"), {"max_new_tokens": 200}))
+    assert "NameError: name 'x' is not defined" in sample.response
+    assert sample.metadata["num_failed_programs"] == 1 and "num_programs" not in sample.metadata
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "programs", "reward"),
+    [
+        ("\\boxed{7}<|im_end|>", "completed", 0, 1.0),
+        ("\\boxed{8}<|im_end|>", "completed", 1, 0.1),
+        ("\\boxed{8}<|im_end|>", "completed", 0, 0.0),
+        ("\\boxed{7}", "truncated", 1, 0.0),
+        ("\\boxed{7} or so<|im_end|>", "completed", 1, 0.0),
+    ],
+)
+def test_the_reward(response, status, programs, reward):
+    sample = Sample(response=response, label="7", status=Sample.Status(status), metadata={"num_programs": programs})
+    assert asyncio.run(example.reward_func(None, sample)) == reward
+    assert asyncio.run(example.reward_func(None, [sample, sample])) == [reward, reward]
