@@ -121,6 +121,8 @@ class MegatronTrainRayActor(TrainWorker):
             "vpp_size": mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
             "microbatch_group_size_per_vp_stage": config.microbatch_group_size_per_vp_stage or 1,
             "dp_rank": mpu.get_data_parallel_rank(with_context_parallel=False),
+            "cp_rank": mpu.get_context_parallel_rank(),
+            "is_last_stage": int(mpu.is_pipeline_last_stage(ignore_virtual=True)),
         }
 
     # Memory
@@ -193,7 +195,7 @@ class MegatronTrainRayActor(TrainWorker):
                     self._forward(get_log_probs_and_entropy, data, iterators, "")
                 elif self._routing is not None and self._routing.must_record:
                     forward_only(get_log_probs_and_entropy, args, self.model, iterators, data["num_microbatches"])
-            if "values" in external_data and mpu.is_pipeline_last_stage(ignore_virtual=True):
+            if "values" in external_data:
                 data["values"] = [values.to(current_device()) for values in external_data["values"]]
             self.weights.switch_to("actor")
             with timer("advantages"):
@@ -212,10 +214,12 @@ class MegatronTrainRayActor(TrainWorker):
     def _train_critic(
         self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
     ) -> dict[str, Any] | None:
+        """Values of the rollout, which the actor gets, returns from them, and the steps of the value loss."""
         self._forward(get_values, data, iterators, "")
         compute_advantages_and_returns(self.args, data)
-        self._postprocess_and_log(rollout_id, data)
-        with timer("actor_train"):
+        if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
+            self._log_rollout(rollout_id, data)
+        with timer("actor_train"), self._profiler.profile("train_actor", rollout_id):
             self._take_steps(rollout_id, data, iterators, "value_loss")
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return None
@@ -251,8 +255,12 @@ class MegatronTrainRayActor(TrainWorker):
         args = self.args
         if args.rollout_data_postprocess_path is not None:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, data)
+        return self._log_rollout(rollout_id, data)
+
+    def _log_rollout(self, rollout_id: int, data: RolloutBatch) -> dict[str, float]:
+        args = self.args
         metrics = train_metrics.rollout_metrics(args, data)
-        if train_metrics.is_main_rank() and self.role == "actor":
+        if train_metrics.is_main_rank():
             log(args, metrics | {"rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step")
         return metrics
 
