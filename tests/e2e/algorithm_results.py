@@ -110,7 +110,7 @@ def by_variant(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
 def table(about: dict[str, Any], runs: Sequence[RunResult]) -> str:
     """Markdown: the table, and below it what each row sets and why."""
     target = about["target"]
-    before = [run.sampled[0][1] for run in runs if run.sampled and run.sampled[0][0] == 0]
+    before = [value for run in runs for step, value in run.sampled if step == 0]
     head = (
         f"{about['rollouts']} rollouts of 256 samples on {about['machine']}, from one warm start "
         f"({statistics.fmean(before):.3f} right at temperature 1 before the first rollout); 512 held-out prompts, "
@@ -152,8 +152,9 @@ def _row(group: Sequence[RunResult], target: float) -> list[str]:
 
 
 def _before_after(curves: Sequence[Curve]) -> str:
-    first = _spread([points[0][1] if points[0][0] == 0 else None for points in curves], "{:.3f}".format)
-    return f"{first}, {_spread([points[-1][1] for points in curves], '{:.3f}'.format)}"
+    before = [dict(map(tuple, points)).get(0) for points in curves]
+    after = [points[-1][1] if points else None for points in curves]
+    return f"{_spread(before, '{:.3f}'.format)}, {_spread(after, '{:.3f}'.format)}"
 
 
 def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:
