@@ -20,7 +20,7 @@ from megatron.core import mpu
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, train_metrics
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
-from slime.backends.megatron_utils.ci_checks import check_step
+from slime.backends.megatron_utils.ci_checks import check_rollout, check_step
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.forward import Reader, forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
@@ -262,6 +262,7 @@ class MegatronTrainRayActor(TrainWorker):
         metrics = train_metrics.rollout_metrics(args, data)
         if train_metrics.is_main_rank():
             log(args, metrics | {"rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step")
+            check_rollout(args, self.role, rollout_id, metrics)
         return metrics
 
     def _take_steps(

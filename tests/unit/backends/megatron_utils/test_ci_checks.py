@@ -1,12 +1,13 @@
-"""The checks of ``--ci-test`` on made-up numbers."""
+"""The self-checks of a run, and those of ``--ci-test``, on made-up numbers."""
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 
 import pytest
 
-from slime.backends.megatron_utils.ci_checks import check_step
+from slime.backends.megatron_utils.ci_checks import check_rollout, check_step
 from slime.utils.errors import CheckError
 
 GOOD = {"ppo_kl": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.01, "mtp_loss": 0.5}
@@ -21,6 +22,12 @@ def arguments(**overrides) -> Namespace:
         "ci_load_grad_norm": None,
         "use_rollout_logprobs": False,
         "keep_old_actor": False,
+        "loss_type": "policy_loss",
+        "use_critic": False,
+        "num_critic_only_steps": 0,
+        "kl_coef": 0.0,
+        "load": "/start",
+        "ref_load": "/start",
     }
     return Namespace(**(defaults | overrides))
 
@@ -45,6 +52,7 @@ def test_a_number_that_is_off_ends_the_run(metrics, says):
     with pytest.raises(CheckError, match=f"actor, rollout 0, step 0: {says}"):
         check(metrics)
     check(metrics, ci_test=False)
+    check(metrics, ci_test=False, load="/elsewhere")
 
 
 def test_the_kl_is_checked_only_where_the_policies_are_equal():
@@ -54,6 +62,40 @@ def test_the_kl_is_checked_only_where_the_policies_are_equal():
     check({"ppo_kl": 1.0, "kl_loss": 1.0}, ci_disable_kl_checker=True)
     with pytest.raises(CheckError):
         check({"ppo_kl": 1.0}, rollout_id=1)
+
+
+def warnings_of(caplog, metrics, **keywords) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        check(metrics, ci_test=False, **keywords)
+    return [record.message for record in caplog.records]
+
+
+def test_every_run_is_warned_of_a_first_step_that_is_off_policy(caplog):
+    (message,) = warnings_of(caplog, {"ppo_kl": 1e-3}, rollout_id=5)
+    assert "actor, rollout 5, step 0: ppo_kl is 0.001; at the first step" in message
+    assert warnings_of(caplog, {"train_rollout_logprob_abs_diff": 9.0}) == []
+    assert warnings_of(caplog, {"ppo_kl": 1.0}, keep_old_actor=True) == []
+    assert warnings_of(caplog, {"ppo_kl": 1.0}, loss_type="custom_loss") == []
+
+
+def test_every_run_is_warned_when_it_began_at_its_reference_and_the_kl_is_not_zero(caplog):
+    (message,) = warnings_of(caplog, {"kl_loss": 0.5})
+    assert "kl_loss is 0.5" in message and "--ref-load" in message
+    assert warnings_of(caplog, {"kl_loss": 0.5}, load="/elsewhere") == [], "another start may differ"
+    assert warnings_of(caplog, {"kl_loss": 0.5}, rollout_id=1) == []
+    assert warnings_of(caplog, {"kl_loss": 0.5}, rollout_id=2, use_critic=True, num_critic_only_steps=2) != []
+
+
+def test_the_kl_in_the_reward_of_the_first_rollout_is_checked_too(caplog):
+    metrics = {"rollout/kl": 0.25}
+    check_rollout(arguments(), "actor", 0, metrics)  # no penalty: the column is 0 by construction
+    with pytest.raises(CheckError, match="rollout 0: rollout/kl is 0.25"):
+        check_rollout(arguments(kl_coef=0.1), "actor", 0, metrics)
+    check_rollout(arguments(kl_coef=0.1), "actor", 1, metrics)
+    check_rollout(arguments(kl_coef=0.1, use_rollout_logprobs=True), "actor", 0, metrics)
+    check_rollout(arguments(kl_coef=0.1, ci_test=False), "actor", 0, metrics)
+    assert "rollout/kl is 0.25" in caplog.text
 
 
 def test_gradient_norms_of_two_runs_are_compared(tmp_path):

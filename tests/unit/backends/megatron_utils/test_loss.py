@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from megatron_case import parse, start_single_process
 
 from slime.backends.megatron_utils import loss
-from slime.backends.megatron_utils.actor import needs_old_log_probs
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.utils.errors import DataError
 
@@ -271,25 +270,3 @@ def test_the_loss_is_scaled_to_cancel_megatrons_averaging(recompute: bool) -> No
     per_token = make_args(calculate_per_token_loss=True)
     scaled, normaliser, _ = loss.loss_function(per_token, batch, 3, 8, "policy_loss", logits)
     assert (float(scaled), int(normaliser)) == (pytest.approx(-2.0), 3)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "num_steps", "needed"),
-    [
-        ({}, 1, False),
-        ({}, 2, True),
-        ({"kl_coef": 0.1}, 1, True),
-        ({"advantage_estimator": "gspo"}, 1, True),
-        ({"keep_old_actor": True}, 1, True),
-        ({"loss_type": "custom_loss"}, 1, True),
-        ({"use_rollout_logprobs": True}, 2, False),
-        ({"use_rollout_logprobs": True, "get_mismatch_metrics": True}, 1, True),
-        ({"get_mismatch_metrics": True}, 1, True),
-        ({"use_routing_replay": True}, 1, True),
-        ({"use_routing_replay": True, "use_rollout_routing_replay": True}, 1, False),
-    ],
-)
-def test_old_log_probs_are_recomputed_only_when_something_reads_them(
-    overrides: dict[str, Any], num_steps: int, needed: bool
-) -> None:
-    assert needs_old_log_probs(make_args(**overrides), {"num_microbatches": [1] * num_steps}) is needed

@@ -1,0 +1,1 @@
+"""An advantage estimator that slime does not have, added from outside; see docs/customization.md."""

@@ -1,0 +1,81 @@
+"""When the log-probs of the policy before training take a forward pass of their own."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.backends.megatron_utils.old_log_probs import needs_old_log_probs, readers_of_old_log_probs
+
+PLAIN: dict[str, Any] = {
+    "loss_type": "policy_loss",
+    "advantage_estimator": "grpo",
+    "kl_coef": 0.0,
+    "use_opd": False,
+    "custom_advantage_function_path": None,
+    "keep_old_actor": False,
+    "use_tis": False,
+    "get_mismatch_metrics": False,
+    "use_rollout_logprobs": False,
+    "use_routing_replay": False,
+    "use_rollout_routing_replay": False,
+    "use_rollout_entropy": False,
+}
+"""GRPO, one optimizer step per rollout: the first forward pass of training does."""
+
+KEEPS_IT_SKIPPED = [
+    {},
+    {"use_tis": True},
+    {"use_opsm": True},
+    {"use_kl_loss": True, "use_unbiased_kl": True},
+    {"normalize_advantages": True},
+    {"advantage_estimator": "cispo"},
+    {"advantage_estimator": "reinforce_plus_plus"},
+    {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    {"advantage_estimator": "examples.custom_estimator.rloo.rloo"},
+    {"use_routing_replay": True, "use_rollout_routing_replay": True},
+    {"custom_reward_post_process_path": "a.b"},
+    {"recompute_loss_function": True},
+]
+
+NEEDS_IT = [
+    {"kl_coef": 0.1},
+    {"use_opd": True},
+    {"advantage_estimator": "ppo"},
+    {"advantage_estimator": "gspo"},
+    {"custom_advantage_function_path": "a.b"},
+    {"keep_old_actor": True},
+    {"get_mismatch_metrics": True},
+    {"loss_type": "custom_loss"},
+    {"loss_type": "sft_loss"},
+    {"use_routing_replay": True},
+    {"use_rollout_entropy": True},
+]
+
+
+def needed(overrides: dict[str, Any], num_steps: int = 1) -> bool:
+    return needs_old_log_probs(Namespace(**PLAIN | overrides), {"num_microbatches": [1] * num_steps})
+
+
+@pytest.mark.parametrize("overrides", KEEPS_IT_SKIPPED, ids=str)
+def test_one_step_and_nobody_who_reads_them_before_it_leaves_the_pass_out(overrides):
+    assert not needed(overrides)
+    assert needed(overrides, num_steps=2), "a second step compares with the policy before the first"
+
+
+@pytest.mark.parametrize("overrides", NEEDS_IT, ids=str)
+def test_the_pass_is_made_for_each_of_its_readers(overrides):
+    assert needed(overrides)
+    data = {"num_microbatches": [1]}
+    assert len(list(readers_of_old_log_probs(Namespace(**PLAIN | overrides), data))) == 1
+
+
+def test_with_the_engines_log_probs_only_a_comparison_with_the_trainers_needs_it():
+    engine = {"use_rollout_logprobs": True}
+    for overrides in (*KEEPS_IT_SKIPPED, *NEEDS_IT):
+        if not overrides.keys() & {"use_tis", "get_mismatch_metrics"}:
+            assert not needed(engine | overrides, num_steps=3)
+    assert needed(engine | {"get_mismatch_metrics": True})
+    assert needed(engine | {"use_rs": True}), "MIS that rejects without weights"
