@@ -16,6 +16,14 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("debug", "Half of the job alone; recorded data.")
+    group.add_argument(
+        "--plan",
+        nargs="?",
+        choices=["table", "json"],
+        const="table",
+        default=None,
+        help="Say what the run would be (layout, memory, traffic) and end; needs no GPU, cluster or checkpoint.",
+    )
     group.add_argument("--debug-rollout-only", action="store_true", help="Start the engines only; train nothing.")
     group.add_argument("--debug-train-only", action="store_true", help="Start the trainer only; no engine runs.")
     group.add_argument(

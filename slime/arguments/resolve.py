@@ -28,6 +28,11 @@ def has_cuda() -> bool:
         return torch.cuda.is_available()
 
 
+def _is_for_cuda(args: Namespace) -> bool:
+    """True where the run has GPUs; a plan is always one of a run that has."""
+    return has_cuda() or args.plan is not None
+
+
 def resolve(args: Namespace, *, of_the_run: bool = True) -> None:
     """Fill in every derived attribute of ``args``.
 
@@ -52,7 +57,7 @@ def _debug_modes(args: Namespace) -> None:
 def _precision(args: Namespace) -> None:
     """bf16 with CUDA and fp32 without, unless one was asked for."""
     if not (args.fp32 or args.bf16 or args.fp16):
-        cuda = has_cuda()
+        cuda = _is_for_cuda(args)
         args.bf16 = cuda
         args.fp32 = not cuda
         logger.info("Precision: %s (say --fp32, --bf16 or --fp16 for another)", "bf16" if cuda else "fp32: no CUDA")
@@ -61,7 +66,7 @@ def _precision(args: Namespace) -> None:
 def _distributed_backend(args: Namespace) -> None:
     """NCCL with CUDA, gloo without."""
     if args.distributed_backend is None:
-        args.distributed_backend = "nccl" if has_cuda() else "gloo"
+        args.distributed_backend = "nccl" if _is_for_cuda(args) else "gloo"
 
 
 def _critic(args: Namespace) -> None:

@@ -41,8 +41,9 @@ def validate(args: Namespace) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     _advise(args)
-    check_files(args)
-    check_critic_files(args)
+    if args.plan is None:  # a plan is made where the files need not be
+        check_files(args)
+        check_critic_files(args)
     check_hooks_on_driver(args)
 
 

@@ -51,13 +51,18 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
     return derived
 
 
+def _is_for_cuda(args: Namespace) -> bool:
+    """True where the run has GPUs; a plan (``--plan``) is always one of a run that has."""
+    return torch.cuda.is_available() or vars(args).get("plan") is not None
+
+
 def _precision(args: Namespace) -> dict[str, Any]:
     """One of bf16, fp16, fp32; by default bf16 with CUDA and fp32 without."""
     asked = [name for name in ("bf16", "fp16", "fp32") if vars(args).get(name)]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join('--' + name for name in asked)} are given; a run has one precision.")
     precision = asked[0] if asked else "bf16" if torch.cuda.is_available() else "fp32"
-    if precision == "fp16" and not torch.cuda.is_available():
+    if precision == "fp16" and not _is_for_cuda(args):
         raise ConfigError("--fp16 needs CUDA; use --fp32 or --bf16 on CPU.")
     bf16, fp16 = precision == "bf16", precision == "fp16"
     return {
@@ -257,7 +262,7 @@ def _kernels(args: Namespace) -> dict[str, Any]:
     if (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex") and not has_deepep:
         derived |= {"moe_enable_deepep": False, "moe_token_dispatcher_type": "alltoall"}
         logger.info("DeepEP is not installed; experts are reached by --moe-token-dispatcher-type alltoall.")
-    if args.optimizer_cpu_offload and not torch.cuda.is_available():
+    if args.optimizer_cpu_offload and not _is_for_cuda(args):
         derived |= {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
         logger.info("--optimizer-cpu-offload: there is no CUDA; the optimizer is on the CPU anyway.")
     return derived
