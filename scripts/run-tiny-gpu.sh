@@ -7,6 +7,7 @@
 #   scripts/run-tiny-gpu.sh --num-rollout 3 --check-weight-update-equal     a short run that checks every push
 #
 # LOOP (sync): "async" trains with train_async.py: generation never stops, and engine and trainer have a GPU each.
+# "ahead": the same, but generation stops for each push; it is one rollout ahead of the trainer.
 # TINY_DIR (runs/tiny): task/ and the warm start sft/, which scripts/demo.sh makes.  SEED (1): of sampling and data
 # order.  The result lies in SAVE_DIR (TINY_DIR/grpo-gpu-seed1); started again, a run that was killed goes on.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -109,6 +110,10 @@ if [[ "${LOOP}" == async ]]; then
         --eval-function-path slime.rollout.sglang_rollout.generate_rollout
         --max-staleness 2
     )
+    start_ray 2
+elif [[ "${LOOP}" == ahead ]]; then
+    SCRIPT=train_async.py
+    LOOP_ARGS=(--rollout-num-gpus 1)
     start_ray 2
 else
     SCRIPT=train.py

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.observability.metrics_file import FILE_NAME, read_records
 from tests.e2e.algorithm_results import RunResult, read_run
-from tests.e2e.algorithm_variants import Loop, Variant
+from tests.e2e.algorithm_variants import Variant
 
 REPO = Path(__file__).resolve().parents[2]
 GRACE_S = 40
@@ -88,8 +88,6 @@ class Run:
         """What is put behind the recipe's own flags."""
         recipe = self.recipe
         own = [flag.format(run=self.folder) for flag in self.variant.flags]
-        if self.variant.loop is Loop.ONE_STEP:
-            own = ["--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout", *own]
         # The warm start may have been made with another head dimension than that of the recipe's model.
         config = json.loads((recipe.warm_start / "task" / "hf" / "config.json").read_text())
         return [
@@ -120,7 +118,7 @@ class Run:
             "TINY_DIR": str(self.recipe.warm_start),
             "SAVE_DIR": str(self.folder),
             "SEED": str(self.seed),
-            "LOOP": "sync" if self.variant.loop is Loop.SYNC else "async",
+            "LOOP": self.variant.loop.value,
         }
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -12,13 +12,13 @@ from enum import StrEnum
 
 
 class Loop(StrEnum):
-    """Which training loop a job runs in, and with which rollout function."""
+    """Which training loop a job runs in, and with which rollout function: ``LOOP`` of the recipes."""
 
     SYNC = "sync"
     """``train.py``: engine and trainer take turns on one GPU."""
-    ONE_STEP = "one step"
+    AHEAD = "ahead"
     """``train_async.py``: rollout k + 1 is generated while rollout k is trained; a GPU each."""
-    FULLY = "fully"
+    FULLY = "async"
     """``train_async.py`` with the fully asynchronous rollout: generation never stops; a GPU each."""
 
     @property
@@ -101,7 +101,7 @@ VARIANTS: tuple[Variant, ...] = (
         title="GRPO with TIS, one rollout ahead",
         flags=_flags("--advantage-estimator grpo --use-tis --tis-clip 2.0"),
         why="the engine is one update behind; the weights pi_trainer / pi_engine make up for it, cut at 2",
-        loop=Loop.ONE_STEP,
+        loop=Loop.AHEAD,
     ),
     Variant(
         name="grpo_fully_async_tis",

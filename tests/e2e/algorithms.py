@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,10 @@ def report(about: dict[str, Any], runs: list[RunResult], out: Path, *, write_doc
     print(f"\n{text}\n")
     algorithm_results.save(out / "results.json", about, runs)
     (out / "table.md").write_text(text + "\n")
-    algorithm_results.draw(out / "curves.png", about, runs)
+    if find_spec("matplotlib") is None:
+        print("curves.png is not drawn: there is no matplotlib here; elsewhere, --from results.json draws it")
+    else:
+        algorithm_results.draw(out / "curves.png", about, runs)
     if write_docs:
         shutil.copyfile(out / "curves.png", PAGE.parent / PICTURE)
         algorithm_results.fill_page(PAGE, text, PICTURE)
@@ -150,13 +154,14 @@ def report(about: dict[str, Any], runs: list[RunResult], out: Path, *, write_doc
     return 1 if problems else 0
 
 
-def machine(device: str) -> str:
+def machine(gpus: list[str], parallel: int) -> str:
     """What the table says it ran on."""
-    if device == "cpu":
-        return f"{os.cpu_count()} CPU cores ({platform.machine()}), fp32"
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = Counter(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[:-1])
-    return ", ".join(f"{count} x {name}" for name, count in names.items()) + ", bf16"
+    beside = f", {parallel} jobs side by side" if parallel > 1 else ""
+    if not gpus:
+        return f"{os.cpu_count()} CPU cores ({platform.machine()}) in fp32{beside}"
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", f"--id={','.join(gpus)}"]
+    names = Counter(subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split("\n"))
+    return " and ".join(f"{count} {name.strip()}" for name, count in names.items()) + f" in bf16{beside}"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -172,8 +177,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--gpus", default="0", help="with --device gpu: their numbers, with commas between")
     parser.add_argument("--parallel", type=int, help="jobs side by side; default: one, or one for each GPU")
-    parser.add_argument("--stagger-s", type=float, default=3, help="seconds between two starts")
-    parser.add_argument("--job-timeout-s", type=float, help="of one job; default 300 on a GPU, 1800 on a CPU")
+    parser.add_argument("--stagger-s", type=float, default=2, help="seconds between two starts")
+    parser.add_argument("--job-timeout-s", type=float, help="of one job; default 480 on a GPU, 3600 on a CPU")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="then stop and report what there is")
     parser.add_argument("--starts", type=int, default=1, help="how often a job that fails is started in all")
     parser.add_argument("--keep-checkpoints", action="store_true", help="also of runs that are done")
@@ -181,7 +186,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", type=Path, help="a results.json: report it, run nothing")
     parser.add_argument("flags", nargs="*", help="more flags for every job, after --")
     options = parser.parse_args(arguments)
-    options.job_timeout_s = options.job_timeout_s or (300 if options.device == "gpu" else 1800)
+    options.job_timeout_s = options.job_timeout_s or (480 if options.device == "gpu" else 3600)
     return options
 
 
@@ -225,15 +230,15 @@ def main() -> None:
         runs = plan(options)
     except ValueError as error:
         sys.exit(f"tests.e2e.algorithms: {error}")
-    run_all(runs, gpus, options)
     about = {
         "rollouts": options.rollouts,
         "target": options.target,
         "device": options.device,
-        "machine": machine(options.device),
+        "machine": machine(gpus, options.parallel),
         "extra_flags": options.flags,
         "warm_start": runs[0].recipe.warm_start_digest,
     }
+    run_all(runs, gpus, options)
     sys.exit(report(about, [run.result() for run in runs], options.out, write_docs=options.write_docs))
 
 

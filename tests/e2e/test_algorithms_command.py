@@ -65,18 +65,18 @@ def options(parallel: int = 1) -> argparse.Namespace:
     return algorithms.parse(["--parallel", str(parallel), "--stagger-s", "0"])
 
 
-@pytest.mark.parametrize("loop", ["sync", "async"])
-def test_every_row_has_flags_that_exist(loop: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", Loop)
+def test_every_row_has_flags_that_exist(loop: Loop, tmp_path: Path) -> None:
     repo = Path(__file__).parents[2]
     record = tmp_path / "words"
     shell = f'ray() {{ printf "%s\\n" "$@" >"{record}"; }}; export -f ray; exec {repo}/scripts/run-tiny-cpu.sh'
-    environment = dict(os.environ) | {"SLIME_SCRIPT_EXTERNAL_RAY": "1", "LOOP": loop}
+    environment = dict(os.environ) | {"SLIME_SCRIPT_EXTERNAL_RAY": "1", "LOOP": loop.value}
     subprocess.run(["bash", "-c", shell], env=environment, check=True, timeout=60)
     words = record.read_text().splitlines()
     job = words[words.index("--") + 1 :]
-    assert job[1] == ("train.py" if loop == "sync" else "train_async.py")
+    assert job[1] == ("train.py" if loop is Loop.SYNC else "train_async.py")
     for row in VARIANTS:
-        if (row.loop is Loop.SYNC) == (loop == "sync"):
+        if row.loop is loop:
             parse_flags([*job[2:], *(flag.format(run="/run") for flag in row.flags)])
 
 
