@@ -1,6 +1,6 @@
 """Corrections for tokens that the engine sampled from slightly other probabilities than the trainer computes.
 
-One file each: ``tis``, ``icepop``; ``weights`` holds what they share.
+One file each: ``tis``, ``icepop``, ``mis``; ``weights`` holds what the first two share.
 """
 
 from __future__ import annotations

@@ -1,0 +1,150 @@
+"""MIS by hand: weights, rejection, veto and normalisation of short sequences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from slime.algorithms.off_policy.mis import (
+    MisConfig,
+    mean_weight,
+    mismatch_importance_sampling,
+    ratio_at,
+)
+from slime.utils.errors import ConfigError
+
+LOG2, LOG4 = math.log(2.0), math.log(4.0)
+
+
+def run(log_ratios, masks=None, **settings):
+    """Weights, masks and metrics for log ratios per sample, the engine's log-probs being -1."""
+    rollout = [torch.full((len(row),), -1.0) for row in log_ratios]
+    train = [torch.tensor(row) - 1.0 for row in log_ratios]
+    masks = [torch.tensor(mask) for mask in masks or [[1] * len(row) for row in log_ratios]]
+    weights, new_masks, metrics = mismatch_importance_sampling(train, rollout, masks, MisConfig(**settings))
+    rows = None if weights is None else [row.tolist() for row in weights]
+    return (
+        rows,
+        [row.tolist() for row in new_masks],
+        {name: [row.tolist() for row in values] for name, values in metrics.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [("token", [2.0, 4.0, 1.0]), ("sequence", [8.0] * 3), ("geometric", [8 ** (1 / 2)] * 3)],
+)
+def test_ratios_of_a_token_of_a_sequence_and_of_its_geometric_mean(level, expected):
+    # The last token is not trained: it comes with a difference of 0 and does not count in the mean.
+    ratio = ratio_at(torch.tensor([LOG2, LOG4, 0.0]), torch.tensor([True, True, False]), level)
+    assert ratio.tolist() == pytest.approx(expected)
+
+
+def test_a_ratio_that_overflows_is_cut():
+    assert ratio_at(torch.tensor([500.0]), torch.tensor([True]), "token").tolist() == [
+        pytest.approx(math.exp(20), rel=1e-6)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "masks"),
+    [
+        ("truncate", [0.25, 1.0, 2.0], [1, 1, 1]),
+        ("clip", [0.5, 1.0, 2.0], [1, 1, 1]),
+        ("mask", [0.25, 1.0, 4.0], [0, 1, 0]),
+    ],
+)
+def test_modes_bound_or_reject(mode, weights, masks):
+    found = run([[-LOG4, 0.0, LOG4]], tis_mode=mode, tis_lower_bound=0.5, tis_upper_bound=2.0)
+    assert found[0] == [pytest.approx(weights)]
+    assert found[1] == [masks]
+    assert found[2]["tis_weight_before_bound"] == [pytest.approx([0.25, 1.0, 4.0])]
+
+
+def test_the_lower_bound_is_one_over_the_upper_and_rejection_takes_both_from_the_weights():
+    config = MisConfig(tis_upper_bound=4.0)
+    assert config.tis_bounds == config.rs_bounds == (0.25, 4.0)
+    assert MisConfig(tis_upper_bound=4.0, rs_upper_bound=1.5).rs_bounds == (0.25, 1.5)
+
+
+def test_rejection_by_token_takes_the_token_and_by_sequence_all_of_it():
+    rows = [[LOG4, 0.0], [0.0, 0.0]]
+    bounds = {"use_tis": False, "use_rs": True, "rs_lower_bound": 0.5, "rs_upper_bound": 2.0}
+    assert run(rows, rs_level="token", **bounds)[1] == [[0, 1], [1, 1]]
+    weights, masks, metrics = run(rows, rs_level="sequence", **bounds)
+    assert (weights, masks) == (None, [[0, 0], [1, 1]])
+    assert metrics["rs_mask_fraction_high"] == [[1.0, 1.0], [0.0, 0.0]]
+    assert run(rows, rs_level="geometric", **bounds)[1] == [[1, 1], [1, 1]], "the geometric mean is exactly 2"
+
+
+def test_one_catastrophic_token_vetoes_its_sequence_unless_it_is_not_trained():
+    rows = [[0.0, -10.0], [0.0, -10.0]]
+    settings = {"use_rs": True, "rs_lower_bound": 1e-9, "rs_upper_bound": 10.0, "rs_veto_threshold": 1e-4}
+    _, masks, metrics = run(rows, masks=[[1, 1], [1, 0]], **settings)
+    assert masks == [[0, 0], [1, 0]]
+    assert metrics["rs_catastrophic_token_fraction"] == [[0.0, 1.0], [0.0, 0.0]]
+    assert metrics["rs_catastrophic_seq_fraction"] == [[1.0, 1.0], [0.0, 0.0]]
+    without = run(rows, **settings | {"use_rs": False})
+    assert without[1] == [[1, 1], [1, 1]], "the veto is a part of rejection"
+
+
+def test_batch_normalisation_makes_the_mean_weight_one():
+    rows = [[LOG2, 0.0, 0.0], [LOG4]]
+    weights, _, metrics = run(rows, tis_upper_bound=10.0, tis_batch_normalize=True)
+    assert metrics["batch_norm_factor"] == [[2.0] * 3, [2.0]]  # (2 + 1 + 1 + 4) / 4
+    assert weights == [pytest.approx([1.0, 0.5, 0.5]), pytest.approx([2.0])]
+    weights, _, metrics = run(rows, tis_upper_bound=10.0, tis_level="sequence", tis_batch_normalize=True)
+    assert metrics["batch_norm_factor"][0][0] == pytest.approx(3.0)  # (2 + 4) / 2 sequences
+
+
+def test_what_was_rejected_has_no_part_in_the_mean():
+    one = torch.tensor([1.0])
+    assert float(mean_weight([one, 3 * one], [one, 0 * one], by_sequence=False)) == 1.0
+    assert float(mean_weight([one, 3 * one], [0 * one, one], by_sequence=True)) == 3.0
+    assert float(mean_weight([one], [0 * one], by_sequence=False)) == 1.0, "nothing is left"
+
+
+def test_divergence_metrics_are_there_whatever_is_done():
+    weights, masks, metrics = run([[LOG2, -LOG2]], use_tis=False)
+    assert weights is None and masks == [[1, 1]]
+    assert metrics["kl"] == [pytest.approx([-LOG2, LOG2])]
+    assert metrics["k3_kl"] == [pytest.approx([2 - 1 - LOG2, 0.5 - 1 + LOG2])]
+    assert metrics["rollout_log_ppl"] == [pytest.approx([1.0, 1.0])]
+    assert metrics["training_log_ppl"] == [pytest.approx([1.0, 1.0])], "the ratios cancel over the sequence"
+    assert metrics["rollout_ppl"] == [pytest.approx([math.e, math.e])]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), float("-inf")])
+def test_what_stands_where_a_token_is_not_trained_does_not_matter(level, strange):
+    settings = {
+        "tis_level": level, "rs_level": level, "use_rs": True, "rs_veto_threshold": 1e-3, "tis_batch_normalize": True,
+    }  # fmt: skip
+    mask = [[1, 0, 1], [0]]
+    plain = run([[LOG2, 0.0, -0.1], [0.0]], masks=mask, **settings)
+    odd = run([[LOG2, strange, -0.1], [strange]], masks=mask, **settings)
+    assert odd[1] == plain[1]
+    for found, wanted in ((odd[0], plain[0]), *((odd[2][name], plain[2][name]) for name in plain[2])):
+        assert found == [pytest.approx(row) for row in wanted]
+
+
+def test_an_empty_response_is_carried_along():
+    weights, masks, _ = run([[], [0.0]], use_rs=True, tis_batch_normalize=True, rs_veto_threshold=0.1)
+    assert weights == [[], [1.0]] and masks == [[], [1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"tis_mode": "cut"}, "tis_mode is 'cut'; it must be one of truncate, clip, mask"),
+        ({"rs_level": "group"}, "rs_level is 'group'; it must be one of token, sequence, geometric"),
+        ({"tis_upper_bound": 0.0}, "tis_upper_bound is 0.0; it must be a number above 0"),
+        ({"rs_veto_threshold": "1e-4"}, "rs_veto_threshold is '1e-4'.*in YAML 1.0e-4"),
+        ({"tis_lower_bound": 3.0}, "tis_lower_bound is 3 and tis_upper_bound 2; they are swapped"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        MisConfig(**settings)
