@@ -30,14 +30,14 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
+from slime.backends.megatron_utils.update_weight.engines.stock_engines import named_views
 from slime.backends.megatron_utils.update_weight.protocol import push_steps
 from slime.backends.megatron_utils.update_weight.protocol.acknowledgements import BucketDigests
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, BucketSource, GatheredBuckets
-from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.protocol.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.protocol.roster import PUSH_FAILURES, PushClock, Roster, reason_of
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, BucketSource, GatheredBuckets
+from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
-from slime.backends.megatron_utils.update_weight.engines.stock_engines import named_views
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import WeightSyncError
 from slime.weights.named_tensors import wire_dtype

@@ -27,13 +27,12 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory
-from slime.backends.megatron_utils.update_weight.protocol import disk_steps
-from slime.backends.megatron_utils.update_weight.protocol import push_steps
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET
+from slime.backends.megatron_utils.update_weight.protocol import disk_steps, push_steps
 from slime.backends.megatron_utils.update_weight.protocol.disk_steps import WrittenVersion
 from slime.backends.megatron_utils.update_weight.protocol.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.protocol.roster import PUSH_FAILURES, PushClock, Roster
 from slime.backends.megatron_utils.update_weight.sender import WeightSender
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import HookError, WeightSyncError
 from slime.utils.misc import load_function

@@ -17,10 +17,10 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, BucketSource
-from slime.backends.megatron_utils.update_weight.protocol.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.engines.remote_engines import RemoteEngines
+from slime.backends.megatron_utils.update_weight.protocol.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.sender import WeightSender
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, BucketSource
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
 from slime.backends.megatron_utils.update_weight.sources.shard_collect import CollectedBuckets
 from slime.weights.receiver import WeightReceiver

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import memory, sglang
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET
-from slime.backends.megatron_utils.update_weight.protocol.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.engines.remote_engines import RemoteEngines
+from slime.backends.megatron_utils.update_weight.engines.stock_engines import named_views
+from slime.backends.megatron_utils.update_weight.protocol.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.protocol.roster import PUSH_FAILURES, reason_of
 from slime.backends.megatron_utils.update_weight.sender import WeightSender
-from slime.backends.megatron_utils.update_weight.engines.stock_engines import named_views
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET
 from slime.utils.errors import ConfigError
 from slime.weights.receiver import Pending, WeightReceiver
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from slime.backends.megatron_utils.update_weight.protocol.push import Push
-from slime.backends.megatron_utils.update_weight.protocol.roster import PUSH_FAILURES
 from slime.backends.megatron_utils.update_weight.engines.stock_engines import StockGroup, named_views
 from slime.backends.megatron_utils.update_weight.engines.update_group import UpdateGroup
+from slime.backends.megatron_utils.update_weight.protocol.push import Push
+from slime.backends.megatron_utils.update_weight.protocol.roster import PUSH_FAILURES
 from slime.weights.manifest import Manifest
 from slime.weights.receiver import WeightReceiver
 
