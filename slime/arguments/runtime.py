@@ -59,7 +59,7 @@ def args_to_resume(args: Namespace, *, weight_version: int, is_saved: bool) -> N
         resumed.load = args.save
         resumed.ckpt_step = None
         resumed.finetune = False
-        resumed.no_load_optim = args.no_save_optim
+        resumed.no_load_optim = args.no_save_optim and not args.use_stateless_adam
         resumed.no_load_rng = False
         resumed.start_rollout_id = None
     return resumed

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import re
 import string
 from argparse import Namespace
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from slime.algorithms.loss_types import LOSS_TYPES
 from slime.algorithms.policy_losses import CISPO
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
+from slime.arguments.validate_training import check_training_flags
 from slime.arguments.validate_weights import check_weight_flags
 from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES, math_verify
 from slime.utils.errors import ConfigError
@@ -222,26 +222,6 @@ def _off_policy(args: Namespace) -> Iterator[str]:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; the bounds are swapped."
 
 
-def _routing_replay(args: Namespace) -> Iterator[str]:
-    records = args.use_routing_replay and not args.use_rollout_routing_replay
-    if records and not args.compute_advantages_and_returns:
-        yield (
-            "--use-routing-replay writes experts down in the pass over the old policy, which "
-            "--disable-compute-advantages-and-returns leaves out; drop one of them."
-        )
-
-
-def _trained_parameters(args: Namespace) -> Iterator[str]:
-    if args.only_train_params_name_list and args.freeze_params_name_list:
-        yield "--only-train-params-name-list and --freeze-params-name-list contradict each other; give one of them."
-    for flag in ("only_train_params_name_list", "freeze_params_name_list"):
-        for pattern in getattr(args, flag) or []:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                yield f"--{flag.replace('_', '-')}: {pattern!r} is no regular expression: {error}."
-
-
 def _distillation(args: Namespace) -> Iterator[str]:
     if not args.use_opd:
         for flag in ("opd_type", "opd_teacher_load", "opd_teacher_ckpt_step"):
@@ -293,7 +273,7 @@ def _rollout_functions(args: Namespace) -> Iterator[str]:
 def _saves(args: Namespace) -> Iterator[str]:
     if args.save is None:
         for flag in ("save_interval", "save_hf", "async_save", "no_save_optim"):
-            if getattr(args, flag):
+            if getattr(args, flag) and not (flag == "no_save_optim" and args.use_stateless_adam):
                 yield f"--{flag.replace('_', '-')} needs --save, the folder of the checkpoints."
     elif args.save_hf is not None and args.save_interval is None:
         yield "--save-hf writes beside each save; give --save-interval too."
@@ -352,14 +332,13 @@ CHECKS = (
     _rewards,
     _loss,
     _off_policy,
-    _routing_replay,
-    _trained_parameters,
     _distillation,
     _rollout_functions,
     _saves,
     _evals,
     _ci,
     _dump_templates,
+    check_training_flags,
     check_weight_flags,
     check_critic_flags,
 )

@@ -152,6 +152,8 @@ def save_checkpoint(
     if optimizer is not None and not args.no_save_optim:
         state["optimizer"] = optimizer_state(optimizer, weights)
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    elif optimizer is not None and vars(args).get("use_stateless_adam"):
+        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()  # there is no more to such an optimizer
     if not args.no_save_rng:
         state["rng_state"] = rng_state()
     write_checkpoint(state, folder, background=background)
@@ -256,7 +258,11 @@ def load_checkpoint(
         logger.info("loaded the weights of %s", folder)
         return 0
     if optimizer is not None:
-        if args.no_load_optim:
+        if vars(args).get("use_stateless_adam"):
+            _refresh(optimizer)
+            if "opt_param_scheduler" in common and not args.no_load_optim:
+                _load_schedule(args, common, opt_param_scheduler)
+        elif args.no_load_optim:
             _refresh(optimizer)
         else:
             _load_optimizer(args, folder, common, model, optimizer, opt_param_scheduler)
@@ -321,10 +327,14 @@ def _load_optimizer(
         ) from error
     if opt_param_scheduler is not None:
         # After the optimizer: both write the learning rate, and the scheduler has the last word.
-        saved = common["opt_param_scheduler"]
-        if flags_rule:
-            saved = _flags_schedule(opt_param_scheduler.state_dict(), saved)
-        opt_param_scheduler.load_state_dict(saved)
+        _load_schedule(args, common, opt_param_scheduler)
+
+
+def _load_schedule(args: Namespace, common: dict[str, Any], opt_param_scheduler: Any) -> None:
+    saved = common["opt_param_scheduler"]
+    if not args.use_checkpoint_opt_param_scheduler:
+        saved = _flags_schedule(opt_param_scheduler.state_dict(), saved)
+    opt_param_scheduler.load_state_dict(saved)
 
 
 def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

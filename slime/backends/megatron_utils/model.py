@@ -25,6 +25,7 @@ from slime.backends.megatron_utils.checkpoint import load_checkpoint
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.backends.megatron_utils.stateless_adam import make_stateless
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
     # Shards of fp32 parameters are views, which the offloading optimizer takes only as leaves.
     with torch.no_grad() if config.optimizer_cpu_offload else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=args.enable_gloo_process_groups)
+    if vars(args).get("use_stateless_adam"):
+        make_stateless(optimizer)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _fuse_adam(part.optimizer)
     return optimizer
