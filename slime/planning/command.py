@@ -1,0 +1,178 @@
+"""From a command line to a printed plan: what ``tools/plan.py`` and ``train.py ... --plan`` share."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import parse_flags, slime_validate_args
+from slime.arguments.parser import is_flag
+from slime.planning.known_checkpoints import assumed_config
+from slime.planning.plan import Plan, PlanOptions, make_plan
+from slime.planning.tables import plan_tables
+from slime.utils.errors import ConfigError, SlimeError
+
+EXIT_OK, EXIT_TOO_LARGE, EXIT_ILLEGAL = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteRun:
+    """A run's flags as the run would have them, and what is wrong with them."""
+
+    args: Namespace | None
+    """None when not even the shape of the run could be made out."""
+    hf_config: Mapping[str, Any]
+    problems: list[str]
+    notes: list[str]
+    checkpoint: str = ""
+    """As it was given."""
+
+
+def asks_for_plan(words: Sequence[str]) -> bool:
+    """Whether a command line of train.py has ``--plan``."""
+    return any(word == "--plan" or word.startswith("--plan=") for word in words)
+
+
+def complete_run(words: Sequence[str]) -> CompleteRun:
+    """Parse and check ``words`` as train.py does, in every stage, so that all that is wrong is told at once.
+
+    Files need not be there: of ``--hf-checkpoint`` only config.json is read, and where that is missing, too, the plan
+    goes by the flags and by what is known of published checkpoints.
+    """
+    words = [*words] if asks_for_plan(words) else [*words, "--plan"]
+    notes: list[str] = []
+    try:
+        args = parse_flags(words)
+        checkpoint = str(args.hf_checkpoint)
+        hf_config = _read_config(checkpoint)
+        if hf_config is None:
+            hf_config = assumed_config(checkpoint)
+            notes.append(_assumption(checkpoint, hf_config))
+        if not any(Path(checkpoint).glob("*.safetensors*")):
+            args = parse_flags([*words, "--hf-checkpoint", str(_stand_in(checkpoint, hf_config))])
+    except SlimeError as error:
+        return CompleteRun(None, {}, str(error).splitlines(), notes)
+    problems = _check(args)
+    is_known = vars(args).get("padded_vocab_size") is not None and vars(args).get("world_size") is not None
+    return CompleteRun(args if is_known else None, hf_config, problems, notes, checkpoint)
+
+
+def _check(args: Namespace) -> list[str]:
+    """Every stage of checks that can still run; each reports what it finds."""
+    from slime.backends.megatron_utils.arguments import validate_megatron_arguments
+    from slime.backends.sglang_utils.arguments import validate_sglang_arguments
+
+    stages = [slime_validate_args]
+    if not args.debug_rollout_only:
+        stages.append(validate_megatron_arguments)
+    if not (args.debug_train_only or args.load_debug_rollout_data):
+        stages.append(validate_sglang_arguments)
+    problems = []
+    for stage in stages:
+        try:
+            stage(args)
+        except SlimeError as error:
+            problems += str(error).splitlines()
+    return problems
+
+
+def _read_config(checkpoint: str) -> dict[str, Any] | None:
+    """config.json of the checkpoint's folder, its ``text_config`` laid over it; None when it is not there."""
+    file = Path(checkpoint) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); --hf-checkpoint needs a config.json.") from error
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _assumption(checkpoint: str, config: Mapping[str, Any]) -> str:
+    if config:
+        return f"{checkpoint}: no config.json here; the plan goes by what is known of that checkpoint."
+    return (
+        f"{checkpoint}: no config.json here; the plan goes by the flags alone (engines in bf16). "
+        "--hf-checkpoint FOLDER with a config.json makes it exact."
+    )
+
+
+def _stand_in(checkpoint: str, config: Mapping[str, Any]) -> Path:
+    """A folder with what is known of the config, for the checks that read it.
+
+    Without how it is quantized: the check of that reads the names of all tensors, which are not here.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="slime-plan-")) / (Path(checkpoint).name or "checkpoint")
+    folder.mkdir()
+    known = {name: value for name, value in config.items() if name != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(known))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def run_plan(words: Sequence[str], options: PlanOptions, *, as_json: bool = False, all_ranks: bool = False) -> int:
+    """Print the plan of a command line; gives the exit code.
+
+    0: the run is legal and fits; 1: it is legal, but needs more memory than there is; 2: it is not legal.
+    """
+    run = complete_run(words)
+    plan: Plan | None = None
+    problems = list(run.problems)
+    if run.args is not None:
+        try:
+            plan = replace(make_plan(run.args, run.hf_config, options), model=run.checkpoint)
+        except SlimeError as error:
+            problems.append(str(error))
+    if plan is not None:
+        problems += [problem for problem in plan.problems if problem not in problems]
+    problems = list(dict.fromkeys(problems))
+    notes = run.notes + (plan.notes if plan else [])
+    if as_json:
+        print(json.dumps({"problems": problems, "notes": notes, "plan": as_document(plan)}))
+    else:
+        print(plan_tables(plan, problems, notes, all_ranks=all_ranks))
+    if problems:
+        return EXIT_ILLEGAL
+    return EXIT_TOO_LARGE if plan is not None and plan.too_large else EXIT_OK
+
+
+def as_document(plan: Plan | None) -> dict[str, Any] | None:
+    """The plan as plain lists, mappings and numbers; sums that the classes compute are written out."""
+    if plan is None:
+        return None
+    document = asdict(plan)
+    for entry, stage in zip(document["stages"], plan.stages, strict=True):
+        entry["memory"] |= {"static": stage.memory.static, "peak": stage.memory.peak, "outside": stage.memory.outside}
+        entry["parameters"] |= {"total": stage.parameters.total, "trained": stage.parameters.trained}
+    document["host"]["total"] = plan.host.total
+    document["sizes"] |= {"data": plan.sizes.data, "expert_data": plan.sizes.expert_data}
+    return document
+
+
+def plan_of_train(words: Sequence[str]) -> int:
+    """``train.py ... --plan``: planned for H100s; tools/plan.py has options for other cards."""
+    from slime.planning.cards import find_card
+    from slime.utils import env
+
+    as_json = any(word == "--plan=json" for word in words) or "json" in _values_of("--plan", words)
+    options = PlanOptions(card=find_card("H100"), environment=env.copy())
+    code = run_plan(words, options, as_json=as_json)
+    sys.stdout.flush()
+    return code
+
+
+def _values_of(flag: str, words: Sequence[str]) -> list[str]:
+    """The words behind ``flag`` up to the next flag."""
+    found: list[str] = []
+    for position, word in enumerate(words):
+        if word == flag:
+            rest = words[position + 1 :]
+            end = next((index for index, value in enumerate(rest) if is_flag(value)), len(rest))
+            found += rest[:end]
+    return found

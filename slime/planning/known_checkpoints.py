@@ -1,0 +1,36 @@
+"""What the config.json of published checkpoints says that the model flags do not.
+
+A recipe names folders of the cluster; a laptop has none of them.  For checkpoints in this table the plan goes by what
+is written here, and says so; for others by the flags alone.  ``--hf-checkpoint FOLDER`` with a config.json of the
+real thing is always better.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+_BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_GLM_MOE_DSA: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
+_GLM_52: dict[str, Any] = {**_GLM_MOE_DSA, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "DeepSeek-R1": {"model_type": "deepseek_v3", "quantization_config": _BLOCK_FP8},
+    "DeepSeek-V3": {"model_type": "deepseek_v3", "quantization_config": _BLOCK_FP8},
+    "GLM-5": _GLM_MOE_DSA,
+    "GLM-5-FP8": {**_GLM_MOE_DSA, "quantization_config": _BLOCK_FP8},
+    "GLM-5.2": _GLM_52,
+    "GLM-5.2-FP8": {**_GLM_52, "quantization_config": _BLOCK_FP8},
+    "GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": _BLOCK_FP8},
+}
+
+
+def assumed_config(checkpoint: str) -> dict[str, Any]:
+    """What is known of the checkpoint by the name of its folder; empty when nothing is."""
+    return KNOWN.get(PurePath(checkpoint).name, {})

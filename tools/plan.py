@@ -1,0 +1,68 @@
+"""Say what a run will be, on a machine without GPUs: legality, layout, memory, traffic.
+
+    python tools/plan.py scripts/run-deepseek-r1.sh
+    python tools/plan.py --gpu H200 scripts/run-qwen3-4B.sh --max-tokens-per-gpu 16384
+    python tools/plan.py --json --actor-num-nodes 1 ... (the arguments of train.py)
+
+Nothing is started, and no checkpoint is needed; ``--hf-checkpoint`` with a folder that has a config.json makes the
+plan exact.  Exit code 0: legal, and it fits; 1: more memory than there is; 2: not legal.  docs/plan.md says what is
+predicted, what is not, and how far the numbers are from measured ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.planning.cards import CARDS, GIB, find_card
+from slime.planning.command import run_plan
+from slime.planning.plan import PlanOptions
+from slime.planning.recipe import read_recipe
+from slime.utils import env
+from tools.cli import clean_exit
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The tool's own flags; all others are the run's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--gpu", default="H100", help=f"the card: {', '.join(CARDS)} (H100)")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of the card, where it is another")
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="memory of a node")
+    parser.add_argument("--mfu", type=float, default=0.35, help="of the trainer, for the time of a step (0.35)")
+    parser.add_argument("--lengths", metavar="FILE", help="JSON list: tokens of each sample of a rollout")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("--ranks", action="store_true", help="list every trainer rank")
+    return parser
+
+
+def main() -> None:
+    """The command line."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    options, words = build_parser().parse_known_args()
+    environment = env.copy()
+    with clean_exit():
+        card = find_card(options.gpu)
+        if options.gpu_memory:
+            card = dataclasses.replace(card, memory=int(options.gpu_memory * GIB))
+        if options.host_memory:
+            card = dataclasses.replace(card, host_memory=int(options.host_memory * GIB))
+        words = [word for word in words if word not in ("--", "python", "python3", "train.py", "train_async.py")]
+        if words and words[0].endswith(".sh"):
+            recipe = read_recipe(words[0], words[1:])
+            words, environment = recipe.words, {**environment, **recipe.environment}
+        lengths = tuple(json.loads(Path(options.lengths).read_text())) if options.lengths else None
+        settings = PlanOptions(card=card, mfu=options.mfu, lengths=lengths, environment=environment)
+        code = run_plan(words, settings, as_json=options.json, all_ranks=options.ranks)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
