@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.dist.gloo_ranks import run_ranks
+from tests.matrix.pool import RankPool
 from tests.oracle.agreement import errors_of_cell
-from tests.oracle.trainer import Cell, cells_of_this_rank
+from tests.oracle.trainer import Cell, run_cells
 from tests.oracle.variants import CELLS, LAYOUTS, SEEDS
 
 MEETS_OTHER_RANKS = ("grpo", "gspo", "ppo", "reinforce", "per_token", "opsm", "distilled", "critic", "tis", "sft")
@@ -35,24 +35,19 @@ def cells_for(world_size: int) -> list[tuple[str, str, str]]:
     ]
 
 
+CHOSEN = [cell for world_size in LAYOUTS for cell in cells_for(world_size)]
+
+
 @pytest.fixture(scope="module")
-def ranks() -> dict[int, list[dict[Cell, Any]]]:
-    """[processes][rank] what it computed; one start of the processes serves all tests here."""
-    return {
-        world_size: run_ranks(
-            cells_of_this_rank, world_size, [(*cell, seed) for cell in cells_for(world_size) for seed in SEEDS]
-        )
-        for world_size in (2, 4)
-    }
+def ranks() -> dict[Cell, list[dict[str, Any]]]:
+    """[cell][rank] what it computed; one start of the processes serves all tests here."""
+    with RankPool() as pool:
+        return run_cells(pool, [(*cell, seed) for cell in CHOSEN for seed in SEEDS])
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("world_size", "layout", "variant", "packing"),
-    [(world_size, *cell) for world_size in (2, 4) for cell in cells_for(world_size)],
-    ids=lambda value: str(value),
-)
-def test_a_rollout_gives_what_the_reference_gives(ranks, world_size, layout, variant, packing):
+@pytest.mark.parametrize(("layout", "variant", "packing"), CHOSEN)
+def test_a_rollout_gives_what_the_reference_gives(ranks, layout, variant, packing):
     for seed in SEEDS:
-        errors = errors_of_cell(variant, seed, [rank[layout, variant, packing, seed] for rank in ranks[world_size]])
+        errors = errors_of_cell(variant, seed, ranks[layout, variant, packing, seed])
         assert errors.within_bounds(), (seed, errors)

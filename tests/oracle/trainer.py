@@ -6,7 +6,8 @@ Parallel state, gathers and gradient collectives are the trainer's; only the mod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,13 @@ import torch.distributed as dist
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
+from tests.matrix.pool import RankPool
 from tests.oracle.batches import as_samples
 from tests.oracle.step import teacher_log_probs
 from tests.oracle.variants import COLUMNS, LAYOUTS, PACKINGS, ROLLOUTS_PER_STEP, arguments, problem
+
+if TYPE_CHECKING:
+    from tests.mutations.mutation import Mutation
 
 Cell = tuple[str, str, str, int]
 """Layout, variant, packing, seed."""
@@ -146,3 +151,28 @@ def cells_of_this_rank(cells: Sequence[Cell]) -> dict[Cell, dict[str, Any]]:
             results[cell] = steps_of_this_rank(variant, packing, seed, allgather_cp="allgather" in layout)
         mpu.destroy_model_parallel()
     return results
+
+
+def run_cells(
+    pool: RankPool, cells: Sequence[Cell], *, mutation: Mutation | None = None, timeout_s: float = 600
+) -> dict[Cell, list[dict[str, Any]]]:
+    """The cells, each on as many processes as its layout has; the results of its ranks.
+
+    Args:
+        pool: starts the processes.
+        cells: what to run; those of one number of processes share a start.
+        mutation: a bug that the processes have.
+        timeout_s: for each start.
+    """
+    results: dict[Cell, list[dict[str, Any]]] = {}
+    for world_size, layouts in LAYOUTS.items():
+        chosen = [cell for cell in cells if cell[0] in layouts]
+        if chosen:
+            ranks = pool.run(_cells_with_bug, world_size, chosen, mutation, timeout_s=timeout_s)
+            results |= {cell: [rank[cell] for rank in ranks] for cell in chosen}
+    return results
+
+
+def _cells_with_bug(cells: Sequence[Cell], mutation: Mutation | None) -> dict[Cell, dict[str, Any]]:
+    with mutation.applied() if mutation is not None else nullcontext():
+        return cells_of_this_rank(cells)
