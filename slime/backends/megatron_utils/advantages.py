@@ -38,23 +38,29 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
     """
     if not mpu.is_pipeline_last_stage():
         return
-    rollout_data["kl"] = _token_kl(args, rollout_data)
+    masks = local_masks(rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"])
+    rollout_data["kl"] = _without_strange_numbers(_token_kl(args, rollout_data, masks), masks)
     if args.custom_advantage_function_path is not None:
         load_function(args.custom_advantage_function_path)(args, rollout_data)
     else:
-        advantages, returns = _estimate(args, rollout_data)
+        advantages, returns = _estimate(args, rollout_data, masks)
         rollout_data["advantages"], rollout_data["returns"] = advantages, returns
     if args.use_opd:
         _distil(args, rollout_data)
     if args.normalize_advantages:
-        masks = local_masks(
-            rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"]
-        )
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         rollout_data["advantages"] = whiten(rollout_data["advantages"], masks, group=group)
 
 
-def _token_kl(args: Namespace, rollout_data: RolloutBatch) -> list[Tensor]:
+def _without_strange_numbers(column_N: list[Tensor], mask_N: list[Tensor]) -> list[Tensor]:
+    """0 for what is not finite where a token is not trained: sums over time would spread it over the others."""
+    return [
+        torch.where((mask != 0) | values.isfinite(), values, 0.0)
+        for values, mask in zip(column_N, mask_N, strict=True)
+    ]
+
+
+def _token_kl(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) -> list[Tensor]:
     """KL from the reference of each local response token; zeros without ``--kl-coef``."""
     if args.kl_coef != 0:
         ours = rollout_data.get("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
@@ -68,14 +74,14 @@ def _token_kl(args: Namespace, rollout_data: RolloutBatch) -> list[Tensor]:
     for column in _LENGTH_COLUMNS:
         if rollout_data.get(column) is not None:
             return [torch.zeros_like(values, dtype=torch.float32) for values in rollout_data[column]]
-    masks = local_masks(rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"])
     return [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
 
 
-def _estimate(args: Namespace, rollout_data: RolloutBatch) -> tuple[list[Tensor], list[Tensor]]:
+def _estimate(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     estimator = get_estimator(args.advantage_estimator)
     lengths = list(zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True))
     values = rollout_data.get("values")
+    values = None if values is None else _without_strange_numbers(values, masks)
     if estimator.needs_values and values is None:
         raise DataError(f"--advantage-estimator {args.advantage_estimator} needs the critic's values; there are none")
     is_gathered = estimator.needs_whole_responses and mpu.get_context_parallel_world_size() > 1
@@ -85,14 +91,11 @@ def _estimate(args: Namespace, rollout_data: RolloutBatch) -> tuple[list[Tensor]
             return column
         return [all_gather_with_cp(tensor, *length) for tensor, length in zip(column, lengths, strict=True)]
 
-    masks = rollout_data["loss_masks"]
-    if not is_gathered:
-        masks = local_masks(masks, *zip(*lengths, strict=True))
     advantages, returns = estimator.compute(
         AdvantageInputs(
             rewards_N=rollout_data["rewards"],
             kl_N=whole(rollout_data["kl"]),
-            mask_N=masks,
+            mask_N=rollout_data["loss_masks"] if is_gathered else masks,
             values_N=None if values is None else whole(values),
         ),
         AdvantageConfig(kl_coef=args.kl_coef, gamma=args.gamma, lambd=args.lambd),
