@@ -20,6 +20,24 @@ _GLM_MOE_DSA: dict[str, Any] = {
 }
 _GLM_52: dict[str, Any] = {**_GLM_MOE_DSA, "index_topk_freq": 4, "index_skip_topk_offset": 3}
 
+_INT4 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}},
+}
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    }
+
+
 KNOWN: dict[str, dict[str, Any]] = {
     "DeepSeek-R1": {"model_type": "deepseek_v3", "quantization_config": _BLOCK_FP8},
     "DeepSeek-V3": {"model_type": "deepseek_v3", "quantization_config": _BLOCK_FP8},
@@ -27,6 +45,11 @@ KNOWN: dict[str, dict[str, Any]] = {
     "GLM-5-FP8": {**_GLM_MOE_DSA, "quantization_config": _BLOCK_FP8},
     "GLM-5.2": _GLM_52,
     "GLM-5.2-FP8": {**_GLM_52, "quantization_config": _BLOCK_FP8},
+    "Kimi-K2-Instruct": {"quantization_config": _BLOCK_FP8},
+    "Kimi-K2-Thinking": {"quantization_config": _INT4},
+    "Llama-3.1-8B-Instruct": _llama3(8.0),
+    "Llama-3.2-1B-Instruct": _llama3(32.0),
+    "Llama-3.2-3B-Instruct": _llama3(32.0),
     "GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": _BLOCK_FP8},
 }
 

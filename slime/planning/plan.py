@@ -22,6 +22,7 @@ from slime.planning.engines import (
     engine_memory,
     engine_places,
 )
+from slime.planning.gpus import plan_gpus
 from slime.planning.host_memory import HostMemory, HostSettings, add_hosts, rank_host_memory
 from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes, RankPlace, rank_places
@@ -144,7 +145,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     places, groups = _engines(args, shape, sizes, hf_config, options, problems)
     phases = _phases(args, sizes, stages, groups, options.card, trains=trains)
     host = _host(args, sizes, stages, places)
-    num_gpus = _num_gpus(args, sizes)
+    num_gpus = plan_gpus(args).num_gpus
     plan = Plan(
         problems=problems,
         too_large=_too_large(phases, host, groups, options.card),
@@ -242,14 +243,16 @@ def _engines(
         problems.append(str(error))
         return [], []
     trainer_gpus = 0 if args.debug_rollout_only else sizes.world
-    offset = 0 if args.colocate or args.debug_rollout_only else sizes.world
     groups = [
         (model.name, group.worker_type, group.num_gpus, group.num_gpus_per_engine)
         for model in config.models
         for group in model.server_groups
     ]
     places = engine_places(
-        groups, rollout_offset=offset, gpus_per_node=args.num_gpus_per_node, trainer_gpus=trainer_gpus
+        groups,
+        rollout_offset=plan_gpus(args).rollout_offset,
+        gpus_per_node=args.num_gpus_per_node,
+        trainer_gpus=trainer_gpus,
     )
     problems += rules.placement_problems(places, args.num_gpus_per_node)
     flags = {name.removeprefix("sglang_"): value for name, value in vars(args).items() if name.startswith("sglang_")}
@@ -467,12 +470,3 @@ def _push(
         bucket_bytes=args.update_weight_buffer_size,
         way=way,
     )
-
-
-def _num_gpus(args: Namespace, sizes: ParallelSizes) -> int:
-    rollout = args.rollout_num_gpus or 0
-    if args.debug_train_only or args.rollout_external:
-        return sizes.world
-    if args.debug_rollout_only:
-        return rollout
-    return max(sizes.world, rollout) if args.colocate else sizes.world + rollout

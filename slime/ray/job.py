@@ -21,7 +21,8 @@ from ray.exceptions import RayError
 
 from slime.arguments import parse_args
 from slime.observability.logging_utils import configure_logger
-from slime.ray.placement_group import plan_gpus
+from slime.planning.command import asks_for_plan, plan_of_train
+from slime.planning.gpus import plan_gpus
 from slime.ray.waiting import forget_all
 from slime.utils import env
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
@@ -44,6 +45,8 @@ def run(train: Callable[[Namespace], None]) -> None:
     0 success, 1 failure, 2 bad input, 130 interrupted.
     """
     configure_logger()
+    if asks_for_plan(sys.argv[1:]):
+        sys.exit(plan_of_train(sys.argv[1:]))
     signal.signal(signal.SIGTERM, _raise_interrupted)
     code = EXIT_FAILED
     try:
