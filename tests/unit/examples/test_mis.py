@@ -1,0 +1,134 @@
+"""The MIS example: settings, names of metrics, and the same result whatever the context parallelism."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.dist.gloo_ranks import run_ranks
+
+REPO = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(REPO / "tests/unit/backends/megatron_utils"))
+
+from megatron_case import parse, start_parallel, start_single_process  # noqa: E402
+from test_loss import MODEL_FLAGS, make_args, make_batch, make_logits, run  # noqa: E402
+
+from examples.train_infer_mismatch_helper.mis import (  # noqa: E402
+    KEYS,
+    compute_mis_weights,
+    compute_mis_weights_with_cp,
+    config_from_args,
+)
+from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp  # noqa: E402
+from slime.utils.errors import ConfigError  # noqa: E402
+
+PATH = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+YAML = yaml.safe_load((REPO / "examples/train_infer_mismatch_helper/mis.yaml").read_text())
+
+
+def test_the_yaml_file_names_every_setting():
+    assert set(YAML) == set(KEYS)
+    config = config_from_args(Namespace(**YAML))
+    assert (config.tis_bounds, config.rs_bounds) == ((0.5, 2.0), (0.99, 1.01))
+
+
+def test_a_misspelt_setting_is_refused_and_those_of_vanilla_tis_are_not():
+    with pytest.raises(ConfigError, match="tis_levle .*Did you mean tis_level"):
+        config_from_args(Namespace(tis_levle="token"))
+    assert config_from_args(Namespace(tis_clip=2.0, tis_clip_low=0.0, use_tis=True, rs_lower_bound=None)).use_tis
+
+
+def mis_run(**settings: Any) -> tuple[float, dict[str, float]]:
+    """Two samples of one and two tokens, weights e^0.5, 1 and e^-3; advantages 1."""
+    start_single_process(parse(*MODEL_FLAGS))
+    batch = make_batch(
+        masks=((1,), (1, 1)),
+        advantages=[[1.0], [1.0, 1.0]],
+        log_probs=[[-1.0], [-1.0, -4.0]],
+        rollout_log_probs=[[-1.5], [-1.0, -1.0]],
+    )
+    args = make_args(custom_tis_function_path=PATH, **settings)
+    return run(args, batch, make_logits(batch, [[-1.0], [-1.0, -4.0]]))
+
+
+def test_weights_multiply_the_loss_and_rejection_leaves_denominators_alone():
+    value, metrics = mis_run(use_tis=True, tis_upper_bound=10.0)
+    weights = [1.64872, 1.0, 0.049787]
+    assert value == pytest.approx(-(weights[0] + (weights[1] + weights[2]) / 2), rel=1e-4)
+    assert metrics["mis_tis_weight_before_bound"] == metrics["ois"] == pytest.approx(-value, rel=1e-4)
+    value, metrics = mis_run(use_rs=True, rs_lower_bound=0.5, rs_upper_bound=2.0)
+    assert value == pytest.approx(-(1 + 1 / 2), rel=1e-4), "no weights; of the second sample one token of two is left"
+    assert metrics["mis_rs_mask_fraction_low"] == pytest.approx(0.5), "over the tokens that came in"
+    assert metrics["entropy_loss"] > 0
+    value, metrics = mis_run(use_rs=True, rs_level="sequence", rs_lower_bound=0.5, rs_upper_bound=2.0)
+    assert value == pytest.approx(-1.0, rel=1e-4)
+
+
+def test_without_weights_and_rejection_it_only_measures():
+    value, metrics = mis_run(get_mismatch_metrics=True)
+    assert value == pytest.approx(-2.0, rel=1e-5)
+    assert metrics["mis_kl"] == pytest.approx(-0.5 + 3.0 / 2, rel=1e-4)
+    assert {"mis_k3_kl", "mis_training_ppl", "mis_rollout_ppl", "mis_training_log_ppl"} <= metrics.keys()
+    assert "mis_tis_weight_before_bound" not in metrics
+
+
+def columns() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    responses, prompts = [7, 1, 12, 3], [2, 5, 4, 1]
+    noise = [0.3 * torch.randn(n, generator=generator) for n in responses]
+    rollout = [-torch.rand(n, generator=generator) for n in responses]
+    masks = [(torch.rand(n, generator=generator) > 0.3).int() for n in responses]
+    return {
+        "train_log_probs": [a + b for a, b in zip(rollout, noise, strict=True)],
+        "rollout_log_probs": rollout,
+        "loss_masks": masks,
+        "total_lengths": [r + p for r, p in zip(responses, prompts, strict=True)],
+        "response_lengths": responses,
+    }
+
+
+SETTINGS = [
+    {"tis_level": "token", "tis_mode": "clip", "tis_batch_normalize": True},
+    {"tis_level": "sequence", "tis_mode": "mask", "tis_batch_normalize": True, "rs_level": "sequence", "use_rs": True},
+    {
+        "tis_level": "geometric",
+        "rs_level": "geometric",
+        "use_rs": True,
+        "rs_upper_bound": 1.1,
+        "rs_veto_threshold": 0.6,
+    },
+]
+
+
+def compare_with_whole() -> list[bool]:
+    """On every rank: its part of what the whole responses give."""
+    start_parallel(parse(*MODEL_FLAGS, "--context-parallel-size", 2, "--actor-num-gpus-per-node", 2))
+    data = columns()
+    lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
+
+    def local(column: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [slice_log_prob_with_cp(values, *length) for values, length in zip(column, lengths, strict=True)]
+
+    equal = []
+    for settings in SETTINGS:
+        args = Namespace(use_tis=True, tis_upper_bound=1.3, **settings)
+        whole = {name: data[name] for name in ("train_log_probs", "rollout_log_probs", "loss_masks")}
+        weights, masks, metrics = compute_mis_weights(args, **whole)
+        loss = torch.cat(local([torch.arange(1.0, n + 1) for n in data["response_lengths"]]))
+        parts = {name: local(data[name]) for name in ("train_log_probs", "rollout_log_probs")}
+        found = compute_mis_weights_with_cp(args, pg_loss=loss, **{**data, **parts})
+        equal.append(torch.allclose(found[0], loss * torch.cat(local(weights))))
+        equal.append(all(torch.equal(a, b) for a, b in zip(found[1], masks, strict=True)))
+        equal += [torch.allclose(found[2]["mis_" + name], torch.cat(local(metrics[name]))) for name in metrics]
+    return equal
+
+
+def test_two_context_parallel_ranks_have_the_parts_of_the_whole():
+    for equal in run_ranks(compare_with_whole, 2):
+        assert len(equal) > 30 and all(equal)
