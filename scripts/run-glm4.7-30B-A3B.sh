@@ -107,6 +107,11 @@ WANDB_ARGS=(
 SGLANG_ARGS=(
     --rollout-num-gpus-per-engine 8
     --sglang-mem-fraction-static 0.8
+    # 20 heads do not divide by 8: attention in data-parallel ranks, as on one node
+    --sglang-enable-dp-attention
+    --sglang-dp-size 8
+    --sglang-enable-dp-lm-head
+    --sglang-moe-dense-tp-size 1
 
     --sglang-speculative-algorithm EAGLE
     --sglang-speculative-num-steps 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -26,6 +27,21 @@ RECIPES = {
     "run-qwen3-4B.sh": None,
     "run-qwen3-4B-base-sft.sh": None,
 }
+MORE_RECIPES = [
+    *("run-qwen3-0.6B.sh", "run-qwen3-1.7B.sh", "run-qwen3-4B-Instruct-2507.sh", "run-qwen3-8B.sh"),
+    *("run-qwen3-14B.sh", "run-qwen3-32B.sh", "run-qwen3-30B-A3B.sh", "run-qwen3-235B-A22B.sh"),
+    *("run-qwen2.5-0.5B.sh", "run-qwen2.5-1.5B.sh", "run-qwen2.5-3B.sh", "run-qwen2.5-7B.sh", "run-qwen2.5-32B.sh"),
+    *("run-llama3.2-1B-Instruct.sh", "run-llama3.2-3B-Instruct.sh", "run-llama3.1-8B-Instruct.sh"),
+    *("run-glm4-32B.sh", "run-glm4.5-106B-A12B.sh", "run-glm4.6-355B-A32B.sh", "run-glm4.7-355B-A32B.sh"),
+    *("run-glm5-744B-A40B.sh", "run-deepseek-v3.sh", "run-moonlight-16B-A3B.sh"),
+    *("run-kimi-k2-Instruct.sh", "run-kimi-k2-Thinking.sh"),
+]
+"""Recipes of models that no document names."""
+WITHOUT_RECIPE = {
+    *("deepseek-v3-5layer", "deepseek-v3-20layer"),  # cut for trying things out
+    *("qwen3-next-80B-A3B", "qwen3.5-35B-A3B", "minimax-m2"),  # their layers are not built yet, and refused
+    "tiny-arithmetic",
+}
 NOT_LITERAL = {
     # flags of a seed's text that its recipe spells otherwise, leaves to the user, or that name the seed's own folders
     "GLM4 9B": {"rotary_base"},
@@ -43,7 +59,7 @@ FOLDERS = {"hf_checkpoint", "ref_load", "load", "save", "prompt_data", "eval_pro
 def submitted(script: str, tmp_path: Path, *words: str, **variables: str) -> tuple[list[str], dict[str, str]]:
     """What ``ray job submit`` gets: the words behind ``--``, and the job's environment."""
     record = tmp_path / "record"
-    recorder = f'ray() {{ printf "%s\\n" "$@" >"{record}"; }}; nvidia-smi() {{ printf "GPU 0\\nGPU 1\\n"; }}'
+    recorder = f'ray() {{ printf "%s\\n" "$@" >"{record}"; }}; nvidia-smi() {{ seq 8; }}'
     environment = dict(os.environ) | {"SLIME_SCRIPT_EXTERNAL_RAY": "1", "BASE_DIR": "/base", "MASTER_ADDR": "10.0.0.1"}
     command = f"{recorder}; export -f ray nvidia-smi; exec {shlex.quote(str(REPO / script))} {shlex.join(words)}"
     subprocess.run(["bash", "-c", command], env=environment | variables, check=True, timeout=120)
@@ -52,18 +68,50 @@ def submitted(script: str, tmp_path: Path, *words: str, **variables: str) -> tup
     return job, json.loads(lines[lines.index("--runtime-env-json") + 1])["env_vars"]
 
 
-def test_every_recipe_is_looked_at():
+def test_every_model_has_a_recipe_and_every_recipe_is_looked_at():
     there = {path.name for path in REPO.glob("scripts/run-*.sh") if "tiny" not in path.name}
-    assert there == set(RECIPES)
+    assert there == set(RECIPES) | set(MORE_RECIPES)
+    sourced = {
+        word for name in there for word in re.findall(r"models/([^\"]+)\.sh", (REPO / "scripts" / name).read_text())
+    }
+    models = {path.stem for path in REPO.glob("scripts/models/*.sh")}
+    assert sourced | WITHOUT_RECIPE == models and not sourced & WITHOUT_RECIPE
 
 
-@pytest.mark.parametrize("script", RECIPES)
+def layout_faults(args) -> list[str]:
+    """What cannot be: layers, heads and experts over ranks, engines over GPUs."""
+    num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    ends = [args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers]
+    given = [layers for layers in ends if layers is not None]
+    dp = num_gpus // (tp * pp * cp)
+    groups = args.num_query_groups or args.num_attention_heads
+    rules = {
+        "GPUs": num_gpus % (tp * pp * cp) == 0,
+        "layers": (args.num_layers - sum(given)) % max(pp - len(given), 1) == 0,
+        "heads": args.num_attention_heads % tp == 0 and (groups % tp == 0 or tp % groups == 0),
+        "sequence parallel": args.sequence_parallel or tp == 1,
+        "experts": (args.num_experts or args.expert_model_parallel_size) % args.expert_model_parallel_size == 0,
+        "expert ranks": tp * cp * dp % args.expert_model_parallel_size == 0,
+        "executions": args.global_batch_size is None or args.global_batch_size % dp == 0,
+    }
+    if not args.debug_train_only:
+        per_engine = args.rollout_num_gpus_per_engine
+        attention_tp = per_engine // (args.sglang_dp_size if args.sglang_enable_dp_attention else 1)
+        rules["engines"] = num_gpus % per_engine == 0
+        rules["engine heads"] = args.num_attention_heads % attention_tp == 0
+        rules["engine experts"] = (args.num_experts or 0) % args.sglang_ep_size == 0
+    return [name for name, holds in rules.items() if not holds]
+
+
+@pytest.mark.parametrize("script", [*RECIPES, *MORE_RECIPES])
 def test_a_recipe_submits_flags_that_exist(script, tmp_path):
     job, environment = submitted(f"scripts/{script}", tmp_path, "--num-rollout", "7")
     assert job[0] == "python3"
     assert (REPO / job[1]).is_file()
     args = parse_flags(job[2:])
     assert args.num_rollout == 7  # what the user adds comes last, and wins
+    assert layout_faults(args) == []
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert str(REPO) in environment["PYTHONPATH"]
 

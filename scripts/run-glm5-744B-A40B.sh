@@ -1,0 +1,174 @@
+#!/usr/bin/env bash
+# GRPO on math with GLM-5 (744B-A40B) on 32 nodes of 8 GPUs: trained in bf16, served in FP8.
+#
+#   scripts/run-glm5-744B-A40B.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#
+# BASE_DIR: a folder that all nodes see; holds GLM-5-FP8, GLM-5_torch_dist and dapo-math-17k.
+# MASTER_ADDR, HOSTFILE: see scripts/nodes.sh.  SOCKET_IFNAME (eth0): the network interface of all nodes.
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/lib.sh"
+source "${SCRIPT_DIR}/nodes.sh"
+source "${SCRIPT_DIR}/models/glm5-744B-A40B.sh"
+
+need BASE_DIR MASTER_ADDR
+SOCKET_IFNAME="${SOCKET_IFNAME:-eth0}"
+
+NUM_NODES="${ACTOR_NUM_NODES:-32}"
+
+CKPT_ARGS=(
+    # what SGLang serves; the tokenizer comes from here too
+    --hf-checkpoint "${BASE_DIR}/GLM-5-FP8"
+    # the reference model
+    --ref-load "${BASE_DIR}/GLM-5_torch_dist"
+    # where the actor goes on; while it is empty, it starts from --ref-load
+    --load "${BASE_DIR}/GLM-5_slime/"
+    --save "${BASE_DIR}/GLM-5_slime/"
+    --save-interval 20
+)
+
+ROLLOUT_ARGS=(
+    --prompt-data "${BASE_DIR}/dapo-math-17k/dapo-math-17k.jsonl"
+    --input-key prompt
+    --label-key label
+    --apply-chat-template
+    --rollout-shuffle
+    --rm-type deepscaler
+    --num-rollout 3000
+    --rollout-batch-size 8
+    --n-samples-per-prompt 8
+    --rollout-max-response-len 65536
+    --rollout-temperature 1.0
+
+    --global-batch-size 64
+    --balance-data
+)
+
+PERF_ARGS=(
+    --tensor-model-parallel-size 4
+    --sequence-parallel
+    --pipeline-model-parallel-size 8
+    --context-parallel-size 8
+    --expert-model-parallel-size 32
+    --expert-tensor-parallel-size 1
+    # 78 layers do not divide by 8; every layer computes its own sparse-attention indices, so a stage may begin anywhere
+    --decoder-last-pipeline-num-layers 8
+
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+    --use-dynamic-batch-size
+    --max-tokens-per-gpu 8192
+    --data-pad-size-multiplier 1024
+    --log-probs-chunk-size 16384
+)
+
+GRPO_ARGS=(
+    --advantage-estimator grpo
+    --kl-coef 0.00
+    --entropy-coef 0.00
+    --eps-clip 0.2
+    --eps-clip-high 0.28
+
+    --use-tis
+    --tis-clip-low 0.5
+    --tis-clip 2.0
+)
+
+OPTIMIZER_ARGS=(
+    --optimizer adam
+    --lr 1e-6
+    --lr-decay-style constant
+    --weight-decay 0.1
+    --adam-beta1 0.9
+    --adam-beta2 0.98
+
+    # Adam on the host: its state needs no GPU memory.
+    --optimizer-cpu-offload
+    --overlap-cpu-optimizer-d2h-h2d
+    --use-precision-aware-optimizer
+)
+
+WANDB_ARGS=(
+    # --use-wandb
+    # --wandb-project slime
+    # --wandb-group glm5-744B-A40B
+)
+
+# Four engines of 64 GPUs: DeepEP dispatches to at most 160 ranks.
+SGLANG_ARGS=(
+    --rollout-num-gpus-per-engine 64
+    --sglang-mem-fraction-static 0.70
+    --sglang-enable-dp-attention
+    --sglang-ep-size 64
+    --sglang-dp-size 64
+    --sglang-moe-dense-tp-size 1
+    --sglang-enable-dp-lm-head
+    --sglang-moe-a2a-backend deepep
+    --sglang-deepep-mode auto
+
+    --sglang-page-size 64
+    --sglang-kv-cache-dtype fp8_e4m3
+    --sglang-nsa-decode-backend flashmla_kv
+    --sglang-nsa-prefill-backend flashmla_sparse
+    --sglang-attention-backend nsa
+    --sglang-cuda-graph-max-bs 12
+    --sglang-disable-overlap-schedule
+    --sglang-max-running-requests 512
+    --sglang-watchdog-timeout 3600
+
+    # the model's own next-token layer drafts
+    --sglang-speculative-algorithm EAGLE
+    --sglang-speculative-num-steps 4
+    --sglang-speculative-eagle-topk 1
+    --sglang-speculative-num-draft-tokens 5
+    --sglang-speculative-draft-attention-backend nsa
+)
+
+MISC_ARGS=(
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --accumulate-allreduce-grads-in-fp32
+    --attention-softmax-in-fp32
+    --attention-backend flash
+    --moe-token-dispatcher-type alltoall
+    --no-check-for-nan-in-loss-and-grad
+    --update-weight-buffer-size 2147483648
+)
+
+start_nodes "${NUM_NODES}" 8
+
+# 64: the largest decode batch, 12 requests (--sglang-cuda-graph-max-bs) x 5 draft tokens = 60, rounded up.
+JOB_ENV="$(job_env \
+    CUDA_DEVICE_MAX_CONNECTIONS=1 \
+    "GLOO_SOCKET_IFNAME=${SOCKET_IFNAME}" \
+    "TP_SOCKET_IFNAME=${SOCKET_IFNAME}" \
+    "NCCL_SOCKET_IFNAME=${SOCKET_IFNAME}" \
+    NCCL_P2P_LEVEL=NVL \
+    NCCL_NVLS_ENABLE=0 \
+    NCCL_CUMEM_ENABLE=0 \
+    NCCL_NET_GDR_LEVEL=2 \
+    NCCL_IB_QPS_PER_CONNECTION=2 \
+    NCCL_IB_TC=160 \
+    NCCL_IB_TIMEOUT=22 \
+    NCCL_PXN_DISABLE=0 \
+    NCCL_MIN_CTAS=4 \
+    NVTE_FWD_LAYERNORM_SM_MARGIN=8 \
+    NVTE_BWD_LAYERNORM_SM_MARGIN=8 \
+    INDEXER_ROPE_NEOX_STYLE=0 \
+    SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=64 \
+    SGLANG_JIT_DEEPGEMM_PRECOMPILE=true \
+    NVSHMEM_DISABLE_NCCL=1)"
+submit_job train.py \
+    --actor-num-nodes "${NUM_NODES}" \
+    --actor-num-gpus-per-node 8 \
+    --colocate \
+    "${MODEL_ARGS[@]}" \
+    "${CKPT_ARGS[@]}" \
+    "${ROLLOUT_ARGS[@]}" \
+    "${PERF_ARGS[@]}" \
+    "${GRPO_ARGS[@]}" \
+    "${OPTIMIZER_ARGS[@]}" \
+    "${WANDB_ARGS[@]}" \
+    "${SGLANG_ARGS[@]}" \
+    "${MISC_ARGS[@]}" \
+    "$@"
