@@ -359,14 +359,6 @@ def _advise(args: Namespace) -> None:
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
     estimator = get_estimator(args.advantage_estimator)
-    own_rewards = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
-    is_compared = estimator.group_baseline is not None and args.rewards_normalization and not own_rewards
-    if args.n_samples_per_prompt == 1 and is_compared and args.custom_advantage_function_path is None:
-        logger.warning(
-            "--n-samples-per-prompt is 1 and --advantage-estimator %s compares the rollouts of a prompt with each "
-            "other: all advantages will be 0. Give more samples, or --disable-rewards-normalization.",
-            args.advantage_estimator,
-        )
     if estimator.policy_loss is CISPO and args.eps_clip_c is not None:
         logger.warning("--eps-clip-c has no effect on CISPO, whose weights are bounded from both sides already.")
     if estimator.policy_loss is CISPO and args.eps_clip < 1:

@@ -1,0 +1,1 @@
+"""Dr. GRPO: GRPO without the two divisions that bias it; see docs/customization.md."""

@@ -1,0 +1,25 @@
+"""Dr. GRPO's reducer: the length of a response does not matter, its mask does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "backends/megatron_utils"))
+
+from megatron_case import parse, start_single_process  # noqa: E402
+from test_loss import MODEL_FLAGS, make_args, make_batch, make_logits, run  # noqa: E402
+
+REDUCER = "examples.DrGRPO.custom_reducer.get_pg_loss_reducer"
+
+
+def test_every_trained_token_weighs_the_same_and_the_other_means_stay():
+    start_single_process(parse(*MODEL_FLAGS))
+    batch = make_batch(masks=((1,), (1, 1, 0, 1)), advantages=[[2.0], [-1.0] * 4])
+    args = make_args(custom_pg_loss_reducer_function_path=REDUCER, entropy_coef=0.0)
+    logits = make_logits(batch, [[-1.0], [-1.0] * 4])
+    value, metrics = run(args, batch, logits)
+    assert value == metrics["pg_loss"] == pytest.approx((-2.0 + 3 * 1.0) / 1000)
+    assert metrics["entropy_loss"] == pytest.approx(run(make_args(), batch, logits)[1]["entropy_loss"])
