@@ -108,6 +108,30 @@ def group_normalised(rewards: list[float], group_size: int, divide_by_std: bool 
     return normalised
 
 
+def relative_rewards(examples: list[Example], group_size: int, baseline: str, divide_by_std: bool) -> list[float]:
+    """Reward of each sample against the rollouts of its prompt, each of which counts once.
+
+    ``baseline``: mean (GRPO and its kin, REINFORCE++-baseline), or others (RLOO: the mean of the other rollouts).
+    """
+    of_rollout: dict[int, list[float]] = {}
+    for example in examples:
+        of_rollout.setdefault(example.rollout_id, []).append(example.reward)
+    rewards = {rollout: sum(found) / len(found) for rollout, found in of_rollout.items()}
+    relative = []
+    for example in examples:
+        prompt = example.rollout_id // group_size
+        group = {rollout: reward for rollout, reward in rewards.items() if rollout // group_size == prompt}
+        if baseline == "others":
+            group_without = [reward for rollout, reward in group.items() if rollout != example.rollout_id]
+            relative.append(example.reward - sum(group_without) / len(group_without))
+            continue
+        mean, std = sum(group.values()) / len(group), 1.0
+        if divide_by_std and len(group) > 1:
+            std = math.sqrt(sum((reward - mean) ** 2 for reward in group.values()) / (len(group) - 1)) + 1e-6
+        relative.append((example.reward - mean) / std)
+    return relative
+
+
 def reward_on_every_token(example: Example) -> Tensor:
     """GRPO, GSPO, CISPO."""
     return torch.full((example.response_length,), example.reward, dtype=torch.float64)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.oracle import reference
+from tests.oracle.mismatch import as_tensors, multiple_importance_sampling
 from tests.oracle.plugins import TOKENS_OF_A_STEP
 from tests.oracle.reference import Example, f64
+from tests.oracle.variants import GROUP_SIZE, MIS_SETTINGS, RLOO
 
 
 def teacher_log_probs(example: Example) -> Tensor:
@@ -21,15 +23,31 @@ def teacher_log_probs(example: Example) -> Tensor:
     return 0.6 * f64(example.reference) - 0.2
 
 
+def estimator_rewards(args: Namespace, examples: list[Example]) -> list[float]:
+    """What the estimator sees of each sample's reward."""
+    if args.advantage_estimator == RLOO:
+        return reference.relative_rewards(examples, GROUP_SIZE, "others", divide_by_std=False)
+    if args.advantage_estimator in ("grpo", "gspo", "cispo"):
+        return reference.relative_rewards(examples, GROUP_SIZE, "mean", args.grpo_std_normalization)
+    if args.advantage_estimator == "reinforce_plus_plus_baseline":
+        return reference.relative_rewards(examples, GROUP_SIZE, "mean", divide_by_std=False)
+    return [example.reward for example in examples]
+
+
 def advantages_and_returns(args: Namespace, examples: list[Example]) -> tuple[list[Tensor], list[Tensor]]:
     """Of every example of the rollout, all steps together."""
     kind = args.advantage_estimator
+    raw = examples
+    examples = [
+        Example(**{**vars(example), "reward": reward})
+        for example, reward in zip(raw, estimator_rewards(args, raw), strict=True)
+    ]
     advantages, returns = [], []
-    for example in examples:
+    for number, example in enumerate(examples):
         ours = f64(example.rollout if args.use_rollout_logprobs else example.old)
         penalty = reference.kl(ours, f64(example.reference), args.kl_loss_type) * (1.0 if args.kl_coef else 0.0)
         if args.custom_advantage_function_path is not None:
-            advantage = target = reference.leave_one_out(examples, example)
+            advantage = target = reference.leave_one_out(raw, raw[number])
         elif kind == "ppo":
             advantage, target = reference.gae(example, penalty, args.kl_coef, args.gamma, args.lambd)
         elif kind == "reinforce_plus_plus":
@@ -74,22 +92,41 @@ def policy_tokens(args: Namespace, example: Example, logits: Tensor, advantage: 
         keeps = reference.opsm_keeps(sample, log_prob, advantage, args.opsm_delta)
         loss = loss * keeps
         found["opsm_clipfrac"] = 1 - keeps
-    if args.use_tis or args.get_mismatch_metrics:
-        weight = (old - f64(example.rollout)).exp()
-        is_icepop = args.custom_tis_function_path is not None
-        used = reference.mismatch_weights(sample, args.tis_clip_low, args.tis_clip, drop=is_icepop)
-        loss = loss * used if args.use_tis else loss
-        found |= {"ois": weight, "tis": weight, "tis_abs": (weight - 1).abs()}
-        found["tis_clipfrac"] = ((weight < args.tis_clip_low) | (weight > args.tis_clip)).double()
+    keeps = f64([1.0] * example.response_length)
+    if args.use_tis or args.get_mismatch_metrics or getattr(args, "use_rs", False):
+        correction, weights, keeps = correct(args, example, old if args.reuse_log_probs else f64(example.old))
+        found |= correction
+        if args.use_tis:
+            loss = loss * weights
+        loss = loss * keeps
+        entropy = entropy * keeps
+        found["entropy_loss"] = entropy
     found["pg_loss"] = loss
     loss = loss - args.entropy_coef * entropy
     if args.use_kl_loss:
         correction = (log_prob - old).exp() if args.use_unbiased_kl else 1.0
-        found["kl_loss"] = reference.kl(log_prob, f64(example.reference), args.kl_loss_type, correction)
+        penalty = reference.kl(log_prob, f64(example.reference), args.kl_loss_type, correction)
+        found["kl_loss"] = penalty * keeps
         loss = loss + args.kl_loss_coef * found["kl_loss"]
     ours = log_prob.detach() if args.use_rollout_logprobs else old
     found["train_rollout_logprob_abs_diff"] = (ours - f64(example.rollout)).abs()
     return {"loss": loss, **found}
+
+
+def correct(args: Namespace, example: Example, train: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Metrics, weight and 0 or 1 of each token, by the mismatch between trainer and engine."""
+    sample = Example(**{**vars(example), "old": train.tolist()})
+    weight = (train - f64(example.rollout)).exp()
+    everything = torch.ones_like(weight)
+    if str(args.custom_tis_function_path).endswith("compute_mis_weights_with_cp"):
+        settings = {name: getattr(args, name) for name in MIS_SETTINGS}
+        [verdict] = multiple_importance_sampling([sample], settings)
+        metrics = {f"mis_{name}": f64(values) for name, values in verdict.metrics.items()}
+        return {"ois": weight, **metrics}, *as_tensors(verdict)
+    is_icepop = args.custom_tis_function_path is not None
+    metrics = {"ois": weight, "tis": weight, "tis_abs": (weight - 1).abs()}
+    metrics["tis_clipfrac"] = ((weight < args.tis_clip_low) | (weight > args.tis_clip)).double()
+    return metrics, reference.mismatch_weights(sample, args.tis_clip_low, args.tis_clip, drop=is_icepop), everything
 
 
 def step_tokens(

@@ -13,12 +13,21 @@ import torch
 import torch.distributed as dist
 
 from slime.train_data.convert import samples_to_train_data
+from slime.train_data.rewards import post_process_rewards
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
 from tests.matrix.pool import RankPool
 from tests.oracle.batches import as_samples
 from tests.oracle.step import teacher_log_probs
-from tests.oracle.variants import COLUMNS, LAYOUTS, PACKINGS, ROLLOUTS_PER_STEP, arguments, problem
+from tests.oracle.variants import (
+    COLUMNS,
+    GROUP_SIZE,
+    LAYOUTS,
+    PACKINGS,
+    ROLLOUTS_PER_STEP,
+    arguments,
+    problem,
+)
 
 if TYPE_CHECKING:
     from tests.mutations.mutation import Mutation
@@ -62,8 +71,18 @@ def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: b
     tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
 
     examples, table = problem(args, seed)
-    rewards = [example.reward for example in examples]
-    train_data = samples_to_train_data(as_samples(examples), rewards, rewards, rollout_top_p=args.rollout_top_p)
+    raw = [example.reward for example in examples]
+    rewards = post_process_rewards(
+        raw,
+        n_samples_per_prompt=GROUP_SIZE,
+        rollout_batch_size=2,
+        advantage_estimator=args.advantage_estimator,
+        rewards_normalization=args.rewards_normalization,
+        grpo_std_normalization=args.grpo_std_normalization,
+        group_ids=[example.rollout_id // GROUP_SIZE for example in examples],
+        rollout_ids=[example.rollout_id for example in examples],
+    )
+    train_data = samples_to_train_data(as_samples(examples), raw, rewards, rollout_top_p=args.rollout_top_p)
     schedule = build_dp_schedule(
         ScheduleConfig(dp_size=dp_size, cp_size=cp_size, **PACKINGS[packing]),
         [len(tokens) for tokens in train_data["tokens"]],

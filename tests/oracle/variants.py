@@ -61,10 +61,28 @@ PACKINGS: dict[str, dict[str, Any]] = {
 PENALTY = {"kl_coef": 0.3, "use_kl_loss": False, "kl_loss_coef": 0.0}
 PPO = {"advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, **PENALTY}
 ICEPOP = {"use_tis": True, "custom_tis_function_path": "slime.backends.megatron_utils.loss.icepop_function"}
-RLOO = {
-    "custom_advantage_function_path": "tests.oracle.plugins.leave_one_out",
-    "normalize_advantages": False,
+RLOO = "examples.custom_estimator.rloo.rloo"
+MIS_SETTINGS: dict[str, Any] = {
+    "use_tis": True,
+    "tis_mode": "truncate",
+    "tis_level": "token",
+    "tis_upper_bound": 1.6,
+    "tis_lower_bound": None,
+    "tis_batch_normalize": False,
+    "use_rs": False,
+    "rs_level": "token",
+    "rs_lower_bound": None,
+    "rs_upper_bound": None,
+    "rs_veto_threshold": None,
 }
+
+
+def mis(**settings: Any) -> dict[str, Any]:
+    """MIS with some of its settings changed."""
+    path = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+    return {"custom_tis_function_path": path, **MIS_SETTINGS, **settings}
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     # estimators
     "grpo": {},
@@ -76,7 +94,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reinforce": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.95, **PENALTY},
     "reinforce_k1": {"advantage_estimator": "reinforce_plus_plus", "gamma": 1.0, **PENALTY, "kl_loss_type": "k1"},
     "baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", **PENALTY},
-    "rloo": RLOO,
+    "rloo": {"advantage_estimator": RLOO, "normalize_advantages": False},
+    "rloo_whitened": {"advantage_estimator": RLOO},
+    "dr_grpo": {
+        "normalize_advantages": False,
+        "grpo_std_normalization": False,
+        "custom_pg_loss_reducer_function_path": "tests.oracle.plugins.constant_divisor_reducer",
+    },
+    "custom_advantage": {
+        "custom_advantage_function_path": "tests.oracle.plugins.leave_one_out",
+        "normalize_advantages": False,
+    },
     "not_whitened": {"normalize_advantages": False},
     "distilled": {"use_opd": True},
     "distilled_plain": {"use_opd": True, "normalize_advantages": False},
@@ -130,9 +158,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "icepop": ICEPOP,
     "icepop_per_token": {**ICEPOP, "calculate_per_token_loss": True},
     "mismatch_metrics": {"get_mismatch_metrics": True},
+    "mismatch_metrics_engine": {"get_mismatch_metrics": True, "use_rollout_logprobs": True},
+    "mis_token": mis(),
+    "mis_token_clip": mis(tis_mode="clip", tis_lower_bound=0.8),
+    "mis_token_mask": mis(tis_mode="mask"),
+    "mis_sequence": mis(tis_level="sequence", tis_mode="clip"),
+    "mis_sequence_mask": mis(tis_level="sequence", tis_mode="mask", tis_upper_bound=4.0),
+    "mis_geometric": mis(tis_level="geometric", tis_upper_bound=1.05),
+    "mis_rejection": mis(use_tis=False, use_rs=True),
+    "mis_rejection_sequence": mis(use_rs=True, rs_level="sequence", rs_upper_bound=3.0),
+    "mis_rejection_geometric": mis(use_rs=True, rs_level="geometric", rs_lower_bound=0.9, rs_upper_bound=1.1),
+    "mis_veto": mis(use_rs=True, rs_lower_bound=0.01, rs_upper_bound=100.0, rs_veto_threshold=0.45),
+    "mis_per_token": {**mis(use_rs=True, rs_level="geometric"), "calculate_per_token_loss": True},
+    "mis_gspo": {**mis(tis_level="sequence"), "advantage_estimator": "gspo"},
+    "mis_normalised": mis(tis_batch_normalize=True),
+    "mis_normalised_sequence": mis(tis_batch_normalize=True, tis_level="sequence", use_rs=True),
 }
+NEEDS_ONE_SAMPLE_A_BATCH = ("mis_normalised", "mis_normalised_sequence")
+"""What divides by a mean over the micro-batch depends on the packing; so it gets one that is the same everywhere."""
+GROUP_SIZE = 4
+"""Rollouts of one prompt: rollout ids 0 to 3 are the first, 4 to 7 the second."""
 CELLS = [
-    *((variant, "dynamic") for variant in VARIANTS),
+    *((variant, "static" if variant in NEEDS_ONE_SAMPLE_A_BATCH else "dynamic") for variant in VARIANTS),
     *((variant, packing) for packing in ("balanced", "flops", "static") for variant in ("grpo", "per_token", "gspo")),
 ]
 
@@ -173,6 +220,8 @@ DEFAULTS: dict[str, Any] = {
     "use_opd": False,
     "opd_kl_coef": 0.7,
     "normalize_advantages": True,
+    "rewards_normalization": True,
+    "grpo_std_normalization": True,
 }
 
 
