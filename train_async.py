@@ -8,18 +8,13 @@ own (no ``--colocate``).  Supervised fine-tuning runs here too, with ``--debug-t
 
 from argparse import Namespace
 
+from slime.arguments.validate_run import check_async_arguments
 from slime.ray.job import run
 from slime.ray.train_loop import TrainJob
-from slime.utils.errors import ConfigError
 
 
 def train(args: Namespace) -> None:
     """Run every rollout of ``args`` from the one that the checkpoint says."""
-    if args.colocate:
-        raise ConfigError(
-            "train_async.py generates and trains at the same time, so --colocate cannot work here: give the engines "
-            "GPUs of their own with --rollout-num-gpus, or use train.py"
-        )
     job = TrainJob(args)  # reserves GPUs, starts engines and trainers, pushes the weights for the first time
 
     ahead = job.start_generate(args.start_rollout_id) if args.start_rollout_id < args.num_rollout else None
@@ -44,4 +39,4 @@ def train(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run(train)
+    run(train, check_async_arguments)

@@ -29,6 +29,7 @@ from slime.arguments.parser import (
     add_slime_arguments,
     build_parser,
     engine_flags_are_idle,
+    note_repeated,
     refuse_unknown,
     reset_arg,
     split_engine_flags,
@@ -74,6 +75,7 @@ def parse_flags(argv: Sequence[str], add_custom_arguments: AddArguments | None =
     parser = build_parser(with_engine_flags=not idle, add_custom_arguments=add_custom_arguments)
     args, leftover = parser.parse_known_args(words)
     refuse_unknown(parser, words, leftover)
+    note_repeated(parser, words)
     if left_out:
         logger.info("No engine runs, so these flags were not looked at: %s", " ".join(dict.fromkeys(left_out)))
     return args
@@ -82,16 +84,16 @@ def parse_flags(argv: Sequence[str], add_custom_arguments: AddArguments | None =
 def slime_validate_args(args: Namespace) -> None:
     """Lay the overlay over ``args``, fill in what is derived, and check the whole."""
     apply_overlay(args)
+    critic = critic_flags(args)  # before the actor's overrides: every role starts from the command line
     apply_role_overrides(args)
     note_historical(args)
-    critic = critic_flags(args)  # before the actor's overrides: every role starts from the command line
     refuse_missing_features(args)
     resolve(args)
-    validate(args)
-
     args.critic_args = critic if args.use_critic and not args.debug_rollout_only else None
     if args.critic_args is not None:
         resolve_critic(critic, args)
+    validate(args)
+
 
 def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = None) -> AddArguments:
     """A function that adds slime's own flags, then the caller's, to a parser and returns it."""
@@ -110,11 +112,11 @@ def _validate_backends(args: Namespace) -> None:
         from slime.backends.megatron_utils.arguments import validate_megatron_arguments
 
         validate_megatron_arguments(args)
-    if not args.debug_train_only:
-        from slime.backends.sglang_utils.arguments import validate_sglang_arguments
         if args.critic_args is not None:
             validate_megatron_arguments(args.critic_args)
             finish_critic(args.critic_args)
             check_critic_layout(args)
+    if not args.debug_train_only:
+        from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 
         validate_sglang_arguments(args)

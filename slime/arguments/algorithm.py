@@ -8,7 +8,7 @@ from slime.algorithms.advantages import ESTIMATORS
 from slime.algorithms.kl import KL_KINDS
 from slime.algorithms.loss_types import ACTOR_LOSS_TYPES
 from slime.arguments.choices import RegistryChoices
-from slime.arguments.kinds import non_negative_int, number_in, positive_int
+from slime.arguments.kinds import non_negative_float, non_negative_int, number_in, positive_int
 
 
 def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,14 @@ def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_loss(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loss", "What an optimizer step minimises.")
     group.add_argument("--loss-type", choices=ACTOR_LOSS_TYPES, default="policy_loss", help="Which loss.")
-    group.add_argument("--eps-clip", type=float, default=0.2, help="Ratios below 1 minus this gain nothing.")
     group.add_argument(
-        "--eps-clip-high", type=float, default=None, help="Ratios above 1 plus this gain nothing. Default: --eps-clip."
+        "--eps-clip", type=non_negative_float, default=0.2, help="Ratios below 1 minus this gain nothing."
+    )
+    group.add_argument(
+        "--eps-clip-high",
+        type=non_negative_float,
+        default=None,
+        help="Ratios above 1 plus this gain nothing. Default: --eps-clip.",
     )
     group.add_argument(
         "--eps-clip-c",
@@ -32,7 +37,9 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Dual clip, above 1: bounds the loss of bad tokens. Default off.",
     )
-    group.add_argument("--value-clip", type=float, default=0.2, help="Trust region of the critic's values.")
+    group.add_argument(
+        "--value-clip", type=non_negative_float, default=0.2, help="Trust region of the critic's values."
+    )
     group.add_argument("--entropy-coef", type=float, default=0.0, help="Weight of the entropy bonus.")
     group.add_argument(
         "--calculate-per-token-loss",
@@ -83,9 +90,11 @@ def _add_advantages(parser: argparse.ArgumentParser) -> None:
 
 def _add_kl(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("KL", "How the policy is held near the reference model (--ref-load).")
-    group.add_argument("--kl-coef", type=float, default=0.0, help="Weight of the KL penalty inside the reward.")
+    group.add_argument(
+        "--kl-coef", type=non_negative_float, default=0.0, help="Weight of the KL penalty inside the reward."
+    )
     group.add_argument("--use-kl-loss", action="store_true", help="Add a KL term to the loss; loads the reference.")
-    group.add_argument("--kl-loss-coef", type=float, default=0.0, help="Weight of that term.")
+    group.add_argument("--kl-loss-coef", type=non_negative_float, default=0.0, help="Weight of that term.")
     group.add_argument("--kl-loss-type", choices=RegistryChoices(KL_KINDS), default="k1", help="Estimator of the KL.")
     group.add_argument("--use-unbiased-kl", action="store_true", help="Weight the KL term by the importance ratio.")
     group.add_argument(
@@ -104,8 +113,8 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use-tis", action="store_true", help="Truncated importance sampling between engine and trainer."
     )
-    group.add_argument("--tis-clip", type=float, default=2.0, help="Upper bound of its weights.")
-    group.add_argument("--tis-clip-low", type=float, default=0, help="Lower bound of its weights.")
+    group.add_argument("--tis-clip", type=non_negative_float, default=2.0, help="Upper bound of its weights.")
+    group.add_argument("--tis-clip-low", type=non_negative_float, default=0, help="Lower bound of its weights.")
     group.add_argument(
         "--get-mismatch-metrics",
         action="store_true",

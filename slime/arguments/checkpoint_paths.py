@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from slime.utils.errors import ConfigError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Written last by a save: its presence means that the save it names is complete."""
+LFS_NOTE = b"version https://git-lfs"
+"""How the note begins that git leaves in the place of a large file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,11 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
         raise ConfigError(
             f"{flag}: {folder} is not a folder. Download the model first: hf download NAME --local-dir DIR."
         )
+    if not (path / "config.json").is_file() and (path / TRACKER).is_file():
+        raise ConfigError(
+            f"{flag}: {folder} has no config.json; it is a Megatron checkpoint, which --ref-load and --load take. "
+            "Give the Hugging Face folder that it was converted from."
+        )
     config = _read_json(path / "config.json", flag)
     if weights:
         _check_weight_files(path, flag)
@@ -135,6 +143,19 @@ def _check_weight_files(path: Path, flag: str) -> None:
         raise ConfigError(
             f"{flag}: {path} has a config but no weight files (*.safetensors); download the model again."
         )
+    _check_fetched([*sorted(path.glob("*.safetensors"))[:1], *path.glob("tokenizer.json")], flag)
+
+
+def _check_fetched(files: Iterable[Path], flag: str) -> None:
+    """A clone without git-lfs has a note of three lines in the place of each large file."""
+    for file in files:
+        with file.open("rb") as content:
+            is_note = content.read(len(LFS_NOTE)) == LFS_NOTE
+        if is_note:
+            raise ConfigError(
+                f"{flag}: {file} is a note of git-lfs, not the file itself; run git lfs pull in {file.parent}, or "
+                "download the model with hf download."
+            )
 
 
 def _read_json(file: Path, flag: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from slime.arguments.kinds import number_in, positive_int
+from slime.arguments.kinds import non_negative_float, non_negative_int, number_in, positive_int, top_k
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,11 +31,13 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eval-label-key", default=None, help="Column of the label, for eval.")
     group.add_argument("--eval-tool-key", default=None, help="Column of the tools, for eval.")
     group.add_argument("--n-samples-per-eval-prompt", type=positive_int, default=1, help="Responses to each prompt.")
-    group.add_argument("--eval-temperature", type=float, default=None, help="Temperature, for eval; 0 is greedy.")
+    group.add_argument(
+        "--eval-temperature", type=non_negative_float, default=None, help="Temperature, for eval; 0 is greedy."
+    )
     group.add_argument(
         "--eval-top-p", type=number_in(0.0, 1.0, low_open=True), default=None, help="Nucleus, for eval, in (0, 1]."
     )
-    group.add_argument("--eval-top-k", type=int, default=None, help="Tokens to draw from, for eval; -1 means all.")
+    group.add_argument("--eval-top-k", type=top_k, default=None, help="Tokens to draw from, for eval; -1 means all.")
     group.add_argument(
         "--eval-max-response-len", type=positive_int, default=None, help="Tokens a response may have, for eval."
     )
@@ -43,7 +45,10 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--eval-max-prompt-len", type=positive_int, default=None, help="Longer eval prompts (tokens) are left out."
     )
     group.add_argument(
-        "--eval-min-new-tokens", type=int, default=None, help="Tokens a response must have at least, for eval."
+        "--eval-min-new-tokens",
+        type=non_negative_int,
+        default=None,
+        help="Tokens a response must have at least, for eval.",
     )
     group.add_argument(
         "--eval-max-context-len",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from slime.arguments.kinds import number_in, positive_float
+from slime.arguments.kinds import non_negative_float, number_in, positive_float
 
 
 def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,10 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
         "--rollout-health-check-timeout", type=positive_float, default=30.0, help="Seconds an engine has to answer."
     )
     group.add_argument(
-        "--rollout-health-check-first-wait", type=float, default=0.0, help="Seconds of grace after each resume."
+        "--rollout-health-check-first-wait",
+        type=non_negative_float,
+        default=0.0,
+        help="Seconds of grace after each resume.",
     )
     group.add_argument(
         "--rollout-stall-timeout-s",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 from argparse import Namespace
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,6 +13,8 @@ import yaml
 
 from slime.arguments.parser import Parser, add_slime_arguments
 from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def load_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
@@ -47,7 +51,20 @@ def apply_overlay(args: Namespace) -> None:
         name = str(key).replace("-", "_")
         if name == "custom_config_path":
             raise ConfigError(f"{flag}: {args.custom_config_path} sets {key} itself; overlays do not nest.")
+        _advise_spelling(args, name, source=f"{flag}: {args.custom_config_path}")
         setattr(args, name, _checked(choices, args, name, value, source=f"{flag}: {key}"))
+
+
+def _advise_spelling(args: Namespace, name: str, *, source: str) -> None:
+    """Say so when a key is no flag's and looks like one; it may still be a plug-in's own."""
+    similar = [] if hasattr(args, name) else difflib.get_close_matches(name, vars(args), n=1, cutoff=0.85)
+    if similar:
+        logger.warning(
+            "%s sets %s, which is no flag, for plug-ins to read; if a flag was meant, it is %s.",
+            source,
+            name,
+            similar[0],
+        )
 
 
 def _choices_by_attribute() -> dict[str, Collection[Any]]:

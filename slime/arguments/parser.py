@@ -1,13 +1,10 @@
-"""One parser for the flags of slime, Megatron and SGLang together, and the words for a flag that nobody knows."""
+"""One parser for the flags of slime, Megatron and SGLang together."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from slime.arguments.algorithm import add_algorithm_arguments
@@ -23,10 +20,25 @@ from slime.arguments.observability import add_observability_arguments
 from slime.arguments.reward import add_reward_arguments
 from slime.arguments.rollout import add_rollout_arguments
 from slime.arguments.train import add_train_arguments
+from slime.arguments.unknown_flags import is_flag, nearest, note_repeated, refuse_unknown
 from slime.arguments.weight_sync import add_weight_sync_arguments
 from slime.utils.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "ENGINE_FLAGS",
+    "ENGINE_PREFIXES",
+    "AddArguments",
+    "Parser",
+    "add_slime_arguments",
+    "build_parser",
+    "engine_flags_are_idle",
+    "is_flag",
+    "nearest",
+    "note_repeated",
+    "refuse_unknown",
+    "reset_arg",
+    "split_engine_flags",
+]
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -41,6 +53,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        # argparse takes -1 for a value, but -1e-6 for a flag.
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
@@ -99,11 +113,6 @@ def engine_flags_are_idle(argv: Sequence[str]) -> bool:
     return bool(names & {"--debug-train-only", "--load-debug-rollout-data"})
 
 
-def is_flag(token: str) -> bool:
-    """True for ``--name`` and ``-n``, false for values, negative numbers included."""
-    return bool(re.match(r"--?[A-Za-z]", token))
-
-
 def split_engine_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """``argv`` without the engines' flags and their values, and the names of the flags left out."""
     kept: list[str] = []
@@ -118,54 +127,3 @@ def split_engine_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if not skipping:
             kept.append(token)
     return kept, left_out
-
-
-def refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str], leftover: Sequence[str]) -> None:
-    """Raise for what ``parse_known_args`` left over, naming the nearest known flags.
-
-    Raises:
-        ConfigError: one line for each unknown flag, and one for each value that belongs to no flag.
-    """
-    if not leftover:
-        return
-    unknown = list(dict.fromkeys(token.split("=", 1)[0] for token in leftover if is_flag(token)))
-    lines = [_unknown_flag_line(name, parser._option_string_actions) for name in unknown]
-    lines += [
-        f"{value!r} belongs to no flag: {flag} takes no more values. Quote values that contain spaces."
-        for flag, value in _stray_values(argv, leftover, set(unknown))
-    ]
-    raise ConfigError("\n".join(lines))
-
-
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like ``name``, the best first; none when nothing is like it."""
-    candidates = [option for option in known if option.startswith("--")]
-    return difflib.get_close_matches(name.replace("_", "-"), candidates, n=count, cutoff=0.72)
-
-
-def _unknown_flag_line(name: str, known: Iterable[str]) -> str:
-    similar = nearest(name, known)
-    if similar:
-        return f"{name} is not a flag. Did you mean {' or '.join(similar)}?"
-    return f"{name} is not a flag, and none is like it. See docs/flags.md, or train.py --help."
-
-
-def _stray_values(argv: Sequence[str], leftover: Sequence[str], unknown: set[str]) -> list[tuple[str, str]]:
-    """Pairs of (flag before it, value) for leftover values that do not follow an unknown flag."""
-    strays = Counter(token for token in leftover if not is_flag(token))
-    followed: list[tuple[str, str]] = []
-    flag = "the command"
-    for token in argv:
-        if is_flag(token):
-            flag = token.split("=", 1)[0]
-        elif flag in unknown:
-            strays[token] -= 1
-        else:
-            followed.append((flag, token))
-    # A value that stands twice is a stray where it stands last: the first one fed its flag.
-    found = []
-    for flag, token in reversed(followed):
-        if strays[token] > 0:
-            strays[token] -= 1
-            found.append((flag, token))
-    return found[::-1]

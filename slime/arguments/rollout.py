@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from slime.arguments.kinds import non_negative_int, number_in, positive_float, positive_int
+from slime.arguments.kinds import non_negative_int, number_in, positive_float, positive_int, top_k
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="Nucleus of sampling, in (0, 1]. Other than 1, the engine's kept tokens are replayed in training.",
     )
-    group.add_argument("--rollout-top-k", type=int, default=-1, help="Tokens to draw from; -1 means all.")
+    group.add_argument("--rollout-top-k", type=top_k, default=-1, help="Tokens to draw from; -1 means all.")
     group.add_argument(
         "--rollout-max-context-len",
         type=positive_int,

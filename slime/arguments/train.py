@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from slime.arguments.kinds import json_object, non_negative_int, positive_int
+from slime.arguments.kinds import json_object, non_negative_float, non_negative_int, positive_int
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +28,14 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         help="Train in fp32. With none of --fp32, --bf16, --fp16: bf16 with CUDA, fp32 without.",
     )
     group.add_argument("--seed", type=int, default=1234, help="Seed of the trainer, and the base of the engines'.")
-    group.add_argument("--lr", type=float, default=1e-6, help="Learning rate (its peak, with a schedule).")
     group.add_argument(
-        "--clip-grad", type=float, default=1.0, help="Largest global norm of the gradient; 0 turns it off."
+        "--lr", type=non_negative_float, default=1e-6, help="Learning rate (its peak, with a schedule)."
+    )
+    group.add_argument(
+        "--clip-grad",
+        type=non_negative_float,
+        default=1.0,
+        help="Largest global norm of the gradient; 0 turns it off.",
     )
     group.add_argument(
         "--reset-optimizer-states",
@@ -158,7 +163,10 @@ def _add_mtp(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("multi-token prediction", "The extra layers that predict further ahead.")
     group.add_argument("--mtp-num-layers", type=non_negative_int, default=None, help="Layers to build and load.")
     group.add_argument(
-        "--mtp-loss-scaling-factor", type=float, default=0.2, help="Weight of their loss beside the main loss."
+        "--mtp-loss-scaling-factor",
+        type=non_negative_float,
+        default=0.2,
+        help="Weight of their loss beside the main loss.",
     )
     group.add_argument(
         "--enable-mtp-training", action="store_true", help="Train them; without it they are loaded and frozen."

@@ -12,12 +12,13 @@ import string
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.arguments.critic import check_critic_files, check_critic_flags
 from slime.algorithms.advantages import get_estimator
 from slime.algorithms.loss_types import LOSS_TYPES
 from slime.algorithms.policy_losses import CISPO
+from slime.arguments.critic import check_critic_files, check_critic_flags
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
+from slime.arguments.validate_run import advise, check_run
 from slime.arguments.validate_training import check_training_flags
 from slime.arguments.validate_weights import check_weight_flags
 from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES, math_verify
@@ -340,6 +341,7 @@ CHECKS = (
     _dump_templates,
     check_training_flags,
     check_weight_flags,
+    check_run,
     check_critic_flags,
 )
 
@@ -363,7 +365,4 @@ def _advise(args: Namespace) -> None:
         logger.warning("--eps-clip-c has no effect on CISPO, whose weights are bounded from both sides already.")
     if estimator.policy_loss is CISPO and args.eps_clip < 1:
         logger.warning("CISPO bounds its weights from below at 1 - --eps-clip = %g; usual is 0.", 1 - args.eps_clip)
-    if args.global_batch_size and not args.debug_rollout_only:
-        rest = args.rollout_batch_size * args.n_samples_per_prompt % args.global_batch_size
-        if rest:
-            logger.warning("%d samples of each rollout do not fill a step and are not trained on.", rest)
+    advise(args)

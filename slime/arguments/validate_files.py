@@ -6,12 +6,20 @@ Read only; large checkpoints are judged by their index, data files row by row.
 from __future__ import annotations
 
 import glob
+import importlib.util
+import json
+import logging
 import string
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from slime.arguments.checkpoint_paths import check_huggingface_folder, inspect_checkpoint
+from slime.arguments.validate_run import OWN_ROLLOUTS
 from slime.utils.errors import ConfigError
+from slime.weights.quantize import read_format
+
+logger = logging.getLogger(__name__)
 
 OWN_DATA_SOURCES = (
     "slime.rollout.data_source.RolloutDataSource",
@@ -28,6 +36,8 @@ def check_files(args: Namespace) -> None:
         DataError: a data file is missing or malformed, with the line.
     """
     _check_model(args)
+    _check_packages(args)
+    _check_save_folder(args)
     if not args.debug_rollout_only:
         _check_starting_point(args)
     _check_reference(args)
@@ -45,6 +55,80 @@ def _check_model(args: Namespace) -> None:
     folder = Path(args.hf_checkpoint)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ConfigError(f"--hf-checkpoint: {folder} has no tokenizer (tokenizer.json); download the model again.")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    _check_positions(args, config)
+    if args.apply_chat_template and not _may_have_chat_template(folder):
+        raise ConfigError(
+            f"--apply-chat-template: the tokenizer of --hf-checkpoint {folder} has no chat template; a base model has "
+            "none. Drop the flag, use the instruct model's tokenizer, or put a chat_template.jinja into the folder."
+        )
+
+
+def _may_have_chat_template(folder: Path) -> bool:
+    """False when the tokenizer's settings are there and say nothing of a template."""
+    if any(folder.glob("chat_template*")) or any(folder.glob("additional_chat_templates/*")):
+        return True
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or (folder / "tokenizer.model").is_file():
+        return True  # the tokenizer's own class may bring one
+    try:
+        content = json.loads(settings.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--hf-checkpoint: {settings} is not JSON: {error}. Download the model again.") from error
+    return bool(content.get("chat_template") or content.get("auto_map"))
+
+
+def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
+    """Without a stretched rotary embedding the model has as many positions as its config says."""
+    text = {**config, **(config.get("text_config") or {})}
+    positions = text.get("max_position_embeddings")
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    is_stretched = any(isinstance(rope, dict) and rope.get(key) is not None for key in ("factor", "long_factor"))
+    if not isinstance(positions, int) or is_stretched or args.debug_train_only:
+        return
+    if getattr(args, "sglang_context_length", None) is not None:
+        return  # the user has said how far the engines may go
+    for flag, length in (
+        ("--rollout-max-response-len", args.rollout_max_response_len),
+        ("--eval-max-response-len", args.eval_max_response_len if args.eval_datasets else None),
+    ):
+        if length is not None and length >= positions:
+            raise ConfigError(
+                f"{flag} {length}: the model of --hf-checkpoint has max_position_embeddings {positions}, which must "
+                f"hold prompt and response; give at most {positions - 1}, less the longest prompt."
+            )
+
+
+def _check_packages(args: Namespace) -> None:
+    """What the flags ask for and this environment does not have."""
+    for flag, package, wanted in (
+        ("--use-wandb", "wandb", args.use_wandb and args.wandb_mode != "disabled"),
+        ("--use-tensorboard", "tensorboard", args.use_tensorboard),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{flag}: the package {package} is not installed; pip install {package}, or drop it.")
+
+    deepep = getattr(args, "sglang_enable_deepep_moe", False) or (
+        getattr(args, "sglang_moe_a2a_backend", None) == "deepep"
+    )
+    if deepep and importlib.util.find_spec("deep_ep") is None:
+        raise ConfigError(
+            "--sglang-moe-a2a-backend deepep (or --sglang-enable-deepep-moe) needs the package deep_ep, which is not "
+            "installed here; install DeepEP on every node, or drop the flag."
+        )
+
+
+def _check_save_folder(args: Namespace) -> None:
+    if args.save is None:
+        return
+    for flag, other in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
+        if other is not None and Path(other).resolve() == Path(args.save).resolve():
+            raise ConfigError(
+                f"--save and {flag} are both {other}: the first save would make it another model. Give the "
+                "checkpoints a folder of its own."
+            )
+    if Path(args.save).exists() and not Path(args.save).is_dir():
+        raise ConfigError(f"--save: {args.save} is a file; give a folder for the checkpoints.")
 
 
 def _check_starting_point(args: Namespace) -> None:
@@ -54,7 +138,30 @@ def _check_starting_point(args: Namespace) -> None:
             "(tools/convert_hf_to_torch_dist.py makes one) or a Hugging Face folder."
         )
     flag = "--ref-load" if args.load == args.ref_load else "--load"
-    inspect_checkpoint(args.load, flag, step=args.ckpt_step)
+    found = inspect_checkpoint(args.load, flag, step=args.ckpt_step)
+    if found.kind == "huggingface":
+        _check_format(args.load, flag)
+    done = found.iteration
+    if isinstance(done, int) and not args.finetune and args.num_rollout and done + 1 >= args.num_rollout:
+        logger.warning(
+            "%s %s has been trained up to rollout %d, and --num-rollout %d counts from the first: nothing is left to "
+            "do. Raise --num-rollout to go on.",
+            flag,
+            args.load,
+            done,
+            args.num_rollout,
+        )
+
+
+def _check_format(folder: str, flag: str) -> None:
+    """The trainer reads unquantized weights, and those of the formats that it can turn back."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    try:
+        read_format(config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{flag}: the trainer cannot read the quantized weights of {folder}: {error} Give the bf16 model."
+        ) from error
 
 
 def _check_reference(args: Namespace) -> None:
@@ -99,7 +206,49 @@ def _check_prompts(args: Namespace) -> None:
                 "--disable-rollout-global-dataset with a rollout function that has its own."
             )
         return
-    check_prompt_file(args.prompt_data, args.input_key, label_key=args.label_key, multimodal_keys=args.multimodal_keys)
+    num_rows = check_prompt_file(
+        args.prompt_data, args.input_key, label_key=args.label_key, multimodal_keys=args.multimodal_keys
+    )
+    if args.num_rollout is None and args.data_source_path in OWN_DATA_SOURCES:
+        _check_epochs(args, num_rows)
+    _check_grader(args)
+
+
+def _check_epochs(args: Namespace, num_rows: int) -> None:
+    """``--num-epoch`` gives at least one rollout, and more steps than the warm-up of the learning rate."""
+    rollouts = num_rows // args.rollout_batch_size * args.num_epoch
+    if rollouts == 0:
+        raise ConfigError(
+            f"--num-epoch {args.num_epoch} gives no rollout: --prompt-data has {num_rows} prompts, fewer than "
+            f"--rollout-batch-size {args.rollout_batch_size}. Use a smaller batch, more data or --num-rollout."
+        )
+    warmup = getattr(args, "lr_warmup_iters", 0)
+    if not args.global_batch_size or getattr(args, "lr_decay_iters", None) or args.debug_rollout_only:
+        return
+    steps = rollouts * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    if warmup and warmup >= steps:
+        raise ConfigError(
+            f"The learning rate warms up for {warmup} of {steps} optimizer steps (--num-epoch {args.num_epoch} over "
+            f"{num_rows} prompts); lower --lr-warmup-iters, or raise --num-epoch."
+        )
+
+
+def _check_grader(args: Namespace) -> None:
+    """Without a grader for all samples, each row must name its own."""
+    from slime.rollout.prompt_dataset import read_rows
+    from slime.rollout.prompt_template import parse_metadata
+
+    graded_elsewhere = args.rm_type or args.custom_rm_path or args.custom_generate_function_path
+    if graded_elsewhere or args.debug_train_only or args.rollout_sample_hook_path:
+        return
+    if args.rollout_function_path not in OWN_ROLLOUTS or args.data_source_path not in OWN_DATA_SOURCES:
+        return
+    where, row = next(iter(read_rows(args.prompt_data)))
+    if not parse_metadata(row.get(args.metadata_key), where).get("rm_type"):
+        raise ConfigError(
+            f"No grader: --rm-type and --custom-rm-path are not given, and {where} has no rm_type in its "
+            f"{args.metadata_key} (--metadata-key). Give one of the three."
+        )
 
 
 def _check_eval_data(args: Namespace) -> None:

@@ -39,10 +39,10 @@ class Interrupted(BaseException):
     """SIGTERM (``ray job stop``) reached the driver."""
 
 
-def run(train: Callable[[Namespace], None]) -> None:
+def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] | None = None) -> None:
     """Parse the command line, connect, run ``train(args)``, and leave with an exit code that says how it went.
 
-    0 success, 1 failure, 2 bad input, 130 interrupted.
+    0 success, 1 failure, 2 bad input, 130 interrupted.  ``check(args)`` raises for what this ``train`` cannot do.
     """
     configure_logger()
     if asks_for_plan(sys.argv[1:]):
@@ -51,6 +51,8 @@ def run(train: Callable[[Namespace], None]) -> None:
     code = EXIT_FAILED
     try:
         args = parse_args()
+        if check is not None:
+            check(args)
         connect(args)
         signal.signal(signal.SIGTERM, _raise_interrupted)  # ray.init may have put its own there
         train(args)

@@ -7,9 +7,14 @@ slime decides itself have no flag.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.flag_checks import draft_problems, engine_problems, override_problems
+from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
 from slime.utils.errors import ConfigError
 from slime.utils.net import format_host
 
@@ -144,6 +149,29 @@ def validate_sglang_arguments(args: argparse.Namespace) -> None:
     """
     check_sglang_arguments(args)
     vars(args).update(derived_sglang_arguments(args))
+    _check_layout(args)
+
+
+def _check_layout(args: argparse.Namespace) -> None:
+    """The engines' layout, as it will be read when they start, and the names in its overrides."""
+    if vars(args).get("rollout_external"):
+        return
+    layout = resolve_sglang_config(args)
+    problems = list(draft_problems(args, _read_config(args.hf_checkpoint)))
+    if args.sglang_config is not None:
+        from sglang.srt.server_args import ServerArgs
+
+        known = [field.name for field in dataclasses.fields(ServerArgs)]
+        problems += override_problems(args.sglang_config, layout, known)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _read_config(folder: str | None) -> dict[str, Any]:
+    """config.json of a checkpoint; {} where there is none to read."""
+    file = Path(folder or "") / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {**config, **(config.get("text_config") or {})}
 
 
 def derived_sglang_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -195,3 +223,6 @@ def check_sglang_arguments(args: argparse.Namespace) -> None:
     given = [flag for flag, value in layouts.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are given; each lays out the engines alone. Keep one.")
+    problems = list(engine_problems(args))
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -62,6 +62,18 @@ def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int |
     return block
 
 
+def check_stages(args: Namespace, config: MLATransformerConfig) -> None:
+    """Called by slime with the flags, before a GPU is taken: does every pipeline stage choose its own keys?
+
+    Raises:
+        PipelineSplitError: a (virtual) stage would begin with a layer that takes over an earlier one's keys.
+    """
+    if args.hf_checkpoint:
+        virtual = 0 if config.virtual_pipeline_model_parallel_size else None
+        sharing = index_sharing(read_hf_config(args.hf_checkpoint), config.num_layers)
+        sharing.check_stages(first_layers_of_stages(config, virtual))
+
+
 def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
     """Sizes of the indexer and how it pairs the dimensions that turn.
 

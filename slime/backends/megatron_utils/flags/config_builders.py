@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ from slime.backends.megatron_utils import cpu_platform
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from slime.backends.megatron_utils.flags.config_flags import config_arguments
+from slime.backends.megatron_utils.flags.config_flags import attribute_of, config_arguments
 from slime.utils.errors import ConfigError
 
 
@@ -52,8 +55,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         config = config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
-            f"megatron-core refuses the model or layout flags: {error}. The flag names are those of "
-            f"{config_class.__name__} (slime/backends/megatron_utils/flags/config_flags.py)."
+            f"megatron-core refuses the model or layout flags: {in_words_of_flags(str(error), config_class)}. "
+            f"(From {config_class.__name__}; docs/flags.md explains the flags.)"
         ) from error
     if config.mtp_standalone:
         raise ConfigError(
@@ -63,10 +66,29 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     return config
 
 
+def in_words_of_flags(message: str, config_class: type) -> str:
+    """megatron-core's message, with the names of flags in the place of those of the config's fields."""
+    names = {field.name for field in fields(config_class) if "_" in field.name}
+    return re.sub(r"(?<![\w-])[a-z]+(_[a-z0-9]+)+", lambda m: _flag_of(m[0]) if m[0] in names else m[0], message)
+
+
+def _flag_of(field_name: str) -> str:
+    return "--" + attribute_of(field_name).replace("_", "-")
+
+
 def num_stages_of_layout(layout: str) -> int:
     """Stages of all ranks, virtual ones included, that a ``--pipeline-model-parallel-layout`` describes."""
+    return len(_stages_of_layout(layout))
+
+
+def num_layers_of_layout(layout: str) -> int:
+    """Decoder layers that a ``--pipeline-model-parallel-layout`` describes."""
+    return sum(stage.count(LayerType.decoder) for stage in _stages_of_layout(layout))
+
+
+def _stages_of_layout(layout: str) -> list[list[LayerType]]:
     try:
-        return PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        return PipelineParallelLayerLayout.parse_str_to_list(layout)
     except (ValueError, AssertionError, TypeError, KeyError) as error:
         raise ConfigError(
             f"--pipeline-model-parallel-layout {layout!r} cannot be read: {error}; stages stand between bars, E is "

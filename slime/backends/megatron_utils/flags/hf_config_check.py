@@ -32,6 +32,10 @@ _SIMPLE = {
 }
 
 
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Where a config.json says how many layers of multi-token prediction the model has."""
+
+
 def read_hf_config(path: str) -> dict[str, Any]:
     """``config.json`` of a checkpoint folder, its ``text_config`` laid over it where there is one.
 
@@ -121,6 +125,8 @@ def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
     vocab_size = config.get("vocab_size")
     if vocab_size is not None and args.vocab_size < vocab_size:
         problems.append(f"--vocab-size is {args.vocab_size}; vocab_size is {vocab_size}, and rows would be lost")
+    if args.mtp_num_layers and config.get("model_type") and not any(config.get(key) for key in _MTP_KEYS):
+        problems.append(f"--mtp-num-layers is {args.mtp_num_layers}; the model has none ({_MTP_KEYS[0]})")
     tied = config.get("tie_word_embeddings")
     if tied is not None and tied == args.untie_embeddings_and_output_weights:
         state = "given" if args.untie_embeddings_and_output_weights else "not given"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import math
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.flags.batch_arguments import check_batch_arguments
 from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     num_stages_of_layout,
@@ -24,6 +26,8 @@ from slime.backends.megatron_utils.flags.expert_arguments import check_expert_ar
 from slime.backends.megatron_utils.flags.field_table import refuse_what_nobody_reads, reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.latent_arguments import derive_rope
+from slime.backends.megatron_utils.flags.number_ranges import check_numbers
+from slime.backends.megatron_utils.flags.pipeline_arguments import check_pipeline_arguments
 from slime.backends.megatron_utils.flags.sparse_arguments import check_sparse_flags, derive_indexer
 from slime.backends.megatron_utils.layers.attention import check_attention_config
 from slime.backends.megatron_utils.model_provider import load_spec
@@ -44,7 +48,10 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
         ("--num-attention-heads", args.num_attention_heads),
     ):
         if not value or value < 1:
-            raise ConfigError(f"{flag} is {value}; the model needs it; source a file of scripts/models or give it.")
+            raise ConfigError(
+                f"{flag} is {value} or not given; the model needs it; source a file of scripts/models or give it."
+            )
+    check_numbers(args)
     derived: dict[str, Any] = {}
     for derive in (_precision, _world, _layout, _shape, _rope, _vocabulary, _schedule, _checkpoint, _kernels):
         derived |= derive(args)
@@ -276,14 +283,25 @@ def check_arguments(args: Namespace) -> None:
     """
     _check_kernels(args)
     _check_layout(args)
+    check_pipeline_arguments(args)
+    check_batch_arguments(args)
     _check_schedule(args)
     check_expert_arguments(args)
     check_sparse_flags(args)
-    check_attention_config(transformer_config_from_args(args))
+    config = transformer_config_from_args(args)
+    check_attention_config(config)
     if args.spec:
-        load_spec(args.spec)
+        _check_spec(args, config)
     optimizer_config_from_args(args)
     ddp_config_from_args(args)
+
+
+def _check_spec(args: Namespace, config: Any) -> None:
+    """The spec loads; its module's ``check_stages(args, config)``, when it has one, judges the pipeline's cut now."""
+    load_spec(args.spec)
+    check_stages = getattr(importlib.import_module(args.spec[0]), "check_stages", None)
+    if check_stages is not None:
+        check_stages(args, config)
 
 
 def _check_kernels(args: Namespace) -> None:
@@ -339,24 +357,3 @@ def _check_layout(args: Namespace) -> None:
             f"--pipeline-model-parallel-size {pipeline} = {expert_size} must divide that; change one of the sizes, or "
             "--actor-num-nodes and --actor-num-gpus-per-node."
         )
-    group_size = args.microbatch_group_size_per_vp_stage
-    if args.virtual_pipeline_model_parallel_size and group_size < pipeline:
-        raise ConfigError(
-            f"--microbatch-group-size-per-vp-stage is {group_size}; it must be at least "
-            f"--pipeline-model-parallel-size {pipeline}, its default."
-        )
-    uneven = [args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers]
-    if pipeline == 1 and any(count is not None for count in uneven):
-        raise ConfigError(
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
-            "--pipeline-model-parallel-size of at least 2; it is 1."
-        )
-    if all(count is None for count in uneven) and args.pipeline_model_parallel_layout is None:
-        stages = pipeline * (args.virtual_pipeline_model_parallel_size or 1)
-        counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-        if (args.num_layers + counted) % stages:
-            also = f" and the {counted} that count as layers" if counted else ""
-            raise ConfigError(
-                f"--num-layers is {args.num_layers}; the {stages} pipeline stages must divide it{also}, or give "
-                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers."
-            )

@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def parser():
     parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--rollout-num-gpus", type=int, default=64)
     parser.add_argument("--rollout-num-gpus-per-engine", type=int, default=1)
+    parser.add_argument("--num-gpus-per-node", type=int, default=8)
+    parser.add_argument("--hf-checkpoint", default="model")
     parser.add_argument("--rollout-external-engine-addrs", nargs="+", default=None)
     add_sglang_arguments(parser)
     return parser
@@ -74,7 +77,8 @@ def test_the_engines_size_follows_from_its_gpus(parser):
 
 
 def test_long_names_and_short_names_agree(parser):
-    args = parse(parser, "--sglang-expert-parallel-size 4 --sglang-data-parallel-size 2 --sglang-enable-dp-attention")
+    sizes = "--sglang-expert-parallel-size 4 --sglang-data-parallel-size 2"
+    args = parse(parser, f"--rollout-num-gpus-per-engine 4 {sizes} --sglang-enable-dp-attention")
     assert (args.sglang_ep_size, args.sglang_expert_parallel_size) == (4, 4)
     assert (args.sglang_dp_size, args.sglang_data_parallel_size) == (2, 2)
 

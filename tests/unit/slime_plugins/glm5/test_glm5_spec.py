@@ -109,8 +109,12 @@ def test_the_stages_of_the_seed_are_built_with_14_then_8_then_16_layers(full_siz
 
 def test_stages_that_begin_with_a_skip_layer_are_refused_on_every_rank(full_size: Path) -> None:
     # 78 layers do not divide by 8; by 6 they do, and the second stage would begin with layer 14.
-    args = parse_full(full_size, "--pipeline-model-parallel-size", "6", "--actor-num-gpus-per-node", "6")
-    with pytest.raises(PipelineSplitError, match="DSA index-share pipeline split is invalid.*starts at layer 14.*11 "):
+    by_six = ("--pipeline-model-parallel-size", "6", "--actor-num-gpus-per-node", "6")
+    message = "DSA index-share pipeline split is invalid.*starts at layer 14.*11 "
+    with pytest.raises(PipelineSplitError, match=message):
+        parse_full(full_size, *by_six)
+    args = Namespace(**(vars(parse_full(full_size)) | {"pipeline_model_parallel_size": 6}))
+    with pytest.raises(PipelineSplitError, match=message):
         get_glm5_spec(args, transformer_config_from_args(args))
     with pytest.raises(ConfigError, match="the 8 pipeline stages must divide it"):
         parse_full(full_size, "--pipeline-model-parallel-size", "8", "--actor-num-gpus-per-node", "8")
@@ -118,7 +122,10 @@ def test_stages_that_begin_with_a_skip_layer_are_refused_on_every_rank(full_size
 
 def test_virtual_stages_must_begin_with_a_computing_layer_too(full_size: Path) -> None:
     flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 --actor-num-gpus-per-node 2"
-    args = parse_full(full_size, *flags.split())
+    with pytest.raises(PipelineSplitError):
+        parse_full(full_size, *flags.split())
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}
+    args = Namespace(**(vars(parse_full(full_size)) | sizes))
     config = transformer_config_from_args(args)
     assert sorted(first_layers_of_stages(config, 0)) == [1, 14, 27, 40, 53, 66]
     with pytest.raises(PipelineSplitError):
