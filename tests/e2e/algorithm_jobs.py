@@ -87,7 +87,7 @@ class Run:
     def flags(self) -> list[str]:
         """What is put behind the recipe's own flags."""
         recipe = self.recipe
-        own = [flag.format(run=self.folder) for flag in self.variant.flags]
+        own = [flag.replace("{run}", str(self.folder)) for flag in self.variant.flags]
         # The warm start may have been made with another head dimension than that of the recipe's model.
         config = json.loads((recipe.warm_start / "task" / "hf" / "config.json").read_text())
         return [

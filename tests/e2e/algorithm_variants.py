@@ -91,6 +91,20 @@ VARIANTS: tuple[Variant, ...] = (
         why="the group's mean is the baseline, whitening sets the scale; KL as above",
     ),
     Variant(
+        name="ppo",
+        title="PPO",
+        flags=_flags(
+            "--advantage-estimator ppo --normalize-advantages --gamma 1.0 --lambd 1.0 --value-clip 0.2 "
+            "--num-critic-only-steps 2 --megatron-config-path {run}/roles.yaml"
+        ),
+        why=(
+            "a response is one decision and its reward comes at the end, so neither discount nor lambda below 1; the "
+            "critic begins with a random head: it learns alone for two rollouts, and twice as fast"
+        ),
+        all_seeds=True,
+        files={"roles.yaml": "megatron:\n  - {name: value, role: critic, overrides: {lr: 0.001}}\n"},
+    ),
+    Variant(
         name="dr_grpo",
         title="Dr. GRPO",
         flags=_flags("--advantage-estimator grpo --disable-grpo-std-normalization --calculate-per-token-loss"),

@@ -77,7 +77,7 @@ def test_every_row_has_flags_that_exist(loop: Loop, tmp_path: Path) -> None:
     assert job[1] == ("train.py" if loop is Loop.SYNC else "train_async.py")
     for row in VARIANTS:
         if row.loop is loop:
-            parse_flags([*job[2:], *(flag.format(run="/run") for flag in row.flags)])
+            parse_flags([*job[2:], *(flag.replace("{run}", "/run") for flag in row.flags)])
 
 
 def test_rows_are_chosen_by_name() -> None:
