@@ -36,7 +36,8 @@ sys.path.insert(0, str(ROOT))
 PEAK_FLOPS = 989e12
 NUM_WARM_UP = 2
 TRAINER_FLAGS = """
---debug-train-only --num-rollout 1000 --rollout-batch-size 1 --n-samples-per-prompt 1 --disable-rollout-global-dataset
+--debug-train-only --num-rollout 1000 --n-samples-per-prompt 1 --disable-rewards-normalization
+--disable-rollout-global-dataset
 --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --use-dynamic-batch-size
 --attention-dropout 0 --hidden-dropout 0 --accumulate-allreduce-grads-in-fp32 --log-probs-chunk-size 4096
 """.split()
@@ -160,7 +161,9 @@ def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
     with tempfile.TemporaryDirectory() as folder:
         write_hf_config(Path(folder), [*flags, *extra])
         argv = [*flags, "--hf-checkpoint", folder, "--ref-load", folder, "--load", folder, *TRAINER_FLAGS]
-        argv += ["--max-tokens-per-gpu", str(options.tokens), "--global-batch-size", "1"]
+        argv += ["--max-tokens-per-gpu", str(options.tokens)]
+        # Every rank must have a sample; how many there are is decided by the data made below.
+        argv += ["--rollout-batch-size", str(world_size), "--global-batch-size", str(world_size)]
         argv += ["--actor-num-gpus-per-node", str(world_size), *extra]
         args = parse_args(argv=argv)
     worker = MegatronTrainRayActor()

@@ -139,7 +139,12 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     split = stage_chunks(PipelineSplit.from_args(args))
     problems += check_index_sharing(split, shape)
     work = _work(args, sizes, options, problems)
-    settings = trainer_settings(args, sizes, work)
+    settings = trainer_settings(
+        args,
+        sizes,
+        tokens=_micro_batch_tokens(args, sizes, work),
+        num_microbatches=min(work.num_microbatches) if work else sizes.pipeline,
+    )
     stages = [_stage(args, number, chunks, shape, sizes, settings) for number, chunks in enumerate(split)]
     trains = not args.debug_rollout_only
     places, groups = _engines(args, shape, sizes, hf_config, options, problems)
@@ -173,11 +178,18 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
 # The trainer
 
 
-def trainer_settings(args: Namespace, sizes: ParallelSizes, work: StepWork | None) -> TrainerSettings:
-    """What decides the trainer's memory, from complete flags."""
+def trainer_settings(args: Namespace, sizes: ParallelSizes, *, tokens: int, num_microbatches: int) -> TrainerSettings:
+    """What decides the trainer's memory, from complete flags.
+
+    Args:
+        args: complete flags.
+        sizes: of the groups.
+        tokens: of the largest micro-batch on a rank.
+        num_microbatches: of a step and rank.
+    """
     element = 4 if args.fp32 else 2
     return TrainerSettings(
-        batch=MicroBatch(tokens=_micro_batch_tokens(args, sizes, work), element_bytes=element),
+        batch=MicroBatch(tokens=tokens, element_bytes=element),
         recompute=Recompute(
             granularity=args.recompute_granularity,
             method=args.recompute_method,
@@ -189,7 +201,7 @@ def trainer_settings(args: Namespace, sizes: ParallelSizes, work: StepWork | Non
         has_master_weights=not args.fp32,
         offloaded_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
         has_optimizer=args.num_rollout != 0,
-        num_microbatches=min(work.num_microbatches) if work else sizes.pipeline,
+        num_microbatches=num_microbatches,
         vp_group=args.microbatch_group_size_per_vp_stage or sizes.pipeline,
         mtp_chunk=args.log_probs_chunk_size,
     )
