@@ -13,6 +13,7 @@ from slime.arguments.parser import build_parser
 from tests.contracts.source_tree import REPO
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES += sorted((REPO / "examples").glob("**/*.md"))
 ROOTS = ("slime", "scripts", "tests", "docs", "examples", "tools", "requirements")
 PATH = re.compile(rf"(?<![\w/{{}}.])(?:{'|'.join(ROOTS)})/[\w./-]*")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
@@ -31,6 +32,7 @@ OF_OTHER_PROGRAMS = {
     *("--input-fp8-hf-path", "--output-bf16-hf-path", "--ignore-rules", "--files", "--data-dir", "--overwrite"),
     *("--layers", "--experts"),  # benchmarks
     *("--hook", "--path", "--list", "--engine-answer", "--timeout-s"),  # tests.plugin_contracts
+    *("--corpus", "--port"),  # examples/search-r1/local_search_server.py
     *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/e2e/kill_resume.py
 }
 

@@ -1,0 +1,102 @@
+"""The run scripts of examples/, with a recorder in the place of ``ray``: what they submit exists and fits together."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from examples.eval_multi_task.make_data import make_data
+from slime.arguments import parse_flags
+from slime.rollout.eval_config import EvalDatasetConfig
+from slime.rollout.rm_hub import async_rm
+from slime.utils.types import Sample
+
+REPO = Path(__file__).parents[3]
+SCRIPTS = sorted(path.relative_to(REPO) for path in REPO.glob("examples/*/run-*.sh"))
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """What the demo and the warm start leave behind, as far as the scripts look at it."""
+    (tmp_path / "tools/sft").mkdir(parents=True)
+    (tmp_path / "tools/sft/done").touch()
+    (tmp_path / "tools/facts.txt").touch()
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task/eval.yaml").write_text("eval:\n  defaults:\n    input_key: prompt\n  datasets: []\n")
+    (tmp_path / "grpo-seed1/hf/9").mkdir(parents=True)
+    return tmp_path
+
+
+def submitted(script: Path, tiny: Path) -> tuple[list[str], dict[str, str]]:
+    """The job's words and environment."""
+    record = tiny / "record"
+    environment = dict(os.environ) | {
+        "SLIME_SCRIPT_EXTERNAL_RAY": "1",
+        "TINY_DIR": str(tiny),
+        "TEACHER_URL": "http://127.0.0.1:1/generate",
+    }
+    command = f'ray() {{ printf "%s\\n" "$@" >"{record}"; }}; export -f ray; exec {REPO / script} --seed 5'
+    subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=120)
+    lines = record.read_text().splitlines()
+    return lines[lines.index("--") + 1 :], json.loads(lines[lines.index("--runtime-env-json") + 1])["env_vars"]
+
+
+def test_every_example_that_can_be_run_has_a_page_that_names_its_scripts():
+    for script in SCRIPTS:
+        assert str(script) in (REPO / script.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_a_script_submits_flags_and_plug_ins_that_exist(script, tiny, monkeypatch):
+    job, environment = submitted(script, tiny)
+    assert (REPO / job[1]).is_file()
+    args = parse_flags(job[2:])
+    assert args.seed == 5
+    for folder in environment["PYTHONPATH"].split(":"):
+        monkeypatch.syspath_prepend(folder)
+    paths = {
+        name: value for name, value in vars(args).items() if name.startswith("custom_") and name.endswith("_path")
+    }
+    for name, value in paths.items():
+        if value and name != "custom_config_path":
+            module, _, attribute = value.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), value
+    if args.custom_config_path:
+        config = Path(args.custom_config_path)
+        assert isinstance(yaml.safe_load((config if config.is_absolute() else REPO / config).read_text()), dict)
+
+
+def test_the_teachers_answer_does_not_grade_the_evaluation(tiny):
+    submitted(Path("examples/on_policy_distillation/run-tiny-sglang-teacher.sh"), tiny)
+    config = yaml.safe_load((tiny / "opd-sglang/eval.yaml").read_text())["eval"]
+    assert config["defaults"]["custom_rm_path"] == "examples.tiny_arithmetic.reward.reward"
+    assert config["defaults"]["input_key"] == "prompt"
+
+
+def test_the_data_of_several_tasks_fits_their_graders(tmp_path):
+    make_data(tmp_path, seed=1)
+    config = yaml.safe_load((tmp_path / "multi_task.yaml").read_text())["eval"]
+    entries = [EvalDatasetConfig(**(config["defaults"] | entry)) for entry in config["datasets"]]
+    assert [entry.name for entry in entries] == ["sums", "sums_sampled", "choice", "first_step"]
+    for entry in entries:
+        path = Path(entry.path.partition("@")[0])
+        row = json.loads(path.read_text().splitlines()[0])
+        info = row.get(entry.metadata_key) or {}
+        right = info.get("correct_answer", row["label"])
+        args = Namespace(custom_rm_path=None, rm_type=None, rm_url=None, reward_key=None)
+        rewards = []
+        for digit in (right, str((int(right) + 1) % 10)):
+            answer = digit if entry.rm_type == "f1" else f"\\boxed{{{digit}}}"
+            sample = Sample(response=answer, label=row["label"], metadata=dict(info) | {"rm_type": entry.rm_type})
+            sample.status, sample.custom_rm_path = Sample.Status.COMPLETED, entry.custom_rm_path
+            reward = asyncio.run(async_rm(args, sample))
+            rewards.append(float(reward[0] if isinstance(reward, tuple) else reward))
+        assert rewards == [1.0, 0.0], entry.name
