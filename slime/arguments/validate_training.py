@@ -6,12 +6,27 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 
+from slime.utils.errors import ConfigError
+
 
 def check_training_flags(args: Namespace) -> Iterator[str]:
     """What is wrong, one message each."""
     yield from _trained_parameters(args)
     yield from _routing_replay(args)
     yield from _stateless_adam(args)
+
+
+def check_in_step_arguments(args: Namespace) -> None:
+    """What ``train.py``, whose rollouts are drawn by the weights that then train on them, cannot do.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if args.keep_old_actor:
+        raise ConfigError(
+            "--keep-old-actor keeps the weights that drew a rollout while the trainer goes on (train_async.py); with "
+            "train.py those are the actor's own; drop the flag, or use train_async.py."
+        )
 
 
 def _trained_parameters(args: Namespace) -> Iterator[str]:

@@ -108,9 +108,8 @@ class MegatronTrainRayActor(TrainWorker):
             self.weights.backup(tag)
         self.weights.switch_to("actor")
         if args.keep_old_actor:
-            self.weights.copy("actor", "old_actor")
-            if args.update_weights_interval == 1:
-                self.weights.copy("actor", "rollout_actor")
+            for kept in ("old_actor", "rollout_actor"):  # what drew this rollout, and what the engines have
+                self.weights.copy("actor", kept)
 
     def get_parallel_config(self) -> dict[str, int]:
         """Sizes that the rollout manager needs to cut the data."""
@@ -317,6 +316,9 @@ class MegatronTrainRayActor(TrainWorker):
                 chunk.start_param_sync(force_sync=True)
         if "actor" in self.weights.tags:
             self.weights.backup("actor")
+        if args.keep_old_actor:
+            # The next rollout was drawn before the push that may follow now.
+            self.weights.copy("rollout_actor", "old_actor")
         interval = args.ref_update_interval
         if interval is not None and "ref" in self.weights.tags and (rollout_id + 1) % interval == 0:
             with timer("ref_model_update"):
@@ -436,11 +438,7 @@ class MegatronTrainRayActor(TrainWorker):
             if self._is_asleep:
                 reloadable_groups.release_communicators()  # those that joined the shards
         if args.keep_old_actor:
-            if args.update_weights_interval == 1:
-                self.weights.copy("rollout_actor", "old_actor")
-                self.weights.copy("actor", "rollout_actor")
-            else:
-                self.weights.copy("actor", "old_actor")
+            self.weights.copy("actor", "rollout_actor")
         if self._last_rollout_id is None:
             Timer().reset("update_weights")
             return None  # the push before the first rollout belongs to no step

@@ -31,7 +31,9 @@ class StatelessAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, decoupled_weight_decay: bool = True) -> None:
-        super().__init__(param_groups, defaults={})
+        # torch takes only leaves, and a shard of fp32 parameters is a view; megatron-core sets its groups like this too.
+        super().__init__([{"params": []}], defaults={})
+        self.param_groups = param_groups
         self._is_decoupled = decoupled_weight_decay
 
     @torch.no_grad()

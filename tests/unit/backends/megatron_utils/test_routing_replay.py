@@ -1,4 +1,4 @@
-"""Replayed experts in one process: the same bits when nothing moved, the numbers of a plain model that is told them."""
+"""Replayed experts in one process: the same bits when nothing moved, else the numbers of a plain model told them."""
 
 from __future__ import annotations
 
