@@ -18,6 +18,7 @@ from slime.backends.sglang_utils.owner_watch import end_with_owner
 if __name__ in ("__main__", "__mp_main__"):
     end_with_owner(owner_pid() if __name__ == "__main__" else os.getppid())
     cpu_shim.install()
+    cpu_shim.ignore_pinning()
     # SGLang's debugging tools import megatron.core where they find it.  That takes seconds, and it turns the memory
     # saver to a mode in which CUDA graphs cannot be released; an engine has no use for it.
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail as if it were not installed

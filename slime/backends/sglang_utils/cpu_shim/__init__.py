@@ -16,6 +16,7 @@ Three ways in, for three kinds of process:
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -23,6 +24,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from slime.backends.sglang_utils.cpu_shim._name_stubs import StubFinder
 from slime.utils import env
@@ -75,6 +77,26 @@ def install() -> bool:
     if not _is_installed("mooncake"):
         _install_transfer_engine()
     return True
+
+
+def ignore_pinning() -> None:
+    """Let ``torch.zeros(pin_memory=True)`` give plain memory in this process; with CUDA nothing happens.
+
+    SGLang asks for pinned memory, whatever the device, where it keeps the experts that it chose
+    (``enable_return_routed_experts``); torch without an accelerator has none and raises.
+    """
+    import torch
+
+    if not is_needed():
+        return
+    zeros = torch.zeros
+
+    @functools.wraps(zeros)
+    def plain_zeros(*size: Any, **options: Any) -> torch.Tensor:
+        options.pop("pin_memory", None)
+        return zeros(*size, **options)
+
+    torch.zeros = plain_zeros
 
 
 def child_environment() -> dict[str, str]:
