@@ -107,8 +107,17 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="dr_grpo",
         title="Dr. GRPO",
-        flags=_flags("--advantage-estimator grpo --disable-grpo-std-normalization --calculate-per-token-loss"),
-        why="no division by the group's deviation, and no weight that depends on the length of a response",
+        flags=_flags(
+            "--advantage-estimator grpo --disable-grpo-std-normalization "
+            "--custom-pg-loss-reducer-function-path examples.DrGRPO.custom_reducer.get_pg_loss_reducer"
+        ),
+        why="no division by the group's deviation, and every response divided by the same constant",
+    ),
+    Variant(
+        name="rloo",
+        title="RLOO, a plug-in",
+        flags=_flags("--advantage-estimator examples.custom_estimator.rloo.rloo"),
+        why="the estimator that the page on customization adds; nothing else differs from GRPO",
     ),
     Variant(
         name="grpo_one_step_tis",
