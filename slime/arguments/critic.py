@@ -69,6 +69,7 @@ def critic_flags(args: Namespace) -> Namespace:
         ConfigError: the file of ``--megatron-config-path`` is wrong.
     """
     critic = copy.deepcopy(args)
+    vars(critic).update(UNLESS_OVERRIDDEN)
     path = args.megatron_config_path
     overrides = load_role_overrides(path).get("critic", {}) if path is not None else {}
     critic.role_overrides = set_overrides(critic, "critic", overrides)
@@ -202,7 +203,10 @@ def check_critic_layout(args: Namespace) -> None:
         ConfigError: the critic's ranks would not train on the samples that the actor's need values of.
     """
     critic = args.critic_args
-    for name in ("data_parallel_size", "context_parallel_size", "virtual_pipeline_model_parallel_size"):
+    names = ["data_parallel_size", "context_parallel_size", "virtual_pipeline_model_parallel_size"]
+    if args.virtual_pipeline_model_parallel_size is not None:
+        names.append("microbatch_group_size_per_vp_stage")
+    for name in names:
         mine, actors = getattr(critic, name), getattr(args, name)
         if mine != actors:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A critic, and the actor that it serves, on several real ranks: what they compute, gathered so that layouts compare."""
+"""A critic and the actor that it serves, on several ranks: what they compute, put together so that layouts compare."""
 
 from __future__ import annotations
 
@@ -94,12 +94,15 @@ def run_ppo(rank: int, world_size: int, port: int, folder: str, variants: list[t
     from slime.backends.megatron_utils.update_weight.sources.gather import iter_full_tensors
 
     results = []
-    for variant in variants:
-        args = make_args(Path(folder), "--actor-num-gpus-per-node", world_size, *PPO, *variant)
+    for number, variant in enumerate(variants):
+        save = ("--save", f"{folder}/save{world_size}-{number}", "--save-interval", 1)
+        args = make_args(Path(folder), "--actor-num-gpus-per-node", world_size, *PPO, *save, *variant)
         critic = start_critic(args, rank, world_size, port)
         rank_data = my_share(args, critic)
         gradients = value_gradients(args.critic_args, rank_data)
         first = critic.train(0, rank_data)
+        critic.save_model(0)
+        critic.publish_checkpoint(0)
         second = critic.train(1, rank_data)
         values = [whole_values(rank_data, out["values"]) for out in (first, second) if out is not None]
         parameters = {name: value.flatten().tolist() for name, value in iter_full_tensors(critic.model, dtype=None)}
@@ -109,4 +112,28 @@ def run_ppo(rank: int, world_size: int, port: int, folder: str, variants: list[t
             tensor.mul_(1.05)
         metrics = actor.train(0, rank_data, external_data=first)
         results.append((values, gradients if is_main_rank() else None, parameters, metrics))
+    return results
+
+
+def resume_critics(
+    rank: int, world_size: int, port: int, folder: str, cases: list[tuple[str, tuple[str, ...]]]
+) -> Any:
+    """For each (folder of saves, flags): values and parameters of a critic that goes on with rollout 1."""
+    from slime.backends.megatron_utils.checkpoint import publish_checkpoint
+    from slime.backends.megatron_utils.update_weight.sources.gather import iter_full_tensors
+
+    results = []
+    for saves, variant in cases:
+        root = Path(folder, saves)
+        if rank == 0:  # the actor's tracker, without which no run resumes; its checkpoint is not looked at
+            (root / "iter_0000000").mkdir(exist_ok=True)
+            (root / "iter_0000000/metadata.json").touch()
+            publish_checkpoint(root, 0)
+        args = make_args(Path(folder), "--actor-num-gpus-per-node", world_size, *PPO, "--load", root, *variant)
+        critic = start_critic(args, rank, world_size, port)
+        rank_data = my_share(args, critic)
+        out = critic.train(1, rank_data)
+        values = whole_values(rank_data, out["values"]) if out is not None else {}
+        parameters = {name: value.flatten().tolist() for name, value in iter_full_tensors(critic.model, dtype=None)}
+        results.append((critic._start_rollout_id, values, parameters))
     return results

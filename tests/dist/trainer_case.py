@@ -95,8 +95,10 @@ def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -
     return split_by_rank(train_data, schedule)
 
 
-def start_worker(args: Namespace, rank: int, world_size: int, port: int, **options: Any) -> Any:
-    """An actor; in a process that had one before, a new one in the same default group and in groups of its own."""
+def start_worker(
+    args: Namespace, rank: int, world_size: int, port: int, *, role: str = "actor", **options: Any
+) -> Any:
+    """A trainer; in a process that had one before, a new one in the same default group and in groups of its own."""
     import torch.distributed as dist
     from megatron.core import mpu
 
@@ -114,7 +116,7 @@ def start_worker(args: Namespace, rank: int, world_size: int, port: int, **optio
         Timer().end("train_wait")
     worker = Worker()
     worker.set_rendezvous(world_size, rank, "127.0.0.1", port)
-    worker.init(args, "actor", **options)
+    worker.init(args, role, **options)
     return worker
 
 
