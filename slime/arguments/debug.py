@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from slime.arguments.kinds import number_in, positive_int
+from slime.arguments.kinds import non_negative_int, number_in, positive_int
 
 
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +70,18 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory-snapshot-dir", default=".", metavar="DIR", help="Folder of the snapshots.")
     group.add_argument(
         "--memory-snapshot-num-steps", type=positive_int, default=None, help="Steps after which recording stops."
+    )
+    group.add_argument(
+        "--use-pytorch-profiler", action="store_true", help="Profile the trainer's main rank with torch's profiler."
+    )
+    group.add_argument(
+        "--profile-step-start", type=non_negative_int, default=10, help="First rollout that is profiled, from 0."
+    )
+    group.add_argument(
+        "--profile-step-end", type=non_negative_int, default=12, help="The rollout before which profiling stops."
+    )
+    group.add_argument(
+        "--tensorboard-dir", default=None, metavar="DIR", help="Folder of the profiles. Default: profile."
     )
     group.add_argument("--memory-recorder", choices=["torch", "memray"], default="torch", help="What records.")
     group.add_argument(

@@ -1,19 +1,28 @@
-"""Flags of older scripts that have no effect any more, and say so.
+"""Flags of older scripts, and of Megatron's own training program, that have no effect here, and say so.
 
-They are accepted, so that a command written for an older slime runs; each one given is named in a log line with the
-reason.  A value that asked for something else than what happens today is refused.
+They are accepted, so that a command written for slime runs as it stands; each one given is named in a log line with
+what became of it.  A value that asked for something else than what happens today is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+from typing import Any
 
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_DATA = "the data are rollouts of --prompt-data"
+_LENGTH = "the run is as long as --num-rollout or --num-epoch says"
+_LOGS = "metrics and timers are always logged, once for each rollout"
+_CHECKPOINT = "checkpoints are always written and read in parallel, in torch_dist format"
+_CRITIC = "set it for the role critic in --megatron-config-path"
+_ROUTER = "there is one router, that of SGLang (--router-policy, --router-...)"
+
 HISTORICAL = {
+    # of older slime
     "qkv_format": "training always packs sequences (thd)",
     "megatron_to_hf_mode": "weights are always converted by slime itself",
     "log_probs_max_tokens_per_gpu": "the log-prob pass uses the micro-batches of training (--max-tokens-per-gpu)",
@@ -22,27 +31,96 @@ HISTORICAL = {
     "use_critic": "there is a critic exactly with --advantage-estimator ppo",
     "critic_num_nodes": "the critic has as many GPUs as the actor",
     "critic_num_gpus_per_node": "the critic has as many GPUs as the actor",
+    "critic_load": _CRITIC,
+    "critic_save": _CRITIC,
+    "critic_lr": _CRITIC,
+    "critic_lr_warmup_iters": _CRITIC,
+    "use_slime_router": _ROUTER,
+    "slime_router_middleware_paths": _ROUTER,
+    "slime_router_timeout": _ROUTER,
+    "slime_router_max_connections": _ROUTER,
+    "disable_rollout_trim_samples": "samples are never trimmed; what does not fill a step is said in a line",
+    "use_hf_config_for_megatron": "the model's flags come from scripts/models and are checked against config.json",
+    "memory_snapshot_path": "snapshots name themselves, in --memory-snapshot-dir",
+    # of Megatron's own training program
+    "train_iters": _LENGTH,
+    "train_samples": _LENGTH,
+    "eval_iters": "evaluations are over whole data sets (--eval-interval)",
+    "exit_interval": _LENGTH,
+    "data_path": _DATA,
+    "data_cache_path": _DATA,
+    "split": _DATA,
+    "mock_data": _DATA,
+    "num_workers": _DATA,
+    "reset_position_ids": "each packed sample has positions and attention of its own",
+    "reset_attention_mask": "each packed sample has positions and attention of its own",
+    "eod_mask_loss": "the loss mask of each sample says what is trained",
+    "create_attention_mask_in_dataloader": "attention is over packed sequences, without a mask",
+    "log_interval": _LOGS,
+    "log_throughput": _LOGS,
+    "log_params_norm": _LOGS,
+    "timing_log_level": _LOGS,
+    "timing_log_option": _LOGS,
+    "log_timers_to_tensorboard": _LOGS,
+    "log_memory_to_tensorboard": _LOGS,
+    "log_validation_ppl_to_tensorboard": _LOGS,
+    "log_world_size_to_tensorboard": _LOGS,
+    "tensorboard_queue_size": _LOGS,
+    "wandb_exp_name": "the run is named by --wandb-group",
+    "wandb_save_dir": "W&B writes to --wandb-dir",
+    "use_dist_ckpt": _CHECKPOINT,
+    "dist_ckpt_format": _CHECKPOINT,
+    "dist_ckpt_strictness": "a tensor that is missing or too much is always an error",
+    "auto_detect_ckpt_format": _CHECKPOINT,
+    "ckpt_fully_parallel_save": _CHECKPOINT,
+    "ckpt_fully_parallel_load": _CHECKPOINT,
+    "ckpt_assume_constant_structure": _CHECKPOINT,
+    "use_persistent_ckpt_worker": _CHECKPOINT,
+    "exit_on_missing_checkpoint": "a checkpoint that is not there is always an error",
+    "use_mcore_models": "models are always built from megatron-core",
+    "use_flash_attn": "--attention-backend says which attention is used",
+    "manual_gc": "Python collects its garbage as it likes",
+    "manual_gc_interval": "Python collects its garbage as it likes",
+    "empty_unused_memory_level": "memory is given back between the phases of a rollout",
+    "profile": "--use-pytorch-profiler turns the profiler on",
+    "profile_ranks": "the main rank is profiled",
+    "local_rank": "ranks are placed by slime",
+    "no_one_logger": "nothing is sent anywhere unless a flag names it",
+    "logging_level": "the level is that of slime's own log",
 }
 """Attribute of each such flag, and why it does nothing."""
 
+_SWITCHES = frozenset(
+    {
+        *("use_critic", "use_slime_router", "disable_rollout_trim_samples", "use_hf_config_for_megatron"),
+        *("mock_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "log_throughput"),
+        *("log_params_norm", "log_timers_to_tensorboard", "log_memory_to_tensorboard"),
+        *("log_validation_ppl_to_tensorboard", "log_world_size_to_tensorboard", "use_dist_ckpt"),
+        *("auto_detect_ckpt_format", "ckpt_fully_parallel_load", "ckpt_assume_constant_structure"),
+        *("use_persistent_ckpt_worker", "exit_on_missing_checkpoint", "use_mcore_models", "use_flash_attn"),
+        *("manual_gc", "profile", "no_one_logger"),
+    }
+)
+_WITH_OPPOSITE = frozenset({"ckpt_fully_parallel_save", "create_attention_mask_in_dataloader"})
+"""``--x`` and ``--no-x``."""
+_LISTS = frozenset({"data_path", "profile_ranks", "slime_router_middleware_paths"})
+_CHOICES = {"qkv_format": ["thd", "bshd"], "megatron_to_hf_mode": ["raw", "bridge"]}
+
 
 def add_historical_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of older scripts to ``parser``."""
+    """Add the flags of older scripts to ``parser``; their values are not looked at."""
     group = parser.add_argument_group("historical", "Accepted for older scripts; without effect.")
-    group.add_argument("--qkv-format", choices=["thd", "bshd"], default=None, help=_help("qkv_format"))
-    group.add_argument(
-        "--megatron-to-hf-mode", choices=["raw", "bridge"], default=None, help=_help("megatron_to_hf_mode")
-    )
-    group.add_argument(
-        "--log-probs-max-tokens-per-gpu", type=int, default=None, help=_help("log_probs_max_tokens_per_gpu")
-    )
-    group.add_argument("--http-proxy", default=None, help=_help("http_proxy"))
-    group.add_argument(
-        "--min-batch-collection-ratio", type=float, default=None, help=_help("min_batch_collection_ratio")
-    )
-    group.add_argument("--use-critic", action="store_true", default=None, help=_help("use_critic"))
-    group.add_argument("--critic-num-nodes", type=int, default=None, help=_help("critic_num_nodes"))
-    group.add_argument("--critic-num-gpus-per-node", type=int, default=None, help=_help("critic_num_gpus_per_node"))
+    for name, reason in HISTORICAL.items():
+        settings: dict[str, Any] = {"default": None, "help": f"Without effect: {reason}."}
+        if name in _SWITCHES:
+            settings["action"] = "store_true"
+        elif name in _WITH_OPPOSITE:
+            settings["action"] = argparse.BooleanOptionalAction
+        elif name in _LISTS:
+            settings["nargs"] = "+"
+        elif name in _CHOICES:
+            settings["choices"] = _CHOICES[name]
+        group.add_argument(f"--{name.replace('_', '-')}", **settings)
 
 
 def note_historical(args: argparse.Namespace) -> None:
@@ -58,7 +136,3 @@ def note_historical(args: argparse.Namespace) -> None:
     if given:
         reasons = "; ".join(f"--{name.replace('_', '-')}: {HISTORICAL[name]}" for name in given)
         logger.info("Flags without effect: %s", reasons)
-
-
-def _help(name: str) -> str:
-    return f"Without effect: {HISTORICAL[name]}."
