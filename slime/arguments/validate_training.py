@@ -50,12 +50,9 @@ def _routing_replay(args: Namespace) -> Iterator[str]:
 
 
 def _stateless_adam(args: Namespace) -> Iterator[str]:
-    if not args.use_stateless_adam or args.debug_rollout_only:
+    if not args.use_stateless_adam:
         return
-    if args.optimizer != "adam":
-        yield f"--use-stateless-adam is a form of Adam, and --optimizer is {args.optimizer}; drop one of them."
     if args.save is not None and not args.no_save_optim:
         yield "--use-stateless-adam keeps nothing that a checkpoint could hold; add --no-save-optim."
-    for flag in ("optimizer_cpu_offload", "reset_optimizer_states"):
-        if getattr(args, flag):
-            yield f"--{flag.replace('_', '-')} is about moments, and --use-stateless-adam has none; drop one of them."
+    if args.reset_optimizer_states:
+        yield "--reset-optimizer-states is about moments, and --use-stateless-adam has none; drop one of them."

@@ -370,7 +370,7 @@ def _host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], places
 def parked_copies(args: Namespace) -> int:
     """Sets of weights that the trainer keeps in pinned memory."""
     others = [args.kl_coef != 0 or args.use_kl_loss, args.use_opd and args.opd_type == "megatron"]
-    old = [args.keep_old_actor, args.keep_old_actor and args.update_weights_interval == 1]
+    old = [args.keep_old_actor] * 2  # what drew the rollout, and what the engines have
     count = sum(map(bool, [*others, *old]))
     return count + (count > 0 or bool(args.offload_train))
 

@@ -31,7 +31,7 @@ class StatelessAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, decoupled_weight_decay: bool = True) -> None:
-        # torch takes only leaves, and a shard of fp32 parameters is a view; megatron-core sets its groups like this too.
+        # torch takes leaves only, and a shard of fp32 parameters is a view; megatron-core sets its groups like this.
         super().__init__([{"params": []}], defaults={})
         self.param_groups = param_groups
         self._is_decoupled = decoupled_weight_decay

@@ -58,6 +58,10 @@ def test_the_smallest_command_is_accepted(make_args):
         (["--fp32"], None),
         (["--only-train-params-name-list", "a", "--freeze-params-name-list", "b"], "contradict each other"),
         (["--freeze-params-name-list", "(a"], "'(a' is no regular expression"),
+        (["--use-stateless-adam", "--save", "x"], "add --no-save-optim"),
+        (["--use-stateless-adam", "--reset-optimizer-states"], "--reset-optimizer-states is about moments"),
+        (["--use-stateless-adam", "--no-save-optim"], None),
+        (["--use-routing-replay", "--disable-compute-advantages-and-returns"], "drop one of them"),
         (["--save-debug-rollout-data", "x_{rank}.pt"], "it may only have {rollout_id}"),
         (["--rollout-max-context-len", "9", "--rollout-max-prompt-len", "9"], "at most 8"),
         (["--mask-offpolicy-in-partial-rollout"], "add --partial-rollout"),
@@ -131,7 +135,6 @@ def test_all_impossible_combinations_are_shown_together(complaint):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--use-rollout-routing-replay"], "expert routing is not replayed yet"),
         (["--rollout-data-transport", "nixl"], "NIXL is not supported yet"),
     ],
 )

@@ -313,6 +313,10 @@ def _check_kernels(args: Namespace) -> None:
             f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
             "shards Adam only; use adam (which is AdamW)."
         )
+    if args.optimizer_cpu_offload and vars(args).get("use_stateless_adam"):
+        raise ConfigError(
+            "--optimizer-cpu-offload moves Adam's moments to the host, and --use-stateless-adam has none; drop one."
+        )
     if args.optimizer_cpu_offload and args.fp32 and args.optimizer_offload_fraction < 1:
         raise ConfigError(
             f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
