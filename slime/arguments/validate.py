@@ -361,6 +361,13 @@ def _advise(args: Namespace) -> None:
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
     estimator = get_estimator(args.advantage_estimator)
+    if args.kl_coef != 0 and not estimator.uses_kl and args.custom_advantage_function_path is None:
+        logger.warning(
+            "--kl-coef %g is logged, but takes no part in the advantages of --advantage-estimator %s. Hold the policy "
+            "near the reference with --use-kl-loss and --kl-loss-coef.",
+            args.kl_coef,
+            args.advantage_estimator,
+        )
     if estimator.policy_loss is CISPO and args.eps_clip_c is not None:
         logger.warning("--eps-clip-c has no effect on CISPO, whose weights are bounded from both sides already.")
     if estimator.policy_loss is CISPO and args.eps_clip < 1:

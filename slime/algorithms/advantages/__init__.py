@@ -60,6 +60,8 @@ class Estimator:
     """Needs the critic's values."""
     needs_whitening: bool = False
     """Makes no sense without ``--normalize-advantages``."""
+    uses_kl: bool = False
+    """Takes ``--kl-coef`` times the KL from the reference off the reward of each token."""
 
 
 def _adopt(path: str, found: Any) -> Estimator:
@@ -78,12 +80,15 @@ ESTIMATORS: Registry[Estimator] = Registry(
         "gspo": Estimator(compute=group_relative_advantages, group_baseline=group_mean_and_std, policy_loss=GSPO),
         "cispo": Estimator(compute=group_relative_advantages, group_baseline=group_mean_and_std, policy_loss=CISPO),
         "reinforce_plus_plus": Estimator(
-            compute=reinforce_plus_plus_advantages, needs_whole_responses=True, needs_whitening=True
+            compute=reinforce_plus_plus_advantages, needs_whole_responses=True, needs_whitening=True, uses_kl=True
         ),
         "reinforce_plus_plus_baseline": Estimator(
-            compute=reinforce_plus_plus_baseline_advantages, group_baseline=group_mean, needs_whitening=True
+            compute=reinforce_plus_plus_baseline_advantages,
+            group_baseline=group_mean,
+            needs_whitening=True,
+            uses_kl=True,
         ),
-        "ppo": Estimator(compute=ppo_advantages, needs_whole_responses=True, needs_values=True),
+        "ppo": Estimator(compute=ppo_advantages, needs_whole_responses=True, needs_values=True, uses_kl=True),
     },
     adopt=_adopt,
 )

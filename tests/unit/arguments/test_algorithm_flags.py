@@ -68,6 +68,15 @@ def test_rejection_needs_something_that_rejects(make_args, tmp_path):
     slime_validate_args(make_args("--custom-config-path", str(file), "--custom-tis-function-path", mis))
 
 
+def test_a_kl_coefficient_that_no_advantage_sees_is_said_to_do_nothing(make_args, caplog):
+    reinforce = ("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages")
+    with caplog.at_level(logging.WARNING):
+        slime_validate_args(make_args("--kl-coef", "0.1", *reinforce))
+        assert "takes no part" not in caplog.text
+        slime_validate_args(make_args("--kl-coef", "0.1"))
+    assert "--kl-coef 0.1 is logged, but takes no part in the advantages of --advantage-estimator grpo" in caplog.text
+
+
 def test_dual_clip_of_cispo_is_said_to_do_nothing(make_args, caplog):
     with caplog.at_level(logging.WARNING):
         slime_validate_args(make_args("--advantage-estimator", "cispo", "--eps-clip", "1", "--eps-clip-c", "3"))
