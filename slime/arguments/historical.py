@@ -10,6 +10,7 @@ import argparse
 import logging
 from typing import Any
 
+from slime.algorithms.advantages import get_estimator
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -127,9 +128,9 @@ def note_historical(args: argparse.Namespace) -> None:
     """Log one line that names the historical flags given; refuse what cannot be ignored."""
     if args.qkv_format == "bshd":
         raise ConfigError("--qkv-format is bshd; slime packs sequences (thd) and has no other layout. Drop the flag.")
-    if args.use_critic and args.advantage_estimator != "ppo":
+    if args.use_critic and not get_estimator(args.advantage_estimator).needs_values:
         raise ConfigError(
-            f"--use-critic with --advantage-estimator {args.advantage_estimator}: only ppo has a critic. "
+            f"--use-critic with --advantage-estimator {args.advantage_estimator}, which has no critic. "
             "Use --advantage-estimator ppo, or drop --use-critic."
         )
     given = [name for name in HISTORICAL if getattr(args, name) is not None]

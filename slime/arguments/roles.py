@@ -17,6 +17,7 @@ import logging
 from argparse import Namespace
 from typing import Any
 
+from slime.algorithms.advantages import get_estimator
 from slime.arguments.overlay import as_type_of, load_yaml_mapping
 from slime.utils.errors import ConfigError
 
@@ -56,7 +57,7 @@ def apply_role_overrides(args: Namespace) -> None:
     if args.megatron_config_path is None:
         return
     by_role = load_role_overrides(args.megatron_config_path)
-    if "critic" in by_role and args.advantage_estimator != "ppo":
+    if "critic" in by_role and not get_estimator(args.advantage_estimator).needs_values:
         logger.info("%s: there is no critic, so its overrides are not used.", FLAG)
     set_overrides(args, "actor", by_role.get("actor", {}))
 
