@@ -69,7 +69,7 @@ def test_the_smallest_command_is_accepted(make_args):
         (["--rollout-num-gpus", "12", "--rollout-num-gpus-per-engine", "12"], "no whole number of nodes"),
         (["--actor-num-nodes", "0"], "leaves no GPU to train on"),
         (["--num-rollout", "1", "--qkv-format", "bshd"], "--qkv-format is bshd"),
-        (["--use-critic"], "only ppo has a critic"),
+        (["--use-critic"], "grpo, which has no critic"),
         (["--use-opd"], "--use-opd needs --opd-type"),
         (["--opd-type", "sglang"], "no effect without --use-opd"),
         (["--opd-teacher-load", "x"], "no effect without --use-opd"),
