@@ -52,9 +52,8 @@ def _write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def search_prompts(people: list[task.Person]) -> list[dict]:
-    """A question about every person, with the friend's code as label."""
-    codes = {one.name: one.code for one in people}
-    return [{"prompt": task.search_question(one), "label": codes[one.friend]} for one in people]
+    """A question about every person, with the code of the pet as label."""
+    return [{"prompt": task.search_question(one), "label": one.code} for one in people]
 
 
 def python_prompts(count: int, rng: random.Random) -> list[dict]:

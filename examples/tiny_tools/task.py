@@ -1,6 +1,6 @@
 """Three kinds of questions that the tiny model cannot answer alone, and a weak teacher for each.
 
-* search: ``code of friend of Kiv``; two look-ups in a table of facts, then the code in a box;
+* search: ``code of pet of Kiv``; two look-ups in a table of facts, then the code in a box;
 * python: ``347*28``; a product that a model of 0.3 million parameters cannot form, but a program can;
 * judge: ``7+2+9+4+8 mod 10 answers 0 3 0``; which of the answers of several solvers is right.
 
@@ -25,29 +25,24 @@ _FIRST, _VOWELS, _LAST = "BDFGKLMNPRSTVZ", "aeiou", "bdfgklmnprstvz"
 
 @dataclass(frozen=True)
 class Person:
-    """One row of the table."""
+    """One row of the table.  No pet has a person's name, so two words find one fact."""
 
     name: str
-    friend: str
+    pet: str
     code: str
-    """Two digits."""
+    """Of the pet: two digits."""
 
 
 def make_people(seed: int) -> list[Person]:
-    """The table: every person has another one as friend."""
+    """The table: every person with a pet."""
     rng = random.Random(seed)
-    names = rng.sample([a + b + c for a in _FIRST for b in _VOWELS for c in _LAST], PERSONS)
-    friends = names[1:] + names[:1]
-    return [Person(name, friend, f"{rng.randrange(100):02d}") for name, friend in zip(names, friends, strict=True)]
+    names = rng.sample([a + b + c for a in _FIRST for b in _VOWELS for c in _LAST], 2 * PERSONS)
+    return [Person(*pair, f"{rng.randrange(100):02d}") for pair in zip(names[::2], names[1::2], strict=True)]
 
 
 def facts(people: list[Person]) -> list[str]:
     """The documents that are searched, one a fact."""
-    return [
-        text
-        for one in people
-        for text in (f"friend of {one.name} is {one.friend}", f"code of {one.name} is {one.code}")
-    ]
+    return [text for one in people for text in (f"pet of {one.name} is {one.pet}", f"code of {one.pet} is {one.code}")]
 
 
 def boxed(text: str) -> str:
@@ -56,17 +51,17 @@ def boxed(text: str) -> str:
 
 
 def search_question(person: Person) -> str:
-    return f"code of friend of {person.name}"
+    return f"code of pet of {person.name}"
 
 
-def search_turns(person: Person, code: str) -> list[dict[str, str]]:
-    """What a teacher says and reads: two searches, then the code of the friend."""
+def search_turns(person: Person) -> list[dict[str, str]]:
+    """What a teacher says and reads: two searches, then the code."""
     return [
-        {"role": "assistant", "content": f"<search>friend {person.name}</search>"},
-        {"role": "tool", "content": f"friend of {person.name} is {person.friend}"},
-        {"role": "assistant", "content": f"<search>code {person.friend}</search>"},
-        {"role": "tool", "content": f"code of {person.friend} is {code}"},
-        {"role": "assistant", "content": boxed(code)},
+        {"role": "assistant", "content": f"<search>pet {person.name}</search>"},
+        {"role": "tool", "content": f"pet of {person.name} is {person.pet}"},
+        {"role": "assistant", "content": f"<search>code {person.pet}</search>"},
+        {"role": "tool", "content": f"code of {person.pet} is {person.code}"},
+        {"role": "assistant", "content": boxed(person.code)},
     ]
 
 
@@ -103,11 +98,10 @@ def judge_rows(operands: list[sums.Operands], rng: random.Random) -> list[dict]:
 
 def search_rows(people: list[Person], count: int, rng: random.Random) -> list[dict]:
     """Demonstrations of search, over tables of invented people: only how to search can be learned, not the facts."""
-    codes = {one.name: one.code for one in people}
     rows = []
     for _ in range(count):
         person = rng.choice(people)
-        turns = search_turns(person, codes[person.friend])
+        turns = search_turns(person)
         if rng.random() < GUESS_SHARE:
             turns = [{"role": "assistant", "content": boxed(f"{rng.randrange(100):02d}")}]
         rows.append(_row(search_question(person), turns))

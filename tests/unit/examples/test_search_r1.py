@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_tools import task
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.async_utils import run
@@ -18,7 +19,7 @@ from slime.utils.types import Sample
 REPO = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(60)
 
-FACTS = ["friend of Kiv is Lum", "code of Kiv is 11", "friend of Lum is Kiv", "code of Lum is 74"]
+FACTS = ["pet of Kiv is Lum", "code of Lum is 74", "pet of Bab is Zof", "code of Zof is 11"]
 
 
 @pytest.fixture
@@ -43,10 +44,10 @@ def corpus(tmp_path):
 
 
 def policy(prompt):
-    person = re.search(r"friend of (\w+)<", prompt)[1]
+    person = re.search(r"pet of (\w+)<", prompt)[1]
     found = re.findall(r"tool\n(.*?)<\|im_end\|>", prompt)
     if not found:
-        return f"<search>friend {person}</search>"
+        return f"<search>pet {person}</search>"
     if len(found) == 1:
         return f"<search>code {found[0].split()[-1]}</search>"
     return f"\\boxed{{{found[1].split()[-1]}}}"
@@ -63,11 +64,21 @@ def test_scores_are_those_of_the_formula(server):
     assert set(scores) == {0, 1}
 
 
+def test_every_question_of_the_tiny_task_is_answered_by_its_two_searches(server):
+    people = task.make_people(7)
+    retriever = server.Retriever(task.facts(people))
+    for person in people:
+        turns = [turn["content"] for turn in task.search_turns(person)]
+        for query, found in ((turns[0], turns[1]), (turns[2], turns[3])):
+            words = query.removeprefix("<search>").removesuffix("</search>")
+            assert retriever.search(words, 1) == [found]
+
+
 def test_the_best_documents_come_first_and_strangers_not_at_all(server, corpus):
     retriever = server.Retriever.of_file(corpus)
     assert len(retriever.documents) == 4
     assert retriever.search("code Lum", 1) == ["code of Lum is 74"]
-    assert retriever.search("code", 5) == ["code of Kiv is 11", "code of Lum is 74"]
+    assert retriever.search("code", 5) == ["code of Lum is 74", "code of Zof is 11"]
     assert retriever.search("nobody", 5) == []
     assert server.Retriever([]).search("code", 1) == []
 
@@ -80,7 +91,7 @@ def test_a_sample_searches_twice_and_answers(example, talk, ask, corpus, label, 
         custom_rm_path="generate_with_search.reward_func",
         search_corpus=corpus,
     )
-    sample = asyncio.run(generate_and_rm(args, ask("code of friend of Kiv", label=label), {"max_new_tokens": 250}))
+    sample = asyncio.run(generate_and_rm(args, ask("code of pet of Kiv", label=label), {"max_new_tokens": 250}))
     assert sample.response.endswith("\\boxed{74}<|im_end|>")
     assert sample.reward == pytest.approx(reward)
     assert sample.metadata["num_searches"] == 2 and sample.metadata["num_turns"] == 3
@@ -91,7 +102,7 @@ def test_the_retriever_may_be_a_server(example, server, talk, corpus):
     handle = run_app_in_thread(server.application(server.Retriever.of_file(corpus)), host="127.0.0.1")
     try:
         args, _ = talk(policy, search_corpus=f"http://127.0.0.1:{handle.port}/retrieve", search_topk=2)
-        assert run(example.observe(args, "code Kiv")) == "code of Kiv is 11\ncode of Lum is 74"
+        assert run(example.observe(args, "code Zof")) == "code of Zof is 11\ncode of Lum is 74"
         assert run(example.observe(args, "xyz")) == "nothing found"
     finally:
         handle.stop()
