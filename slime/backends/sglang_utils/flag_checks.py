@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from slime.backends.sglang_utils.server_args import present_name
 from slime.backends.sglang_utils.sglang_config import SGLangConfig
 
 NO_DRAFT_LAYERS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "glm4", "mistral")
@@ -92,7 +93,7 @@ def override_problems(path: str, config: SGLangConfig, known_fields: Collection[
     """
     for model in config.models:
         for group in model.server_groups:
-            for name in group.overrides:
+            for name in (present_name(name, known_fields) for name in group.overrides):
                 similar = difflib.get_close_matches(name, known_fields, n=1, cutoff=0.75)
                 if name not in known_fields and similar:
                     yield (

@@ -182,8 +182,23 @@ def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
     return chosen | {"disable_overlap_schedule": True, "enable_memory_saver": False}
 
 
+RENAMED_FIELDS = {"cuda_graph_max_bs": "cuda_graph_max_bs_decode", "cuda_graph_bs": "cuda_graph_bs_decode"}
+"""ServerArgs fields that later versions of SGLang call otherwise; an --sglang-config may have either name."""
+
+
+def present_name(name: str, known_fields: Collection[str]) -> str:
+    """What the installed ServerArgs calls a field."""
+    later = RENAMED_FIELDS.get(name)
+    return later if later in known_fields and name not in known_fields else name
+
+
 def keep_known(server_args: Mapping[str, Any], known_fields: Collection[str]) -> dict[str, Any]:
-    """Drop, with a log line, what the installed ServerArgs has no field for."""
+    """Under the installed ServerArgs' names; what it has no field for is dropped, with a log line."""
+    # A name of an older version comes from a group's overrides, which win over the flag of the same meaning.
+    renamed = {
+        present_name(name, known_fields): value for name, value in server_args.items() if name in RENAMED_FIELDS
+    }
+    server_args = {name: value for name, value in server_args.items() if name not in RENAMED_FIELDS} | renamed
     dropped = sorted(set(server_args) - set(known_fields))
     if dropped:
         logger.info("not supported by the installed SGLang, left out: %s", ", ".join(dropped))

@@ -157,6 +157,12 @@ def test_fields_that_the_installed_version_lacks_are_dropped_and_named(caplog):
     assert "left out: b" in caplog.text
 
 
+def test_an_override_under_an_older_name_reaches_the_field_that_took_its_place():
+    given = {"cuda_graph_max_bs_decode": 8, "cuda_graph_max_bs": 12}  # the flag's, then the group's override
+    assert keep_known(given, {"cuda_graph_max_bs_decode"}) == {"cuda_graph_max_bs_decode": 12}
+    assert keep_known({"cuda_graph_max_bs": 12}, {"cuda_graph_max_bs"}) == {"cuda_graph_max_bs": 12}
+
+
 def test_a_checkpoint_drafts_with_its_own_mtp_layers_unless_another_is_named():
     assert build(flags(sglang_speculative_algorithm="EAGLE"))["speculative_draft_model_path"] == "/hf"
     named = flags(sglang_speculative_algorithm="EAGLE", sglang_speculative_draft_model_path="/draft")
