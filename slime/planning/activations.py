@@ -154,17 +154,13 @@ def _expert_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, re
     inner = rows * shape.expert_ffn // sizes.expert_tensor * batch.element_bytes
     shared = batch.tokens * shape.shared_ffn // sizes.tensor * batch.element_bytes
     return {
-        "router": ROUTER_BYTES * tokens * shape.experts + 3 * 8 * copies,
+        "router": 8 * tokens * shape.experts + 44 * copies + 4 * tokens,  # scores in fp32, maps of rows in int64
         "rows of experts": rows * shape.hidden * batch.element_bytes,
         "inside of experts": inner * shape.gate_factor + (0 if recompute.drops("moe_act") else inner),
         "weights of rows": 4 * rows,
         "shared experts": 0 if recompute.drops("shared_experts") else shared * (shape.gate_factor + 1),
         "output of shared experts": shape.has_shared_gate * tokens * shape.hidden * batch.element_bytes,
     }
-
-
-ROUTER_BYTES = 17
-"""Per token and expert: scores in fp32 before and behind their activation, the masked ones, the map of choices."""
 
 
 def layer_bytes(

@@ -71,7 +71,7 @@ def _dispatch_problems(
     is_low_latency = flags.get("deepep_mode") in ("low_latency", "auto", None)
     if flags.get("moe_a2a_backend") != "deepep" or not is_low_latency or flags.get("disaggregation") == "prefill":
         return
-    batch = flags.get("cuda_graph_max_bs") or max(flags.get("cuda_graph_bs") or [0])
+    batch = _largest_graph(flags)
     draft = flags.get("speculative_num_draft_tokens") if flags.get("speculative_algorithm") else None
     needed = batch * (draft or 1)
     limit = int(environment.get(DISPATCH_LIMIT) or DISPATCH_LIMIT_DEFAULT)
@@ -83,6 +83,15 @@ def _dispatch_problems(
             f"(--sglang-cuda-graph-max-bs){times} = {needed} tokens; set the variable to {rounded}, or lower "
             "--sglang-cuda-graph-max-bs."
         )
+
+
+def _largest_graph(flags: Mapping[str, Any]) -> int:
+    """Requests of the largest CUDA graph for decoding; 0 when SGLang chooses.  Older names come from overrides."""
+    for suffix in ("", "_decode"):
+        sizes = flags.get(f"cuda_graph_bs{suffix}") or [0]
+        if largest := flags.get(f"cuda_graph_max_bs{suffix}") or max(sizes):
+            return int(largest)
+    return 0
 
 
 def placement_problems(places: list[EnginePlace], gpus_per_node: int) -> Iterator[str]:

@@ -1,0 +1,117 @@
+"""What layers keep for the backward pass: against autograd's own count, and against peaks measured on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slime.planning.activations import MicroBatch, Recompute, chunk_activations, layer_bytes, layer_terms
+from slime.planning.model_shape import ModelShape
+from slime.planning.parallel import ParallelSizes
+from slime.planning.parameters import chunk_parameters
+from slime.planning.stages import StageChunk
+from slime.planning.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
+
+TOKENS = 512
+SMALL = (
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --kv-channels 32 --vocab-size 256 "
+    "--swiglu --disable-bias-linear --normalization RMSNorm --use-rotary-position-embeddings --bf16 "
+    "--num-experts 16 --moe-layer-freq [0,1] --moe-ffn-hidden-size 64 --moe-router-topk 4 --moe-router-dtype fp32 "
+    "--moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-enable-expert-bias "
+    "--moe-aux-loss-coeff 0 --moe-grouped-gemm --moe-shared-expert-intermediate-size 128 "
+    "--moe-token-dispatcher-type alltoall"
+)
+
+
+def qwen3(hidden: int, ffn: int, heads: int, layers: int) -> ModelShape:
+    return ModelShape(
+        num_layers=layers, hidden=hidden, ffn=ffn, vocab=151936, is_tied=True, heads=heads, groups=8, head_dim=128,
+        has_qk_norm=True, is_moe=(False,) * layers,
+    )  # fmt: skip
+
+
+def bytes_that_autograd_keeps(run: Callable[[], Any], given: list[torch.Tensor]) -> int:
+    """Bytes of all storages that the graph of ``run()`` holds, those of ``given`` left out."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in given}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = run()  # alive until the count is read, so that no storage's address is given out twice
+    total = sum(kept.values())
+    del output
+    return total
+
+
+@pytest.mark.parametrize("layer", [0, 1], ids=["MLP", "experts"])
+def test_the_second_half_of_a_layer_keeps_what_its_terms_say(layer):
+    from slime.backends.megatron_utils.model_provider import get_model_provider
+
+    args = parse(*SMALL.split())
+    start_single_process(args)
+    model = get_model_provider(args)().bfloat16()
+    hidden = torch.randn(TOKENS, 1, 128, dtype=torch.bfloat16, requires_grad=True) * 1.0
+    mlp = model.decoder.layers[layer].mlp
+    kept = bytes_that_autograd_keeps(lambda: mlp(hidden), [hidden, *model.parameters()])
+    terms = layer_terms(ModelShape.from_args(args, {}), ParallelSizes(), MicroBatch(tokens=TOKENS), layer)
+    of_mlp = ("MLP", "router", "rows of experts", "inside of experts", "weights of rows", "shared experts")
+    assert kept == sum(terms.get(name, 0) for name in of_mlp)
+
+
+MEASURED = (
+    # (GiB, shape, layout, recompute), 16,384 tokens a micro-batch: docs/verified_gpu.md
+    (37.1, qwen3(1024, 3072, 16, 28), ParallelSizes(), Recompute()),
+    (67.7, qwen3(2048, 6144, 16, 28), ParallelSizes(), Recompute()),
+    (36.1, qwen3(2048, 6144, 16, 28), ParallelSizes(), Recompute(granularity="full", method="uniform")),
+    (133.5, qwen3(2560, 9728, 32, 36), ParallelSizes(), Recompute(granularity="selective", modules=("layernorm",))),
+    (69.8, qwen3(2560, 9728, 32, 36), ParallelSizes(world=2, tensor=2, sequence_parallel=True), Recompute()),
+)
+
+
+@pytest.mark.parametrize("measured, shape, sizes, recompute", MEASURED)
+def test_peaks_are_those_measured(measured, shape, sizes, recompute):
+    chunks = [StageChunk(tuple(range(shape.num_layers)), True, True)]
+    settings = TrainerSettings(batch=MicroBatch(tokens=16384), recompute=recompute)
+    memory = rank_memory(chunks, 0, chunk_parameters(chunks, shape, sizes), shape, sizes, settings)
+    assert memory.peak / GIB == pytest.approx(measured, rel=0.01)
+
+
+def test_recompute_keeps_inputs_of_groups_or_of_the_first_layers():
+    shape, batch, sizes = qwen3(1024, 3072, 16, 6), MicroBatch(tokens=100), ParallelSizes()
+    layers, row, whole = tuple(range(6)), 100 * 1024 * 2, layer_bytes(qwen3(1024, 3072, 16, 6), sizes, batch, 0)
+
+    def kept(**settings: Any) -> tuple[int, int]:
+        found = chunk_activations(layers, shape, sizes, batch, Recompute(**settings))
+        return found.kept, found.again
+
+    assert kept() == (6 * whole, 0)
+    assert kept(granularity="full", method="uniform", num_layers=1) == (6 * row, whole)
+    assert kept(granularity="full", method="uniform", num_layers=4) == (2 * row, 4 * whole)
+    assert kept(granularity="full", method="block", num_layers=2) == (2 * row + 4 * whole, whole)
+
+
+def test_sequence_parallelism_cuts_what_is_kept_outside_of_attention_and_mlp():
+    shape, batch = qwen3(1024, 3072, 16, 1), MicroBatch(tokens=1000)
+    whole = layer_bytes(shape, ParallelSizes(), batch, 0)
+    cut = layer_bytes(shape, ParallelSizes(world=2, tensor=2, sequence_parallel=True), batch, 0)
+    uncut = layer_bytes(shape, ParallelSizes(world=2, tensor=2), batch, 0)
+    assert cut * 2 == whole
+    assert cut < uncut < whole
+
+
+def test_micro_batches_in_flight_follow_the_schedule():
+    settings = TrainerSettings(batch=MicroBatch(tokens=1), num_microbatches=8, vp_group=4)
+    plain, virtual = ParallelSizes(world=4, pipeline=4), ParallelSizes(world=4, pipeline=4, virtual=2)
+    assert [micro_batches_in_flight(stage, plain, settings) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_in_flight(stage, virtual, settings) for stage in range(4)] == [11, 9, 7, 5]
+    one = TrainerSettings(batch=MicroBatch(tokens=1), num_microbatches=1)
+    assert micro_batches_in_flight(0, plain, one) == 1
