@@ -25,7 +25,7 @@ from tests.matrix.pool import RankPool
 
 TABLE = (
     *("TP2 SP recompute", "PP2 uneven", "PP2 VPP2", "PP2 recompute", "CP2", "CP2 recompute", "EP2", "EP2 recompute"),
-    *("EP2 selective", "TP2 EP2 SP", "CP2 EP2", "PP2 EP2 recompute overlap", "TP2 EP2 ETP1 DP2", "PP2 CP2"),
+    *("EP2 selective", "TP2 EP2 SP", "CP2 EP2", "PP2 EP2", "TP2 EP2 ETP1 DP2", "PP2 CP2"),
 )
 """Layouts of the table."""
 

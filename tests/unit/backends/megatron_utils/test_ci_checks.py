@@ -22,6 +22,7 @@ def arguments(**overrides) -> Namespace:
         "ci_load_grad_norm": None,
         "use_rollout_logprobs": False,
         "keep_old_actor": False,
+        "use_rollout_routing_replay": False,
         "loss_type": "policy_loss",
         "use_critic": False,
         "num_critic_only_steps": 0,
@@ -96,6 +97,10 @@ def test_the_kl_in_the_reward_of_the_first_rollout_is_checked_too(caplog):
     check_rollout(arguments(kl_coef=0.1, use_rollout_logprobs=True), "actor", 0, metrics)
     check_rollout(arguments(kl_coef=0.1, ci_test=False), "actor", 0, metrics)
     assert "rollout/kl is 0.25" in caplog.text
+
+
+def test_the_reference_does_not_choose_the_engines_experts():
+    check({"kl_loss": 1e-3}, use_rollout_routing_replay=True)
 
 
 def test_gradient_norms_of_two_runs_are_compared(tmp_path):
