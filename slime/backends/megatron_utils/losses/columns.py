@@ -31,14 +31,20 @@ class TrainedTokens:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self._lengths = list(zip(batch["total_lengths"], batch["response_lengths"], strict=True))
-        self._mask_N = local_masks(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"])
+        masks = local_masks(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"])
+        self._sizes = [len(mask) for mask in masks]
+        self._is_trained_T = torch.cat(masks) != 0
 
     def only(self, column_N: Sequence[Tensor]) -> list[Tensor]:
-        """[r] each, 0 where a token is not trained."""
-        return [
-            torch.where(mask_r.to(values_r.device) != 0, values_r, 0.0)
-            for values_r, mask_r in zip(column_N, self._mask_N, strict=True)
-        ]
+        """[r] each, 0 where a token is not trained.
+
+        Raises:
+            DataError: an entry has not one number for each response token of its sample on this rank.
+        """
+        sizes = [len(values) for values in column_N]
+        if sizes != self._sizes:
+            raise DataError(f"a column has {sizes} entries for {self._sizes} response tokens of the samples here")
+        return list(torch.where(self._is_trained_T, torch.cat(list(column_N)), 0.0).split(sizes))
 
     def required(self, name: str, why: str) -> list[Tensor]:
         """The column ``name``.

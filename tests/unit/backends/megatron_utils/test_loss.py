@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from megatron_case import parse, start_single_process
 
+from slime.algorithms.advantages import Estimator, group_relative_advantages
+from slime.algorithms.policy_losses import ClipConfig, PolicyLoss, PolicyLossInputs, TokenLosses
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.utils.errors import DataError
@@ -193,6 +195,37 @@ def test_cispo_weighs_the_log_prob_by_a_constant() -> None:
     batch = make_batch(masks=((1,),), advantages=[[2.0]], log_probs=[[-2.0]])
     value, _ = run(make_args(advantage_estimator="cispo"), batch, make_logits(batch, [[-1.0]]))
     assert value == pytest.approx(-1.28 * 2.0 * -1.0, rel=1e-5)
+
+
+def reinforce(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
+    """A surrogate that slime does not have."""
+    loss_T = -inputs.advantage_T * torch.cat(list(inputs.log_prob_N))
+    return TokenLosses(loss_T, torch.zeros_like(loss_T), inputs.log_ratio_T)
+
+
+plain_reinforce = Estimator(compute=group_relative_advantages, policy_loss=PolicyLoss(compute=reinforce))
+
+
+def test_an_estimator_may_bring_its_own_surrogate() -> None:
+    batch = make_batch(masks=((1, 1),), advantages=[[2.0, -1.0]], log_probs=[[-9.0, -9.0]])
+    args = make_args(advantage_estimator=f"{__name__}.plain_reinforce")
+    value, metrics = run(args, batch, make_logits(batch, [[-1.0, -3.0]]))
+    assert value == pytest.approx((2.0 * 1.0 - 1.0 * 3.0) / 2, rel=1e-5)
+    assert metrics["ppo_kl"] == pytest.approx(-7.0, rel=1e-5)
+
+
+def test_with_the_engines_log_probs_the_mismatch_is_that_of_the_trainers() -> None:
+    batch = make_batch(masks=((1,),), advantages=[[1.0]], log_probs=[[-1.0]], rollout_log_probs=[[-1.5]])
+    args = make_args(use_rollout_logprobs=True, get_mismatch_metrics=True)
+    value, metrics = run(args, batch, make_logits(batch, [[-1.5]]))
+    assert value == pytest.approx(-1.0, rel=1e-5), "the ratio is to the engine's log-prob"
+    assert metrics["ois"] == pytest.approx(float(torch.tensor(0.5).exp()), rel=1e-5)
+
+
+def test_a_column_of_the_wrong_length_is_refused() -> None:
+    batch = make_batch(masks=((1, 1),), advantages=[[1.0]])
+    with pytest.raises(DataError, match=r"a column has \[1\] entries for \[2\] response tokens"):
+        run(make_args(), batch, make_logits(batch, [[-1.0, -1.0]]))
 
 
 def test_tis_weighs_the_loss_by_trainer_over_engine() -> None:
