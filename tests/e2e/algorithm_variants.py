@@ -95,11 +95,12 @@ VARIANTS: tuple[Variant, ...] = (
         title="PPO",
         flags=_flags(
             "--advantage-estimator ppo --normalize-advantages --gamma 1.0 --lambd 1.0 --value-clip 0.2 "
-            "--num-critic-only-steps 2 --megatron-config-path {run}/roles.yaml"
+            f"--num-critic-only-steps 1 --megatron-config-path {{run}}/roles.yaml {TWO_STEPS}"
         ),
         why=(
-            "a response is one decision and its reward comes at the end, so neither discount nor lambda below 1; the "
-            "critic begins with a random head: it learns alone for two rollouts, and twice as fast"
+            "the reward comes at the end of a short response, so neither discount nor lambda below 1; two steps a "
+            "rollout; the critic begins with a random head: it learns alone for a rollout, and twice as fast "
+            "(`roles.yaml` sets its learning rate to 1e-3)"
         ),
         all_seeds=True,
         files={"roles.yaml": "megatron:\n  - {name: value, role: critic, overrides: {lr: 0.001}}\n"},
