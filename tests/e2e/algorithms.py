@@ -191,7 +191,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def plan(options: argparse.Namespace) -> list[Run]:
-    """The runs that the options name."""
+    """The runs that the options name.
+
+    Raises:
+        ValueError: they cannot run here, or their folders hold something else.
+    """
+    variants = select(options.only)
+    too_large = [variant.name for variant in variants if variant.loop.num_gpus > len(options.gpus.split(","))]
+    if options.device == "gpu" and too_large:
+        raise ValueError(
+            f"--gpus is {options.gpus}, and {', '.join(too_large)} take two; give more, or choose with --only"
+        )
     out, warm_start = options.out.resolve(), options.warm_start.resolve()
     out.mkdir(parents=True, exist_ok=True)
     make_warm_start(warm_start)
@@ -213,7 +223,7 @@ def plan(options: argparse.Namespace) -> list[Run]:
     def seeds_of(variant: Variant) -> list[int]:
         return seeds if variant.all_seeds else seeds[:1]
 
-    return [Run(recipe, variant, seed) for variant in select(options.only) for seed in seeds_of(variant)]
+    return [Run(recipe, variant, seed) for variant in variants for seed in seeds_of(variant)]
 
 
 def main() -> None:
