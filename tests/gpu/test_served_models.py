@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.utils import env
 from slime.utils.net import get_free_port
 from slime.weights.hf_rewrite.recipes import to_fp8
 from slime.weights.hf_rewrite.run import rewrite_folder
@@ -55,13 +56,18 @@ def server_args(folder: Path, **flags: Any) -> Namespace:
     return args
 
 
+def first_gpu() -> int:
+    """As Ray numbers it: among those of the machine, not among those that this process sees."""
+    return int(env.copy().get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+
+
 @contextmanager
 def servers(*folders_and_flags: tuple[Path, dict[str, Any]]) -> Iterator[list[SGLangEngine]]:
     """Several servers on one GPU, started together."""
     engines, starts = [], []
     for rank, (folder, flags) in enumerate(folders_and_flags):
         port = get_free_port(27000 + 20 * rank, consecutive=3)
-        engine = SGLangEngine(server_args(folder, **flags), rank=rank, base_gpu_id=0, num_gpus_per_engine=1)
+        engine = SGLangEngine(server_args(folder, **flags), rank=rank, base_gpu_id=first_gpu(), num_gpus_per_engine=1)
         engines.append(engine)
         starts.append({"port": port, "nccl_port": port + 1, "dist_init_addr": f"127.0.0.1:{port + 2}"})
     try:
