@@ -1,6 +1,6 @@
 # The two commands: `make demo` and `make test`.  Each makes .venv first when it is missing or its pins have changed.
 
-.PHONY: demo test faults matrix push-matrix install check
+.PHONY: demo test faults matrix algorithms push-matrix install check
 
 demo: install
 	@scripts/demo.sh
@@ -15,6 +15,11 @@ faults: install
 # Every model family against every check and every parallel layout, with the numbers.
 matrix: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.matrix
+
+# Every estimator, loss and correction against its plain reference in every layout, and every known bug put back into
+# the code, with the numbers; `ARGS=--end-to-end` then runs the tiny task's real job with each algorithm.
+algorithms: install
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.algorithms $(ARGS)
 
 # Every way to push weights into SGLang's models, with the digests: mode x quantisation x trainer layout x engine size.
 push-matrix: install

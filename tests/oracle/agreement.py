@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.oracle.reference import Example
 from tests.oracle.step import advantages_and_returns, expected_steps
 from tests.oracle.variants import ROLLOUTS_PER_STEP, arguments, problem
 
@@ -47,12 +49,18 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=FLOOR))
 
 
-def errors_of_cell(variant: str, seed: int, ranks: Sequence[dict[str, Any]]) -> Errors:
-    """Compare the results of ``trainer.steps_of_this_rank`` of all ranks with the reference."""
+@cache
+def _reference(variant: str, seed: int) -> tuple[list[Example], list[Tensor], list[tuple[dict[str, float], Tensor]]]:
+    """Batch, advantages and steps: the same for every layout."""
     args = arguments(variant)
     examples, table = problem(args, seed)
-    wanted_advantages, _ = advantages_and_returns(args, examples)
-    expected = expected_steps(args, examples, table, ROLLOUTS_PER_STEP)
+    advantages, _ = advantages_and_returns(args, examples)
+    return examples, advantages, expected_steps(args, examples, table, ROLLOUTS_PER_STEP)
+
+
+def errors_of_cell(variant: str, seed: int, ranks: Sequence[dict[str, Any]]) -> Errors:
+    """Compare the results of ``trainer.steps_of_this_rank`` of all ranks with the reference."""
+    examples, wanted_advantages, expected = _reference(variant, seed)
     finished = [rank for rank in ranks if rank["steps"]]
     assert finished and all(len(rank["steps"]) == len(expected) == 2 for rank in finished)
 

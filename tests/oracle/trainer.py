@@ -5,19 +5,22 @@ Parallel state, gathers and gradient collectives are the trainer's; only the mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
-from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
+from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
 from tests.matrix.pool import RankPool
 from tests.oracle.batches import as_samples
+from tests.oracle.reference import Example
 from tests.oracle.step import teacher_log_probs
 from tests.oracle.variants import (
     COLUMNS,
@@ -30,6 +33,7 @@ from tests.oracle.variants import (
 )
 
 if TYPE_CHECKING:
+    from slime.backends.megatron_utils.data import DataIterator
     from tests.mutations.mutation import Mutation
 
 Cell = tuple[str, str, str, int]
@@ -50,27 +54,15 @@ BATCH_KEYS = (
 )
 
 
-def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: bool = False) -> dict[str, Any]:
-    """What this rank has of a rollout.
-
-    Returns:
-        ``advantages``: {sample: whole row}, of this rank's samples; ``steps``: metrics and gradient of each step,
-        summed as Megatron sums them; ``shard``: (rank, size) of the tensor-parallel group.  Both are empty before
-        the last pipeline stage.
-    """
+def rollout_of_this_rank(
+    args: Namespace, examples: Sequence[Example], packing: str
+) -> tuple[dict[str, Any], DPSchedule]:
+    """What a rank has before advantages: rewards, schedule and columns go the way they go in a run."""
     from megatron.core import mpu
 
-    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
-    from slime.backends.megatron_utils.data import DataIterator, get_batch, prepare_rollout_data
-    from slime.backends.megatron_utils.loss import compute_advantages_and_returns, loss_function
-    from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+    from slime.backends.megatron_utils.data import prepare_rollout_data
 
-    args = arguments(variant)
-    args.allgather_cp = allgather_cp
-    dp_size, cp_size = mpu.get_data_parallel_world_size(), mpu.get_context_parallel_world_size()
-    tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-
-    examples, table = problem(args, seed)
     raw = [example.reward for example in examples]
     rewards = post_process_rewards(
         raw,
@@ -83,6 +75,7 @@ def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: b
         rollout_ids=[example.rollout_id for example in examples],
     )
     train_data = samples_to_train_data(as_samples(examples), raw, rewards, rollout_top_p=args.rollout_top_p)
+    dp_size, cp_size = mpu.get_data_parallel_world_size(), mpu.get_context_parallel_world_size()
     schedule = build_dp_schedule(
         ScheduleConfig(dp_size=dp_size, cp_size=cp_size, **PACKINGS[packing]),
         [len(tokens) for tokens in train_data["tokens"]],
@@ -90,22 +83,70 @@ def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: b
         rollout_indices=train_data["rollout_ids"],
     )
     data = prepare_rollout_data(split_by_rank(train_data, schedule)[mpu.get_data_parallel_rank()])
+    if mpu.is_pipeline_last_stage():
+        picked = [examples[position] for position in data["partition"]]
+        columns = {"log_probs": "old", "ref_log_probs": "reference", "values": "values"}
+        rows = {name: [torch.tensor(getattr(e, field)) for e in picked] for name, field in columns.items()}
+        rows["teacher_log_probs"] = [teacher_log_probs(e).float() for e in picked]
+        for name, column in rows.items():
+            data[name] = [
+                slice_log_prob_with_cp(row, len(e.tokens), e.response_length)
+                for row, e in zip(column, picked, strict=True)
+            ]
+    return data, schedule
+
+
+def losses_of_a_step(
+    args: Namespace,
+    iterator: DataIterator,
+    table: Tensor,
+    num_microbatches: int,
+    step_size: int,
+) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+    """Of each micro-batch: what the trainer hands to Megatron, already divided as Megatron's schedule does.
+
+    Per token the division by the number of tokens is left to the end of the step.
+    """
+    from slime.backends.megatron_utils.data import get_batch
+    from slime.backends.megatron_utils.loss import loss_function
+
+    keys = list(BATCH_KEYS)
+    if args.rollout_top_p != 1.0:
+        keys += ["rollout_top_p_token_ids", "rollout_top_p_token_offsets"]
+    for _ in range(num_microbatches):
+        batch = get_batch(iterator, keys, pad_multiplier=4, allgather_cp=args.allgather_cp)
+        logits = table[batch["tokens"]]
+        scaled, normaliser, report = loss_function(args, batch, num_microbatches, step_size, args.loss_type, logits)
+        yield scaled if args.calculate_per_token_loss else scaled / num_microbatches, normaliser, report
+
+
+def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: bool = False) -> dict[str, Any]:
+    """What this rank has of a rollout.
+
+    Returns:
+        ``advantages``: {sample: whole row}, of this rank's samples; ``steps``: metrics and gradient of each step,
+        summed as Megatron sums them; ``shard``: (rank, size) of the tensor-parallel group.  Both are empty before
+        the last pipeline stage.
+    """
+    from megatron.core import mpu
+
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
+    from slime.backends.megatron_utils.data import DataIterator
+    from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+    from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
+
+    args = arguments(variant)
+    args.allgather_cp = allgather_cp
+    tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    examples, table = problem(args, seed)
+    data, schedule = rollout_of_this_rank(args, examples, packing)
+    compute_advantages_and_returns(args, data)
     if not mpu.is_pipeline_last_stage():
-        compute_advantages_and_returns(args, data)
         assert "advantages" not in data
         return {"advantages": {}, "steps": [], "shard": (tp_rank, tp_size)}
-    picked = [examples[position] for position in data["partition"]]
-    for name, field in (("log_probs", "old"), ("ref_log_probs", "reference"), ("values", "values")):
-        data[name] = [
-            slice_log_prob_with_cp(torch.tensor(getattr(e, field)), len(e.tokens), e.response_length) for e in picked
-        ]
-    data["teacher_log_probs"] = [
-        slice_log_prob_with_cp(teacher_log_probs(e).float(), len(e.tokens), e.response_length) for e in picked
-    ]
-    compute_advantages_and_returns(args, data)
     advantages = {
-        position: all_gather_with_cp(row, len(example.tokens), example.response_length).tolist()
-        for position, row, example in zip(data["partition"], data["advantages"], picked, strict=True)
+        position: all_gather_with_cp(row, len(examples[position].tokens), len(examples[position].mask)).tolist()
+        for position, row in zip(data["partition"], data["advantages"], strict=True)
     }
     if args.reuse_log_probs:
         del data["log_probs"]
@@ -114,23 +155,14 @@ def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: b
     if is_sharded:
         table = table[:, tp_rank * COLUMNS // tp_size : (tp_rank + 1) * COLUMNS // tp_size]
     iterator = DataIterator(data, data["micro_batch_indices"])
-    keys = list(BATCH_KEYS)
-    if args.rollout_top_p != 1.0:
-        keys += ["rollout_top_p_token_ids", "rollout_top_p_token_offsets"]
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     steps = []
     for num_microbatches, step_size in zip(schedule.num_microbatches, schedule.global_batch_sizes, strict=True):
         parameters = table.float().clone().requires_grad_()
         num_tokens = torch.zeros(())
         reports = []
-        for _ in range(num_microbatches):
-            batch = get_batch(iterator, keys, pad_multiplier=4, allgather_cp=allgather_cp)
-            logits = parameters[batch["tokens"]]
-            scaled, normaliser, report = loss_function(
-                args, batch, num_microbatches, step_size, args.loss_type, logits
-            )
-            # as Megatron's schedule: divided by the micro-batches, or left for the division by the number of tokens
-            (scaled if args.calculate_per_token_loss else scaled / num_microbatches).backward()
+        for loss, normaliser, report in losses_of_a_step(args, iterator, parameters, num_microbatches, step_size):
+            loss.backward()
             num_tokens += normaliser
             reports.append(report)
         for tensor in (parameters.grad, num_tokens):
@@ -139,7 +171,7 @@ def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: b
             reports,
             step_global_batch_size=step_size,
             per_token=args.calculate_per_token_loss,
-            cp_size=cp_size,
+            cp_size=mpu.get_context_parallel_world_size(),
             group=group,
         )
         divisor = num_tokens if args.calculate_per_token_loss else dist.get_world_size(group)

@@ -183,6 +183,9 @@ CELLS = [
     *((variant, packing) for packing in ("balanced", "flops", "static") for variant in ("grpo", "per_token", "gspo")),
 ]
 
+PACKING_OF = {variant: packing for variant, packing in reversed(CELLS)}
+"""The first of each variant."""
+
 DEFAULTS: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "loss_type": "policy_loss",

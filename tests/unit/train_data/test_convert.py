@@ -100,6 +100,7 @@ def test_each_rank_gets_its_samples_in_micro_batch_order():
     assert first["total_lengths"] == [5, 3]
     assert first["raw_reward"] == second["raw_reward"] == [0.0, 1.0, 2.0, 3.0]
     assert first["local_raw_reward"] == [2.0, 0.0]
+    assert first["rewards"] == [2.0, 0.0] and second["rewards"] == [1.0, 3.0]
     assert first["tokens"][0].dtype == torch.int64
     assert first["loss_masks"][1].tolist() == [1]
     assert first["rollout_log_probs"][0].dtype == torch.float32

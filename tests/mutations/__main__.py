@@ -1,0 +1,52 @@
+"""``python -m tests.mutations``: run the museum of known bugs and say what caught each.
+
+python -m tests.mutations                 all exhibits
+python -m tests.mutations --quick         without the slow ones
+python -m tests.mutations --only whiten   those whose bug or target has the word
+python -m tests.mutations --json FILE     the verdicts as JSON too
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tests.mutations.museum import MUSEUM
+from tests.mutations.runner import Outcome, as_plain, run_museum
+
+
+def report(outcomes: list[Outcome]) -> str:
+    """One line for each bug, and what failed to catch it."""
+    lines = []
+    for outcome in outcomes:
+        lines.append(f"{'caught' if outcome.is_caught else 'MISSED'}  {outcome.mutation.bug}")
+        for verdict in outcome.verdicts:
+            state = "" if verdict.is_sound else "FAILS WITHOUT THE BUG  "
+            lines.append(f"        {state}{verdict.check}: {verdict.reason or 'PASSES'}")
+    missed = [outcome for outcome in outcomes if not outcome.is_caught]
+    lines.append(f"{len(outcomes) - len(missed)} of {len(outcomes)} bugs caught")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="The museum of known bugs.")
+    parser.add_argument("--quick", action="store_true", help="leave out the exhibits that take seconds each")
+    parser.add_argument("--only", default="", help="a word of the bug or the target")
+    parser.add_argument("--json", type=Path, help="write the verdicts there")
+    options = parser.parse_args()
+    chosen = [
+        mutation
+        for mutation in MUSEUM
+        if options.only in f"{mutation.bug} {mutation.target}" and not (options.quick and mutation.is_slow)
+    ]
+    outcomes = run_museum(chosen)
+    print(report(outcomes))
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_plain(outcomes), indent=1))
+    return 0 if chosen and all(outcome.is_caught for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Every known bug, put back into the code, is noticed by a test that is named for it.
+
+``python -m tests.mutations`` runs all checks of each; here each bug has its first one, and the slow ones are left out.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutations import specimens
+from tests.mutations.museum import MUSEUM
+from tests.mutations.mutation import Mutation
+from tests.mutations.runner import Verdict, verdicts_of_cells, verdicts_of_tests_in_fork
+
+QUICK = {mutation.bug: mutation.with_one_check() for mutation in MUSEUM if not mutation.is_slow}
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, list[Verdict]]:
+    fitting = [mutation for mutation in QUICK.values() if not mutation.why_it_does_not_apply()]
+    found = verdicts_of_tests_in_fork([mutation for mutation in fitting if mutation.tests])
+    found |= verdicts_of_cells([mutation for mutation in fitting if mutation.cells])
+    return {mutation.bug: of_bug for mutation, of_bug in found.items()}
+
+
+@pytest.mark.parametrize("mutation", MUSEUM, ids=lambda mutation: mutation.bug)
+def test_every_exhibit_fits_the_code_as_it_is(mutation):
+    assert mutation.why_it_does_not_apply() == ""
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("bug", QUICK)
+def test_a_known_bug_is_caught(verdicts, bug):
+    for verdict in verdicts[bug]:
+        assert verdict.is_sound, f"{verdict.check} fails without the bug"
+        assert verdict.is_caught, f"{verdict.check} does not notice it: {verdict.reason or 'it passes'}"
+
+
+def test_bugs_have_names_of_their_own():
+    assert len({mutation.bug for mutation in MUSEUM}) == len(MUSEUM)
+
+
+# The patching itself
+
+
+def patch(target: str, old: str, new: str) -> Mutation:
+    return Mutation(bug="-", target=f"tests.mutations.specimens:{target}", old=old, new=new, tests=("-",))
+
+
+def test_whoever_holds_the_function_has_the_twin_and_then_the_function_again():
+    held = specimens.TABLE["doubled"]
+    with patch("doubled", "2 * x", "3 * x").applied():
+        assert held(1) == specimens.doubled(1) == 3
+    assert held(1) == specimens.doubled(1) == 2
+
+
+def test_methods_decorated_functions_and_closures_are_patched():
+    assert specimens.Child().name() == "child of parent"
+    with patch("Child.name", "child of", "twin of").applied():
+        assert specimens.Child().name() == "twin of parent"
+    with patch("Child.made", '"made"', '"twin"').applied():
+        assert specimens.Child.made() == "twin"
+    with patch("cached", "x + 1", "x + 2").applied():
+        assert specimens.cached(1) == 3
+    assert (specimens.Child().name(), specimens.Child.made(), specimens.cached(1)) == ("child of parent", "made", 2)
+
+
+def test_a_patch_that_no_longer_fits_says_so():
+    assert "0 times, not once" in patch("doubled", "4 * x", "5 * x").why_it_does_not_apply()
+    assert "no attribute" in patch("gone", "", "").why_it_does_not_apply()
+    assert "SyntaxError" in patch("doubled", "2 * x", "2 *").why_it_does_not_apply()
