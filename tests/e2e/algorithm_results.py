@@ -144,8 +144,8 @@ def _row(group: Sequence[RunResult], target: float) -> list[str]:
         ", ".join(str(run.seed) for run in group),
         _before_after([run.sampled for run in good]),
         _before_after([run.greedy for run in good]),
-        _spread([run.rollouts_to(LOWER_TARGET) for run in good], "{:g}".format),
-        _spread([run.rollouts_to(target) for run in good], "{:g}".format),
+        _spread([run.rollouts_to(LOWER_TARGET) for run in good], "{:.3g}".format),
+        _spread([run.rollouts_to(target) for run in good], "{:.3g}".format),
         _spread([run.seconds for run in group], "{:.0f}".format),
         _spread([max((value for _, value in run.log_prob_difference), default=None) for run in good], "{:.1g}".format),
     ]
@@ -158,12 +158,12 @@ def _before_after(curves: Sequence[Curve]) -> str:
 
 
 def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:
-    """The mean, and the range of several; a dash for what there is not, "of which never" for some that are missing."""
+    """The mean, and the range of several; a dash for what there is not; how many of several there are not."""
     there = [value for value in values if value is not None]
     if not there:
         return "-"
     text = form(statistics.fmean(there))
-    if len(there) > 1:
+    if form(min(there)) != form(max(there)):
         text += f" ({form(min(there))} to {form(max(there))})"
     return text if len(there) == len(values) else f"{text}, {len(values) - len(there)} never"
 

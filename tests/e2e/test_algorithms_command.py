@@ -156,7 +156,7 @@ def test_a_row_shows_mean_and_range_and_who_never_arrived() -> None:
     runs = [result(seed=1), result(seed=2, sampled=((0, 0.3), (5, 0.80), (10, 0.92)))]
     text = algorithm_results.table({"rollouts": 10, "target": 0.95, "machine": "a machine"}, runs)
     row = next(line for line in text.splitlines() if line.startswith("| ONE | 1, 2"))
-    assert "0.300 (0.300 to 0.300), 0.940 (0.920 to 0.960)" in row
+    assert "| 0.300, 0.940 (0.920 to 0.960) |" in row
     assert "| 7.5 (5 to 10) | 5, 1 never |" in row
     assert "* one, seed 2: 0.920 at best, the target is 0.950" in text
 
