@@ -218,4 +218,32 @@ TRAINER_BUGS = (
         new="num_tokens",
         cells=(("cp2", "per_token"),),
     ),
+    Mutation(
+        bug="the critic's values handed to the ranks in their order, whatever their samples",
+        target="slime.ray.critic:deal_values",
+        old='[by_place[rank["dp_rank"], rank["cp_rank"]] if rank["is_last_stage"] else None for rank in actor_ranks]',
+        new="list(values)",
+        tests=("tests/unit/ray/test_critic.py::test_tensor_and_pipeline_parallelism_may_differ",),
+    ),
+    Mutation(
+        bug="context-parallel ranks get the critic's values of the first one",
+        target="slime.ray.critic:deal_values",
+        old='by_place[rank["dp_rank"], rank["cp_rank"]] if',
+        new='by_place[rank["dp_rank"], 0] if',
+        tests=("tests/unit/ray/test_critic.py::test_context_parallel_ranks_get_their_own_part",),
+    ),
+    Mutation(
+        bug="the self-check of ppo_kl does not see a NaN",
+        target=f"{TRAINER}.ci_checks:_off_policy_at_the_start",
+        old='not abs(metrics["ppo_kl"]) < ZERO',
+        new='abs(metrics["ppo_kl"]) >= ZERO',
+        tests=(f"{UNIT}test_ci_checks.py::test_a_number_that_is_off_ends_the_run",),
+    ),
+    Mutation(
+        bug="the self-checks are silent without --ci-test",
+        target=f"{TRAINER}.ci_checks:_warn",
+        old="for problem in problems:",
+        new="for problem in ():",
+        tests=(f"{UNIT}test_ci_checks.py::test_every_run_is_warned_of_a_first_step_that_is_off_policy",),
+    ),
 )
