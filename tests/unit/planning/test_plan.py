@@ -1,0 +1,275 @@
+"""From a command line to a printed plan: legality in one go, layout, phases, exit codes; arithmetic by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from slime.planning.cards import find_card
+from slime.planning.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, asks_for_plan, complete_run, run_plan
+from slime.planning.engines import EngineShape, engine_places, kv_bytes_per_token
+from slime.planning.host_memory import pinned_bytes
+from slime.planning.model_shape import ModelShape, computing_layers
+from slime.planning.parallel import ParallelSizes, rank_places
+from slime.planning.plan import PlanOptions
+from slime.planning.rules import engine_problems, placement_problems
+from slime.planning.stages import PipelineSplit, expand_layout, stage_chunks
+from slime.planning.traffic import reference_lengths, step_work
+from slime.train_data.flops import FlopsModel
+from slime.train_data.schedule import ScheduleConfig
+from slime.utils.errors import ConfigError
+from slime_plugins.models.glm5.schedule import index_sharing
+from tests.unit.planning.test_parameters import model_args
+
+H100 = PlanOptions(card=find_card("H100"))
+RUN = (
+    "--hf-checkpoint /base/Qwen3-4B --ref-load /base/Qwen3-4B_torch_dist --num-rollout 10 --rollout-batch-size 32 "
+    "--n-samples-per-prompt 8 --global-batch-size 256 --rollout-max-response-len 8192 --prompt-data /base/data.jsonl "
+    "--rm-type math --use-dynamic-batch-size --max-tokens-per-gpu 9216 --actor-num-nodes 1 "
+    "--actor-num-gpus-per-node 8 --sglang-mem-fraction-static 0.7"
+)
+COLOCATED = f"{RUN} --colocate --rollout-num-gpus-per-engine 2 --tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def words(flags: str) -> list[str]:
+    return [*model_args("qwen3-4B"), *flags.split()]
+
+
+def document_of(capsys: pytest.CaptureFixture[str], flags: str, options: PlanOptions = H100) -> tuple[int, Any]:
+    code = run_plan(words(flags), options, as_json=True)
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_plan_is_a_document_with_every_part(capsys):
+    code, document = document_of(capsys, COLOCATED)
+    assert (code, document["problems"]) == (EXIT_OK, [])
+    plan = document["plan"]
+    assert (plan["num_gpus"], plan["num_nodes"], plan["sizes"]["data"]) == (8, 1, 4)
+    assert plan["ranks"][3] == {
+        "rank": 3, "node": 0, "gpu": 3, "tensor": 1, "context": 0, "data": 1, "pipeline": 0, "expert": 0,
+        "expert_tensor": 1, "expert_data": 1,
+    }  # fmt: skip
+    assert [engine["first_gpu"] for engine in plan["engines"]] == [0, 2, 4, 6]
+    memory = plan["stages"][0]["memory"]
+    assert memory["gradients"] == 2 * memory["weights"]  # fp32 sums of bf16 weights
+    assert memory["peak"] == memory["static"] + memory["activations"] + max(memory["head"], memory["work"])
+    assert plan["phases"]["asleep"] < plan["phases"]["rollout"]
+    assert plan["model"] == "/base/Qwen3-4B"
+    assert "no config.json" in document["notes"][0]
+
+
+def test_the_tables_name_stages_nodes_and_phases(capsys):
+    assert run_plan(words(COLOCATED), H100, all_ranks=True) == EXIT_OK
+    text = capsys.readouterr().out
+    for part in ("TP 2, PP 1, CP 1, DP 4", "embedding, 1-36, head", "default/regular 3: GPUs 6-7", "weight push"):
+        assert part in text
+    assert "rank  node  GPU" in text
+
+
+def test_all_that_is_wrong_is_told_at_once(capsys):
+    flags = COLOCATED.replace("--max-tokens-per-gpu 9216", "") + " --sglang-dp-size 2 --kl-coef 0.1 --kl-loss-coef 0.1"
+    code, document = document_of(capsys, flags)
+    assert code == EXIT_ILLEGAL
+    text = "\n".join(document["problems"])
+    assert "--max-tokens-per-gpu" in text  # slime's own
+    assert "--sglang-dp-size" in text  # the engines'
+    assert len(document["problems"]) >= 3
+
+
+def test_a_misspelt_flag_is_named_and_nothing_is_planned(capsys):
+    code, document = document_of(capsys, f"{COLOCATED} --rollout-batchsize 4")
+    assert (code, document["plan"]) == (EXIT_ILLEGAL, None)
+    assert "Did you mean --rollout-batch-size" in document["problems"][0]
+
+
+def test_what_does_not_fit_is_told_with_a_remedy(capsys):
+    flags = COLOCATED.replace("9216", "32768").replace("--tensor-model-parallel-size 2 --sequence-parallel", "")
+    code, document = document_of(capsys, flags)
+    assert code == EXIT_TOO_LARGE
+    assert "--recompute-granularity full" in document["plan"]["too_large"][0]
+    recompute = f"{flags} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert document_of(capsys, recompute)[0] == EXIT_OK
+
+
+def test_separate_gpus_have_a_trainer_and_engines_that_share_nothing(capsys):
+    flags = RUN.replace("--actor-num-gpus-per-node 8", "--actor-num-gpus-per-node 4") + " --rollout-num-gpus 4"
+    _, document = document_of(capsys, f"{flags} --tensor-model-parallel-size 2 --sequence-parallel")
+    plan = document["plan"]
+    assert (plan["num_gpus"], len(plan["ranks"])) == (8, 4)
+    assert [engine["first_gpu"] for engine in plan["engines"]] == [4, 5, 6, 7]
+    assert not any(engine["shares_trainer_gpus"] for engine in plan["engines"])
+    assert plan["phases"]["asleep"] is None
+    assert plan["push"]["way"] == "distributed"
+
+
+def test_the_optimizer_on_the_host_leaves_the_card(capsys):
+    here = document_of(capsys, COLOCATED)[1]["plan"]
+    there = document_of(capsys, f"{COLOCATED} --optimizer-cpu-offload")[1]["plan"]
+    owned = here["stages"][0]["memory"]["optimizer"]
+    assert there["stages"][0]["memory"]["optimizer"] == 0
+    assert there["host"]["optimizer"] == 8 * owned
+    assert here["host"]["optimizer"] == 0
+
+
+def test_the_reference_costs_a_parked_copy_and_a_pass(capsys):
+    plain = document_of(capsys, COLOCATED)[1]["plan"]
+    with_reference = document_of(capsys, f"{COLOCATED} --use-kl-loss")[1]["plan"]
+    assert with_reference["host"]["parked_weights"] == pytest.approx(2 * plain["host"]["parked_weights"])
+    assert with_reference["work"]["forward_passes"] == plain["work"]["forward_passes"] + 1
+
+
+def test_train_py_plans_without_a_cluster(monkeypatch, capsys):
+    from slime.ray.job import run
+
+    def train(args: Any) -> None:
+        raise AssertionError("a plan trains nothing")
+
+    monkeypatch.setattr(sys, "argv", ["train.py", *words(COLOCATED), "--plan", "json"])
+    with pytest.raises(SystemExit) as end:
+        run(train)
+    assert end.value.code == EXIT_OK
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]["num_gpus"] == 8
+
+
+def test_only_plan_asks_for_a_plan():
+    assert asks_for_plan(["--colocate", "--plan"]) and asks_for_plan(["--plan=json"])
+    assert not asks_for_plan(["--plan-b", "plan"])
+
+
+# Arithmetic
+
+
+def test_ranks_are_numbered_tensor_context_data_pipeline_and_for_experts_apart():
+    sizes = ParallelSizes(world=16, tensor=2, context=2, pipeline=2, expert=4, expert_tensor=1)
+    places = rank_places(sizes, gpus_per_node=8)
+    assert sizes.data == 2 and sizes.expert_data == 2
+    last_of_first_stage = places[7]
+    assert (last_of_first_stage.tensor, last_of_first_stage.context, last_of_first_stage.data) == (1, 1, 1)
+    assert (last_of_first_stage.expert, last_of_first_stage.expert_data, last_of_first_stage.pipeline) == (3, 1, 0)
+    assert (places[8].pipeline, places[8].node, places[8].gpu) == (1, 1, 0)
+
+
+def test_layouts_are_expanded_as_megatron_writes_them():
+    assert expand_layout("Et*3|(tt|)*2t*2L") == "Ettt|tt|tt|ttL"
+    assert expand_layout("E,t|t,L") == "Et|tL"
+    split = PipelineSplit(num_layers=9, stages=2, virtual=2, layout="Et*3|(tt|)*2t*2L")
+    chunks = stage_chunks(split)
+    assert [[list(chunk.layers) for chunk in stage] for stage in chunks] == [[[0, 1, 2], [5, 6]], [[3, 4], [7, 8]]]
+    assert chunks[0][0].has_embedding and chunks[1][1].has_head
+
+
+def test_layers_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="leaves 50 layers for 4 pipeline stages"):
+        stage_chunks(PipelineSplit(num_layers=61, stages=5, last=11))
+
+
+def test_which_layers_choose_keys_is_read_as_the_trainer_reads_it():
+    for config in ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, {}, {"indexer_types": "FFSSFSS"}):
+        assert computing_layers(config, 7) == index_sharing(config, 7).is_computing
+
+
+def latent(**changes: Any) -> ModelShape:
+    return dataclasses.replace(
+        ModelShape(
+            num_layers=61, hidden=7168, ffn=18432, vocab=129280, is_tied=False, attention="latent", heads=128,
+            groups=128, head_dim=128, q_lora=1536, kv_lora=512, qk_dim=128, rope_dim=64, v_dim=128,
+            is_moe=(False,) * 3 + (True,) * 58, experts=256, topk=8, expert_ffn=2048, shared_ffn=2048,
+        ),
+        **changes,
+    )  # fmt: skip
+
+
+def test_a_token_of_latent_attention_costs_its_latent_on_every_card_of_the_replica():
+    assert kv_bytes_per_token(latent(), EngineShape(tp_size=8)) == 61 * (512 + 64) * 2
+    fp8 = EngineShape(tp_size=8, kv_element_bytes=1)
+    sparse = latent(attention="sparse", computes_index=(True,) * 61, index_heads=32, index_dim=128, index_topk=2048)
+    assert kv_bytes_per_token(sparse, fp8) == 61 * (512 + 64 + 132)
+
+
+def test_engines_over_several_nodes_are_numbered_within():
+    groups = [("default", "prefill", 16, 16), ("default", "placeholder", 8, 8), ("other", "regular", 8, 4)]
+    places = engine_places(groups, rollout_offset=8, gpus_per_node=8, trainer_gpus=16)
+    assert [(p.model, p.first_gpu, p.nodes, p.shares_trainer_gpus) for p in places] == [
+        ("default", 8, (1, 2), True), ("other", 32, (4,), False), ("other", 36, (4,), False),
+    ]  # fmt: skip
+    assert list(placement_problems(places, 8)) == []
+    crooked = engine_places([("m", "regular", 4, 4), ("m", "regular", 8, 8)], rollout_offset=0, gpus_per_node=8,
+                            trainer_gpus=0)  # fmt: skip
+    assert ["cuts a node of 8 in two" in problem for problem in placement_problems(crooked, 8)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags", "told"),
+    [
+        (EngineShape(tp_size=24, ep_size=24, dp_size=3, enable_dp_attention=True), {}, "redundant-experts 8"),
+        (
+            EngineShape(tp_size=256, ep_size=256, dp_size=256, enable_dp_attention=True),
+            {"moe_a2a_backend": "deepep"},
+            "at most 160 ranks",
+        ),
+        (EngineShape(tp_size=12, ep_size=4), {}, "do not divide over 12"),
+        (EngineShape(tp_size=8, dp_size=3, enable_dp_attention=True), {}, "use 2 for --sglang-dp-size"),
+        (
+            EngineShape(tp_size=8, ep_size=8),
+            {"moe_a2a_backend": "deepep", "cuda_graph_max_bs_decode": 64, "speculative_algorithm": "EAGLE",
+             "speculative_num_draft_tokens": 3},
+            "64 requests (--sglang-cuda-graph-max-bs) x 3 draft tokens = 192 tokens; set the variable to 256",
+        ),
+    ],
+)  # fmt: skip
+def test_rules_that_an_engine_would_meet_at_its_start_are_told_before(engine, flags, told):
+    problems = list(engine_problems(latent(), engine, flags, {}, "Engines"))
+    assert any(told in problem for problem in problems), problems
+
+
+def test_24_gpus_want_8_redundant_experts_beside_64():
+    flash = latent(heads=24, experts=64)
+    engine = EngineShape(tp_size=24, ep_size=24, dp_size=3, enable_dp_attention=True, redundant_experts=16)
+    assert list(engine_problems(flash, engine, {}, {}, "Engines")) == [
+        "Engines: 64 experts and 16 redundant ones do not divide over 24 expert-parallel ranks; use "
+        "--sglang-ep-num-redundant-experts 32."
+    ]
+    assert list(engine_problems(flash, dataclasses.replace(engine, redundant_experts=8), {}, {}, "Engines")) == []
+
+
+def test_the_reference_distribution_is_the_decided_one():
+    lengths = reference_lengths(2048, 32768)
+    assert len(lengths) == 2048 and max(lengths) <= 32768
+    assert lengths[:3] == reference_lengths(3, 32768)
+    assert max(reference_lengths(2048, 100)) == 100
+
+
+def test_a_step_is_counted_with_the_trainers_scheduler():
+    flops = FlopsModel(
+        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=4, kv_channels=16, ffn_hidden_size=128,
+        vocab_size=512,
+    )  # fmt: skip
+    schedule = ScheduleConfig(dp_size=2, use_dynamic_batch_size=True, max_tokens_per_gpu=100)
+    work = step_work(
+        [100] * 8, schedule=schedule, flops=flops, global_batch_size=4, pipeline=4, forward_passes=1,
+        recomputes_everything=True,
+    )  # fmt: skip
+    assert work.num_microbatches == (2, 2)
+    assert work.model_flops == 3 * 8 * flops.forward_flops(100)
+    assert work.hardware_flops * 3 == work.model_flops * 5
+    assert work.bubble == pytest.approx(3 / 5)
+    assert work.imbalance == 1.0
+
+
+def test_pinned_memory_is_rounded_up_to_powers_of_two():
+    assert pinned_bytes([1024, 1025, 5]) == 1024 + 2048 + 8
+
+
+def test_a_card_that_nobody_knows_is_named():
+    with pytest.raises(ConfigError, match="'H9000'; known cards are H100"):
+        find_card("H9000")
+
+
+def test_an_incomplete_run_still_tells_what_is_missing():
+    run = complete_run(["--hf-checkpoint", "/base/x", "--rollout-batch-size", "4"])
+    assert run.args is None
+    assert any("--num-layers" in problem for problem in run.problems)
