@@ -40,7 +40,8 @@ async def play(
 
     ``max_new_tokens`` bounds the response as a whole, observations included; so does ``--rollout-max-context-len``
     with the prompt.  A sample that hits a bound, or still asks after ``max_turns`` turns, is TRUNCATED.  One that was
-    aborted in the middle of a turn comes back ABORTED and is continued there when it is passed in again.
+    aborted in the middle of a turn comes back ABORTED and is continued there when it is passed in again.  The turns are
+    counted in ``metadata["round_number"]``, which ``--log-multi-turn`` logs.
 
     Args:
         environment: called once for each finished turn, without the end-of-turn token.
@@ -58,7 +59,7 @@ async def play(
         if sample.status is not Sample.Status.COMPLETED:
             return sample
         turn = sample.response[turn_start:].removesuffix(tokenizer.eos_token)
-        sample.metadata["num_turns"] = sample.metadata.get("num_turns", 0) + 1
+        sample.metadata["round_number"] = sample.metadata.get("round_number", 0) + 1
 
         began = time.monotonic()
         with trace_span(sample, "environment"):
@@ -69,7 +70,7 @@ async def play(
         text = observation_text(tokenizer, observation, role)
         tokens = tokenizer.encode(text, add_special_tokens=False)
         # What follows an observation needs room for a token at least; without it the observation is of no use either.
-        if sample.metadata["num_turns"] >= max_turns or sample.response_length + len(tokens) >= limit:
+        if sample.metadata["round_number"] >= max_turns or sample.response_length + len(tokens) >= limit:
             sample.status = Sample.Status.TRUNCATED
             return sample
         sample.append_response_tokens(args, tokens=tokens, text=text, trainable=False)

@@ -40,7 +40,7 @@ def test_tokens_are_the_conversation_as_the_template_renders_it(talk, ask):
     rendered = build_tokenizer().apply_chat_template(messages, tokenize=False)
     assert build_tokenizer().decode(sample.tokens) == rendered.removesuffix("\n")
     assert sample.prompt + sample.response == rendered.removesuffix("\n")
-    assert sample.status is Sample.Status.COMPLETED and sample.metadata["num_turns"] == 3
+    assert sample.status is Sample.Status.COMPLETED and sample.metadata["round_number"] == 3
 
 
 def test_the_policys_tokens_are_trained_with_the_engines_log_probs_and_no_others(talk, ask):
@@ -114,7 +114,7 @@ def test_a_turn_that_was_aborted_is_continued_where_it_stopped(talk, ask, after)
     engine.script.hold_after = None
     continued = played(args, sample)
     assert continued.tokens == whole.tokens and continued.loss_mask == whole.loss_mask
-    assert continued.status is Sample.Status.COMPLETED and continued.metadata["num_turns"] == 3
+    assert continued.status is Sample.Status.COMPLETED and continued.metadata["round_number"] == 3
 
 
 def test_an_observation_is_what_the_template_makes_of_it():

@@ -94,7 +94,7 @@ def test_a_sample_searches_twice_and_answers(example, talk, ask, corpus, label, 
     sample = asyncio.run(generate_and_rm(args, ask("code of pet of Kiv", label=label), {"max_new_tokens": 250}))
     assert sample.response.endswith("\\boxed{74}<|im_end|>")
     assert sample.reward == pytest.approx(reward)
-    assert sample.metadata["num_searches"] == 2 and sample.metadata["num_turns"] == 3
+    assert sample.metadata["num_searches"] == 2 and sample.metadata["round_number"] == 3
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
 
 
