@@ -31,6 +31,8 @@ OF_OTHER_PROGRAMS = {
     *("--model-dir", "--save-dir", "--strategy", "--block-size", "--scale-fmt", "--max-workers", "--device"),
     *("--input-fp8-hf-path", "--output-bf16-hf-path", "--ignore-rules", "--files", "--data-dir", "--overwrite"),
     *("--layers", "--experts"),  # benchmarks
+    # tools/plan.py, benchmarks/plan_memory.py
+    *("--gpu", "--gpu-memory", "--host-memory", "--mfu", "--lengths", "--json", "--ranks", "--case", "--plan-only"),
     *("--hook", "--path", "--list", "--engine-answer", "--timeout-s"),  # tests.plugin_contracts
     *("--corpus", "--port"),  # examples/search-r1/local_search_server.py
     *("--from", "--gpus", "--out", "--parallel", "--stop-after-s", "--warm-start"),  # tests.e2e.algorithms
