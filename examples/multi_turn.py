@@ -40,7 +40,7 @@ async def play(
 
     ``max_new_tokens`` bounds the response as a whole, observations included; so does ``--rollout-max-context-len``
     with the prompt.  A sample that hits a bound, or still asks after ``max_turns`` turns, is TRUNCATED.  One that was
-    aborted in the middle of a turn comes back ABORTED and is continued there when it is passed in again.  The turns are
+    aborted in the middle of a turn comes back ABORTED and is continued there when it is passed in again.  Turns are
     counted in ``metadata["round_number"]``, which ``--log-multi-turn`` logs.
 
     Args:
