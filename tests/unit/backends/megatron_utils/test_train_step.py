@@ -110,6 +110,7 @@ def test_two_steps_a_rollout_split_its_samples(folder: Path) -> None:
     results = train(args, model, optimizer, scheduler)
     assert len(results) == 2
     assert results[0].grad_norm != results[1].grad_norm
+    assert scheduler.num_steps == 8, "the schedule counts samples: four in each step"
 
 
 def test_resetting_the_optimizer_zeroes_its_moments_and_its_step(folder: Path) -> None:
