@@ -1,0 +1,147 @@
+"""The documents' command blocks, typed as they stand: each program in them is recorded, then given its words."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from ray.dashboard.modules.job.cli import submit
+from ray.scripts.scripts import start
+from torch.distributed.run import get_args_parser
+
+from slime.arguments import parse_flags
+from slime.arguments.parser import build_parser, refuse_unknown
+from tests.unit.scripts import seed_blocks
+from tests.unit.scripts.seed_blocks import BLOCKS, CONVERSIONS, TYPING_ERRORS
+from tools import convert_hf_to_fp8, fp8_cast_bf16
+
+REPO = Path(__file__).parents[3]
+PROGRAMS = ("torchrun", "python", "pip", "ssh", "hf", "huggingface-cli", "git", "bash", "ray")
+ENVIRONMENT = {"BASE_DIR": "/base", "MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1", "WORKER_IP": "10.0.0.2"}
+
+
+def typed(block: str, tmp_path: Path, **variables: str) -> list[list[str]]:
+    """The programs that a reader's shell runs in the checkout when ``block`` is typed, with their words."""
+    record = tmp_path / "record"
+    recorders = "\n".join(
+        f'{name}() {{ {{ printf "%s\\0" {name} "$@"; printf "\\n\\0"; }} >>"{record}"; }}' for name in PROGRAMS
+    )
+    # The documents stand in /root or beside the checkout; here it lies elsewhere.
+    program = f'cd() {{ builtin cd "{REPO}"; }}\ncd\nSCRIPT_DIR="{REPO}/scripts"\n{recorders}\n{block}'
+    environment = dict(os.environ) | ENVIRONMENT | variables
+    subprocess.run(["/bin/bash", "-c", program], env=environment, check=True, timeout=60, capture_output=True)
+    calls = record.read_text().split("\n\0") if record.exists() else []
+    return [call.split("\0")[:-1] for call in calls if call]
+
+
+def bash_takes(text: str) -> bool:
+    return subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20).returncode == 0
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_is_a_shell_script(name):
+    assert bash_takes(BLOCKS[name])
+
+
+@pytest.mark.parametrize("line", TYPING_ERRORS)
+def test_typing_errors_of_the_documents_are_those_we_know(line):
+    assert not bash_takes(line)
+    assert bash_takes(TYPING_ERRORS[line])
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_is_taken_by_torchrun_and_by_the_tool(name, tmp_path):
+    block, nodes, processes = CONVERSIONS[name]
+    calls = typed(block, tmp_path)
+    if "pip install" in block:
+        assert calls.pop(0) == ["pip", "install", "-e", ".", "--no-deps"]
+    [call] = calls
+    if call[0] == "torchrun":
+        launch = get_args_parser().parse_args(call[1:])
+        assert (int(launch.nnodes.split(":")[-1]), int(launch.nproc_per_node)) == (nodes, processes)
+        assert launch.training_script == "tools/convert_hf_to_torch_dist.py"
+        if nodes > 1:
+            assert (launch.master_addr, launch.master_port, launch.node_rank) == ("10.0.0.1", 12345, 1)
+        words = launch.training_script_args
+    else:
+        assert call[:2] == ["python", "tools/convert_hf_to_torch_dist.py"]
+        words = call[2:]
+    parser = build_parser(with_engine_flags=False)
+    args, leftover = parser.parse_known_args(words)
+    refuse_unknown(parser, words, leftover)
+    assert args.hf_checkpoint and args.save and args.num_layers
+
+
+def test_quantization_tools_take_their_lines(tmp_path):
+    [fp8] = typed(seed_blocks.FP8, tmp_path)
+    options = convert_hf_to_fp8.build_parser().parse_args(fp8[2:])
+    assert (options.strategy, options.block_size, options.max_workers) == ("block", [128, 128], 4)
+    (tmp_path / "record").unlink()
+    [bf16] = typed(seed_blocks.BF16, tmp_path)
+    options = fp8_cast_bf16.build_parser().parse_args(bf16[2:])
+    assert options.output_bf16_hf_path == "/base/DeepSeek-R1-bf16/"
+
+
+def test_workers_of_an_mpi_hostfile_are_started_and_the_head_is_left_alone(tmp_path):
+    (tmp_path / "mpi_hostfile").write_text("10.0.0.1 slot=8\n10.0.0.2 slot=8\n10.0.0.3 slot=8\n")
+    calls = typed(seed_blocks.START_WORKERS, tmp_path, BASE_DIR=str(tmp_path))
+    assert sorted(call[1] for call in calls) == ["root@10.0.0.2", "root@10.0.0.3"]
+    for _, host, command in calls:
+        joins = shlex.split(command.split(" ; ")[-1])
+        assert joins[:2] == ["ray", "start"]
+        context = start.make_context("start", joins[2:], resilient_parsing=False)
+        assert context.params["address"] == "10.0.0.1:6379"
+        assert context.params["num_gpus"] == 8
+        assert f"root@{context.params['node_ip_address']}" == host
+
+
+@pytest.mark.parametrize("block", ["separate", "shared"])
+def test_a_submitted_job_is_taken_by_ray_and_by_slime(block, tmp_path):
+    # Three dots stand for what the document has said before.
+    runtime_env = '--address="http://127.0.0.1:8265" --runtime-env-json=\'{"env_vars": {"A": "1"}}\''
+    text = BLOCKS[block].replace("submit ...", f"submit {runtime_env}").replace("\\\n   ...", "")
+    [call] = typed(text, tmp_path)
+    assert call[:3] == ["ray", "job", "submit"]
+    entrypoint = submit.make_context("submit", call[3:]).params["entrypoint"]
+    assert list(entrypoint[:2]) == ["python3", "train.py"]
+    args = parse_flags(list(entrypoint[2:]))
+    assert (args.actor_num_gpus_per_node, args.colocate) == ((8, True) if block == "shared" else (4, False))
+
+
+def test_a_script_extends_the_models_flags(tmp_path):
+    block = seed_blocks.EXTEND_MODEL_ARGS + 'python "${MODEL_ARGS[@]}" "${SPEC_ARGS[@]}"\n'
+    [call] = typed(block, tmp_path)
+    args = parse_flags(call[1:])
+    assert (args.num_layers, args.mtp_num_layers, args.enable_mtp_training) == (47, 1, True)
+    (tmp_path / "record").unlink()
+    extended = TYPING_ERRORS["MODEL_ARGS += ( --rotary-base 10000 )"]
+    block = f'source "${{SCRIPT_DIR}}/models/qwen3-4B.sh"\n{extended}\npython ${{MODEL_ARGS[@]}}\n'
+    [call] = typed(block, tmp_path)
+    assert parse_flags(call[1:]).rotary_base == 10000  # what comes last counts
+
+
+def test_flags_between_other_flags(tmp_path):
+    words = seed_blocks.DYNAMIC_SAMPLING.replace("${OVER_SAMPLING_BS}", "64").replace("\\\n", " ")
+    args = parse_flags(shlex.split(words))
+    assert args.over_sampling_batch_size == 64
+    assert args.dynamic_sampling_filter_path.endswith("check_reward_nonzero_std")
+    [call] = typed(seed_blocks.CUDA_GRAPH_SIZES + '\npython "${SGLANG_ARGS[@]}"', tmp_path)
+    assert parse_flags(call[1:]).sglang_cuda_graph_bs_decode == [1, 2, 4, 8, *range(16, 129, 8)]
+
+
+def test_every_script_that_the_documents_run_is_there(tmp_path):
+    calls = typed(seed_blocks.RUN_BLOCKS, tmp_path)
+    assert len(calls) == 6
+    for program, script in calls:
+        assert program == "bash" and (REPO / script).is_file()
+
+
+def test_an_editable_install_without_dependencies_has_what_it_needs():
+    text = (REPO / "pyproject.toml").read_text()
+    assert re.search(r"^\[build-system\]\nrequires = \[\"setuptools", text, re.MULTILINE)
+    found = re.search(r"^include = \[(.*)\]", text, re.MULTILINE)
+    assert found is not None and all(name in found[1] for name in ("slime*", "slime_plugins*"))
