@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.flag_checks import draft_problems, engine_problems, override_problems
+from slime.backends.sglang_utils.flag_checks import (
+    draft_problems,
+    engine_problems,
+    override_problems,
+    quantized_problems,
+)
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
 from slime.utils.errors import ConfigError
 from slime.utils.net import format_host
@@ -157,7 +162,8 @@ def _check_layout(args: argparse.Namespace) -> None:
     if vars(args).get("rollout_external"):
         return
     layout = resolve_sglang_config(args)
-    problems = list(draft_problems(args, _read_config(args.hf_checkpoint)))
+    config = _read_config(args.hf_checkpoint)
+    problems = [*draft_problems(args, config), *quantized_problems(args, config)]
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
 

@@ -86,6 +86,37 @@ def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """Blocks of an FP8 checkpoint that the tensor-parallel ranks of an engine would cut through.
+
+    Args:
+        args: the flags.
+        config: the keys of config.json.
+    """
+    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    if not block:
+        return
+    tp_size = args.rollout_num_gpus_per_engine // args.sglang_pp_size
+    expert_tp_size = tp_size // (args.sglang_ep_size or 1)
+    for key, ranks, more in (
+        ("intermediate_size", args.sglang_moe_dense_tp_size or tp_size, ""),
+        ("moe_intermediate_size", expert_tp_size, " or a larger --sglang-ep-size"),
+    ):
+        size = config.get(key)
+        has_dense_layers = not config.get("moe_intermediate_size") or config.get("first_k_dense_replace")
+        if not size or (key == "intermediate_size" and not has_dense_layers):
+            continue
+        if size % ranks or any(size // ranks % edge for edge in block):
+            powers = [2**power for power in range(ranks.bit_length()) if 2**power < ranks]
+            fitting = [n for n in powers if size % n == 0 and not any(size // n % edge for edge in block)]
+            yield (
+                f"--hf-checkpoint has FP8 blocks of {block[0]} x {block[1]} and {key} {size}, which {ranks} "
+                f"tensor-parallel ranks of an engine would cut to {size / ranks:g}; SGLang serves whole blocks only. "
+                f"Use engines of fewer GPUs (--rollout-num-gpus-per-engine {max(fitting, default=1)}){more}, or a "
+                "bf16 checkpoint."
+            )
+
+
 def override_problems(path: str, config: SGLangConfig, known_fields: Collection[str]) -> Iterator[str]:
     """Overrides that are no field of ServerArgs, and look like one.
 

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from slime.backends.sglang_utils.flag_checks import quantized_problems
+
+GLM4_9B = {"intermediate_size": 13696}
+QWEN3_4B = {"intermediate_size": 9728}
+QWEN3_30B = {"intermediate_size": 6144, "moe_intermediate_size": 768}
+DEEPSEEK = {"intermediate_size": 18432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+
+
+def problems(shape: dict[str, int], num_gpus: int, *, ep: int = 1, dense_tp: int | None = None, pp: int = 1):
+    args = Namespace(
+        rollout_num_gpus_per_engine=num_gpus, sglang_pp_size=pp, sglang_ep_size=ep, sglang_moe_dense_tp_size=dense_tp
+    )
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert not list(quantized_problems(args, shape)), "a bf16 checkpoint may be cut anywhere"
+    return list(quantized_problems(args, shape | fp8))
+
+
+def test_ranks_that_would_cut_a_block_are_named_with_the_largest_engine_that_does_not():
+    (found,) = problems(GLM4_9B, 2)  # as SGLang says on the GPU: output_partition_size = 6848 is not divisible
+    assert "intermediate_size 13696" in found and "6848" in found and "--rollout-num-gpus-per-engine 1" in found
+    (found,) = problems(QWEN3_4B, 8)
+    assert "9728" in found and "1216" in found and "--rollout-num-gpus-per-engine 4" in found
+    (found,) = problems(QWEN3_30B, 8)
+    assert "moe_intermediate_size 768" in found and "--rollout-num-gpus-per-engine 2" in found
+    assert "--sglang-ep-size" in found
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (GLM4_9B, {"num_gpus": 1}),
+        (QWEN3_4B, {"num_gpus": 4}),
+        (QWEN3_4B, {"num_gpus": 8, "pp": 2}),
+        (QWEN3_30B, {"num_gpus": 8, "ep": 8}),
+        (DEEPSEEK, {"num_gpus": 64, "ep": 64, "dense_tp": 1}),
+    ],
+)
+def test_whole_blocks_are_served(shape, options):
+    assert problems(shape, **options) == []
+
+
+def test_dense_layers_of_an_expert_model_are_looked_at_too():
+    (found,) = problems(DEEPSEEK, 64, ep=64)
+    assert "intermediate_size 18432" in found and "288" in found
