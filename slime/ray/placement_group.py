@@ -93,14 +93,21 @@ def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
         )
         if time.monotonic() >= deadline:
             raise ConfigError(
-                f"{lack} after {timeout_s:.0f} s. Add nodes (ray start --address=...), declare more with "
-                "ray start --num-gpus/--num-cpus (logical ones on a CPU machine), or ask for fewer with "
-                "--actor-num-nodes, --actor-num-gpus-per-node and --rollout-num-gpus."
+                f"{lack} after {timeout_s:.0f} s, on {_nodes_in_words()}. Add nodes (ray start --address=...), "
+                "declare more with ray start --num-gpus/--num-cpus (logical ones on a CPU machine), or ask for fewer "
+                "with --actor-num-nodes, --actor-num-gpus-per-node and --rollout-num-gpus."
             )
         if time.monotonic() >= next_report:
             logger.warning("%s; waiting up to %.0f s for nodes to join", lack, deadline - time.monotonic())
             next_report = time.monotonic() + 10
         time.sleep(1)
+
+
+def _nodes_in_words() -> str:
+    """The nodes that have joined, so that one sees which did not."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    each = [f"{node['NodeManagerAddress']} with {node['Resources'].get('GPU', 0):g} GPUs" for node in alive]
+    return f"{len(alive)} node{'s' if len(alive) != 1 else ''}: {', '.join(sorted(each))}"
 
 
 class _Info:
