@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[3]
-SCRIPTS = sorted([*REPO.glob("scripts/**/*.sh"), REPO / "scripts/check", REPO / ".ci/run"])
+SCRIPTS = sorted(
+    [*REPO.glob("scripts/**/*.sh"), *REPO.glob("examples/**/*.sh"), REPO / "scripts/check", REPO / ".ci/run"]
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
