@@ -62,6 +62,8 @@ class RoutingReplay:
         self._layers = _number_routers(model)
         self._stage: Stage = "fallthrough"
         self._choices: list[HostChoices] = []
+        self._num_told: list[list[int]] = []
+        """For each micro-batch the tokens of each sample whose experts the engine told; empty without an engine."""
         self._changed = ChangedChoices()
 
     def begin(self, data: RolloutBatch) -> None:
@@ -78,7 +80,7 @@ class RoutingReplay:
 
     def clear(self) -> None:
         """Forget the choices."""
-        self._choices = []
+        self._choices, self._num_told = [], []
         self._changed.take()
 
     @property
@@ -105,11 +107,13 @@ class RoutingReplay:
         """
         if self._stage == "fallthrough":
             return
-        is_real = pack_thd([torch.ones(length) for length in total_lengths], **self._packing()).tokens[0] > 0
+        told = self._num_told[micro_batch] if self._num_told else total_lengths
+        marks = [(torch.arange(length) < count).long() for length, count in zip(total_lengths, told, strict=True)]
+        is_told = pack_thd(marks, **self._packing()).tokens[0] > 0
         packed_seq_params.expert_replay = MicroBatchReplay(
             self._stage,
             self._choices[micro_batch],
-            is_real.to(packed_seq_params.cu_seqlens_q.device, non_blocking=True),
+            is_told.to(packed_seq_params.cu_seqlens_q.device, non_blocking=True),
             self._changed,
         )
 
@@ -141,6 +145,7 @@ class RoutingReplay:
         rows = self._checked_rows(data)
         splits = self._args.sequence_parallel
         for choices, indices in zip(self._choices, data["micro_batch_indices"], strict=True):
+            self._num_told.append([len(rows[index]) for index in indices])
             choices.ids = pack_routed_experts(
                 [rows[index] for index in indices],
                 [data["total_lengths"][index] for index in indices],

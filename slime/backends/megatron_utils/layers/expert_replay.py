@@ -66,17 +66,17 @@ class HostChoices:
 
 @dataclass(slots=True)
 class ChangedChoices:
-    """How often a router would have chosen others than those it was told, over the real tokens of a step."""
+    """How often a router would have chosen others than those it was told, over the tokens of a step."""
 
     counts: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def add(self, replayed_Tk: Tensor, present_Tk: Tensor, is_real_T: Tensor, num_experts: int) -> None:
-        """Compare two choices as sets."""
+    def add(self, replayed_Tk: Tensor, present_Tk: Tensor, is_told_T: Tensor, num_experts: int) -> None:
+        """Compare two choices as sets, where there was one."""
         chosen = torch.zeros(len(replayed_Tk), num_experts, dtype=torch.bool, device=replayed_Tk.device)
         chosen.scatter_(1, replayed_Tk, True)
-        is_changed_T = ~chosen.gather(1, present_Tk).all(dim=1) & is_real_T
-        counts = torch.stack([is_changed_T.sum(), is_real_T.sum()])
+        is_changed_T = ~chosen.gather(1, present_Tk).all(dim=1) & is_told_T
+        counts = torch.stack([is_changed_T.sum(), is_told_T.sum()])
         known = self.counts.get(counts.device)
         self.counts[counts.device] = counts if known is None else known + counts
 
@@ -95,8 +95,8 @@ class MicroBatchReplay:
 
     stage: Stage
     choices: HostChoices
-    is_real_T: Tensor
-    """[T on this context-parallel rank] bool: not padding."""
+    is_told_T: Tensor
+    """[T on this context-parallel rank] bool: tokens whose choice was a router's; not padding."""
     changed: ChangedChoices
 
     def of_layer(self, layer: int) -> LayerReplay:
@@ -143,6 +143,6 @@ class LayerReplay:
         if torch.is_grad_enabled():  # once for each micro-batch: a layer that is recomputed first runs without
             with torch.no_grad():
                 _, present = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
-            is_real_T = part_of_tensor_rank(self.of.is_real_T, len(scores))
-            self.of.changed.add(ids, present, is_real_T, scores.size(1))
+            is_told_T = part_of_tensor_rank(self.of.is_told_T, len(scores))
+            self.of.changed.add(ids, present, is_told_T, scores.size(1))
         return scores.gather(1, ids), ids

@@ -162,6 +162,21 @@ def test_an_engines_experts_give_the_numbers_of_a_plain_model_that_is_told_the_s
     assert max(worst.values()) < GRADIENT_BOUND, sorted(worst.items(), key=lambda item: -item[1])[:5]
 
 
+def test_an_engine_that_agrees_with_the_trainer_changes_nothing(folders: dict[str, Path]) -> None:
+    """Neither padding nor the last token, of which no engine tells the experts, counts as changed."""
+    case, folder = CASES["qwen3_moe"], folders["qwen3_moe"]
+    train_data = make_train_data(case.vocab_size)
+    rows = [choices_of(case, folder, torch.tensor(tokens)) for tokens in train_data["tokens"]]
+    with trainer_of(folder, "qwen3_moe", "--use-rollout-routing-replay") as (args, model):
+        data = trainer.prepare(args, {**train_data, "rollout_routed_experts": rows})
+        free = trainer.response_log_probs(args, model, data)
+        replay = RoutingReplay(args, model)
+        replay.begin(data)
+        torch.testing.assert_close(old_log_probs(args, model, data, replay), free)
+        replayed_backward(args, model, data, replay)
+        assert replay.take_metrics() == {"routing_replay_changed": 0.0}
+
+
 # Several steps, and what would go unnoticed without recorded ids
 
 
