@@ -5,6 +5,8 @@ Shapes: T = response tokens of the micro-batch on this rank, samples concatenate
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,3 +33,38 @@ def clipped_value_loss(
     loss_T = (value_T - return_T).square()
     bounded_loss_T = (bounded_T - return_T).square()
     return torch.maximum(loss_T, bounded_loss_T), (bounded_loss_T > loss_T).float()
+
+
+def explained_variance_sums(
+    values_N: Sequence[Tensor], returns_N: Sequence[Tensor], mask_N: Sequence[Tensor]
+) -> Tensor:
+    """What :func:`explained_variance` needs of these tokens; sums of several ranks add up.
+
+    Args:
+        values_N: [R] each, what the critic expected.
+        returns_N: [R] each, what came.
+        mask_N: [R] each, 1 where a token is trained.
+
+    Returns:
+        [5] float64: trained tokens; sum and sum of squares of the returns; the same of returns - values.
+    """
+    sums = torch.zeros(5, dtype=torch.float64, device=values_N[0].device if values_N else None)
+    for values_R, returns_R, mask_R in zip(values_N, returns_N, mask_N, strict=True):
+        trained = mask_R.to(values_R.device) != 0
+        target, error = returns_R[trained].double(), (returns_R - values_R)[trained].double()
+        count = sums.new_tensor(float(len(target)))
+        sums += torch.stack([count, target.sum(), target.square().sum(), error.sum(), error.square().sum()])
+    return sums
+
+
+def explained_variance(sums: Tensor) -> float:
+    """1 - Var(return - value) / Var(return): 1 for a critic that knows, 0 for one that is constant, less for worse.
+
+    0 where the returns do not vary: there is nothing to explain.
+    """
+    count, total, squares, error_total, error_squares = sums.tolist()
+    if count == 0:
+        return 0.0
+    variance = squares / count - (total / count) ** 2
+    error_variance = error_squares / count - (error_total / count) ** 2
+    return 1.0 - error_variance / variance if variance > 1e-12 else 0.0

@@ -216,8 +216,10 @@ class MegatronTrainRayActor(TrainWorker):
         """Values of the rollout, which the actor gets, returns from them, and the steps of the value loss."""
         self._forward(get_values, data, iterators, "")
         compute_advantages_and_returns(self.args, data)
+        metrics = train_metrics.value_metrics(data)
         if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
-            self._log_rollout(rollout_id, data)
+            metrics |= train_metrics.rollout_metrics(self.args, data)
+        self._log_rollout(rollout_id, metrics)
         with timer("actor_train"), self._profiler.profile("train_actor", rollout_id):
             self._take_steps(rollout_id, data, iterators, "value_loss")
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
@@ -254,15 +256,15 @@ class MegatronTrainRayActor(TrainWorker):
         args = self.args
         if args.rollout_data_postprocess_path is not None:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, data)
-        return self._log_rollout(rollout_id, data)
-
-    def _log_rollout(self, rollout_id: int, data: RolloutBatch) -> dict[str, float]:
-        args = self.args
         metrics = train_metrics.rollout_metrics(args, data)
-        if train_metrics.is_main_rank():
-            log(args, metrics | {"rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step")
-            check_rollout(args, self.role, rollout_id, metrics)
+        self._log_rollout(rollout_id, metrics)
         return metrics
+
+    def _log_rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        if train_metrics.is_main_rank():
+            step = compute_rollout_step(self.args, rollout_id)
+            log(self.args, {**metrics, "rollout/step": step}, step_key="rollout/step")
+            check_rollout(self.args, self.role, rollout_id, metrics)
 
     def _take_steps(
         self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], loss_type: str

@@ -14,7 +14,8 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.algorithms.value_loss import explained_variance, explained_variance_sums
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_masks
 from slime.backends.megatron_utils.data import DataIterator, current_device
 from slime.observability.metric_utils import compute_pass_rate, dict_add_prefix
 from slime.train_data.flops import FlopsModel
@@ -117,6 +118,16 @@ def rollout_metrics(args: Namespace, rollout_data: RolloutBatch) -> dict[str, fl
         if len(raw) % args.n_samples_per_prompt == 0:
             metrics |= dict_add_prefix(compute_pass_rate(raw, args.n_samples_per_prompt), "passrate/")
     return metrics
+
+
+def value_metrics(rollout_data: RolloutBatch) -> dict[str, float]:
+    """How much of the returns a critic foresaw in the whole rollout.  Collective over data and context parallelism."""
+    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+        return {}
+    masks = local_masks(rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"])
+    sums = explained_variance_sums(rollout_data["values"], rollout_data["returns"], masks).to(current_device())
+    dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return {"rollout/explained_variance": explained_variance(sums)}
 
 
 def _num_ranks() -> int:
