@@ -110,8 +110,9 @@ def main() -> int:
         PAGE.write_text(page)
     code = 1 if wrong else 0
     if options.end_to_end:
-        command = [sys.executable, "-m", "tests.e2e.algorithms", *others]
-        command += ["--write-docs"] if options.write_docs else []
+        # What stands behind a second -- are flags of every job: ours come first.
+        command = [sys.executable, "-m", "tests.e2e.algorithms", *(["--write-docs"] if options.write_docs else [])]
+        command += others
         code |= subprocess.run(command, check=False).returncode != 0
     return int(code)
 
