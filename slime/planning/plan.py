@@ -6,7 +6,7 @@ The only module of the package that reads ``args``, and that knows the backends;
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +134,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         ConfigError: the layers cannot be cut as the flags say.
     """
     problems: list[str] = []
-    notes: list[str] = []
+    notes = list(_notes(args))
     shape, sizes = ModelShape.from_args(args, hf_config), ParallelSizes.from_args(args)
     split = stage_chunks(PipelineSplit.from_args(args))
     problems += check_index_sharing(split, shape)
@@ -173,6 +173,21 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         micro_batch_tokens=settings.batch.tokens,
     )
     return plan
+
+
+KNOWN_SPECS = ("slime_plugins.models.glm4", "slime_plugins.models.glm5")
+"""Packages of layer specs that the arithmetic knows."""
+
+
+def _notes(args: Namespace) -> Iterator[str]:
+    """What the plan counts otherwise than the run will have it."""
+    if args.custom_model_provider_path or (args.spec and not args.spec[0].startswith(KNOWN_SPECS)):
+        which = args.custom_model_provider_path or " ".join(args.spec)
+        yield f"{which} makes the layers; they are counted as the ordinary ones that the flags describe."
+    if args.only_train_params_name_list or args.freeze_params_name_list:
+        yield "Parameters frozen by name are counted as trained: gradients and optimizer are an upper bound."
+    if args.use_critic:
+        yield "The critic is counted as a second trainer of the actor's shape, asleep while the actor works."
 
 
 # The trainer

@@ -81,7 +81,7 @@ def _headline(plan: Plan) -> str:
     return "\n".join(
         [
             f"{plan.model}: {plan.num_parameters / 1e9:.2f} B parameters",
-            f"{plan.num_gpus} GPUs ({plan.card.name}, {gib(plan.card.memory)} GiB), {plan.num_nodes} nodes; {trainer}",
+            f"{plan.num_gpus} GPUs ({plan.card.name}, {gib(plan.card.memory)} GiB), nodes: {plan.num_nodes}; {trainer}",
         ]
     )
 
@@ -101,7 +101,7 @@ def _stages(plan: Plan) -> str:
 
 
 def _nodes(plan: Plan) -> str:
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for node in range(plan.num_nodes):
         ranks = [place for place in plan.ranks if place.node == node]
         engines = [place for place in plan.engines if node in place.nodes]

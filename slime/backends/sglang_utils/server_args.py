@@ -188,7 +188,7 @@ RENAMED_FIELDS = {"cuda_graph_max_bs": "cuda_graph_max_bs_decode", "cuda_graph_b
 
 def present_name(name: str, known_fields: Collection[str]) -> str:
     """What the installed ServerArgs calls a field."""
-    later = RENAMED_FIELDS.get(name)
+    later = RENAMED_FIELDS.get(name, name)
     return later if later in known_fields and name not in known_fields else name
 
 
