@@ -84,8 +84,8 @@ TRAINER_BUGS = (
     Mutation(
         bug="a masked slot multiplied by 0: NaN times 0 is NaN",
         target=f"{TRAINER}.losses.columns:TrainedTokens.only",
-        old="torch.where(mask_r.to(values_r.device) != 0, values_r, 0.0)",
-        new="values_r * mask_r",
+        old="torch.where(self._is_trained_T, torch.cat(list(column_N)), 0.0)",
+        new="(torch.cat(list(column_N)) * self._is_trained_T)",
         tests=(f"{UNIT}test_untrained_slots.py::test_loss_metrics_and_gradient_do_not_see_them",),
     ),
     Mutation(
