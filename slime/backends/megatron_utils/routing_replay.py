@@ -172,7 +172,8 @@ class RoutingReplay:
         for number, rows, mask, length in zip(numbers, column, data["loss_masks"], data["total_lengths"], strict=True):
             name = f"sample {number}"
             rows = routed_rows(rows, name, self._shape, total_length=length, num_needed=rows_needed(mask, length))
-            check_choices(rows, name, self._shape, [layer - 1 for layer in self._layers])
+            on_device = rows.to(current_device(), non_blocking=True)  # millions of short rows to sort
+            check_choices(on_device, name, self._shape, [layer - 1 for layer in self._layers])
             checked.append(rows)
         return checked
 

@@ -47,7 +47,8 @@ class HostChoices:
                 (len(self.rows), *ids_Tk.shape), dtype=EXPERT_ID_DTYPE, pin_memory=torch.cuda.is_available()
             )
             self.written = set()
-        self.ids[self.rows[layer]].copy_(ids_Tk, non_blocking=True)
+        # Narrowed on the device: a copy between devices that changes the dtype as well goes through pageable memory.
+        self.ids[self.rows[layer]].copy_(ids_Tk.to(EXPERT_ID_DTYPE), non_blocking=True)
         self.written.add(layer)
 
     def read(self, layer: int, device: torch.device) -> Tensor:
