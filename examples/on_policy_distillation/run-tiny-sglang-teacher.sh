@@ -24,11 +24,11 @@ trap 'stop_teacher; _clean_up 143' TERM
 
 # start_teacher: a server of TEACHER_HF in a process group of its own; sets TEACHER_URL when it answers.
 start_teacher() {
-    local port device=() start=${SECONDS}
+    local port device=(--dtype bfloat16) start=${SECONDS}
     port="$(free_ports 1)"
     if ! nvidia-smi >/dev/null 2>&1; then
         export SGLANG_USE_CPU_ENGINE=1
-        device=(--device cpu --attention-backend torch_native --disable-overlap-schedule)
+        device=(--device cpu --dtype float32 --attention-backend torch_native --disable-overlap-schedule)
     fi
     setsid python3 -m sglang.launch_server --model-path "${TEACHER_HF}" --host 127.0.0.1 --port "${port}" \
         "${device[@]}" --mem-fraction-static 0.1 --max-total-tokens 65536 --skip-server-warmup \
