@@ -30,6 +30,11 @@ def run_name(args: Namespace) -> tuple[str | None, str]:
     return group, f"{group or 'slime'}-RANK_0"
 
 
+def _config(args: Namespace) -> dict[str, Any]:
+    """The arguments, a critic's as a table of their own."""
+    return {name: dict(vars(value)) if isinstance(value, Namespace) else value for name, value in vars(args).items()}
+
+
 class WandbTracker:
     """One writer of the run.  Config is written by the primary only."""
 
@@ -53,7 +58,7 @@ class WandbTracker:
             group=group,
             name=name,
             dir=folder,
-            config=dict(vars(args)) if primary else None,
+            config=_config(args) if primary else None,
             settings=wandb.Settings(**settings),
         )
         for axis, patterns in AXES.items():

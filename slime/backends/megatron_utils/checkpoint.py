@@ -187,7 +187,8 @@ def publish_checkpoint(save_dir: str | Path, iteration: int | str) -> None:
 def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
     """What a checkpoint holds beside its tensors."""
     return {
-        "args": Namespace(**{name: _plain(value) for name, value in vars(args).items()}),
+        # A critic's are in the critic's own checkpoint.
+        "args": Namespace(**{name: _plain(value) for name, value in vars(args).items() if name != "critic_args"}),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 1 if iteration == RELEASE else iteration,
         "num_floating_point_operations_so_far": getattr(args, "num_floating_point_operations_so_far", 0),

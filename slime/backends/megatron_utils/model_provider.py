@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
-from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 
@@ -61,6 +61,12 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
         freeze_parameters(model, only_train=args.only_train_params_name_list, freeze=args.freeze_params_name_list)
         if vars(args).get("freeze_indexer"):
             freeze_indexer(model)
+        head = find_value_head([model])
+        if head is not None and not head.weight.requires_grad:
+            logger.warning(
+                "The critic's value head is frozen: the lists of trained or frozen parameters cover it. Give "
+                "the critic lists of its own (--megatron-config-path)."
+            )
         return model
 
     return provider
