@@ -81,7 +81,7 @@ def _headline(plan: Plan) -> str:
     return "\n".join(
         [
             f"{plan.model}: {plan.num_parameters / 1e9:.2f} B parameters",
-            f"{plan.num_gpus} GPUs ({plan.card.name}, {gib(plan.card.memory)} GiB), nodes: {plan.num_nodes}; {trainer}",
+            f"GPUs: {plan.num_gpus} ({plan.card.name}, {gib(plan.card.memory)} GiB), nodes: {plan.num_nodes}; {trainer}",
         ]
     )
 
