@@ -91,6 +91,8 @@ def main() -> int:
     if "--" in own:
         own, others = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
+    if options.write_docs and (options.variants or options.layouts or options.quick):
+        parser.error("--write-docs wants whole tables: leave out --variants, --layouts and --quick")
     start = time.monotonic()
     tables: dict[str, str] = {}
     wrong: list[str] = []
