@@ -19,13 +19,15 @@ join_command() {
 
 start_nodes() {
     local num_nodes="$1" num_gpus="$2" start=${SECONDS} state
+    export MASTER_ADDR="${MASTER_ADDR:-$(hostname -I | awk '{print $1}')}"
+    # Engines on different nodes speak HTTP with each other, which no proxy shall see.
+    export no_proxy="$(_node_addresses | tr '\n' ',')${MASTER_ADDR},${no_proxy}"
+    export NO_PROXY="${no_proxy}"
     if [[ -n "${SLIME_SCRIPT_EXTERNAL_RAY:-}" || -n "${SLIME_RAY_STARTED:-}" ]]; then
         start_ray "${num_gpus}"
         return
     fi
-    export MASTER_ADDR="${MASTER_ADDR:-$(hostname -I | awk '{print $1}')}"
     export RAY_PORT="${RAY_PORT:-6379}" RAY_DASHBOARD_PORT="${RAY_DASHBOARD_PORT:-8265}"
-    export no_proxy="${MASTER_ADDR},${no_proxy}" NO_PROXY="${MASTER_ADDR},${no_proxy}"
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${RAY_DASHBOARD_PORT}"
     if [[ -n "${HOSTFILE:-}" ]]; then
         export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(python3 -c 'import secrets; print(secrets.token_hex(32))')}"
@@ -37,7 +39,7 @@ start_nodes() {
     echo "ray: starting the head at ${MASTER_ADDR}:${RAY_PORT} (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
     export _RAY_DIR
     # One process group: the head, and an ssh to each other node, whose end ends the node that it started.
-    setsid bash -c "$(declare -f _run_nodes _node_text join_command); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
+    setsid bash -c "$(declare -f _run_nodes _node_addresses _node_text join_command); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
     _RAY_PID=$!
     disown "${_RAY_PID}"
     _watch_ray
@@ -62,6 +64,11 @@ start_nodes() {
     echo "ray: ${state} after $((SECONDS - start)) s"
 }
 
+# The nodes of HOSTFILE, one a line; none without it.
+_node_addresses() {
+    [[ -z "${HOSTFILE:-}" ]] || awk 'NF && $1 !~ /^#/ {print $1}' "${HOSTFILE}"
+}
+
 # Runs in a process group of its own: the head, and an ssh to each other node of HOSTFILE.
 _run_nodes() {
     local num_gpus="$1" address head
@@ -71,7 +78,7 @@ _run_nodes() {
         --num-gpus "${num_gpus}" --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT}" &
     head=$!
     if [[ -n "${HOSTFILE:-}" ]]; then
-        for address in $(awk 'NF && $1 !~ /^#/ {print $1}' "${HOSTFILE}"); do
+        for address in $(_node_addresses); do
             [[ "${address}" == "${MASTER_ADDR}" ]] && continue
             echo "starting a node on ${address}"
             # The token goes through stdin, where no list of processes shows it, and the end of stdin ends the node.

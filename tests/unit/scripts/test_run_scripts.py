@@ -155,6 +155,22 @@ def test_the_network_interface_reaches_every_process(script, tmp_path):
         assert environment[name] == "bond7"
 
 
+def test_what_the_document_asks_of_the_network_is_set_for_the_job(tmp_path):
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# workers\n10.0.0.1 slot=8\n10.0.0.2 slot=8\n")
+    _, environment = submitted("scripts/run-glm5.2-744B-A40B.sh", tmp_path, HOSTFILE=str(hostfile))
+    asked = {
+        **{"NCCL_P2P_LEVEL": "NVL", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NCCL": "1"},
+        **{"MC_IB_PCI_RELAXED_ORDERING": "1", "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "64"},
+        **{f"{name}_SOCKET_IFNAME": "eth0" for name in ("NCCL", "GLOO", "TP")},
+    }
+    assert {name: environment.get(name) for name in asked} == asked
+    assert any(name.startswith("NCCL_IB_") for name in environment)
+    addresses = environment["no_proxy"].split(",")
+    assert {"127.0.0.1", "10.0.0.1", "10.0.0.2"} <= set(addresses)
+    assert environment["NO_PROXY"] == environment["no_proxy"]
+
+
 def test_without_its_folder_a_recipe_of_several_nodes_says_what_is_missing():
     environment = {name: value for name, value in os.environ.items() if name != "BASE_DIR"}
     done = subprocess.run(
