@@ -21,8 +21,9 @@ pytestmark = pytest.mark.dist
 Follow = Callable[..., list[dict[str, Any]]]
 NOTE = ("--rollout-data-postprocess-path", "tests.dist.schedule_case.note_log_probs")
 KL = ("--use-kl-loss", "--kl-loss-coef", 0.05)
-LARGE_EPS = ("--adam-eps", 1.0)
-"""Adam's first step is the sign of the gradient, which no two summation orders agree on where it is nearly zero."""
+LARGE_EPS = ("--adam-eps", 1.0, "--lr", 0.1)
+"""Adam's first step is the sign of the gradient, which no two summation orders agree on where it is nearly zero.  The
+rate makes the steps large against the rounding of fp32 weights."""
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +100,9 @@ def test_with_reset_moments_a_rollout_starts_like_a_fresh_optimizer(follow: Foll
     (plain,) = follow(1, *LARGE_EPS)
     start = plain["weights"][0]
     assert same(reset["weights"][1], plain["weights"][1])
-    assert distance(reset["weights"][2], plain["weights"][2], start) > 5e-4
+    assert distance(reset["weights"][2], plain["weights"][2], start) > 1e-2
     for rollout in (1, 2):
-        assert distance(stateless["weights"][rollout], reset["weights"][rollout], start) < 1e-5
+        assert distance(stateless["weights"][rollout], reset["weights"][rollout], start) < 1e-4
 
 
 def test_stateless_adam_keeps_no_byte(follow: Follow) -> None:

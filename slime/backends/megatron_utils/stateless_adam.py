@@ -11,7 +11,6 @@ moments) a third remains.  Adam: arXiv:1412.6980, algorithm 1; decoupled weight 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class StatelessAdam(torch.optim.Optimizer):
         self._is_decoupled = decoupled_weight_decay
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's closures have no place here
         """Update every parameter that has a gradient; beside it there is one tensor of its size at a time."""
         assert closure is None, "a closure would be called without gradients"
         for group in self.param_groups:

@@ -61,8 +61,9 @@ class Router(TopKRouter):
     def take(self, inputs: RouterInputs) -> None:
         """What holds for the next pass."""
         self.samples = inputs.samples
-        is_replayed = inputs.replay is not None and self.replayed_layer is not None
-        self.router_replay = inputs.replay.of_layer(self.replayed_layer) if is_replayed else None
+        self.router_replay = None
+        if inputs.replay is not None and self.replayed_layer is not None:
+            self.router_replay = inputs.replay.of_layer(self.replayed_layer)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
         """What ``.bfloat16()``, ``.to()`` and their like call: ``expert_bias`` stays fp32 whatever the model's dtype.
