@@ -108,7 +108,7 @@ def planned(case: Case, num_microbatches: int) -> list[dict[str, float]]:
 
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder))
-        run = complete_run(trainer_words(case, folder))
+        run = complete_run(trainer_words(case, folder), Path(folder))
     assert run.args is not None and not run.problems, run.problems
     shape, sizes = ModelShape.from_args(run.args, run.hf_config), ParallelSizes.from_args(run.args)
     settings = trainer_settings(run.args, sizes, tokens=case.tokens, num_microbatches=num_microbatches)

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import logging
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -48,7 +49,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     options, words = build_parser().parse_known_args()
     environment = env.copy()
-    with clean_exit():
+    with clean_exit(), tempfile.TemporaryDirectory(prefix="slime-plan-") as folder:
         card = find_card(options.gpu)
         if options.gpu_memory:
             card = dataclasses.replace(card, memory=int(options.gpu_memory * GIB))
@@ -56,7 +57,7 @@ def main() -> None:
             card = dataclasses.replace(card, host_memory=int(options.host_memory * GIB))
         words = [word for word in words if word not in ("--", "python", "python3", "train.py", "train_async.py")]
         if words and words[0].endswith(".sh"):
-            recipe = read_recipe(words[0], words[1:])
+            recipe = read_recipe(words[0], words[1:], Path(folder))
             words, environment = recipe.words, {**environment, **recipe.environment}
         lengths = tuple(json.loads(Path(options.lengths).read_text())) if options.lengths else None
         settings = PlanOptions(card=card, mfu=options.mfu, lengths=lengths, environment=environment)

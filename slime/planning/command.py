@@ -39,11 +39,15 @@ def asks_for_plan(words: Sequence[str]) -> bool:
     return any(word == "--plan" or word.startswith("--plan=") for word in words)
 
 
-def complete_run(words: Sequence[str]) -> CompleteRun:
+def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
     """Parse and check ``words`` as train.py does, in every stage, so that all that is wrong is told at once.
 
     Files need not be there: of ``--hf-checkpoint`` only config.json is read, and where that is missing, too, the plan
     goes by the flags and by what is known of published checkpoints.
+
+    Args:
+        words: the command line.
+        folder: takes a stand-in for a checkpoint that is not here; the args name it.
     """
     words = [*words] if asks_for_plan(words) else [*words, "--plan"]
     notes: list[str] = []
@@ -55,7 +59,7 @@ def complete_run(words: Sequence[str]) -> CompleteRun:
             hf_config = assumed_config(checkpoint)
             notes.append(_assumption(checkpoint, hf_config))
         if not any(Path(checkpoint).glob("*.safetensors*")):
-            args = parse_flags([*words, "--hf-checkpoint", str(_stand_in(checkpoint, hf_config))])
+            args = parse_flags([*words, "--hf-checkpoint", str(_stand_in(folder, checkpoint, hf_config))])
     except SlimeError as error:
         return CompleteRun(None, {}, str(error).splitlines(), notes)
     problems = _check(args)
@@ -103,13 +107,13 @@ def _assumption(checkpoint: str, config: Mapping[str, Any]) -> str:
     )
 
 
-def _stand_in(checkpoint: str, config: Mapping[str, Any]) -> Path:
+def _stand_in(parent: Path, checkpoint: str, config: Mapping[str, Any]) -> Path:
     """A folder with what is known of the config, for the checks that read it.
 
     Without how it is quantized: the check of that reads the names of all tensors, which are not here.
     """
-    folder = Path(tempfile.mkdtemp(prefix="slime-plan-")) / (Path(checkpoint).name or "checkpoint")
-    folder.mkdir()
+    folder = parent / "assumed" / (Path(checkpoint).name or "checkpoint")
+    folder.mkdir(parents=True, exist_ok=True)
     known = {name: value for name, value in config.items() if name != "quantization_config"}
     (folder / "config.json").write_text(json.dumps(known))
     (folder / "tokenizer.json").write_text("{}")
@@ -121,14 +125,15 @@ def run_plan(words: Sequence[str], options: PlanOptions, *, as_json: bool = Fals
 
     0: the run is legal and fits; 1: it is legal, but needs more memory than there is; 2: it is not legal.
     """
-    run = complete_run(words)
     plan: Plan | None = None
-    problems = list(run.problems)
-    if run.args is not None:
-        try:
-            plan = replace(make_plan(run.args, run.hf_config, options), model=run.checkpoint)
-        except SlimeError as error:
-            problems.append(str(error))
+    with tempfile.TemporaryDirectory(prefix="slime-plan-") as folder:
+        run = complete_run(words, Path(folder))
+        problems = list(run.problems)
+        if run.args is not None:
+            try:
+                plan = replace(make_plan(run.args, run.hf_config, options), model=run.checkpoint)
+            except SlimeError as error:
+                problems.append(str(error))
     if plan is not None:
         problems += [problem for problem in plan.problems if problem not in problems]
     problems = list(dict.fromkeys(problems))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,20 +32,19 @@ class Recipe:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def read_recipe(script: str, more: Sequence[str] = (), *, folder: Path | None = None) -> Recipe:
+def read_recipe(script: str, more: Sequence[str], folder: Path) -> Recipe:
     """Run ``script`` as far as its ``ray job submit``, which is written down instead of done.
 
     Args:
         script: a file like those of scripts/run-*.sh.
         more: flags behind its own.
-        folder: takes the temporary files that the script writes (an --sglang-config); a new one by default.
+        folder: takes the temporary files that the script writes; the words may name one (an --sglang-config).
 
     Raises:
         ConfigError: the script is missing, fails, or submits no job.
     """
     if not Path(script).is_file():
         raise ConfigError(f"{script} does not exist; give a recipe (scripts/run-*.sh) or the arguments of train.py.")
-    folder = folder or Path(tempfile.mkdtemp(prefix="slime-plan-"))
     record = folder / "submitted"
     variables = {
         "SLIME_SCRIPT_EXTERNAL_RAY": "1",

@@ -78,10 +78,11 @@ def _headline(plan: Plan) -> str:
     if sizes.expert * sizes.expert_data > 1 and any(stage.parameters.expert for stage in plan.stages):
         parts += [f"EP {sizes.expert}", f"ETP {sizes.expert_tensor}", f"expert DP {sizes.expert_data}"]
     trainer = f"trainer: {len(plan.ranks)} ranks, {', '.join(parts)}" if plan.ranks else "no trainer"
+    card = f"{plan.card.name}, {gib(plan.card.memory)} GiB"
     return "\n".join(
         [
             f"{plan.model}: {plan.num_parameters / 1e9:.2f} B parameters",
-            f"GPUs: {plan.num_gpus} ({plan.card.name}, {gib(plan.card.memory)} GiB), nodes: {plan.num_nodes}; {trainer}",
+            f"GPUs: {plan.num_gpus} ({card}), nodes: {plan.num_nodes}; {trainer}",
         ]
     )
 

@@ -269,7 +269,7 @@ def test_a_card_that_nobody_knows_is_named():
         find_card("H9000")
 
 
-def test_an_incomplete_run_still_tells_what_is_missing():
-    run = complete_run(["--hf-checkpoint", "/base/x", "--rollout-batch-size", "4"])
+def test_an_incomplete_run_still_tells_what_is_missing(tmp_path):
+    run = complete_run(["--hf-checkpoint", "/base/x", "--rollout-batch-size", "4"], tmp_path)
     assert run.args is None
     assert any("--num-layers" in problem for problem in run.problems)

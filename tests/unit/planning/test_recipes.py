@@ -20,8 +20,8 @@ TERABYTE = 1e12
 
 def planned(name: str, folder: Path, *more: str, **environment: str) -> tuple[Plan, list[str]]:
     """The plan of a recipe for H100s, and all that is wrong with it."""
-    recipe = read_recipe(str(REPO / "scripts" / name), more, folder=folder)
-    run = complete_run(recipe.words)
+    recipe = read_recipe(str(REPO / "scripts" / name), more, folder)
+    run = complete_run(recipe.words, folder)
     assert run.args is not None, run.problems
     options = PlanOptions(card=find_card("H100"), environment={**recipe.environment, **environment})
     plan = make_plan(run.args, run.hf_config, options)
@@ -63,8 +63,8 @@ def test_glm_52_with_too_small_a_dispatch_buffer_is_told(tmp_path):
 def test_glm_52_cut_evenly_over_six_stages_is_refused_with_the_layer(tmp_path):
     flags = ["--pipeline-model-parallel-size", "6", "--decoder-first-pipeline-num-layers", "13"]
     flags += ["--decoder-last-pipeline-num-layers", "13", "--actor-num-nodes", "24", "--rollout-num-gpus", "256"]
-    recipe = read_recipe(str(REPO / "scripts/run-glm5.2-744B-A40B.sh"), flags, folder=tmp_path)
-    assert any("starts at layer 14" in problem for problem in complete_run(recipe.words).problems)
+    recipe = read_recipe(str(REPO / "scripts/run-glm5.2-744B-A40B.sh"), flags, tmp_path)
+    assert any("starts at layer 14" in problem for problem in complete_run(recipe.words, tmp_path).problems)
 
 
 def test_the_last_stage_of_deepseek_r1_has_13_layers_and_its_host_memory_is_the_documents(tmp_path):
