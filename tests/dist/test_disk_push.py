@@ -90,8 +90,8 @@ class Case:
         """What the trainer gathers now, independently of the push."""
         import torch
 
-        from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
         from slime.backends.megatron_utils.update_weight.engines.stock_engines import named_views
+        from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
 
         sender = self.worker._sender
         if self.is_quantized:

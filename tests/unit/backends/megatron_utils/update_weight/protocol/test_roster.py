@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.update_weight.protocol.roster import PushClock, Roster, start_all, wait_together
 from slime.backends.megatron_utils.update_weight.engines.update_group import UpdateGroup
+from slime.backends.megatron_utils.update_weight.protocol.roster import PushClock, Roster, start_all, wait_together
 from slime.utils.errors import EngineError, WeightSyncError
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.update_weight.sources.shard_buckets import describe_misfits, quantized_blocks, share_of
+from slime.backends.megatron_utils.update_weight.sources.shard_buckets import (
+    describe_misfits,
+    quantized_blocks,
+    share_of,
+)
 from slime.weights.quantize import Quantizer
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8
 

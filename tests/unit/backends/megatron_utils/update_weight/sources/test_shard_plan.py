@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.update_weight.sources import shard_plan
-from slime.backends.megatron_utils.update_weight.sources.shard_plan import Offer, QuantizedBlocks, ShardPlan, plan_shards
+from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
+    Offer,
+    QuantizedBlocks,
+    ShardPlan,
+    plan_shards,
+)
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights.quantize import Quantizer
 from slime.weights.quantize.formats import BlockFp8
