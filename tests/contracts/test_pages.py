@@ -25,6 +25,7 @@ OF_OTHER_PROGRAMS = {
     *("--tiny-dir", "--work-dir", "--fully-async"),  # tests/e2e/kill_resume.py
     *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
     *("--family", "--check", "--layout", "--write-docs", "--recipe"),  # tests.matrix, tests.matrix.quantized
+    "--only",  # tests.algorithms
     *("--group", "--sample", "--prompt", "--repeats"),  # tools/ledger.py, benchmarks
     "--custom-weight-loader",  # sglang.launch_server
     # the conversion tools of docs/quantization.md
