@@ -139,6 +139,28 @@ def test_a_replayed_rollout_gives_the_same_losses_without_engines(task, run_fold
             assert row[name] == original[row["train/step"]][name], (row["train/step"], name)
 
 
+def test_ppo_trains_its_critic_first_on_the_same_gpu_and_saves_both(task, run_folder, tmp_path):
+    roles = tmp_path / "roles.yaml"
+    roles.write_text("megatron:\n  - {name: values, role: critic, overrides: {lr: 1e-3}}\n")
+    flags = grpo_flags(
+        task, tmp_path, *"--actor-num-gpus-per-node 1 --advantage-estimator ppo --num-critic-only-steps 1".split(),
+        *("--megatron-config-path", str(roles)),
+        *("--load-debug-rollout-data", f"{run_folder}/dump/{{rollout_id}}.pt"),  # the engines' part is tested above
+    )  # fmt: skip
+    cut = flags.index("--save-debug-rollout-data")
+    job = Job("train.py", flags[:cut] + flags[cut + 2 :], tmp_path / "log.txt")
+    assert job.finish(START_S + 60) == 0, job.text()[-4000:]
+    critic_steps = records(tmp_path, "train/critic-value_loss")
+    assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 3]
+    assert {step["train/critic-lr-pg_0"] for step in critic_steps} == {1e-3}
+    assert [step["train/step"] for step in records(tmp_path, "train/pg_loss")] == [2, 3]
+    assert all("rollout/values" in record for record in records(tmp_path, "rollout/returns"))
+    assert [row["rollout/step"] for row in records(tmp_path, "rollout/explained_variance")] == [0, 1]
+    for folder in (tmp_path, tmp_path / "critic"):
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"
+    job.seconds_until_gone(GONE_S)
+
+
 def test_engines_apart_are_reached_over_gloo_by_two_trainer_ranks_one_rollout_ahead(task, tmp_path):
     flags = grpo_flags(
         task, tmp_path, *"--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --tensor-model-parallel-size 2".split(),
