@@ -5,7 +5,8 @@
 #   scripts/run-tiny-cpu.sh [FLAG...]           more flags for train.py; of a flag given twice the last counts
 #   scripts/run-tiny-cpu.sh --lr 0              the control: nothing is learned
 #
-# LOOP (sync): "async" trains with train_async.py: generation never stops, and engine and trainer have a GPU each.
+# LOOP (sync): "async" trains with train_async.py: generation never stops, and engine and trainer have a GPU each;
+# "apart" takes turns like "sync", with a GPU each.
 # "ahead": the same, but generation stops for each push; it is one rollout ahead of the trainer.
 # TINY_DIR (runs/tiny): task/ and the warm start sft/.  SEED (1): of sampling and data order.  The result lies in
 # SAVE_DIR (TINY_DIR/grpo-seed1); started again with the same SAVE_DIR, a run that was killed goes on.
@@ -108,6 +109,10 @@ if [[ "${LOOP}" == async ]]; then
     start_ray 2
 elif [[ "${LOOP}" == ahead ]]; then
     SCRIPT=train_async.py
+    LOOP_ARGS=(--rollout-num-gpus 1)
+    start_ray 2
+elif [[ "${LOOP}" == apart ]]; then
+    SCRIPT=train.py
     LOOP_ARGS=(--rollout-num-gpus 1)
     start_ray 2
 else

@@ -12,8 +12,9 @@ export SAVE_DIR="${SAVE_DIR:-${TINY_DIR}/delta}"
 mkdir -p "${SAVE_DIR}"
 FOLDER="$(realpath "${SAVE_DIR}")"
 
+# Engine and trainer have a GPU each: an engine that shares the trainer's reads its memory, which no delta can beat.
 # The last flag reads every weight back from the engine after each push; leave it out in earnest.
-scripts/run-tiny-cpu.sh \
+LOOP=apart scripts/run-tiny-cpu.sh \
     --num-rollout 10 \
     --update-weight-transport disk \
     --update-weight-mode delta \

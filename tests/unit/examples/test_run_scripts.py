@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from examples.eval_multi_task.make_data import make_data
+from examples.tiny_tools.make_task import make_task as make_tools
 from slime.arguments import parse_flags
+from slime.planning.command import complete_run
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample
@@ -28,9 +30,11 @@ def tiny(tmp_path):
     """What the demo and the warm start leave behind, as far as the scripts look at it."""
     (tmp_path / "tools/sft").mkdir(parents=True)
     (tmp_path / "tools/sft/done").touch()
-    (tmp_path / "tools/facts.txt").touch()
+    make_tools(tmp_path / "tools", seed=7)
     (tmp_path / "task").mkdir()
-    (tmp_path / "task/eval.yaml").write_text("eval:\n  defaults:\n    input_key: prompt\n  datasets: []\n")
+    data = tmp_path / "tools/sums.jsonl"
+    text = f"eval:\n  defaults:\n    input_key: prompt\n  datasets:\n    - name: held_out\n      path: {data}\n"
+    (tmp_path / "task/eval.yaml").write_text(text)
     (tmp_path / "grpo-seed1/hf/9").mkdir(parents=True)
     return tmp_path
 
