@@ -1,0 +1,119 @@
+"""Several Ray nodes on this machine: each has an address of its own and GPUs that are only numbers.
+
+The head has the machine's address, which Ray insists on; the others are at 127.0.0.2 and up.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import ray
+from ray._private.node import Node
+from ray.cluster_utils import Cluster
+
+from slime.utils.net import get_current_node_ip
+
+OBJECT_STORE_BYTES = 80_000_000
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    # A node that is gone is noticed after this many seconds.
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "10000",
+}
+
+
+AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, none twice."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+_start_raylet = Node.start_raylet
+
+
+def start_raylet_with_known_ports(node: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Tell the raylet the ports of its agents before it starts.
+
+    It waits 15 s, a number in its code, until they have written them into these files, and ends when they have not:
+    on busy cores they take longer.
+    """
+    for name in AGENT_PORTS:
+        file = Path(node.get_session_dir_path()) / f"{name}_{node.node_id}"
+        file.write_text(str(getattr(node._ray_params, name)))
+    return _start_raylet(node, *arguments, **keywords)
+
+
+class LogicalNodes:
+    """A private cluster; this process is its driver."""
+
+    def __init__(self, cluster: Cluster, num_gpus: int) -> None:
+        self._cluster = cluster
+        self._num_gpus = num_gpus
+        self.nodes: dict[str, Any] = {}
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all nodes, in the order in which slime counts GPUs."""
+        return sorted(self.nodes, key=lambda address: [int(part) for part in address.split(".")])
+
+    def add(self) -> str:
+        """One more node; gives its address."""
+        address = f"127.0.0.{len(self.nodes) + 1}" if self.nodes else get_current_node_ip()
+        with patch.object(Node, "start_raylet", start_raylet_with_known_ports):
+            self.nodes[address] = self._cluster.add_node(
+                num_gpus=self._num_gpus,
+                num_cpus=2 * self._num_gpus + 4,
+                node_ip_address=address,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                **dict(zip(AGENT_PORTS, free_ports(len(AGENT_PORTS)), strict=True)),
+                # What asks for the address of its node gets that of the logical one.
+                env_vars={"SLIME_HOST_IP": address},
+            )
+        return address
+
+    def remove(self, address: str) -> None:
+        """Kill the node, as a power cut would."""
+        self._cluster.remove_node(self.nodes.pop(address), allow_graceful=False)
+
+
+@contextmanager
+def logical_nodes(
+    num_nodes: int, num_gpus: int, job_variables: Mapping[str, str] | None = None
+) -> Iterator[LogicalNodes]:
+    """``num_nodes`` nodes of ``num_gpus`` GPUs each, with this process connected; all of it ends with the block.
+
+    Args:
+        num_nodes: how many.
+        num_gpus: of each.
+        job_variables: what ``ray job submit --runtime-env-json`` would give the job, its driver included.
+    """
+    variables = dict(job_variables or {})
+    with patch.dict(os.environ, ENVIRONMENT | variables):
+        nodes = LogicalNodes(Cluster(), num_gpus)
+        try:
+            for _ in range(num_nodes):
+                nodes.add()
+            ray.init(address=nodes._cluster.address, log_to_driver=False, runtime_env={"env_vars": variables})
+            yield nodes
+        finally:
+            ray.shutdown()
+            nodes._cluster.shutdown()
