@@ -31,8 +31,8 @@ from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train_dump import dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight import sender_class
-from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.sender import WeightSender
+from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.update_weight_from_disk import UpdateWeightFromDisk
 from slime.backends.train_worker import TrainWorker
 from slime.observability.logging_utils import configure_logger, log
