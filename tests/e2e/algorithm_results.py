@@ -214,9 +214,13 @@ def draw(path: Path, about: dict[str, Any], runs: Sequence[RunResult]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(13, 5.5), dpi=100, sharey=True)
+    kinds = [("held-out accuracy, temperature 1", "sampled"), ("reward of the training samples", "reward")]
+    kinds = [(title, name) for title, name in kinds if any(getattr(run, name) for run in runs)]
+    figure, panels = pyplot.subplots(
+        1, len(kinds), figsize=(6.5 * len(kinds), 5.5), dpi=100, sharey=True, squeeze=False
+    )
+    panels = panels[0]
     colours = pyplot.get_cmap("tab20").colors
-    kinds = (("held-out accuracy, temperature 1", "sampled"), ("reward of the training samples", "reward"))
     for axes, (title, name) in zip(panels, kinds, strict=True):
         for number, group in enumerate(by_variant(runs).values()):
             steps, mean, low, high = _band([getattr(run, name) for run in group])
@@ -229,7 +233,7 @@ def draw(path: Path, about: dict[str, Any], runs: Sequence[RunResult]) -> None:
         axes.set(xlabel="rollouts", title=title, ylim=(0, 1.02))
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("share of right answers")
-    panels[1].legend(loc="lower right", fontsize=8)
+    panels[-1].legend(loc="lower right", fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
