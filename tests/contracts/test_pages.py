@@ -22,6 +22,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
 OF_OTHER_PROGRAMS = {
     "--num-gpus",  # ray start
     "--fix",  # scripts/check
+    *("--nnodes", "--node-rank"),  # torchrun
     *("--tiny-dir", "--work-dir", "--fully-async"),  # tests/e2e/kill_resume.py
     *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
     *("--family", "--check", "--layout", "--write-docs", "--recipe"),  # tests.matrix, tests.matrix.quantized

@@ -15,6 +15,7 @@ KIT = {
     "net",
     "distributed_utils",
     "accelerator",
+    "devices",
     "env",
     "errors",
     "atomic_file",

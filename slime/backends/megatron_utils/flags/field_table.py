@@ -39,7 +39,8 @@ _FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
         *("context_parallel_size", "hierarchical_context_parallel_sizes", "expert_model_parallel_size"),
         *("expert_tensor_parallel_size", "num_distributed_optimizer_instances", "deterministic_mode"),
     ),
-    f"{_SLIME}.model_provider": ("rotary_base", "rotary_percent", "init_method_std"),
+    f"{_SLIME}.model_provider": ("rotary_base", "rotary_percent"),
+    f"{_SLIME}.layers.value_head": ("init_method_std",),
     f"{_SLIME}.layers.attention": (
         *("softmax_type", "kv_channels", "attention_dropout", "window_size", "attention_backend"),
         *("qk_clip", "log_max_attention_logit"),
