@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, g
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
 from slime.backends.megatron_utils.model_switch import ModelSwitch
 from slime.backends.megatron_utils.old_log_probs import needs_old_log_probs
+from slime.backends.megatron_utils.policies import Policies
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train_dump import dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
@@ -73,7 +74,9 @@ class MegatronTrainRayActor(TrainWorker):
         with timer("init"):
             self.model, self.optimizer, self.scheduler, iteration = initialize_model_and_optimizer(args, role)
             self.weights = ModelSwitch(self.model, role)
-            self._load_other_policies(with_ref, with_opd_teacher)
+            self._policies = Policies(args, self.model, self.weights)
+            if role == "actor":
+                self._policies.load(with_ref=with_ref, with_teacher=with_opd_teacher)
         self._routing = RoutingReplay(args, self.model) if args.use_routing_replay and role == "actor" else None
         self._profiler = TrainProfiler(args, rank=self.rank)
         self._rollout_id = 0
@@ -88,28 +91,6 @@ class MegatronTrainRayActor(TrainWorker):
         Timer().start("train_wait")
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
         return self._start_rollout_id
-
-    def _load_other_policies(self, with_ref: bool, with_opd_teacher: bool) -> None:
-        args = self.args
-        if self.role != "actor":
-            return
-        others = {"ref": ("ref_load", args.ref_ckpt_step)} if with_ref else {}
-        if with_opd_teacher:
-            others["teacher"] = ("opd_teacher_load", args.opd_teacher_ckpt_step)
-        if others or args.keep_old_actor or (args.offload_train and memory.is_memory_saver_active()):
-            self.weights.backup("actor")
-        for tag, (load_arg, step) in others.items():
-            # Weights only: the optimizer and the generators belong to the actor.
-            frozen = Namespace(
-                **{**vars(args), "ckpt_step": step, "finetune": True, "no_load_optim": True, "no_load_rng": True}
-            )
-            checkpoint.load_checkpoint(frozen, self.model, None, None, load_arg=load_arg)
-            self.weights.rename(tag)
-            self.weights.backup(tag)
-        self.weights.switch_to("actor")
-        if args.keep_old_actor:
-            for kept in ("old_actor", "rollout_actor"):  # what drew this rollout, and what the engines have
-                self.weights.copy("actor", kept)
 
     def get_parallel_config(self) -> dict[str, int]:
         """Sizes that the rollout manager needs to cut the data."""
@@ -207,7 +188,10 @@ class MegatronTrainRayActor(TrainWorker):
             dump_train_data(args, rollout_id, data | recorded)
         if self._routing is not None:
             self._routing.clear()
-        self._keep_policies(rollout_id)
+        if args.overlap_param_gather:
+            for chunk in self.model:  # a rank holds only its own shard's update until the next forward pass
+                chunk.start_param_sync(force_sync=True)
+        self._policies.note_trained(rollout_id)
         return metrics
 
     def _train_critic(
@@ -309,23 +293,6 @@ class MegatronTrainRayActor(TrainWorker):
         if self._sender is not None:
             self._sender.note_weights_changed()
         return last
-
-    def _keep_policies(self, rollout_id: int) -> None:
-        """Bring the host copies up to date with the weights just trained."""
-        args = self.args
-        if args.overlap_param_gather:
-            for chunk in self.model:  # a rank holds only its own shard's update until the next forward pass
-                chunk.start_param_sync(force_sync=True)
-        if "actor" in self.weights.tags:
-            self.weights.backup("actor")
-        if args.keep_old_actor:
-            # The next rollout was drawn before the push that may follow now.
-            self.weights.copy("rollout_actor", "old_actor")
-        interval = args.ref_update_interval
-        if interval is not None and "ref" in self.weights.tags and (rollout_id + 1) % interval == 0:
-            with timer("ref_model_update"):
-                self.weights.copy("actor", "ref")
-            logger.info("The reference model is now the actor of rollout %d.", rollout_id)
 
     def _log_performance(self, rollout_id: int, data: RolloutBatch, iterator: DataIterator) -> dict[str, float]:
         seconds = Timer().log_dict()
@@ -432,15 +399,13 @@ class MegatronTrainRayActor(TrainWorker):
 
     def update_weights(self) -> dict[str, float] | None:
         """Push the actor's weights; returns the push's metrics on the main rank."""
-        args = self.args
         if self._sender is None:
             raise WeightSyncError("no engine is connected to this trainer; call connect_rollout_engines first")
         with timer("update_weights"):
             report = self._sender.update_weights()
             if self._is_asleep:
                 reloadable_groups.release_communicators()  # those that joined the shards
-        if args.keep_old_actor:
-            self.weights.copy("actor", "rollout_actor")
+        self._policies.note_pushed()
         if self._last_rollout_id is None:
             Timer().reset("update_weights")
             return None  # the push before the first rollout belongs to no step
