@@ -96,10 +96,16 @@ class WeightChannel:
             if is_cancelled():
                 self.abandon()
             if self.is_abandoned:
-                raise ValueError("a member abandoned the weight group before all had joined")
+                raise ValueError(f"a member abandoned the weight group before all had joined: {self._who_came()}")
             if time.monotonic() >= deadline_s:
-                raise ValueError(f"only {int(self._store.add('joined', 0))} members came to the weight group")
+                raise ValueError(self._who_came())
             time.sleep(POLL_S)
+
+    def _who_came(self) -> str:
+        try:
+            return f"only {int(self._store.add('joined', 0))} members came to the weight group"
+        except RuntimeError:  # the store goes with its owner
+            return "how many members came is no longer known"
 
     def broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> None:
         """Give ``buffer`` of rank 0 to all; blocks until this rank's part is done.
