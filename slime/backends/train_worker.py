@@ -170,8 +170,8 @@ class TrainWorker(ABC):
 
     @abstractmethod
     def get_parallel_config(self) -> dict[str, int]:
-        """``dp_size, cp_size, vpp_size, microbatch_group_size_per_vp_stage`` of the group; ``dp_rank``, ``cp_rank`` and
-        ``is_last_stage`` (of the pipeline; 0 or 1) of this rank.
+        """``dp_size, cp_size, vpp_size, microbatch_group_size_per_vp_stage`` of the group; ``dp_rank``, ``cp_rank``
+        and ``is_last_stage`` (of the pipeline; 0 or 1) of this rank.
 
         ``dp_size`` and ``dp_rank`` leave context parallelism out: ranks with the same ``dp_rank`` train on the same
         samples.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
 
 import torch
 
@@ -32,7 +31,7 @@ class Policies:
         weights: the host copies.
     """
 
-    def __init__(self, args: Namespace, model: Sequence[torch.nn.Module], weights: ModelSwitch) -> None:
+    def __init__(self, args: Namespace, model: list[torch.nn.Module], weights: ModelSwitch) -> None:
         self._args, self._model, self._weights = args, model, weights
 
     def load(self, *, with_ref: bool, with_teacher: bool) -> None:

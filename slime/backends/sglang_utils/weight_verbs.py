@@ -203,7 +203,9 @@ class WeightVerbs:
         """
         timeout_s = self.args.weight_update_timeout_s
         message = {"verb": verb, "push_id": push_id, "id": uuid.uuid4().hex, "timeout_s": timeout_s, **content}
-        texts = [encode(message | own) for own in by_gpu] if by_gpu is not None else [encode(message)] * self._tp_size
+        texts = (
+            [encode({**message, **own}) for own in by_gpu] if by_gpu is not None else [encode(message)] * self._tp_size
+        )
         request = {"serialized_named_tensors": texts, "flush_cache": False, "load_format": RECEIVER}
         self._update("/update_weights_from_tensor", request)
         if not reads:

@@ -16,7 +16,6 @@ import yaml
 from examples.eval_multi_task.make_data import make_data
 from examples.tiny_tools.make_task import make_task as make_tools
 from slime.arguments import parse_flags
-from slime.planning.command import complete_run
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample
