@@ -431,17 +431,12 @@ def _work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, problems:
         return None
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
     lengths = list(options.lengths or reference_lengths(num_samples, _longest(args)))
-    schedule = ScheduleConfig(
+    schedule = ScheduleConfig.from_args(
+        args,
         dp_size=sizes.data,
         cp_size=sizes.context,
         vpp_size=sizes.virtual,
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage or 1,
-        use_dynamic_batch_size=args.use_dynamic_batch_size,
-        max_tokens_per_gpu=args.max_tokens_per_gpu,
-        micro_batch_size=args.micro_batch_size,
-        balance_data=args.balance_data,
-        balance_by_flops=args.balance_by_flops,
-        flops=FlopsModel.from_args(args),
     )
     try:
         return step_work(

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from slime.train_data.convert import samples_to_train_data
-from slime.train_data.flops import FlopsModel
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
 from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
@@ -79,18 +78,8 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> dict[str,
 
 def schedule_config(args: Namespace, parallel: dict[str, int]) -> ScheduleConfig:
     """How the trainer is laid out and how its micro-batches are packed."""
-    return ScheduleConfig(
-        dp_size=parallel["dp_size"],
-        cp_size=parallel["cp_size"],
-        vpp_size=parallel["vpp_size"],
-        microbatch_group_size_per_vp_stage=parallel["microbatch_group_size_per_vp_stage"],
-        use_dynamic_batch_size=args.use_dynamic_batch_size,
-        max_tokens_per_gpu=args.max_tokens_per_gpu,
-        micro_batch_size=args.micro_batch_size,
-        balance_data=args.balance_data,
-        balance_by_flops=args.balance_by_flops,
-        flops=FlopsModel.from_args(args) if args.balance_data or args.balance_by_flops else None,
-    )
+    sizes = ("dp_size", "cp_size", "vpp_size", "microbatch_group_size_per_vp_stage")
+    return ScheduleConfig.from_args(args, **{name: parallel[name] for name in sizes})
 
 
 def split_for_ranks(

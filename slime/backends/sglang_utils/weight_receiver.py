@@ -89,17 +89,17 @@ class ReceivingRank:
                 self._begin(message)
             if self._manifest is not None:
                 self._load_of(model).begin(self._manifest)
+        elif verb == "receive" and "payload" in message:
+            self._require_push(message["push_id"])
+            for index, handle in message["payload"]:
+                self._take(model, index, handle)
+            _wait_for_device()
         elif verb == "receive":
             if is_first:
                 self._flat = self._obtain(model, message)
             if self._flat is not None:
                 self._load_of(model).load(message["bucket_index"], self._flat)
                 _wait_for_device()
-        elif verb == "receive_many":
-            self._require_push(message["push_id"])
-            for index, handle in message["payload"]:
-                self._take(model, index, handle)
-            _wait_for_device()
         elif verb == "acknowledge":
             self._require_push(message["push_id"])
             self._mapped, self._flat = {}, None
@@ -148,14 +148,12 @@ class ReceivingRank:
         self._digests, self._problems, self._mapped = {}, [], {}
 
     def _obtain(self, model: nn.Module, message: dict[str, Any]) -> Tensor | None:
-        """The bytes of a bucket; None for one that was loaded before."""
+        """The bytes of a bucket from a folder or a broadcast; None for one that was loaded before."""
         try:
             self._require_push(message["push_id"])
             bucket = self._bucket(message["bucket_index"])
             if message.get("folder") is not None:
                 flat = self._read(bucket, message).to(device_of(model), non_blocking=True)
-            elif message.get("payload") is not None:
-                flat = self._near(model, self._map(message["payload"]))
             else:
                 flat = self._receive_broadcast(model, bucket, message)
         except Exception:
@@ -178,7 +176,7 @@ class ReceivingRank:
         """The bytes of bucket ``index`` in ``flat``, with their digests noted.
 
         Raises:
-            WeightSyncError: the buffer is not one for this bucket.
+            WeightSyncError: the buffer is not one for this bucket, or has other bytes than another model was given.
         """
         bucket = self._bucket(index)
         if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() < bucket.num_bytes:
@@ -191,7 +189,10 @@ class ReceivingRank:
             self._digest_tables[index] = DigestTable(
                 [offset for offset, _ in segments], [size for _, size in segments], device_of(model)
             )
-        self._digests[index] = self._digest_tables[index].run(flat)
+        digests = self._digest_tables[index].run(flat)
+        known = self._digests.setdefault(index, digests)
+        if known is not digests and not torch.equal(known, digests):
+            raise WeightSyncError(f"bucket {index} has other bytes than when it was read before")
         return flat
 
     def _bucket(self, index: int) -> BucketEntry:

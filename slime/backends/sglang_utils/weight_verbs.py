@@ -95,13 +95,14 @@ class WeightVerbs:
         Raises:
             WeightSyncError: another push was begun since, or none.
         """
+        if payload is not None:
+            return self.receive_weight_buckets(push_id, {bucket_index: payload})
         self._require_push(push_id)
         self._acknowledged = None
-        by_gpu = None if payload is None else [{"payload": handle} for handle in payload]
-        self._tell("receive", push_id, by_gpu=by_gpu, bucket_index=bucket_index, group_name=group_name, reads=False)
+        self._tell("receive", push_id, bucket_index=bucket_index, group_name=group_name, reads=False)
 
     def receive_weight_buckets(self, push_id: str, payloads: Mapping[int, Sequence[str]]) -> None:
-        """Load flat buckets that lie on several GPUs, in one request; otherwise as :meth:`receive_weight_bucket`.
+        """Load flat buckets that the engine can map, in one request; see :meth:`receive_weight_bucket`.
 
         Args:
             push_id: of the push begun last.
@@ -118,7 +119,7 @@ class WeightVerbs:
             handles = [(index, handles[gpu]) for index, handles in payloads.items()]
             start = gpu % len(handles)
             of_gpus.append({"payload": handles[start:] + handles[:start]})
-        self._tell("receive_many", push_id, by_gpu=of_gpus, reads=False)
+        self._tell("receive", push_id, by_gpu=of_gpus, reads=False)
 
     def receive_weight_folder(self, push_id: str, folder: str) -> None:
         """Load all buckets of the push from the safetensors files in ``folder``, which the engine's hosts can read.
