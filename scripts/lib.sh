@@ -137,9 +137,14 @@ _stop_ray() {
     _RAY_PID=""
 }
 
-# has_nvlink: 1 when the GPUs of this machine are linked directly, else 0.
+# has_nvlink: 1 when the GPUs of this machine are linked directly, else 0.  NCCL_NVLS_ENABLE, when it is set already, is
+# the answer: who looks after a machine may have switched multicast off on it for good reasons.
 has_nvlink() {
     local links
+    if [[ -n "${NCCL_NVLS_ENABLE:-}" ]]; then
+        echo "${NCCL_NVLS_ENABLE}"
+        return
+    fi
     links="$(nvidia-smi topo -m 2>/dev/null | grep -o 'NV[0-9][0-9]*' | wc -l || true)"
     echo "$((links > 0 ? 1 : 0))"
 }

@@ -71,6 +71,8 @@ class EngineShape:
     weight_bytes: float = 2.0
     """Of a quantized matrix's element, scales included; 2 for bf16."""
     kv_element_bytes: int = 2
+    max_total_tokens: int | None = None
+    """Most tokens of one replica's cache; the memory fraction alone decides without it."""
     redundant_experts: int = 0
     draft_layers: int = 0
     """Layers of the draft model of speculative decoding."""
@@ -103,6 +105,7 @@ class EngineShape:
             mem_fraction_static=value("mem_fraction_static", DEFAULT_MEM_FRACTION),
             weight_bytes=weight_bytes,
             kv_element_bytes=1 if "fp8" in str(value("kv_cache_dtype", "auto")) else 2,
+            max_total_tokens=value("max_total_tokens", None),
             redundant_experts=value("ep_num_redundant_experts", 0),
             draft_layers=mtp_layers if value("speculative_algorithm", None) in ("EAGLE", "NEXTN") else 0,
         )
@@ -174,7 +177,8 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineShape) -> int:
 def engine_memory(shape: ModelShape, engine: EngineShape, *, card_bytes: int, other_bytes: int) -> EngineMemory:
     """What one GPU holds while its engine serves.
 
-    SGLang gives weights and cache together ``mem_fraction_static`` of what is free when it starts.
+    SGLang gives weights and cache together ``mem_fraction_static`` of what is free when it starts, and the cache no more
+    than ``max_total_tokens`` need.
 
     Args:
         shape: of the model.
@@ -185,5 +189,7 @@ def engine_memory(shape: ModelShape, engine: EngineShape, *, card_bytes: int, ot
     free = card_bytes - CONTEXT_BYTES - other_bytes
     weights = engine_weights(shape, engine)
     pool = int(free * engine.mem_fraction_static)
-    cache = pool - weights
-    return EngineMemory(weights, cache, max(cache, 0) // kv_bytes_per_token(shape, engine), free - pool)
+    cache, per_token = pool - weights, kv_bytes_per_token(shape, engine)
+    if engine.max_total_tokens is not None:
+        cache = min(cache, engine.max_total_tokens * per_token)
+    return EngineMemory(weights, cache, max(cache, 0) // per_token, free - weights - max(cache, 0))

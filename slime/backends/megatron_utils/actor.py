@@ -146,6 +146,7 @@ class MegatronTrainRayActor(TrainWorker):
             clock.end("train_wait")
         with timer("train"):
             self.wake_up()
+            memory.restart_peak()
             with timer("data_preprocess"):
                 data = prepare_rollout_data(rank_data)
                 iterators = get_data_iterator(data, len(self.model))
@@ -298,6 +299,7 @@ class MegatronTrainRayActor(TrainWorker):
         seconds = Timer().log_dict()
         Timer().reset()
         metrics = train_metrics.perf_metrics(self.args, data, iterator, seconds, world_size=self.world_size)
+        metrics |= memory.peak_metrics()
         if not train_metrics.is_main_rank():
             return {}
         return self._log_perf(rollout_id, metrics)

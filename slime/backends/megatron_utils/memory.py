@@ -103,6 +103,24 @@ def report(moment: str) -> dict[str, float]:
         "used": (total - free) / 2**30,
         "allocated": torch.cuda.memory_allocated() / 2**30,
         "reserved": torch.cuda.memory_reserved() / 2**30,
+        "peak allocated": torch.cuda.max_memory_allocated() / 2**30,
     }
     logger.info("Memory %s: %s GiB", moment, ", ".join(f"{name} {value:.2f}" for name, value in numbers.items()))
     return numbers
+
+
+def restart_peak() -> None:
+    """Forget the peak of what came before: from here on it is that of the work that follows."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_metrics() -> dict[str, float]:
+    """``perf/train_peak_memory_gib``: the most that this rank has had allocated since :func:`restart_peak`.
+
+    Of what torch allocates, as ``tools/plan.py`` states it: CUDA's context and NCCL come on top.  Empty without an
+    accelerator.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    return {"perf/train_peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30}

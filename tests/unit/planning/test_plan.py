@@ -11,7 +11,7 @@ import pytest
 
 from slime.planning.cards import find_card
 from slime.planning.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, asks_for_plan, complete_run, run_plan
-from slime.planning.engines import EngineShape, engine_places, kv_bytes_per_token
+from slime.planning.engines import EngineShape, engine_memory, engine_places, kv_bytes_per_token
 from slime.planning.host_memory import pinned_bytes
 from slime.planning.model_shape import ModelShape, computing_layers
 from slime.planning.parallel import ParallelSizes, rank_places
@@ -188,6 +188,18 @@ def test_a_token_of_latent_attention_costs_its_latent_on_every_card_of_the_repli
     fp8 = EngineShape(tp_size=8, kv_element_bytes=1)
     sparse = latent(attention="sparse", computes_index=(True,) * 61, index_heads=32, index_dim=128, index_topk=2048)
     assert kv_bytes_per_token(sparse, fp8) == 61 * (512 + 64 + 132)
+
+
+def test_the_engines_cache_is_no_larger_than_its_limit_of_tokens():
+    card = 80 * 2**30
+    whole = engine_memory(latent(), EngineShape(tp_size=256, dp_size=1), card_bytes=card, other_bytes=0)
+    limit = whole.kv_tokens // 3
+    limited = EngineShape(tp_size=256, dp_size=1, max_total_tokens=limit)
+    cut = engine_memory(latent(), limited, card_bytes=card, other_bytes=0)
+    assert (cut.kv_tokens, cut.kv_cache) == (limit, limit * kv_bytes_per_token(latent(), limited))
+    assert cut.weights + cut.kv_cache + cut.reserve == whole.weights + whole.kv_cache + whole.reserve
+    beyond = EngineShape(tp_size=256, dp_size=1, max_total_tokens=10 * whole.kv_tokens)
+    assert engine_memory(latent(), beyond, card_bytes=card, other_bytes=0) == whole
 
 
 def test_engines_over_several_nodes_are_numbered_within():

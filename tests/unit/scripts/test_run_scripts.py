@@ -171,6 +171,12 @@ def test_what_the_document_asks_of_the_network_is_set_for_the_job(tmp_path):
     assert environment["NO_PROXY"] == environment["no_proxy"]
 
 
+@pytest.mark.parametrize("chosen", ["0", "1"])
+def test_who_has_chosen_about_multicast_is_obeyed(chosen, tmp_path):
+    _, environment = submitted("scripts/run-qwen3-4B.sh", tmp_path, NUM_GPUS="8", NCCL_NVLS_ENABLE=chosen)
+    assert environment["NCCL_NVLS_ENABLE"] == chosen
+
+
 def test_without_its_folder_a_recipe_of_several_nodes_says_what_is_missing():
     environment = {name: value for name, value in os.environ.items() if name != "BASE_DIR"}
     done = subprocess.run(
