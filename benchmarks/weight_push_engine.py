@@ -85,7 +85,7 @@ TINY_MOE_FLAGS = """
 --moe-router-score-function softmax --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
 """.split()
 RUN_FLAGS = """
---num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 1 --global-batch-size 1
+--num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 1 --disable-rewards-normalization --global-batch-size 1
 --disable-rollout-global-dataset --attention-dropout 0 --hidden-dropout 0 --sglang-load-format dummy
 --sglang-skip-tokenizer-init --sglang-max-total-tokens 16384 --sglang-disable-cuda-graph
 """.split()
