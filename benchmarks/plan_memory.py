@@ -99,10 +99,10 @@ def write_folder(folder: Path) -> None:
 def planned(case: Case, num_microbatches: int) -> list[dict[str, float]]:
     """For every pipeline stage what the plan says, in GiB."""
     from slime.planning.command import complete_run
+    from slime.planning.from_flags.trainer import trainer_settings
     from slime.planning.model_shape import ModelShape
     from slime.planning.parallel import ParallelSizes
     from slime.planning.parameters import chunk_parameters
-    from slime.planning.plan import trainer_settings
     from slime.planning.stages import PipelineSplit, stage_chunks
     from slime.planning.trainer_memory import rank_memory
 

@@ -14,7 +14,8 @@ from typing import Any
 from slime.arguments import parse_flags, slime_validate_args
 from slime.arguments.parser import is_flag
 from slime.planning.known_checkpoints import assumed_config
-from slime.planning.plan import Plan, PlanOptions, make_plan
+from slime.planning.make_plan import make_plan
+from slime.planning.plan import Plan, PlanOptions
 from slime.planning.tables import plan_tables
 from slime.utils.errors import ConfigError, SlimeError
 

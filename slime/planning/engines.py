@@ -177,8 +177,8 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineShape) -> int:
 def engine_memory(shape: ModelShape, engine: EngineShape, *, card_bytes: int, other_bytes: int) -> EngineMemory:
     """What one GPU holds while its engine serves.
 
-    SGLang gives weights and cache together ``mem_fraction_static`` of what is free when it starts, and the cache no more
-    than ``max_total_tokens`` need.
+    SGLang gives weights and cache together ``mem_fraction_static`` of what is free when it starts, and the cache no
+    more than ``max_total_tokens`` need.
 
     Args:
         shape: of the model.

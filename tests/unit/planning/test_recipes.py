@@ -9,7 +9,8 @@ import pytest
 
 from slime.planning.cards import find_card
 from slime.planning.command import complete_run
-from slime.planning.plan import Plan, PlanOptions, make_plan
+from slime.planning.make_plan import make_plan
+from slime.planning.plan import Plan, PlanOptions
 from slime.planning.recipe import read_recipe
 from slime.planning.trainer_memory import GIB
 from tests.contracts.source_tree import REPO
