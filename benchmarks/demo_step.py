@@ -102,7 +102,7 @@ def start_trainer(args: Namespace, undo: ExitStack) -> MegatronTrainRayActor:
 class InProcessReceiver:
     """The engine as a weight sender sees it.  Each request runs in a thread and is timed under its own name."""
 
-    index, num_gpus, gpu_offset, is_colocated = 0, 1, 0, True
+    index, num_gpus, gpu_offset, is_colocated, acknowledges = 0, 1, 0, True, True
     METHODS = frozenset(name for name in vars(WeightReceiver) if not name.startswith("_"))
 
     def __init__(self, engine: SGLangEngine, pool: ThreadPoolExecutor, watch: Stopwatch) -> None:

@@ -13,8 +13,8 @@ the same work costs, in the same run and in alternating order:
 * train: ``actor.train`` (packing, reference log-probs, advantages, GRPO loss, metrics, ...) against one forward pass,
   and one forward and backward pass with a plain next-token loss and an optimizer step, over micro-batches packed
   beforehand, through the same model.
-* push: ``update_weights`` (pause, flush, names, bucket, version check, ...) against one POST of a bucket that was
-  serialised beforehand.
+* push: ``update_weights`` (pause, flush, begin, names, bucket, digests, commit, ...) against one POST of a bucket that
+  was serialised beforehand.
 
 So a ratio of 1.00 would be a product that costs nothing; 1.10 is ten per cent above what engine and trainer need
 anyway.  Phases without a bare time are ours altogether, and count against us in the ratio of the whole step.  A ratio
@@ -107,10 +107,10 @@ ROWS = [
     Row("push weights", "push", "bare_push", "one POST of the same bytes"),
     Row("pause and continue", "pause", depth=1),
     Row("flush the cache", "flush_cache", depth=1),
-    Row(
-        "load, as the engine's verb", "update_weights_from_tensor", "bare_push", "one POST of the same bytes", depth=1
-    ),
-    Row("ask for the version", "get_weight_version", depth=1),
+    Row("begin: the manifest, checked by the engine", "begin_weight_update", depth=1),
+    Row("load, as the engine's verb", "receive_weight_bucket", "bare_push", "one POST of the same bytes", depth=1),
+    Row("acknowledge: digests of what was loaded", "acknowledge_weight_update", depth=1),
+    Row("commit", "commit_weight_update", depth=1),
     Row("names, bucket, the rest", "push_rest", depth=1),
 ]
 
@@ -278,8 +278,10 @@ class PushSide:
             self.actor.update_weights()
         spans = self.watch.spans
         self.watch.add("pause", spans["pause_generation"][-1] + spans["continue_generation"][-1])
-        asked = ("pause", "flush_cache", "update_weights_from_tensor", "get_weight_version")
-        self.watch.add("push_rest", spans["push"][-1] - sum(spans[name][-1] for name in asked))
+        verbs = ("begin_weight_update", "receive_weight_bucket", "acknowledge_weight_update", "commit_weight_update")
+        self.watch.add(
+            "push_rest", spans["push"][-1] - sum(spans[name][-1] for name in ("pause", "flush_cache", *verbs))
+        )
 
     def _bare(self) -> None:
         handle, buffer = wire.serialize_bucket(self._tensors)
