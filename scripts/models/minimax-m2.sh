@@ -1,4 +1,5 @@
-# MiniMax-M2 230B-A10B: norms over all query heads and all key heads
+# MiniMax-M2 230B-A10B: norms over all query heads and all key heads, experts in every layer, none shared.
+# Its config.json speaks of MTP modules; the published weights have none.
 MODEL_ARGS=(
     --spec slime_plugins.models.minimax_m2 get_minimax_m2_spec
     --num-layers 62
@@ -27,7 +28,6 @@ MODEL_ARGS=(
     --moe-ffn-hidden-size 1536
     --moe-router-topk 8
     --moe-router-score-function sigmoid
-    --moe-router-pre-softmax
     --moe-router-enable-expert-bias
     --moe-router-bias-update-rate 0
     --moe-router-load-balancing-type seq_aux_loss

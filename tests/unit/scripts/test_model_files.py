@@ -132,6 +132,26 @@ KIMI = {
     "vocab_size": 163840,
     "rope_theta": 50000.0,
 }
+MINIMAX_M2 = {
+    **shape(62, 3072, 1536, 48, 8),
+    "model_type": "minimax_m2",
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "rope_theta": 5000000,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 200064,
+    "max_position_embeddings": 196608,
+    "tie_word_embeddings": False,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_mtp": True,
+    "num_mtp_modules": 3,
+}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5B": qwen25(24, 896, 4864, 14, 2, tied=True),
@@ -184,6 +204,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 50000.0,
         "vocab_size": 163840,
     },
+    "minimax-m2": MINIMAX_M2,
     "mimo-7B-rl": shape(
         *(36, 4096, 11008, 32, 8),
         model_type="mimo",
@@ -196,7 +217,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_nextn_predict_layers=1,
     ),
 }
-NOT_BUILT = {"minimax-m2", "qwen3-next-80B-A3B", "qwen3.5-35B-A3B"}
+NOT_BUILT = {"qwen3-next-80B-A3B", "qwen3.5-35B-A3B"}
 """Files of models whose layers do not exist here; using one says so."""
 OURS = {"tiny-arithmetic"}
 
@@ -238,6 +259,14 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("glm4-9B", {"attention_bias": False}, "--add-qkv-bias is given"),
         ("glm4.5-106B-A12B", {"use_qk_norm": True}, "--qk-layernorm is not given"),
         ("deepseek-v3", {"rope_scaling": yarn(64, 32)}, "--rotary-scaling-factor is 40"),
+        ("minimax-m2", {"num_local_experts": 128}, "--num-experts is 256"),
+        ("minimax-m2", {"intermediate_size": 768}, "--moe-ffn-hidden-size is 1536"),
+        ("minimax-m2", {"rotary_dim": 128}, "--rotary-percent is 0.5; rotary_dim is 128 of head_dim 128"),
+        ("minimax-m2", {"qk_norm_type": "per_head"}, "norms all heads together"),
+        ("minimax-m2", {"use_qk_norm": False}, "--qk-layernorm is given"),
+        ("minimax-m2", {"use_routing_bias": False}, "--moe-router-enable-expert-bias is given"),
+        ("minimax-m2", {"shared_intermediate_size": 1536}, "--moe-shared-expert-intermediate-size is 0"),
+        ("minimax-m2", {"scoring_func": "softmax"}, "--moe-router-score-function is sigmoid"),
     ],
 )
 def test_what_would_only_give_wrong_log_probs_is_an_error(name, change, message, tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.flags.hf_plain_check import attention_mismatches, softmax_router_mismatches
 from slime.backends.megatron_utils.flags.latent_arguments import latent_mismatches, sigmoid_router_mismatches
+from slime.backends.megatron_utils.flags.minimax_arguments import check_engine_keys, minimax_mismatches
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.weight_maps import find_weight_map
@@ -75,6 +76,7 @@ def check_hf_config(args: Namespace) -> None:
         *softmax_router_mismatches(args, config),
         *latent_mismatches(args, config),
         *sigmoid_router_mismatches(args, config),
+        *minimax_mismatches(args, config),
     ]
     if problems:
         raise ConfigError(
@@ -90,6 +92,8 @@ def check_hf_config(args: Namespace) -> None:
 def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
     """What the first push of weights would find out: no name map for the model, or no way to quantize it.
 
+    Also what none would find out: an engine that is another model.
+
     Nothing is pushed with ``--debug-train-only``, which the tools set, and where there is no such flag.
     """
     if vars(args).get("debug_train_only", True):
@@ -97,6 +101,7 @@ def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) ->
     model_name = args.model_name or config.get("model_type")
     if model_name is not None:
         find_weight_map(model_name)
+    check_engine_keys(config)
     quantizer = checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=wire_dtype(config))
     if quantizer is not None and not isinstance(quantizer.format, BlockFp8):
         logger.warning(

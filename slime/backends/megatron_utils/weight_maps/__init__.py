@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.weight_maps.dense import DENSE
 from slime.backends.megatron_utils.weight_maps.glm4 import GLM4
 from slime.backends.megatron_utils.weight_maps.glm4_moe import GLM4_MOE
 from slime.backends.megatron_utils.weight_maps.mimo import MIMO
+from slime.backends.megatron_utils.weight_maps.minimax_m2 import MINIMAX_M2
 from slime.backends.megatron_utils.weight_maps.qwen_moe import QWEN_MOE
 from slime.backends.megatron_utils.weight_maps.rule import WeightMap
 from slime.utils.errors import ConfigError
@@ -33,6 +34,7 @@ MAPS: dict[str, WeightMap] = {
     "glm4_moe_lite": DEEPSEEK,
     "deepseek_v32": DEEPSEEK_SPARSE,
     "glm_moe_dsa": DEEPSEEK_SPARSE,
+    "minimax_m2": MINIMAX_M2,
 }
 
 

@@ -1,0 +1,163 @@
+"""MiniMax-M2: queries and keys are normed over all heads together, not head by head.
+
+    --spec slime_plugins.models.minimax_m2 get_minimax_m2_spec --qk-layernorm
+
+Everything else is the decoder block that the flags describe: grouped-query attention with half of each head rotated,
+experts behind a sigmoid router with a bias, no shared expert.
+
+Under tensor parallelism a rank has some of the heads, and the mean square is that of all of them, so each norm makes
+one sum over the group in either direction, of one number per token.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
+from slime.backends.megatron_utils.layers.norm import Norm
+from slime.utils.errors import ConfigError
+
+
+def get_minimax_m2_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
+    """The layers of this pipeline stage.
+
+    Args:
+        args: complete flags; not read, ``config`` has been made from them.
+        config: of the model.
+        vp_stage: which virtual stage of this rank.
+
+    Raises:
+        ConfigError: the flags describe another model.
+    """
+    check_stages(args, config)
+    block = get_block_spec(config, vp_stage)
+    return replace(block, layer_specs=[_norm_over_heads(layer, config) for layer in block.layer_specs])
+
+
+def check_stages(args: Namespace, config: TransformerConfig) -> None:
+    """Called by slime with the flags, before a GPU is taken: do they describe this model?
+
+    Raises:
+        ConfigError: they do not.
+    """
+    hint = "source scripts/models/minimax-m2.sh."
+    if config.multi_latent_attention:
+        raise ConfigError(f"--multi-latent-attention is given; MiniMax-M2 has grouped-query attention; {hint}")
+    if not config.qk_layernorm:
+        raise ConfigError(f"--qk-layernorm is not given; MiniMax-M2 norms queries and keys; {hint}")
+    if config.normalization != "RMSNorm":
+        raise ConfigError(f"--normalization is {config.normalization}; MiniMax-M2 has RMSNorm; {hint}")
+    if config.mtp_num_layers:
+        raise ConfigError(
+            f"--mtp-num-layers is {config.mtp_num_layers}; the published MiniMax-M2 speaks of MTP modules in its "
+            "config.json and has no weights for them; drop the flag."
+        )
+
+
+def _norm_over_heads(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """The layer with both norms of its attention exchanged."""
+    attention = layer.submodules.self_attention
+    norms = {
+        "q_layernorm": ModuleSpec(module=AllHeadsNorm, params={"num_heads": config.num_attention_heads}),
+        "k_layernorm": ModuleSpec(module=AllHeadsNorm, params={"num_heads": config.num_query_groups}),
+    }
+    attention = replace(attention, submodules=replace(attention.submodules, **norms))
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+
+
+class AllHeadsNorm(Norm):
+    """RMSNorm over all heads of a token, of which a tensor-parallel rank has some.
+
+    The weight is whole on every rank, as that of any norm, and a rank uses its heads' part: 7,168 numbers a layer
+    are not worth cutting.  megatron-core sums the gradients of ``q_layernorm`` and ``k_layernorm`` over the
+    tensor-parallel group, by their names; each rank's is zero outside of its part, so that the sum is the gradient.
+    (Of a weight that is cut, the same sum would mix the gradients of different heads.)  For the same reason more
+    ranks than key heads need nothing special: the ranks that share a key head add what their query heads contribute.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int, **_: Any
+    ) -> None:
+        """Args:
+        config: as for the base class.
+        hidden_size: of one head.
+        eps: added to the mean square.
+        num_heads: of the whole model.
+        """
+        super().__init__(config, num_heads * hidden_size, eps)
+        self.tp_group = mpu.get_tensor_model_parallel_group()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, batch, heads of this rank, head dimension], of that shape and dtype."""
+        heads, width = x.shape[-2:]
+        weight = self.weight.view(-1, width)
+        if self.is_zero_centered:
+            weight = weight.float() + 1.0
+        if self.tp_group.size() == 1:
+            return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
+        copies = self.tp_group.size() * heads // weight.size(0)
+        start = self.tp_group.rank() // copies * heads
+        size = copies * self.weight.numel()
+        return _SharedRmsNorm.apply(x, weight[start : start + heads], self.eps, size, self.tp_group)
+
+
+class _SharedRmsNorm(torch.autograd.Function):
+    """``x * r * weight`` with ``r = 1 / sqrt(mean of x^2 over all ranks + eps)``; kept are x and r.
+
+    With g = dy * weight, N the number of elements over all ranks and sums over all of them:
+
+        dx = r g - r^3 x sum(g x) / N
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, size: int, group: dist.ProcessGroup) -> Tensor:
+        """Args:
+            x: [..., heads of this rank, head dimension], in any dtype; computed in fp32 at least.
+            weight: [heads of this rank, head dimension]
+            eps: added to the mean square.
+            size: elements of a token over all ranks, those of a shared head counted by each.
+            group: the ranks.
+
+        Returns:
+            Of the shape and dtype of ``x``, rounded once, as engines do.
+        """
+        wide = _widened(x)
+        squares = wide.square().sum(dim=(-2, -1), keepdim=True)
+        dist.all_reduce(squares, group=group)
+        inverse = torch.rsqrt(squares / size + eps)
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.size, ctx.group = size, group
+        return (wide * inverse * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of ``x`` and of this rank's part of the weight."""
+        x, weight, inverse = ctx.saved_tensors
+        wide, grad = _widened(x), _widened(grads[0])
+        normed = wide * inverse
+        weight_grad = (grad * normed).flatten(0, -3).sum(dim=0)
+        scaled = grad * weight
+        along = (scaled * normed).sum(dim=(-2, -1), keepdim=True)
+        # What each rank has is the share of its own heads in the gradient of the one mean square.
+        dist.all_reduce(along, group=ctx.group)
+        x_grad = inverse * (scaled - normed * (along / ctx.size))
+        return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None, None, None
+
+
+def _widened(x: Tensor) -> Tensor:
+    """In fp32, or wider where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
