@@ -97,7 +97,8 @@ def _grouped_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -
         # Norms keep their inputs: the queries, and the keys' view of the whole projection.
         terms["projection to queries, keys, values"] = query + 2 * key
         terms["queries before their norm"] = query
-        terms["statistics of query and key norms"] = 4 * tokens * (heads + max(shape.groups // sizes.tensor, 1))
+        normed = 2 if shape.norms_all_heads else heads + max(shape.groups // sizes.tensor, 1)
+        terms["statistics of query and key norms"] = 4 * tokens * normed
     return terms
 
 

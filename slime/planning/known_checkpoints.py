@@ -50,6 +50,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B-Instruct": _llama3(8.0),
     "Llama-3.2-1B-Instruct": _llama3(32.0),
     "Llama-3.2-3B-Instruct": _llama3(32.0),
+    "MiniMax-M2": {"model_type": "minimax_m2", "quantization_config": _BLOCK_FP8},
     "GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": _BLOCK_FP8},
 }
 

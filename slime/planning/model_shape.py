@@ -39,6 +39,8 @@ class ModelShape:
     head_dim: int
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    norms_all_heads: bool = False
+    """The query and key norms are over all heads together (MiniMax-M2), not head by head."""
     q_lora: int | None = None
     kv_lora: int = 0
     qk_dim: int = 0
@@ -87,7 +89,7 @@ class ModelShape:
         """The shape that complete flags describe; ``hf_config`` tells which layers of sparse attention choose keys."""
         num_layers = args.num_layers
         attention: AttentionKind = "latent" if args.multi_latent_attention else "grouped"
-        sparse = _index_sizes(args, hf_config) if _is_sparse(args) else {}
+        sparse = _index_sizes(args, hf_config) if _has_spec(args, "slime_plugins.models.glm5") else {}
         norms = [args.post_self_attn_layernorm, args.post_mlp_layernorm]
         return cls(
             num_layers=num_layers,
@@ -108,6 +110,7 @@ class ModelShape:
             head_dim=args.kv_channels,
             has_qkv_bias=bool(args.add_qkv_bias),
             has_qk_norm=bool(args.qk_layernorm),
+            norms_all_heads=_has_spec(args, "slime_plugins.models.minimax_m2"),
             q_lora=args.q_lora_rank if args.multi_latent_attention else None,
             kv_lora=args.kv_lora_rank if args.multi_latent_attention else 0,
             qk_dim=args.qk_head_dim if args.multi_latent_attention else 0,
@@ -133,8 +136,8 @@ def _moe_pattern(args: Namespace) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in args.moe_layer_freq)
 
 
-def _is_sparse(args: Namespace) -> bool:
-    return bool(args.spec) and args.spec[0].startswith("slime_plugins.models.glm5")
+def _has_spec(args: Namespace, package: str) -> bool:
+    return bool(args.spec) and args.spec[0].startswith(package)
 
 
 def _index_sizes(args: Namespace, hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,9 @@ def layer_parameters(
 
 def _grouped_attention(shape: ModelShape, sizes: ParallelSizes) -> int:
     width = (shape.query_width + 2 * shape.key_width) // sizes.tensor
-    norms = 2 * shape.norm_params * shape.head_dim if shape.has_qk_norm else 0
+    # Whole on every rank, over all heads or not.
+    normed = shape.query_width + shape.key_width if shape.norms_all_heads else 2 * shape.head_dim
+    norms = shape.norm_params * normed if shape.has_qk_norm else 0
     biases = width * (shape.has_qkv_bias or shape.has_bias) + shape.hidden * shape.has_bias
     return shape.hidden * width + shape.hidden * shape.query_width // sizes.tensor + norms + biases
 

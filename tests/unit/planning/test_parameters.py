@@ -40,6 +40,11 @@ GLM45 = (
     "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 --context-parallel-size 2 "
     "--expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --actor-num-nodes 8 --actor-num-gpus-per-node 8"
 )
+MINIMAX = (
+    "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 4 --context-parallel-size 2 "
+    "--decoder-last-pipeline-num-layers 14 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
+    "--actor-num-nodes 8 --actor-num-gpus-per-node 8"
+)
 CASES = {
     "Qwen3-4B": ("qwen3-4B", "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2", (0,)),
     "Qwen3-4B, tied over a pipeline": (
@@ -69,6 +74,7 @@ CASES = {
         "--mtp-num-layers 1 --enable-mtp-training",
         (0, 1),
     ),
+    "MiniMax-M2": ("minimax-m2", MINIMAX, (0, 17, 31)),
     "DeepSeek R1": ("deepseek-v3", R1, (0, 40, 127)),
     "GLM-5.2": ("glm5.2-744B-A40B", GLM52, (0, 100, 255)),
 }
@@ -126,7 +132,14 @@ def test_every_rank_holds_what_megatron_builds(case, megatron_counts, glm52_fold
 
 
 def test_whole_models_have_the_published_sizes(glm52_folder):
-    sizes = {"qwen3-0.6B": 0.596, "qwen3-4B": 4.022, "glm4-9B": 9.400, "deepseek-v3": 671.026, "kimi-k2": 1026.4}
+    sizes = {
+        "qwen3-0.6B": 0.596,
+        "qwen3-4B": 4.022,
+        "glm4-9B": 9.400,
+        "deepseek-v3": 671.026,
+        "kimi-k2": 1026.4,
+        "minimax-m2": 228.69,
+    }
     for name, billions in sizes.items():
         shape = shape_of(parse(*model_args(name), "--bf16"))
         assert model_size(shape) / 1e9 == pytest.approx(billions, rel=1e-3), name
