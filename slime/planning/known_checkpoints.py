@@ -20,6 +20,14 @@ _GLM_MOE_DSA: dict[str, Any] = {
 }
 _GLM_52: dict[str, Any] = {**_GLM_MOE_DSA, "index_topk_freq": 4, "index_skip_topk_offset": 3}
 
+_MINIMAX_M2: dict[str, Any] = {
+    "model_type": "minimax_m2",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "quantization_config": _BLOCK_FP8,
+}
 _INT4 = {
     "quant_method": "compressed-tensors",
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}},
@@ -50,7 +58,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B-Instruct": _llama3(8.0),
     "Llama-3.2-1B-Instruct": _llama3(32.0),
     "Llama-3.2-3B-Instruct": _llama3(32.0),
-    "MiniMax-M2": {"model_type": "minimax_m2", "quantization_config": _BLOCK_FP8},
+    "MiniMax-M2": _MINIMAX_M2,
     "GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": _BLOCK_FP8},
 }
 
