@@ -91,6 +91,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--max-workers", type=int, default=2)
     options = parser.parse_args()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     measured = {}
     for name, sizes in {"tiny": (1, 4, 97), "large": (options.layers, options.experts, 32001)}.items():
         with tempfile.TemporaryDirectory(dir=options.folder) as temporary:

@@ -150,13 +150,10 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_args(own), extra
 
 
-def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
-    """Join the process group and make the parallel groups of the flags; gives complete args."""
+def trainer_args(options: argparse.Namespace, extra: list[str], world_size: int) -> Namespace:
+    """Complete args of a trainer of ``world_size`` ranks: the model's flags, ours, then ``extra``."""
     from slime.arguments import parse_args
-    from slime.backends.megatron_utils import initialize
-    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     flags = model_flags(options.model)
     with tempfile.TemporaryDirectory() as folder:
         write_hf_config(Path(folder), [*flags, *extra])
@@ -165,7 +162,16 @@ def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
         # Every rank must have a sample; how many there are is decided by the data made below.
         argv += ["--rollout-batch-size", str(world_size), "--global-batch-size", str(world_size)]
         argv += ["--actor-num-gpus-per-node", str(world_size), *extra]
-        args = parse_args(argv=argv)
+        return parse_args(argv=argv)
+
+
+def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
+    """Join the process group and make the parallel groups of the flags; gives complete args."""
+    from slime.backends.megatron_utils import initialize
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    args = trainer_args(options, extra, world_size)
     worker = MegatronTrainRayActor()
     worker.set_rendezvous(
         world_size, rank, os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 29512))

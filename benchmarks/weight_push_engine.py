@@ -85,8 +85,8 @@ TINY_MOE_FLAGS = """
 --moe-router-score-function softmax --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
 """.split()
 RUN_FLAGS = """
---num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 1 --disable-rewards-normalization --global-batch-size 1
---disable-rollout-global-dataset --attention-dropout 0 --hidden-dropout 0 --sglang-load-format dummy
+--num-rollout 1 --n-samples-per-prompt 1 --disable-rewards-normalization --disable-rollout-global-dataset
+--num-steps-per-rollout 1 --attention-dropout 0 --hidden-dropout 0 --sglang-load-format dummy
 --sglang-skip-tokenizer-init --sglang-max-total-tokens 16384 --sglang-disable-cuda-graph
 """.split()
 
@@ -146,7 +146,8 @@ def run_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Name
         *(*flags, *RUN_FLAGS, *place, "--hf-checkpoint", folder, "--ref-load", folder, "--load", folder),
         *("--bf16" if torch.cuda.is_available() else "--fp32",),
         *("--actor-num-gpus-per-node", options.num_gpus, "--rollout-num-gpus-per-engine", options.engine_gpus),
-        *("--rollout-num-gpus", options.engine_gpus, *extra),
+        # Nothing is generated; a step must have a sample for each rank.
+        *("--rollout-num-gpus", options.engine_gpus, "--rollout-batch-size", options.num_gpus, *extra),
     ]
     return parse_args(argv=[str(word) for word in argv])
 

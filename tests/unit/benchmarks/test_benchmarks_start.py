@@ -1,0 +1,132 @@
+"""Every benchmark starts: its command line is read, and the flags that it hands to train.py are accepted.
+
+Checks are added to ``slime.arguments`` all the time, and nothing else runs the benchmarks; without these tests a new
+check ends one of them and nobody notices.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from argparse import Namespace
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.weights.receiver import WeightReceiver
+from tests.contracts.source_tree import REPO
+
+FOLDER = REPO / "benchmarks"
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
+PARTS = {"demo_step", "model_shapes", "phase_table"}
+"""Modules that programs import."""
+OF_TRAINING = {"plan_memory", "shard_fill", "step_phases", "train_mfu", "weight_push_engine"}
+"""Programs with flags of train.py: each has a test below."""
+
+
+@pytest.fixture(autouse=True)
+def path_as_before(monkeypatch):
+    """Benchmarks put the repository on the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def load(name: str):
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+def test_every_file_is_a_program_or_a_part_of_one():
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*PROGRAMS, *PARTS}
+
+
+def test_no_program_with_flags_of_training_is_missing_here():
+    sources = {name: (FOLDER / f"{name}.py").read_text() for name in PROGRAMS}
+    calls = ("parse_args(argv=", "start_trainer(", "demo_args(")
+    assert {name for name, source in sources.items() if any(call in source for call in calls)} == OF_TRAINING
+
+
+def test_the_page_names_every_program():
+    page = (FOLDER / "README.md").read_text()
+    assert [name for name in PROGRAMS if not re.search(rf"benchmarks[/.]{name}\b", page)] == []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_command_line_is_explained(name, monkeypatch, capsys):
+    module = load(name)
+    monkeypatch.setattr(sys, "argv", [str(FOLDER / f"{name}.py"), "--help"])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {name}.py")
+
+
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "extra"),
+    [
+        ("qwen3-1.7B", 1, ""),
+        ("qwen3-4B", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("qwen3-4B", 1, "--num-layers 2"),
+        ("glm4-9B", 1, ""),
+    ],
+)
+def test_the_flags_of_the_trainers_benchmarks_are_accepted(model, num_gpus, extra):
+    options = Namespace(model=model, tokens=1024)
+    args = load("train_mfu").trainer_args(options, extra.split(), num_gpus)
+    assert args.actor_num_gpus_per_node == num_gpus
+
+
+@pytest.mark.parametrize(
+    "case", ["0.6B", "0.6B-offload", "4B-block", "30B-A3B-3-layers", "moonlight-4-layers", "4B-cp2"]
+)
+def test_the_flags_of_the_memory_benchmark_are_accepted(case, tmp_path):
+    module = load("plan_memory")
+    module.write_folder(tmp_path)
+    assert parse_args(argv=module.trainer_words(module.CASES[case], str(tmp_path))).debug_train_only
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        ("--model tiny", ""),
+        ("--model tiny-moe --num-gpus 2", "--expert-model-parallel-size 2 --sglang-ep-size 2"),
+        ("--model tiny --num-gpus 2 --engine-gpus 1 --disaggregated", "--tensor-model-parallel-size 2"),
+        ("--model qwen3-4B", ""),
+        ("--model glm4-9B", ""),
+        ("--model qwen3-30B-A3B --fp8 --num-gpus 4", "--expert-model-parallel-size 4 --sglang-ep-size 4"),
+    ],
+)
+def test_the_flags_of_the_push_into_engines_are_accepted(command, extra, monkeypatch, tmp_path):
+    module = load("weight_push_engine")
+    monkeypatch.setattr(sys, "argv", ["weight_push_engine.py", *command.split(), "--", *extra.split()])
+    options, behind = module.parse_options()
+    module.write_folder(tmp_path, options)
+    args = module.run_args(str(tmp_path), options, behind)
+    assert args.colocate != options.disaggregated
+    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == args.num_layers
+
+
+def test_the_flags_of_the_demos_step_are_accepted(tmp_path, monkeypatch):
+    from benchmarks.demo_step import demo_args
+    from examples.tiny_arithmetic.make_task import make_task
+
+    monkeypatch.setenv("TENSORBOARD_DIR", "")
+    make_task(tmp_path / "task", seed=1)
+    args = demo_args(tmp_path, 2, 2, ["--sglang-sleep-on-idle"])
+    assert args.rollout_batch_size == 2
+
+
+def test_the_demos_receiver_has_all_that_a_sender_asks_of_one():
+    from benchmarks.demo_step import InProcessReceiver
+
+    receiver = InProcessReceiver(Namespace(), Namespace(), Namespace())
+    asked = [*WeightReceiver.__annotations__, *(name for name in vars(WeightReceiver) if not name.startswith("_"))]
+    assert [name for name in asked if not hasattr(receiver, name)] == []
+
+
+def test_the_rows_of_a_push_are_verbs_of_a_receiver():
+    from benchmarks.step_phases import ROWS
+
+    timed = {row.measured for row in ROWS if row.measured.endswith(("_update", "_bucket"))}
+    assert len(timed) == 4
+    assert timed <= vars(WeightReceiver).keys()
