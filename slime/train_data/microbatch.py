@@ -66,7 +66,7 @@ def pack_thd(
         stream = stream.chunk(cp_size)[cp_rank]
     else:
         pieces = [slice_zigzag(s, cp_rank=cp_rank, cp_size=cp_size, pad_value=pad_id) for s in sequences]
-        stream = _pad_to(torch.cat(pieces), pad_multiple, pad_id)
+        stream = _pad_to(torch.cat(pieces), _zigzag_multiple(pad_multiple, cp_size), pad_id)
         cu_seqlens = _offsets([len(piece) for piece in pieces], len(stream), cp_size, stream.device)
     max_seqlen = int(cu_seqlens.diff().max())
     return PackedTokens(stream.unsqueeze(0), cu_seqlens, max_seqlen, num_real_tokens)
@@ -78,7 +78,13 @@ def packed_length(
     """T of what :func:`pack_thd` makes of sequences of these lengths."""
     if layout == "allgather":
         return math.ceil(sum(lengths) / (cp_size * pad_multiple)) * pad_multiple
-    return math.ceil(sum(local_length(length, cp_size) for length in lengths) / pad_multiple) * pad_multiple
+    multiple = _zigzag_multiple(pad_multiple, cp_size)
+    return math.ceil(sum(local_length(length, cp_size) for length in lengths) / multiple) * multiple
+
+
+def _zigzag_multiple(pad_multiple: int, cp_size: int) -> int:
+    """The padding is attended to as a sequence of its own, so it too must fall into two chunks a rank."""
+    return pad_multiple if cp_size == 1 else math.lcm(pad_multiple, 2)
 
 
 def align_loss_masks(

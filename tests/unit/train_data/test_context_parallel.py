@@ -11,7 +11,7 @@ from slime.train_data.context_parallel import (
     slice_response,
     slice_zigzag,
 )
-from slime.train_data.microbatch import align_loss_masks, pack_thd, take_micro_batch
+from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
 
 
 def test_ten_tokens_on_two_ranks_by_hand():
@@ -86,6 +86,15 @@ def test_packed_stream_by_hand_without_context_parallelism():
     assert packed.cu_seqlens.dtype == torch.int32
     assert (packed.max_seqlen, packed.num_real_tokens) == (3, 5)
     assert pack_thd([torch.tensor([1, 2])], pad_multiple=2).cu_seqlens.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 3, 7])
+def test_the_padding_of_a_zigzag_stream_falls_into_chunks_too(pad_multiple):
+    sequences = [torch.arange(5), torch.arange(2)]
+    packed = pack_thd(sequences, cp_rank=1, cp_size=2, pad_multiple=pad_multiple)
+    assert all(length % 4 == 0 for length in packed.cu_seqlens.diff().tolist())
+    assert packed.tokens.shape[1] % pad_multiple == 0
+    assert packed_length([5, 2], cp_size=2, pad_multiple=pad_multiple) == packed.tokens.shape[1]
 
 
 def test_offsets_count_the_tokens_of_all_ranks():

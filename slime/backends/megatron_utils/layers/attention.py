@@ -4,8 +4,8 @@ Shapes: t = tokens of this rank, h = heads of this rank, d = head dimension; "th
 micro-batch one after the other, and "sbhd" the padded [s, b, h, d].
 
 On CUDA in bf16 or fp16 the sequences go through one varlen flash kernel; otherwise (CPU, fp32, or
-``--attention-backend unfused``) each goes through torch's scaled-dot-product attention.  Under context parallelism the
-keys and values of all ranks are gathered, and each rank attends from its two zigzag chunks.
+``--attention-backend unfused``) each goes through torch's scaled-dot-product attention.  What context parallelism does
+is in ``zigzag_attention``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.layers.zigzag_attention import zigzag_attention
 from slime.utils.errors import ConfigError
 
 
@@ -97,7 +97,7 @@ class PackedAttention(MegatronModule):
         cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
         if cp_size == 1:
             return self._attend(query, key, value, cu, cu, max_length, max_length)
-        return zigzag_attention(self._attend, query, key, value, cu, self.cp_group, cp_rank, cp_size)
+        return zigzag_attention(self._attend, query, key, value, cu, max_length, self.cp_group, cp_rank, cp_size)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
@@ -131,6 +131,8 @@ def per_sequence_attention(
     pieces = []
     for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
         num_q, num_k = q.size(0), k.size(0)
+        if num_q == 0:
+            continue
         mask = None
         if num_q != num_k:
             mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
@@ -166,60 +168,6 @@ def varlen_attention(
         query.contiguous(), key.contiguous(), value.contiguous(), cu_q.int(), cu_k.int(), max_q, max_k, **options
     )
     return out[..., :value_width]
-
-
-def zigzag_attention(
-    attend: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu: Tensor,
-    cp_group: torch.distributed.ProcessGroup,
-    cp_rank: int,
-    cp_size: int,
-) -> Tensor:
-    """Attention from this rank's chunks ``r`` and ``2 cp - 1 - r`` of every sequence to all earlier keys.
-
-    A sequence of length L is cut into 2 * cp chunks of c = L / (2 cp).  Both chunks of a rank end where their keys
-    end, so each half is an ordinary causal problem with (r + 1) c and (2 cp - r) c keys.
-    """
-    chunks = [length // (2 * cp_size) for length in cu.diff().tolist()]
-    num_local = query.size(0)
-    keys, values = (_gather_in_order(x, chunks, cp_group, cp_rank, cp_size, num_local) for x in (key, value))
-    halves = [q.split(c) for q, c in zip(query.split([2 * c for c in chunks]), chunks, strict=True) if c]
-    outputs = []
-    for half, num_visible in ((0, cp_rank + 1), (1, 2 * cp_size - cp_rank)):
-        lengths_k = [num_visible * c for c in chunks if c]
-        q = torch.cat([pair[half] for pair in halves])
-        k, v = (
-            torch.cat([x[:n] for x, n in zip(per_sequence, lengths_k, strict=True)]) for per_sequence in (keys, values)
-        )
-        lengths_q = [c for c in chunks if c]
-        cu_q, cu_k = _cumulative(lengths_q, query.device), _cumulative(lengths_k, query.device)
-        out = attend(q, k, v, cu_q, cu_k, max(lengths_q), max(lengths_k))
-        outputs.append(out.split(lengths_q))
-    return torch.cat([piece for pair in zip(*outputs, strict=True) for piece in pair])
-
-
-def _gather_in_order(
-    x: Tensor, chunks: list[int], group: Any, cp_rank: int, cp_size: int, num_local: int
-) -> list[Tensor]:
-    """The full sequences, in their natural order, from the zigzag slices of all ranks; gradients are summed back."""
-    ranks = gather_from_sequence_parallel_region(x.contiguous(), group=group).view(cp_size, num_local, *x.shape[1:])
-    sequences, offset = [], 0
-    for chunk in chunks:
-        if not chunk:
-            continue
-        first = ranks[:, offset : offset + chunk]
-        second = ranks[:, offset + chunk : offset + 2 * chunk].flip(0)
-        sequences.append(torch.cat([first, second]).flatten(0, 1))
-        offset += 2 * chunk
-    return sequences
-
-
-def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
-    """[0, l0, l0 + l1, ...] as int32 on ``device``."""
-    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
 
 
 @functools.cache

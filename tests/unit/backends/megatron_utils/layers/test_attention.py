@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.layers import attention
+from slime.backends.megatron_utils.layers import zigzag_attention as zigzag_module
 from slime.backends.megatron_utils.layers.attention import (
     PackedAttention,
     per_sequence_attention,
     varlen_attention,
-    zigzag_attention,
 )
+from slime.backends.megatron_utils.layers.zigzag_attention import ZigzagPlan, zigzag_attention
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -71,7 +72,7 @@ def test_fewer_queries_than_keys_stand_at_the_end() -> None:
 def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
     monkeypatch: pytest.MonkeyPatch, cp_size: int
 ) -> None:
-    lengths = [2 * cp_size * chunk for chunk in (1, 3, 2)]
+    lengths = [2 * cp_size * chunk for chunk in (1, 3, 0, 2)]  # an empty one, as padding of no tokens is
     query, key, value = random_qkv(sum(lengths))
 
     def local(x: Tensor, rank: int) -> Tensor:
@@ -91,11 +92,12 @@ def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
     for rank in range(cp_size):
         slices = {local(x, rank).sum().item(): gathered[id(x)] for x in (key, value)}
         monkeypatch.setattr(
-            attention, "gather_from_sequence_parallel_region", lambda x, group, slices=slices: slices[x.sum().item()]
+            zigzag_module,
+            "gather_from_sequence_parallel_region",
+            lambda x, group, slices=slices: slices[x.sum().item()],
         )
-        out = zigzag_attention(
-            attend, *(local(x, rank) for x in (query, key, value)), cumulative(lengths), None, rank, cp_size
-        )
+        parts = [local(x, rank) for x in (query, key, value)]
+        out = zigzag_attention(attend, *parts, cumulative(lengths), max(lengths), None, rank, cp_size)
         expected = torch.cat(
             [
                 textbook_attention(*parts, 0.5)
@@ -103,6 +105,15 @@ def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
             ]
         )
         assert torch.allclose(out.double(), local(expected, rank), atol=1e-6)
+
+
+def test_a_chunk_sees_the_gathered_rows_of_the_chunks_up_to_itself() -> None:
+    # 8 tokens in chunks of 2: rank 0 holds chunks 0 and 3 (gathered rows 0 to 3), rank 1 chunks 1 and 2 (rows 4 to 7).
+    first, second = (ZigzagPlan.build(cumulative([8]), 4, cp_rank=rank, cp_size=2) for rank in (0, 1))
+    assert first.cu_q.tolist() == second.cu_q.tolist() == [0, 2, 4]
+    assert (first.cu_k.tolist(), second.cu_k.tolist()) == ([0, 2, 10], [0, 4, 10])
+    assert first.rows_K.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
+    assert second.rows_K.tolist() == [0, 1, 4, 5, 0, 1, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("knows_gqa", [True, False], ids=["torch-2.13", "torch-2.11"])
