@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from slime.rollout import async_producer, fully_async_rollout, state
 from slime.rollout import data_source as data_source_module
-from slime.rollout import fully_async_rollout, state
 from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -115,7 +115,8 @@ def start_job(tmp_path, monkeypatch) -> Iterator[StartJob]:
     monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
     monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
     monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
-    monkeypatch.setattr(fully_async_rollout, "POLL_S", 0.05)
+    for module in (async_producer, fully_async_rollout):
+        monkeypatch.setattr(module, "POLL_S", 0.05)
     GenerateState.clear_instances()
     WorkerPicker.clear_instances()
     set_current_rollout_id(None)
@@ -188,7 +189,7 @@ def test_the_producer_stops_when_groups_could_only_be_trained_too_late(start_job
     # Rollout 0 is out; of what version 1 draws, rollouts 1 to 3 can train four groups each.  Two samples a group.
     assert len({p["rid"] if "rid" in p else k for k, p in enumerate(job.engine.payloads)}) <= 4 * 4 * 2
     worker = fully_async_rollout._WORKERS[0]
-    assert worker.get_queue_size() + len(worker._flights) <= 3 * 4
+    assert worker.get_queue_size() + len(worker.producer.flights) <= 3 * 4
     job.generate(1)
     time.sleep(0.3)
     assert len(job.engine.payloads) <= 4 * 4 * 2, "no push came, so nothing may be added"
@@ -327,8 +328,8 @@ def drop_every_third(args: Any, group: list[Sample]) -> Any:
 def test_every_group_issued_is_trained_or_still_there(start_job):
     job = start_job(300, Script(length=straggling, seconds_per_token=0.001), max_staleness=2, rollout_batch_size=4)
     job.run_ahead(7)
-    worker = fully_async_rollout._WORKERS[0]
-    held = [f.group for f in worker._flights.values()] + [r.group for r in worker._ready] + list(worker._spare)
+    producer = fully_async_rollout._WORKERS[0].producer
+    held = [f.group for f in producer.flights.values()] + [r.group for r in producer.ready] + list(producer.spare)
     names = job.trained_names() + Counter(group[0].group_index for group in held)
     assert names == Counter(range(job.source.sample_group_index))
 
