@@ -6,7 +6,11 @@ from argparse import Namespace
 
 from slime.planning.cards import Card
 from slime.planning.engines import ENGINE_ASLEEP_BYTES, EnginePlace
-from slime.planning.from_flags.trainer import TRAINER_ASLEEP_BYTES, trainer_bytes_beside_engine
+from slime.planning.from_flags.trainer import (
+    TRAINER_ASLEEP_BYTES,
+    push_buffer_bytes,
+    trainer_bytes_beside_engine,
+)
 from slime.planning.host_memory import HostMemory, HostSettings, add_hosts, rank_host_memory
 from slime.planning.parallel import ParallelSizes, rank_places
 from slime.planning.plan import EngineGroupPlan, GpuPhases, StagePlan
@@ -27,8 +31,10 @@ def plan_phases(
     is_wide = any(group.num_gpus_per_engine > 1 for group in groups)
     engine_asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUPS_BYTES * is_wide if shares and args.offload_rollout else 0
     engine_full = max((CONTEXT_BYTES + g.memory.weights + max(g.memory.kv_cache, 0) for g in groups), default=0)
-    beside_trainer = engine_asleep if args.offload_rollout else engine_full if shares else 0
-    awake = max(stage.memory.static + stage.memory.outside for stage in stages)
+    beside_trainer = push_buffer_bytes(args) + (
+        engine_asleep if args.offload_rollout else engine_full if shares else 0
+    )
+    awake = max(stage.memory.static + stage.memory.outside for stage in stages) + push_buffer_bytes(args)
     asleep = trainer_bytes_beside_engine(args, sizes) or TRAINER_ASLEEP_BYTES
     if not args.offload_train:
         asleep = awake
@@ -40,7 +46,7 @@ def plan_phases(
     push = None
     if groups and trains:
         weights = max(CONTEXT_BYTES + group.memory.weights for group in groups)
-        push = beside_engine + weights + 2 * args.update_weight_buffer_size
+        push = beside_engine + weights + args.update_weight_buffer_size * (1 if shares else 2)
     return GpuPhases(
         train=train if trains else None,
         log_probs=forward if trains else None,

@@ -14,8 +14,8 @@ from slime.planning.traffic import StepWork
 from slime.planning.trainer_memory import GIB, TrainerSettings, rank_memory
 
 TRAINER_ASLEEP_BYTES = int(0.8 * GIB)
-GROUPS_ASLEEP_BYTES = int(0.3 * GIB)
-"""What a sleeping trainer keeps on the card, and what it keeps more with other ranks beside it (measured)."""
+GROUPS_ASLEEP_BYTES = int(1.3 * GIB)
+"""What a sleeping trainer keeps on the card, and what it keeps more with other ranks beside it (measured on 1, 2, 4)."""
 
 
 def trainer_settings(args: Namespace, sizes: ParallelSizes, *, tokens: int, num_microbatches: int) -> TrainerSettings:
@@ -85,4 +85,9 @@ def trainer_bytes_beside_engine(args: Namespace, sizes: ParallelSizes) -> int:
     """What a trainer that is not working keeps on an engine's card."""
     if not args.colocate or args.debug_rollout_only:
         return 0
-    return TRAINER_ASLEEP_BYTES + (GROUPS_ASLEEP_BYTES if sizes.world > 1 else 0)
+    return TRAINER_ASLEEP_BYTES + (GROUPS_ASLEEP_BYTES if sizes.world > 1 else 0) + push_buffer_bytes(args)
+
+
+def push_buffer_bytes(args: Namespace) -> int:
+    """The bucket that an engine on the same card maps: it stays, asleep and awake."""
+    return int(args.update_weight_buffer_size) if args.colocate and not args.debug_train_only else 0
