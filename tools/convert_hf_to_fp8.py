@@ -1,6 +1,6 @@
 """Convert a plain Hugging Face model to FP8, shard by shard.
 
-    python tools/convert_hf_to_fp8.py --model-dir MODEL --save-dir MODEL-FP8 \
+    python tools/convert_hf_to_fp8.py --model-dir MODEL --save-dir MODEL-FP8 \\
         --strategy block --block-size 128 128 --max-workers 4
 
 The result is what ``--hf-checkpoint`` and SGLang take for FP8 rollouts.  An interrupted run is taken up by the same

@@ -10,6 +10,7 @@ unless parallel flags say otherwise.  The result lies in ``SAVE/release`` and is
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import sys
@@ -36,19 +37,21 @@ logger = logging.getLogger(__name__)
 
 def parse(argv: Sequence[str]) -> Namespace:
     """The tool's arguments: every model and layout flag of training, ``--hf-checkpoint`` and ``--save``."""
-    args = parse_training_flags(argv, needed=("hf_checkpoint", "save"))
+    args = parse_training_flags(argv, needed=("hf_checkpoint", "save"), description=__doc__)
     if Path(args.save).resolve() == Path(args.hf_checkpoint).resolve():
         raise ConfigError(f"--save {args.save} is --hf-checkpoint; choose another folder")
     return args
 
 
-def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str]) -> Namespace:
-    """All flags of a training run, of which only ``needed`` must be given.
+def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], description: str | None) -> Namespace:
+    """All flags of a training run, of which only ``needed`` must be given; ``description`` heads ``--help``.
 
     Raises:
         ConfigError: one of them is missing, a flag is unknown, or ``--hf-checkpoint`` is no model folder.
     """
     parser = build_parser(with_engine_flags=False)
+    parser.prog, parser.usage, parser.description = Path(sys.argv[0]).name, "%(prog)s [FLAGS]", description
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for action in parser._actions:
         action.required = False  # what a training run must say (batch sizes) a conversion need not
     args, leftover = parser.parse_known_args(list(argv))

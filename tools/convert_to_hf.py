@@ -1,7 +1,7 @@
 """Export a checkpoint through the model: load it under any layout, join the shards, write a Hugging Face folder.
 
     source scripts/models/qwen3-4B.sh
-    torchrun --nproc-per-node 8 tools/convert_to_hf.py ${MODEL_ARGS[@]} --tensor-model-parallel-size 8 \
+    torchrun --nproc-per-node 8 tools/convert_to_hf.py ${MODEL_ARGS[@]} --tensor-model-parallel-size 8 \\
         --hf-checkpoint MODEL --load RUN --output-dir EXPORT
 
 ``--load`` names a Megatron checkpoint (``--ckpt-step`` picks one) or a Hugging Face folder.  The names and tensors
@@ -34,7 +34,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     own.add_argument("--output-dir")
     options, rest = own.parse_known_args(list(argv))
-    args = parse_training_flags(rest, needed=("hf_checkpoint", "load"))
+    args = parse_training_flags(rest, needed=("hf_checkpoint", "load"), description=__doc__)
     if not options.output_dir:
         raise ConfigError("--output-dir is missing; name the Hugging Face folder to write")
     args.output_dir = options.output_dir

@@ -1,6 +1,6 @@
 """``convert_torch_dist_to_hf`` with threads: pieces are read ahead, shards are written behind.
 
-    python tools/convert_torch_dist_to_hf_parallel.py --input-dir RUN/iter_0000012 --output-dir MODEL \
+    python tools/convert_torch_dist_to_hf_parallel.py --input-dir RUN/iter_0000012 --output-dir MODEL \\
         --origin-hf-dir ORIGINAL --load-max-workers 2 --save-max-workers 16
 
 Each reader holds a piece of the checkpoint, each writer a shard of the result (``--chunk-size``) twice.

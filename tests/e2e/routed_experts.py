@@ -10,6 +10,7 @@ then a trainer replays them, and its log-probs must be the engine's.  The exit s
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 import tempfile
@@ -178,4 +179,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tests.e2e.routed_experts", description=__doc__).parse_args()
     sys.exit(main())

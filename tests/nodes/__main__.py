@@ -5,6 +5,7 @@ Minutes, and some gigabytes: every GPU has a process while it is asked where it 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -77,4 +78,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tests.nodes", description=__doc__).parse_args()
     sys.exit(main())

@@ -1,0 +1,160 @@
+"""The commands that pages name: the program exists, and its own parser takes the words."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from slime.arguments.parser import build_parser
+from tests.contracts.source_tree import REPO
+
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES += [REPO / "benchmarks/README.md", *sorted((REPO / "examples").glob("**/*.md"))]
+COMMAND = re.compile(r"\b(?:python3?|pytest|torchrun|make) [^`\n]*")
+OF_TRAINING = {"train.py", "train_async.py"}
+"""Their flags are those of ``test_pages.py``."""
+PASSES_ON = {"tools/plan.py"}
+"""Words that it does not know are those of train.py."""
+WITHOUT_WORDS = {"tests.loaded_model.formats", "tests.contracts.reliability_page"}
+"""Programs that take no words, or names alone; importing them does nothing."""
+
+
+class ParserSeen(BaseException):
+    """Raised in the place of parsing, with the parser."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+def text_of(page: Path) -> str:
+    """The page with commands over several lines put on one."""
+    return re.sub(r" *\\\n *", " ", page.read_text(encoding="utf-8"))
+
+
+def commands() -> list[tuple[str, str, list[str]]]:
+    """(page, program, words behind it) of every ``python``, ``pytest``, ``torchrun`` and ``make`` command."""
+    found = []
+    for page in PAGES:
+        for line in COMMAND.findall(text_of(page)):
+            command = re.split(r"\s#\s|\s{3,}|\.\.\.|\|", line)[0].strip().rstrip(".,;:)")
+            try:
+                words = shlex.split(command)
+            except ValueError:  # an apostrophe in prose
+                words = command.split()
+            found.append((str(page.relative_to(REPO)), words))
+    return [(page, *split(words)) for page, words in found if len(words) > 1]
+
+
+def split(words: list[str]) -> tuple[str, list[str]]:
+    """The program and its words; ``make X`` and ``pytest`` are programs of their own."""
+    first, rest = words[0], words[1:]
+    if first in ("make", "pytest"):
+        return first, rest
+    if first == "torchrun":
+        start = next((i for i, word in enumerate(rest) if word.endswith(".py")), None)
+        return ("torchrun", []) if start is None else (rest[start], rest[start + 1 :])
+    return (rest[1], rest[2:]) if rest[0] == "-m" and len(rest) > 1 else (rest[0], rest[1:])
+
+
+def path_of(program: str) -> Path | None:
+    """The file behind ``tools/x.py`` or ``tests.x``; None for what is no program of ours."""
+    if program.endswith(".py"):
+        return REPO / program
+    if not re.fullmatch(r"(?:tests|benchmarks|slime|slime_plugins|examples)(?:\.\w+)+", program):
+        return None
+    path = REPO / program.replace(".", "/")
+    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@cache
+def parser_of(program: str) -> argparse.ArgumentParser:
+    """The parser that the program builds, from running it up to there."""
+    path = path_of(program)
+    assert path is not None and path.is_file()
+    patch = pytest.MonkeyPatch()
+    try:
+
+        def stop(self, *args, **kwargs):
+            raise ParserSeen(self)
+
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)  # parse_args calls it
+        patch.setattr(sys, "argv", [str(path)])
+        patch.setattr(sys, "path", [str(REPO), *sys.path])
+        runpy.run_path(str(path), run_name="__main__")
+    except ParserSeen as seen:
+        return seen.parser
+    finally:
+        patch.undo()
+    raise AssertionError(f"{program} reads no command line")
+
+
+COMMANDS = commands()
+PROGRAMS = sorted({program for _, program, _ in COMMANDS if path_of(program) is not None})
+
+
+def test_commands_are_found():
+    assert {"tools/plan.py", "tests.matrix", "tests.e2e.algorithms", "make", "pytest"} <= {c[1] for c in COMMANDS}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_that_pages_name_exists_and_takes_what_they_say(program):
+    path = path_of(program)
+    assert path is not None and path.is_file()
+    source = path.read_text(encoding="utf-8")
+    assert "__main__" in source or program in OF_TRAINING or path.name == "__main__.py"
+    if program in OF_TRAINING or program in WITHOUT_WORDS:
+        return
+    parser = parser_of(program)
+    for action in parser._actions:
+        action.required = False
+    for group in parser._mutually_exclusive_groups:
+        group.required = False
+    for page, _, words in [command for command in COMMANDS if command[1] == program]:
+        own = words[: words.index("--")] if "--" in words else words
+        own = [word for word in own if word not in ("-h", "--help")]
+        try:
+            _, unknown = parser.parse_known_args(own)
+        except SystemExit:
+            pytest.fail(f"{page}: {program} {shlex.join(own)}")
+        if program not in PASSES_ON:
+            assert [word for word in unknown if word.startswith("-")] == [], page
+
+
+def test_the_targets_that_pages_name_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {words[0] for _, program, words in COMMANDS if program == "make"}
+    code = {word for page in PAGES for word in re.findall(r"`make ([a-z-]+)", page.read_text(encoding="utf-8"))}
+    assert code <= targets
+    assert named & targets >= {"demo", "test"}
+
+
+def test_the_tests_that_pages_name_exist():
+    named = {
+        word for _, program, words in COMMANDS if program == "pytest" for word in words if word.startswith("tests")
+    }
+    assert sorted(name for name in named if not (REPO / name.split("::")[0].rstrip(".,")).exists()) == []
+
+
+@pytest.mark.parametrize(
+    "tool", sorted(str(path.relative_to(REPO)) for path in REPO.glob("tools/*.py") if "__main__" in path.read_text())
+)
+def test_a_tool_explains_itself(tool, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [tool, "--help"])
+    monkeypatch.setattr(sys, "path", [str(REPO), *sys.path])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(REPO / tool), run_name="__main__")
+    assert end.value.code in (0, None)
+    assert capsys.readouterr().out.startswith(f"usage: {Path(tool).name}")
+
+
+def test_the_help_of_a_training_run_can_be_printed():
+    parser = build_parser(with_engine_flags=True)
+    for flag in ("--sglang-mem-fraction-static", "--rollout-batch-size", "--tensor-model-parallel-size"):
+        assert flag in parser.format_help()
