@@ -11,8 +11,8 @@ MODEL_ARGS=(
     --num-query-groups 2
     --kv-channels 256
     --qk-layernorm
-    --use-gated-attention
     --attention-output-gate
+    --linear-attention-freq 4
 
     --position-embedding-type rope
     --rotary-percent 0.25

@@ -152,6 +152,23 @@ MINIMAX_M2 = {
     "use_mtp": True,
     "num_mtp_modules": 3,
 }
+QWEN3_NEXT = {
+    **qwen3_moe(48, 2048, 5120, 16, expert=512),
+    "model_type": "qwen3_next",
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rope_theta": 10000000,
+    "partial_rotary_factor": 0.25,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "shared_expert_intermediate_size": 512,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5B": qwen25(24, 896, 4864, 14, 2, tied=True),
@@ -168,6 +185,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-32B": qwen3(64, 5120, 25600, 64, tied=False),
     "qwen3-30B-A3B": qwen3_moe(48, 2048, 6144, 32, expert=768),
     "qwen3-235B-A22B": qwen3_moe(94, 4096, 12288, 64, expert=1536),
+    "qwen3-next-80B-A3B": QWEN3_NEXT,
     "llama3.1-8B-Instruct": llama(32, 4096, 14336, 32, head=128, factor=8.0, tied=False),
     "llama3.2-1B-Instruct": llama(16, 2048, 8192, 32, head=64, factor=32.0, tied=True),
     "llama3.2-3B-Instruct": llama(28, 3072, 8192, 24, head=128, factor=32.0, tied=True),
@@ -217,7 +235,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_nextn_predict_layers=1,
     ),
 }
-NOT_BUILT = {"qwen3-next-80B-A3B", "qwen3.5-35B-A3B"}
+NOT_BUILT = {"qwen3.5-35B-A3B"}
 """Files of models whose layers do not exist here; using one says so."""
 OURS = {"tiny-arithmetic"}
 
@@ -258,6 +276,7 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("glm4-9B", {"partial_rotary_factor": 1.0}, "--rotary-percent is 0.5"),
         ("glm4-9B", {"attention_bias": False}, "--add-qkv-bias is given"),
         ("glm4.5-106B-A12B", {"use_qk_norm": True}, "--qk-layernorm is not given"),
+        ("qwen3-next-80B-A3B", {"full_attention_interval": 3}, "--linear-attention-freq is 4"),
         ("deepseek-v3", {"rope_scaling": yarn(64, 32)}, "--rotary-scaling-factor is 40"),
         ("minimax-m2", {"num_local_experts": 128}, "--num-experts is 256"),
         ("minimax-m2", {"intermediate_size": 768}, "--moe-ffn-hidden-size is 1536"),

@@ -59,6 +59,10 @@ _FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
         *("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
         *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
     ),
+    f"{_SLIME}.flags.linear_arguments": (
+        *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+    ),
     f"{_SLIME}.layers.experts": (
         *("moe_grouped_gemm", "moe_ffn_hidden_size", "moe_apply_probs_on_input", "glu_linear_offset"),
         *("activation_func_clamp_value", "activation_func_fp8_input_store", "gated_linear_unit"),
@@ -174,7 +178,6 @@ WITHOUT_EFFECT: dict[str, str] = {
 _FP8 = "training in fp8 or fp4 needs TransformerEngine's layers, which slime has not"
 _OFFLOAD = "offloading of activations needs TransformerEngine's layers; use --recompute-granularity"
 _DELAY = "delayed weight gradients need TransformerEngine's layers"
-_GATED_DELTA = "there are no layers with a gated delta net"
 _MUON = "the optimizer is Adam"
 _QK_CLIP = "packed attention does not clip its logits"
 
@@ -202,13 +205,6 @@ REFUSED: dict[str, str] = {
             "wgrad_deferral_limit",
         ),
         _DELAY,
-    ),
-    **dict.fromkeys(
-        (
-            *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-            *("linear_num_key_heads", "linear_num_value_heads"),
-        ),
-        _GATED_DELTA,
     ),
     **dict.fromkeys(
         (

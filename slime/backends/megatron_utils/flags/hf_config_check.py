@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.flags.hf_plain_check import attention_mismatches, softmax_router_mismatches
 from slime.backends.megatron_utils.flags.latent_arguments import latent_mismatches, sigmoid_router_mismatches
+from slime.backends.megatron_utils.flags.linear_arguments import linear_problems
 from slime.backends.megatron_utils.flags.minimax_arguments import check_engine_keys, minimax_mismatches
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
@@ -84,7 +85,7 @@ def check_hf_config(args: Namespace) -> None:
             + "\n  ".join(problems)
             + "\nSource the file of scripts/models that belongs to this checkpoint, or correct these flags."
         )
-    for problem in sparse_problems(args, config):
+    for problem in (*sparse_problems(args, config), *linear_problems(args, config)):
         raise ConfigError(problem)
     check_that_weights_can_be_pushed(args, config)
 

@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.flags.expert_arguments import check_expert_ar
 from slime.backends.megatron_utils.flags.field_table import refuse_what_nobody_reads, reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.latent_arguments import derive_rope
+from slime.backends.megatron_utils.flags.linear_arguments import check_linear_flags, derive_linear
 from slime.backends.megatron_utils.flags.number_ranges import check_numbers
 from slime.backends.megatron_utils.flags.pipeline_arguments import check_pipeline_arguments
 from slime.backends.megatron_utils.flags.sparse_arguments import check_sparse_flags, derive_indexer
@@ -175,9 +176,9 @@ def _shape(args: Namespace) -> dict[str, Any]:
 
 
 def _rope(args: Namespace) -> dict[str, Any]:
-    """Rotary positions and sparse attention's indexer: what the flags do not say, the HF config does."""
+    """Rotary positions, sparse attention's indexer, linear attention: what flags do not say, the HF config does."""
     config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None
-    return derive_rope(args, config) | derive_indexer(args, config)
+    return derive_rope(args, config) | derive_indexer(args, config) | derive_linear(args, config)
 
 
 def _vocabulary(args: Namespace) -> dict[str, Any]:
@@ -288,6 +289,7 @@ def check_arguments(args: Namespace) -> None:
     _check_schedule(args)
     check_expert_arguments(args)
     check_sparse_flags(args)
+    check_linear_flags(args)
     config = transformer_config_from_args(args)
     check_attention_config(config)
     if args.spec:
@@ -306,8 +308,6 @@ def _check_spec(args: Namespace, config: Any) -> None:
 
 def _check_kernels(args: Namespace) -> None:
     refuse_what_nobody_reads(args)
-    if args.use_gated_attention:
-        raise ConfigError("--use-gated-attention is given: Qwen3-Next's attention is not built; leave it out.")
     if args.optimizer != "adam":
         raise ConfigError(
             f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "

@@ -15,6 +15,7 @@ from slime.backends.megatron_utils.weight_maps.glm4 import GLM4
 from slime.backends.megatron_utils.weight_maps.glm4_moe import GLM4_MOE
 from slime.backends.megatron_utils.weight_maps.mimo import MIMO
 from slime.backends.megatron_utils.weight_maps.minimax_m2 import MINIMAX_M2
+from slime.backends.megatron_utils.weight_maps.qwen3_next import QWEN3_NEXT
 from slime.backends.megatron_utils.weight_maps.qwen_moe import QWEN_MOE
 from slime.backends.megatron_utils.weight_maps.rule import WeightMap
 from slime.utils.errors import ConfigError
@@ -28,6 +29,7 @@ MAPS: dict[str, WeightMap] = {
     "glm4": GLM4,
     "qwen2_moe": QWEN_MOE,
     "qwen3_moe": QWEN_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "glm4_moe": GLM4_MOE,
     "deepseek_v3": DEEPSEEK,
     "kimi_k2": DEEPSEEK,

@@ -36,6 +36,17 @@ class ModelShape:
     """Width of a head of sparse attention's indexer."""
     rotary_dim: int = 64
     """Dimensions of a head that turn, in latent attention and in the indexer."""
+    linear_key_heads: int = 16
+    """Of linear attention, as the following three."""
+    linear_ratio: int = 2
+    """Value heads of one key head."""
+    linear_key_dim: int = 128
+    linear_value_dim: int = 128
+
+    @property
+    def linear_channels(self) -> int:
+        """Query, key and values that belong to one key head of linear attention."""
+        return 2 * self.linear_key_dim + self.linear_ratio * self.linear_value_dim
 
     @classmethod
     def from_args(cls, args: Namespace) -> ModelShape:
@@ -56,6 +67,7 @@ class ModelShape:
             # Absent from checkpoints of other programs, whose models have the usual sizes.
             index_head_dim=vars(args).get("dsa_indexer_head_dim") or cls.index_head_dim,
             rotary_dim=vars(args).get("qk_pos_emb_head_dim") or cls.rotary_dim,
+            **_linear_sizes(args),
         )
 
 
@@ -67,9 +79,9 @@ def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelShape) -> T
     Raises:
         DataError: the rows are not those of the model's heads.
     """
-    _check_rows("query", query, shape.num_heads * shape.head_dim)
+    check_rows("query", query, shape.num_heads * shape.head_dim)
     for name, tensor in (("key", key), ("value", value)):
-        _check_rows(name, tensor, shape.num_query_groups * shape.head_dim)
+        check_rows(name, tensor, shape.num_query_groups * shape.head_dim)
     rest = query.shape[1:]
     parts = [x.reshape(shape.num_query_groups, -1, *rest) for x in (query, key, value)]
     return torch.cat(parts, dim=1).reshape(-1, *rest)
@@ -163,9 +175,23 @@ def tensor_parallel_join(parts: Sequence[Tensor], *, dim: int, is_gate_up: bool 
     return torch.cat(tuple(parts), dim=dim)
 
 
-def _check_rows(name: str, tensor: Tensor, expected: int) -> None:
+def _linear_sizes(args: Namespace) -> dict[str, int]:
+    """The sizes of linear attention, of a model that has it."""
+    if vars(args).get("linear_attention_freq") is None:
+        return {}
+    return {
+        "linear_key_heads": args.linear_num_key_heads,
+        "linear_ratio": args.linear_num_value_heads // args.linear_num_key_heads,
+        "linear_key_dim": args.linear_key_head_dim,
+        "linear_value_dim": args.linear_value_head_dim,
+    }
+
+
+def check_rows(name: str, tensor: Tensor, expected: int) -> None:
+    """Raise DataError where a tensor of the checkpoint has other rows than the flags say."""
     if tensor.size(0) != expected:
         raise DataError(
             f"The checkpoint's {name} projection has {tensor.size(0)} rows; --num-attention-heads, "
-            f"--num-query-groups and --kv-channels make {expected}; correct them."
+            f"--num-query-groups and --kv-channels (of linear attention, --linear-num-key-heads and its like) make "
+            f"{expected}; correct them."
         )

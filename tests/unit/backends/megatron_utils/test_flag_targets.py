@@ -34,6 +34,7 @@ MODEL = [
     ("--attention-dropout 0.0", "attention_dropout", 0.0),
     ("--hidden-dropout 0.3", "hidden_dropout", 0.3),
     ("--attention-output-gate", "attention_output_gate", True),
+    ("--use-gated-attention", "attention_output_gate", True),
     ("--attention-softmax-in-fp32", "attention_softmax_in_fp32", True),
     ("--bf16", "bf16", True),
     ("--bf16", "params_dtype", torch.bfloat16),

@@ -1,0 +1,136 @@
+"""Flags of models in which some layers have linear attention, a gated delta net (Qwen3-Next), against the HF config.
+
+Which layers, and their sizes, come from config.json of ``--hf-checkpoint``; they are filled in under megatron-core's
+own flags, so that a checkpoint records them and a plan reads them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slime.utils.errors import ConfigError
+
+SPECS = {
+    # model_type -> what builds its layers
+    "qwen3_next": "slime_plugins.models.qwen3_next get_qwen3_next_spec",
+}
+"""Models with a gated delta net in most layers, and attention with an output gate in the others."""
+
+_SIZES = {
+    # key of config.json and attribute of args -> default of both, that of the published models
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+
+def has_linear_attention(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a model with linear attention."""
+    return config.get("model_type") in SPECS
+
+
+def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[bool, ...]:
+    """For each layer whether it has linear attention, by ``--linear-attention-freq``: not every n-th, or a list."""
+    if frequency is None:
+        return (False,) * num_layers
+    if isinstance(frequency, int):
+        return tuple((layer + 1) % frequency != 0 for layer in range(num_layers))
+    return tuple(bool(entry) for entry in frequency)
+
+
+def hf_linear_layers(config: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """The same as config.json says it: a type for each layer, or an interval."""
+    types = config.get("layer_types")
+    if types is not None:
+        return tuple(kind == "linear_attention" for kind in types)
+    return linear_layers(int(config.get("full_attention_interval") or 4), num_layers)
+
+
+def derive_linear(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
+    """What was not given of linear attention; ``--use-gated-attention`` is another name for the output gate.
+
+    Raises:
+        ConfigError: a flag says something else than the HF config.
+    """
+    derived: dict[str, Any] = {"attention_output_gate": args.attention_output_gate or args.use_gated_attention}
+    if not config or not has_linear_attention(config):
+        return derived
+    for key, default in _SIZES.items():
+        given, expected = vars(args)[key], int(config.get(key) or default)
+        if given not in (default, expected):
+            raise ConfigError(
+                f"{_flag(key)} is {given}; config.json of --hf-checkpoint says {expected}; leave the flag out."
+            )
+        derived[key] = expected
+    expected_layers = hf_linear_layers(config, args.num_layers)
+    if args.linear_attention_freq is None:
+        derived["linear_attention_freq"] = [int(is_linear) for is_linear in expected_layers]
+    elif linear_layers(args.linear_attention_freq, args.num_layers) != expected_layers:
+        raise ConfigError(
+            f"--linear-attention-freq is {args.linear_attention_freq}; in config.json of --hf-checkpoint the layers "
+            f"with full attention are {[i for i, linear in enumerate(expected_layers) if not linear]} (from 0); leave "
+            "the flag out."
+        )
+    return derived
+
+
+def check_linear_flags(args: Namespace) -> None:
+    """Refuse sizes that cannot be cut, and flags that no layer would follow.
+
+    Raises:
+        ConfigError: names the flags.
+    """
+    frequency = args.linear_attention_freq
+    if frequency is None:
+        changed = [_flag(key) for key, default in _SIZES.items() if vars(args)[key] != default]
+        if changed:
+            raise ConfigError(
+                f"{', '.join(changed)} without --linear-attention-freq: no layer has linear attention; give it too."
+            )
+        return
+    if not args.spec and not args.custom_model_provider_path:
+        raise ConfigError(
+            f"--linear-attention-freq is {frequency} without --spec; the standard layers have no linear attention; "
+            f"give --spec {SPECS['qwen3_next']}."
+        )
+    is_short = isinstance(frequency, int) and frequency < 1
+    if is_short or (not isinstance(frequency, int) and len(frequency) != args.num_layers):
+        raise ConfigError(
+            f"--linear-attention-freq is {frequency}; it must be at least 1, or a list with 1 (linear) or 0 for each "
+            f"of the {args.num_layers} layers."
+        )
+    key_heads, value_heads = args.linear_num_key_heads, args.linear_num_value_heads
+    if value_heads % key_heads:
+        raise ConfigError(
+            f"--linear-num-value-heads is {value_heads}; --linear-num-key-heads {key_heads} must divide it."
+        )
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    if key_heads % (tensor * context):
+        raise ConfigError(
+            f"--linear-num-key-heads is {key_heads}; linear attention deals its key heads out over --tensor-model-"
+            f"parallel-size {tensor} x --context-parallel-size {context} = {tensor * context} ranks, which must "
+            "divide them; lower one of the two."
+        )
+
+
+def linear_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """What does not go with the HF config: layers of another kind, a missing gate, norms about another centre."""
+    if not has_linear_attention(config) or args.custom_model_provider_path:
+        return
+    kind = config["model_type"]
+    if not args.spec:
+        yield f"--spec is not given; the checkpoint is a {kind}; give --spec {SPECS[kind]}."
+    if not args.attention_output_gate:
+        yield f"--attention-output-gate is not given; the attention of a {kind} has one; give it."
+    if not args.apply_layernorm_1p:
+        yield f"--apply-layernorm-1p is not given; the norms of a {kind} store the distance from one; give it."
+    if args.allgather_cp:
+        yield f"--allgather-cp is given; a {kind} has no sparse attention; drop it."
+
+
+def _flag(attribute: str) -> str:
+    return "--" + attribute.replace("_", "-")

@@ -1,0 +1,263 @@
+"""Linear attention by the gated delta rule, in every parallel layout.
+
+    q, k, v, z, b, a = projections of the hidden state
+    q, k, v = silu(causal convolution of q, k, v over the last few tokens, channel by channel)
+    o = gated delta rule of q, k, v with log decay -exp(A) softplus(a + bias) and write strength sigmoid(b)
+    out = projection of norm(o) * silu(z)
+
+megatron-core's own layer knows neither packed sequences nor context parallelism, and runs on CUDA only.
+
+A key head with its value heads is the unit of all cuts: tensor parallelism deals them out, context parallelism deals
+those of a rank out once more (``head_exchange.py``).  All parameters therefore hold what belongs to one key head
+together, key head after key head.
+
+Shapes: s = tokens of this tensor-parallel rank under sequence parallelism, else t; t = tokens of this context-parallel
+rank; T = t without context parallelism, else the tokens of the whole stream; h = key heads of this rank, and of these
+its share in the exchange; r = value heads of a key head; dk, dv = widths of keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from megatron.core.utils import divide
+
+from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule
+from slime_plugins.models.qwen3_next.head_exchange import heads_for_tokens, natural_order, tokens_for_heads
+from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
+
+_CUT_OVER_TENSOR_RANKS = ("conv_weight", "A_log", "dt_bias")
+"""Parameters of the layer itself, all cut along their first dimension."""
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """The projections: of everything that is made of the hidden state, and back to it."""
+
+    in_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
+
+
+class GatedNorm(torch.nn.Module):
+    """``x / rms(x) * weight * silu(gate)`` for each head, computed in fp32.
+
+    The weight is whole on every tensor-parallel rank, which sees its own heads only: its gradient is summed.
+    """
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.weight = torch.nn.Parameter(torch.ones(size, **_factory(config)))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, gate: Tensor, tp_group: torch.distributed.ProcessGroup) -> Tensor:
+        """[..., size] of the dtype of ``x``."""
+        weight = self.weight
+        if not weight.sequence_parallel:  # otherwise summed with those of the other norms
+            weight = copy_to_tensor_model_parallel_region(weight, group=tp_group)
+        normed = F.rms_norm(x.float(), (x.size(-1),), weight.float(), self.eps)
+        return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+class GatedDeltaNet(MegatronModule):
+    """The self-attention of a layer without softmax.
+
+    Invariant: outputs and gradients of a sequence do not depend on what it is packed with, nor on the layout.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Takes what megatron-core's TransformerLayer passes to any self-attention."""
+        super().__init__(config=config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.layer_number = layer_number
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        assert config.linear_num_key_heads and config.linear_num_value_heads
+        assert config.linear_key_head_dim and config.linear_value_head_dim and config.linear_conv_kernel_dim
+        self.key_width, self.value_width = config.linear_key_head_dim, config.linear_value_head_dim
+        self.ratio = divide(config.linear_num_value_heads, config.linear_num_key_heads)
+        self.num_heads = divide(config.linear_num_key_heads, self.tp_group.size())
+        self.num_shared_heads = divide(self.num_heads, self.cp_group.size())
+        self.conv_width = config.linear_conv_kernel_dim
+        is_selective = config.recompute_granularity == "selective"
+        self.recomputes_core = is_selective and "core_attn" in config.recompute_modules
+
+        values = self.ratio * self.value_width
+        self.channels = 2 * self.key_width + values
+        """Channels of the convolution that belong to one key head: q, k, v."""
+        self.part_sizes = (self.channels, 2 * self.ratio, values)
+        """Of what ``in_proj`` gives for one key head: q, k and v; b and a; z."""
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            config.linear_num_key_heads * sum(self.part_sizes),
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
+        self.conv_weight = _cut_parameter(config, self.num_heads * self.channels, self.conv_width)
+        self.A_log = _cut_parameter(config, self.num_heads * self.ratio)
+        self.dt_bias = _cut_parameter(config, self.num_heads * self.ratio)
+        self.out_norm = GatedNorm(config, self.value_width)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            config.linear_num_value_heads * self.value_width,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
+        if config.perform_initialization:
+            self._initialize()
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        """Decays of all speeds, from 1 / 16 on, alike in every layout; the convolution passes the token itself."""
+        num_all = self.A_log.numel() * self.tp_group.size()
+        head = torch.arange(self.A_log.numel(), device=self.A_log.device) + self.tp_group.rank() * self.A_log.numel()
+        self.A_log.copy_((16 * (head + 1) / num_all).log())
+        self.dt_bias.fill_(1.0)
+        self.conv_weight.zero_()
+        self.conv_weight[:, -1] = 1.0
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Args:
+            hidden_states: [s, 1, hidden]
+            attention_mask: not used, every token sees those before it.
+            packed_seq_params: lengths over all context-parallel ranks.
+
+        Returns:
+            [s, 1, hidden], and the bias of the output projection (None without one).
+        """
+        assert packed_seq_params is not None, "a gated delta net needs packed sequences (packed_seq_params)"
+        projected = self.in_proj(hidden_states)[0].squeeze(1).unflatten(-1, (self.num_heads, -1))
+        mixed, gate = projected.split([sum(self.part_sizes[:2]), self.part_sizes[2]], dim=-1)  # [t, h, ...]
+        is_exchanged = self.cp_group.size() > 1
+        if is_exchanged:
+            order = natural_order(packed_seq_params, self.cp_group.size())
+            mixed = heads_for_tokens(mixed, order, self.cp_group)
+        rows = PackedRows.of(packed_seq_params, self.conv_width)
+
+        def core(mixed: Tensor) -> Tensor:
+            return self.core(mixed, rows)
+
+        out = checkpoint(core, False, mixed) if self.recomputes_core and self.training else core(mixed)
+        if is_exchanged:
+            out = tokens_for_heads(out, order, self.cp_group)
+        per_head = (-1, self.num_heads * self.ratio, self.value_width)
+        out = self.out_norm(out.reshape(per_head), gate.reshape(per_head), self.tp_group)
+        return self.out_proj(out.flatten(1).unsqueeze(1))
+
+    def core(self, mixed: Tensor, rows: PackedRows) -> Tensor:
+        """[T, h, r * dv] from the projections [T, h, 2 dk + r dv + 2 r] of this rank's share of heads."""
+        qkv, strength_and_step = mixed.split(self.part_sizes[:2], dim=-1)
+        qkv = F.silu(self.convolve(qkv.flatten(1), rows)).unflatten(-1, (-1, self.channels))
+        query, key, value = qkv.split([self.key_width, self.key_width, self.ratio * self.value_width], dim=-1)
+        strength, step = strength_and_step.split(self.ratio, dim=-1)  # [T, h, r]
+        decay_rate, step_bias = (self._share(x).float().view(-1, self.ratio) for x in (self.A_log, self.dt_bias))
+        log_decay = -decay_rate.exp() * F.softplus(step.float() + step_bias)
+        value = value.unflatten(-1, (self.ratio, self.value_width))
+        out = gated_delta_rule(query, key, value, log_decay, strength.float().sigmoid(), rows)
+        return out.flatten(2)
+
+    def convolve(self, x: Tensor, rows: PackedRows) -> Tensor:
+        """[T, channels] to the same: each channel over the last tokens of its own sequence."""
+        weight = self._share(self.conv_weight)[:, None]
+        padded = rows_or_zeros(x, rows.conv_tokens).T[None]
+        return F.conv1d(padded, weight.to(x.dtype), groups=weight.size(0))[0].T.index_select(0, rows.conv_places)
+
+    def _share(self, parameter: Tensor) -> Tensor:
+        """The part of a parameter that belongs to this context-parallel rank's share of heads."""
+        return parameter.chunk(self.cp_group.size())[self.cp_group.rank()]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """As the base class, which takes a module's own parameters for whole ones."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        state = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(_CUT_OVER_TENSOR_RANKS, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            part = sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+            state.update(part)
+        return state
+
+
+def gated_delta_net_spec() -> ModuleSpec:
+    """Self-attention of a layer with a gated delta net."""
+    provider = LocalSpecProvider()
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()
+        ),
+    )
+
+
+def _factory(config: TransformerConfig) -> dict[str, Any]:
+    device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
+    return {"dtype": config.params_dtype, "device": device}
+
+
+def _cut_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """A parameter of which each tensor-parallel rank holds a part of the rows."""
+    parameter = torch.nn.Parameter(torch.empty(*shape, **_factory(config)))
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter

@@ -1,0 +1,99 @@
+"""Where the tokens of packed sequences lie in the chunks of the delta rule and in the input of the convolution.
+
+A micro-batch is one stream of T tokens, sequence after sequence.  Both operations look back, and neither may see the
+sequence before: chunks begin anew with each sequence, and K - 1 rows of zeros stand in front of each in what is
+convolved.  All of it is index tensors, made once for a micro-batch.
+
+Shapes: T tokens, S sequences, N chunks of C tokens, K = width of the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk: what is quadratic in it stays small beside the products with the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Index tensors of one micro-batch; T stands for "no token", a row of zeros behind the last one."""
+
+    chunk_tokens: Tensor
+    """[N, C] the tokens of each chunk; all first chunks of the sequences, then all second ones, and so on."""
+    chunk_places: Tensor
+    """[T] where each token lies in ``chunk_tokens``, flattened."""
+    chunks_of_step: tuple[int, ...]
+    """How many sequences have a first chunk, a second one, ...; the longest sequences come first in each step."""
+    conv_tokens: Tensor
+    """[T + S (K - 1)] the input rows of the convolution."""
+    conv_places: Tensor
+    """[T] the output row of each token."""
+    cu_seqlens: Tensor
+    """[S + 1] int64 cumulative lengths."""
+
+    @classmethod
+    def from_offsets(
+        cls, offsets: Sequence[int], *, conv_width: int, device: torch.device | None = None, chunk: int = CHUNK
+    ) -> PackedRows:
+        """Args:
+        offsets: [S + 1] where each sequence begins, and the end; sequences without tokens are left out.
+        conv_width: K.
+        device: of the tensors.
+        chunk: C.
+        """
+        sequences = [(begin, end) for begin, end in zip(offsets, offsets[1:], strict=False) if end > begin]
+        num_tokens = offsets[-1]
+        longest_first = sorted(sequences, key=lambda sequence: sequence[0] - sequence[1])
+        rows, chunks_of_step, step = [], [], 0
+        while active := [(begin, end) for begin, end in longest_first if end - begin > step * chunk]:
+            for begin, end in active:
+                token = torch.arange(begin + step * chunk, begin + (step + 1) * chunk)
+                rows.append(token.where(token < end, num_tokens))
+            chunks_of_step.append(len(active))
+            step += 1
+        chunk_tokens = torch.stack(rows) if rows else torch.zeros(0, chunk, dtype=torch.int64)
+        flat = chunk_tokens.flatten()
+        is_token = flat < num_tokens
+        chunk_places = torch.empty(num_tokens, dtype=torch.int64)
+        chunk_places[flat[is_token]] = is_token.nonzero().flatten()
+        gap = torch.full((conv_width - 1,), num_tokens)
+        pieces = [piece for begin, end in sequences for piece in (gap, torch.arange(begin, end))]
+        conv_tokens = torch.cat(pieces) if pieces else gap[:0]
+        # Output row p is made of the input rows p .. p + K - 1, the last of which is the token itself.
+        gaps_before = torch.arange(len(sequences)) * (conv_width - 1)
+        lengths = torch.tensor([end - begin for begin, end in sequences], dtype=torch.int64)
+        conv_places = torch.arange(num_tokens) + gaps_before.repeat_interleave(lengths)
+        starts = torch.tensor([*(begin for begin, _ in sequences), num_tokens])
+        return cls(
+            *(index.to(device) for index in (chunk_tokens, chunk_places)),
+            tuple(chunks_of_step),
+            *(index.to(device) for index in (conv_tokens, conv_places, starts)),
+        )
+
+    @classmethod
+    def of(cls, packed_seq_params: Any, conv_width: int) -> PackedRows:
+        """That of a micro-batch; made once, which waits for the device, and kept on megatron-core's description."""
+        cached = vars(packed_seq_params).get("packed_rows")
+        if cached is None:
+            cu = cumulative_lengths(packed_seq_params)
+            cached = cls.from_offsets(cu.tolist(), conv_width=conv_width, device=cu.device)
+            packed_seq_params.packed_rows = cached
+        return cached
+
+
+def cumulative_lengths(packed_seq_params: Any) -> Tensor:
+    """[S + 1] over all context-parallel ranks; padding is a sequence of its own."""
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded
+
+
+def rows_or_zeros(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]`` along the first dimension, where the index behind the last row gives zeros."""
+    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    return padded.index_select(0, index.flatten()).unflatten(0, index.shape)

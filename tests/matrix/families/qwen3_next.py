@@ -1,0 +1,88 @@
+"""Qwen3-Next: gated delta nets, every third layer with gated attention; a gated shared expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.matrix.case import FamilyCase, read_config, read_tensors, write_tensors, write_with_transformers
+from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
+
+SPEC = ("--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec")
+
+
+def flags(folder: Path) -> list[str]:
+    config = read_config(folder)
+    flags = [
+        *decoder_flags(folder),
+        *grouped_query_flags(folder),
+        *(*SPEC, "--qk-layernorm", "--attention-output-gate", "--apply-layernorm-1p"),
+        *("--rotary-percent", rope_setting(config, "partial_rotary_factor")),
+        *("--num-experts", config["num_experts"], "--moe-router-topk", config["num_experts_per_tok"]),
+        *("--moe-ffn-hidden-size", config["moe_intermediate_size"], "--moe-shared-expert-gate"),
+        *("--moe-shared-expert-intermediate-size", config["shared_expert_intermediate_size"]),
+        *("--moe-router-score-function", "softmax", "--moe-router-dtype", "fp32", "--moe-aux-loss-coeff", 0),
+        *("--moe-token-dispatcher-type", "alltoall", "--moe-token-drop-policy", "probs", "--moe-grouped-gemm"),
+    ]
+    return [str(flag) for flag in flags]
+
+
+def write(case: FamilyCase, folder: Path, seed: int) -> None:
+    """With decays of all speeds, so that some heads remember a whole sequence and others a few tokens.
+
+    Keys are made like their queries: the first token's output is a value times their product, and is normed.  Where
+    the product happens to be nearly zero, that shows nothing but the rounding of fp32.
+    """
+    write_with_transformers(case, folder, seed)
+    heads, width = case.config["linear_num_key_heads"], case.config["linear_key_head_dim"]
+    tensors = read_tensors(folder)
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor -= 1.0  # stored as the distance from one
+        elif name.endswith("A_log"):
+            tensor += torch.linspace(-5.0, 1.0, tensor.numel())
+        elif name.endswith("dt_bias"):
+            tensor += torch.linspace(1.0, -2.0, tensor.numel())
+        elif name.endswith("in_proj_qkvz.weight"):
+            by_head = tensor.view(heads, -1, tensor.size(1))
+            by_head[:, width : 2 * width] += 3 * by_head[:, :width]
+        elif name.endswith("conv1d.weight"):
+            tensor *= 8.0  # three weights a channel: each must count
+            tensor[heads * width : 2 * heads * width] += 3 * tensor[: heads * width]
+    write_tensors(folder, tensors)
+
+
+CASE = FamilyCase(
+    name="qwen3_next",
+    config={
+        "model_type": "qwen3_next",
+        "hidden_size": 48,
+        "num_hidden_layers": 5,
+        "full_attention_interval": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 12,
+        "linear_key_head_dim": 18,
+        "linear_value_head_dim": 22,
+        "linear_conv_kernel_dim": 3,
+        "intermediate_size": 72,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "num_experts": 10,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "vocab_size": 131,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "partial_rotary_factor": 0.25,
+        "tie_word_embeddings": False,
+    },
+    flags=flags,
+    write=write,
+    has_experts=True,
+    about="delta nets with 3 value heads a key head, keys narrower than values; gated attention in layer 3 of 5",
+)
