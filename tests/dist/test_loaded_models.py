@@ -90,6 +90,7 @@ FAMILIES = {
     "glm4": {},
     "glm4_moe": {},
     "deepseek_v3": {},
+    "minimax_m2": {},
     "qwen3 tied": {"tie_word_embeddings": True},
 }
 

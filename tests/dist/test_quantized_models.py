@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "deepseek_v3": {},
     "kimi_k2": {},
+    "minimax_m2": {},
 }
 
 

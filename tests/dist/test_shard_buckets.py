@@ -38,6 +38,7 @@ FAST_CELLS = {
     "qwen3_moe": ("TP2 SP", "PP2 VPP2", "TP2 EP2 SP"),
     "deepseek_v3": ("PP2 uneven", "TP2 ETP2 SP"),
     "glm4_moe": ("EP2",),
+    "minimax_m2": ("TP2 EP2 SP",),
     "glm5": ("TP2 SP",),
     "glm4": ("TP2 SP",),
     "mimo-tied": ("PP2 uneven", "TP2 SP"),

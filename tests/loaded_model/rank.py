@@ -30,6 +30,7 @@ MODELS = {
     "glm4_moe_lite",
     "llama",
     "mimo",
+    "minimax_m2",
     "qwen2",
     "qwen2_moe",
     "qwen3",

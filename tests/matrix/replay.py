@@ -40,7 +40,8 @@ Chunks = Sequence[torch.nn.Module]
 def routed_train_data(case: FamilyCase) -> dict[str, Any]:
     """The matrix's ragged samples, each with random experts for every token but the last, in every layer."""
     config = case.config
-    num_experts = config.get("num_experts") or config.get("n_routed_experts")
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    num_experts = next(config[name] for name in names if name in config)
     shape = (config["num_hidden_layers"], num_experts)
     data = make_train_data(case.vocab_size)
     generator = torch.Generator().manual_seed(9)

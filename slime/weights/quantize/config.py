@@ -82,7 +82,8 @@ class IgnoredModules:
 
 def _fp8(config: Config, ue8m0: bool) -> WeightFormat:
     number_format = config.get("fmt") or "e4m3"
-    if not str(number_format).endswith("e4m3"):
+    # Written like DeepSeek's (e4m3) or like torch's dtype (MiniMax-M2: float8_e4m3fn).
+    if not str(number_format).removesuffix("fn").endswith("e4m3"):
         raise _unsupported(f"fp8 with fmt {number_format}")
     scheme = config.get("activation_scheme", "dynamic")
     if scheme != "dynamic":
