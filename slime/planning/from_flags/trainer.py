@@ -15,7 +15,7 @@ from slime.planning.trainer_memory import GIB, TrainerSettings, rank_memory
 
 TRAINER_ASLEEP_BYTES = int(0.8 * GIB)
 GROUPS_ASLEEP_BYTES = int(1.3 * GIB)
-"""What a sleeping trainer keeps on the card, and what it keeps more with other ranks beside it (measured on 1, 2, 4)."""
+"""What a sleeping trainer keeps on the card, and what it keeps more with other ranks beside it (measured)."""
 
 
 def trainer_settings(args: Namespace, sizes: ParallelSizes, *, tokens: int, num_microbatches: int) -> TrainerSettings:
