@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import os
+import shutil
 import subprocess
 from argparse import Namespace
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 import yaml
 
 from examples.eval_multi_task.make_data import make_data
+from examples.tiny_arithmetic.make_task import make_task
 from examples.tiny_tools.make_task import make_task as make_tools
-from slime.arguments import parse_flags
+from slime.arguments import parse_args, parse_flags
+from slime.arguments.validate_run import check_async_arguments
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample
@@ -38,13 +41,14 @@ def tiny(tmp_path):
     return tmp_path
 
 
-def submitted(script: Path, tiny: Path) -> tuple[list[str], dict[str, str]]:
+def submitted(script: Path, tiny: Path, **variables: str) -> tuple[list[str], dict[str, str]]:
     """The job's words and environment."""
     record = tiny / "record"
     environment = dict(os.environ) | {
         "SLIME_SCRIPT_EXTERNAL_RAY": "1",
         "TINY_DIR": str(tiny),
         "TEACHER_URL": "http://127.0.0.1:1/generate",
+        **variables,
     }
     command = f'ray() {{ printf "%s\\n" "$@" >"{record}"; }}; export -f ray; exec {REPO / script} --seed 5'
     subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=120)
@@ -75,6 +79,28 @@ def test_a_script_submits_flags_and_plug_ins_that_exist(script, tiny, monkeypatc
     if args.custom_config_path:
         config = Path(args.custom_config_path)
         assert isinstance(yaml.safe_load((config if config.is_absolute() else REPO / config).read_text()), dict)
+
+
+TINY = [
+    *((Path(f"scripts/run-tiny-{name}.sh"), "") for name in ("cpu", "cpu-sft", "gpu")),
+    *((Path("scripts/run-tiny-cpu.sh"), loop) for loop in ("async", "ahead", "apart")),
+    *((script, "") for script in SCRIPTS),
+]
+
+
+@pytest.mark.parametrize(("script", "loop"), TINY, ids=lambda value: str(value) or "sync")
+def test_what_a_tiny_script_submits_passes_every_check(script, loop, tiny, monkeypatch):
+    make_task(tiny / "task", seed=7)
+    for copy in ("sft", "tools/sft", "grpo-seed1", "grpo-seed1/hf/9"):  # any model folder will do where a trained one belongs
+        shutil.copytree(tiny / "task/hf", tiny / copy, dirs_exist_ok=True)
+    job, environment = submitted(script, tiny, **({"LOOP": loop} if loop else {}))
+    monkeypatch.chdir(REPO)
+    for folder in environment["PYTHONPATH"].split(":"):
+        monkeypatch.syspath_prepend(folder)
+    args = parse_args(argv=job[2:])
+    if job[1] == "train_async.py":
+        check_async_arguments(args)
+    assert args.num_rollout > 0
 
 
 def test_the_teachers_answer_does_not_grade_the_evaluation(tiny):
