@@ -59,14 +59,16 @@ def layer_terms(
     row = local_tokens(batch, sizes) * shape.hidden * batch.element_bytes
     keeps_norms = not recompute.drops("layernorm")
     terms = {
-        "residual before attention": row,
+        "residual before attention": row * _norm_copy(shape, batch),
         "norm before attention": row * keeps_norms,
-        "residual before the MLP": row,
+        "residual before the MLP": row * _norm_copy(shape, batch),
         "norm before the MLP": row * keeps_norms,
         "norms behind attention and MLP": row * shape.post_norms,
         "statistics of norms": 4 * local_tokens(batch, sizes) * (2 + shape.post_norms),
     }
-    if shape.attention == "grouped":
+    if shape.has_linear_attention(layer):
+        terms |= _linear_terms(shape, sizes, batch, recompute)
+    elif shape.attention == "grouped":
         terms |= _grouped_terms(shape, sizes, batch)
     elif shape.attention == "latent":
         terms |= _latent_terms(shape, sizes, batch, recompute)
@@ -76,6 +78,11 @@ def layer_terms(
         return terms | _expert_terms(shape, sizes, batch, recompute)
     width = batch.tokens * shape.ffn // sizes.tensor * batch.element_bytes
     return terms | {"MLP": 0 if recompute.drops("mlp") else width * (shape.gate_factor + 1)}
+
+
+def _norm_copy(shape: ModelShape, batch: MicroBatch) -> int:
+    """What a norm keeps of its input: the input, or a copy in fp32 where its weight is a distance from one."""
+    return 4 // batch.element_bytes if shape.has_centered_norms else 1
 
 
 def _grouped_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -> Terms:
@@ -93,13 +100,48 @@ def _grouped_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -
         # Two halves with (r + 1) and (2 cp - r) chunks of keys: 2 cp + 1 chunks, a rank's tokens are two.
         terms["keys and values"] = (2 * sizes.context + 1) * key
         terms["attention output, in order"] = query
+    if shape.has_output_gate:
+        terms["gate in fp32, its sigmoid, output times it"] = (2 * 4 // size + 1) * query
+        terms["gate"] = query * (not shape.has_qk_norm)  # otherwise part of the projection that is kept anyway
     if shape.has_qk_norm:
         # Norms keep their inputs: the queries, and the keys' view of the whole projection.
-        terms["projection to queries, keys, values"] = query + 2 * key
-        terms["queries before their norm"] = query
+        terms["projection to queries, keys, values"] = query * (1 + shape.has_output_gate) + 2 * key
+        terms["queries before their norm"] = query * _norm_copy(shape, batch)
+        terms["keys before their norm"] = key * _norm_copy(shape, batch) * shape.has_centered_norms
         normed = 2 if shape.norms_all_heads else heads + max(shape.groups // sizes.tensor, 1)
         terms["statistics of query and key norms"] = 4 * tokens * normed
     return terms
+
+
+DELTA_CHUNK = 64
+"""Tokens that the gated delta rule treats at once (``slime_plugins.models.qwen3_next.packed_rows.CHUNK``)."""
+
+
+def _linear_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
+    """A gated delta net whose rule is plain torch in fp32; the kernels of ``fla`` keep a fraction of it.
+
+    Context parallelism changes nothing: a rank has all tokens for a share of its heads.
+    """
+    tokens, chunk, element = batch.tokens, DELTA_CHUNK, batch.element_bytes
+    keys, values = shape.linear_key_heads // sizes.tensor, shape.linear_value_heads // sizes.tensor
+    key_dim, value_dim = shape.linear_key_dim, shape.linear_value_dim
+    channels = shape.linear_channels // sizes.tensor
+    one = 4 * tokens
+    terms = {
+        "before the gated norm": values * value_dim * one,
+        "gate and its sigmoid": 3 * values * value_dim * one,
+        "attention output": values * value_dim * tokens * element,
+    }
+    inside = {
+        "convolution": 2 * channels * tokens * element,
+        "queries and keys": 8 * keys * key_dim * one,
+        "products within chunks": (2 * keys + 4 * values) * chunk * one,
+        "values, and what is written": 2 * values * value_dim * one,
+        "solution of the triangular system": values * (key_dim + value_dim) * one,
+        "keys and queries with their decays": 2 * values * key_dim * one,
+        "states in front of chunks": values * key_dim * value_dim * one // chunk,
+    }
+    return terms | dict.fromkeys(inside, 0) if recompute.drops("core_attn") else terms | inside
 
 
 def _latents(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -> int:

@@ -16,6 +16,8 @@ ENGINE_ASLEEP_BYTES = int(1.0 * GIB)
 DEFAULT_MEM_FRACTION = 0.86
 """About what SGLang takes by itself on 80 GB when ``--sglang-mem-fraction-static`` is not given."""
 BLOCK_SCALE_BYTES = 4 / (128 * 128)
+STATE_RATIO = 0.9
+"""Memory for the states of linear attention over that of the cache (SGLang's ``mamba_full_memory_ratio``)."""
 INDEX_KEY_BYTES = 132
 """Per token: the indexer's key in FP8 with its scale (128 + 4)."""
 
@@ -166,7 +168,8 @@ def _replaced_shared(shape: ModelShape, own: int, engine: EngineShape, mlp_tp: i
 
 def kv_bytes_per_token(shape: ModelShape, engine: EngineShape) -> int:
     """Of one token on one GPU of its attention replica."""
-    layers = -(-(shape.num_layers + engine.draft_layers) // engine.pp_size)
+    # Linear attention keeps a state for each request instead.
+    layers = -(-(shape.num_layers - sum(shape.is_linear) + engine.draft_layers) // engine.pp_size)
     if shape.attention == "grouped":
         groups = max(shape.groups // engine.attention_tp, 1)
         return layers * 2 * groups * shape.head_dim * engine.kv_element_bytes
@@ -190,6 +193,8 @@ def engine_memory(shape: ModelShape, engine: EngineShape, *, card_bytes: int, ot
     weights = engine_weights(shape, engine)
     pool = int(free * engine.mem_fraction_static)
     cache, per_token = pool - weights, kv_bytes_per_token(shape, engine)
+    if any(shape.is_linear):
+        cache = int(cache / (1 + STATE_RATIO))
     if engine.max_total_tokens is not None:
         cache = min(cache, engine.max_total_tokens * per_token)
     return EngineMemory(weights, cache, max(cache, 0) // per_token, free - weights - max(cache, 0))

@@ -33,6 +33,17 @@ _INT4 = {
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}},
 }
 
+_QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
+}
+
 
 def _llama3(factor: float) -> dict[str, Any]:
     return {
@@ -59,6 +70,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Llama-3.2-1B-Instruct": _llama3(32.0),
     "Llama-3.2-3B-Instruct": _llama3(32.0),
     "MiniMax-M2": _MINIMAX_M2,
+    "Qwen3-Next-80B-A3B-Instruct": _QWEN3_NEXT,
+    "Qwen3-Next-80B-A3B-Thinking": _QWEN3_NEXT,
     "GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": _BLOCK_FP8},
 }
 

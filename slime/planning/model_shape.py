@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.backends.megatron_utils.flags.linear_arguments import linear_layers
+
 AttentionKind = Literal["grouped", "latent", "sparse"]
 
 
@@ -25,6 +27,8 @@ class ModelShape:
     """The MLP has a gate beside its up projection (SwiGLU)."""
     has_bias: bool = False
     """Biases in all projections."""
+    has_centered_norms: bool = False
+    """Norms compute ``1 + weight`` in fp32 (``--apply-layernorm-1p``)."""
     norm_params: int = 1
     """Vectors of a norm: 1 for RMSNorm, 2 for LayerNorm."""
     post_norms: int = 0
@@ -39,6 +43,8 @@ class ModelShape:
     head_dim: int
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    has_output_gate: bool = False
+    """Attention's output is multiplied by a gate that comes out of the query projection (Qwen3-Next)."""
     norms_all_heads: bool = False
     """The query and key norms are over all heads together (MiniMax-M2), not head by head."""
     q_lora: int | None = None
@@ -52,6 +58,15 @@ class ModelShape:
     index_heads: int = 0
     index_dim: int = 0
     index_topk: int = 0
+
+    is_linear: tuple[bool, ...] = ()
+    """Which layers have linear attention, a gated delta net; one entry per layer, or none."""
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    linear_conv: int = 0
+    """Tokens that its convolution sees."""
 
     is_moe: tuple[bool, ...]
     """Which layers have experts, one entry per layer."""
@@ -79,6 +94,20 @@ class ModelShape:
         """Elements of what the output projection of attention reads."""
         return self.heads * (self.head_dim if self.attention == "grouped" else self.v_dim)
 
+    def has_linear_attention(self, layer: int) -> bool:
+        """Of a layer from 0; the layers inside of MTP layers, behind the last, have full attention."""
+        return layer < len(self.is_linear) and self.is_linear[layer]
+
+    @property
+    def linear_channels(self) -> int:
+        """Elements of one token that linear attention convolves: queries, keys, values."""
+        return 2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_width
+
+    @property
+    def linear_value_width(self) -> int:
+        """Elements of all values, and of the output, of one token in linear attention."""
+        return self.linear_value_heads * self.linear_value_dim
+
     @property
     def gate_factor(self) -> int:
         """Projections into the MLP's width."""
@@ -99,6 +128,7 @@ class ModelShape:
             is_tied=not args.untie_embeddings_and_output_weights,
             is_gated=bool(args.swiglu),
             has_bias=bool(args.add_bias_linear),
+            has_centered_norms=bool(args.apply_layernorm_1p),
             norm_params=2 if args.normalization == "LayerNorm" else 1,
             post_norms=sum(map(bool, norms)),
             learned_positions=args.max_position_embeddings
@@ -110,6 +140,7 @@ class ModelShape:
             head_dim=args.kv_channels,
             has_qkv_bias=bool(args.add_qkv_bias),
             has_qk_norm=bool(args.qk_layernorm),
+            has_output_gate=bool(args.attention_output_gate),
             norms_all_heads=_has_spec(args, "slime_plugins.models.minimax_m2"),
             q_lora=args.q_lora_rank if args.multi_latent_attention else None,
             kv_lora=args.kv_lora_rank if args.multi_latent_attention else 0,
@@ -117,6 +148,7 @@ class ModelShape:
             rope_dim=args.qk_pos_emb_head_dim if args.multi_latent_attention else 0,
             v_dim=args.v_head_dim if args.multi_latent_attention else 0,
             **sparse,
+            **_linear_sizes(args),
             is_moe=_moe_pattern(args),
             experts=args.num_experts or 0,
             topk=args.moe_router_topk if args.num_experts else 0,
@@ -126,6 +158,20 @@ class ModelShape:
             mtp_layers=args.mtp_num_layers or 0,
             trains_mtp=bool(args.enable_mtp_training),
         )
+
+
+def _linear_sizes(args: Namespace) -> dict[str, Any]:
+    """Which layers have linear attention, and its sizes, as attributes of :class:`ModelShape`."""
+    if args.linear_attention_freq is None:
+        return {}
+    return {
+        "is_linear": linear_layers(args.linear_attention_freq, args.num_layers),
+        "linear_key_heads": args.linear_num_key_heads,
+        "linear_value_heads": args.linear_num_value_heads,
+        "linear_key_dim": args.linear_key_head_dim,
+        "linear_value_dim": args.linear_value_head_dim,
+        "linear_conv": args.linear_conv_kernel_dim,
+    }
 
 
 def _moe_pattern(args: Namespace) -> tuple[bool, ...]:

@@ -100,7 +100,10 @@ def layer_parameters(
 ) -> ParameterCount:
     """One layer; ``layer`` from 0, and ``num_layers`` is the layer inside of an MTP layer."""
     norms = (2 + shape.post_norms) * shape.norm_params * shape.hidden
-    attention = _grouped_attention if shape.attention == "grouped" else _latent_attention
+    if shape.has_linear_attention(layer):
+        attention = _linear_attention
+    else:
+        attention = _grouped_attention if shape.attention == "grouped" else _latent_attention
     count = ParameterCount(dense=norms + attention(shape, sizes)) + _indexer(shape, layer)
     if not shape.is_moe[min(layer, shape.num_layers - 1)]:
         return count + ParameterCount(dense=_mlp(shape, sizes.tensor, shape.ffn))
@@ -108,12 +111,21 @@ def layer_parameters(
 
 
 def _grouped_attention(shape: ModelShape, sizes: ParallelSizes) -> int:
-    width = (shape.query_width + 2 * shape.key_width) // sizes.tensor
+    width = (shape.query_width * (1 + shape.has_output_gate) + 2 * shape.key_width) // sizes.tensor
     # Whole on every rank, over all heads or not.
     normed = shape.query_width + shape.key_width if shape.norms_all_heads else 2 * shape.head_dim
     norms = shape.norm_params * normed if shape.has_qk_norm else 0
     biases = width * (shape.has_qkv_bias or shape.has_bias) + shape.hidden * shape.has_bias
     return shape.hidden * width + shape.hidden * shape.query_width // sizes.tensor + norms + biases
+
+
+def _linear_attention(shape: ModelShape, sizes: ParallelSizes) -> int:
+    """Projections (the last two of the inputs are one number per value head), convolution, decays, a gated norm."""
+    inputs = shape.linear_channels + shape.linear_value_width + 2 * shape.linear_value_heads
+    output = shape.linear_value_width * shape.hidden
+    convolution = shape.linear_channels * shape.linear_conv
+    cut = shape.hidden * inputs + output + convolution + 2 * shape.linear_value_heads
+    return cut // sizes.tensor + shape.linear_value_dim
 
 
 def _latent_attention(shape: ModelShape, sizes: ParallelSizes) -> int:

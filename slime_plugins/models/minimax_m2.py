@@ -63,8 +63,8 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
         raise ConfigError(f"--normalization is {config.normalization}; MiniMax-M2 has RMSNorm; {hint}")
     if config.mtp_num_layers:
         raise ConfigError(
-            f"--mtp-num-layers is {config.mtp_num_layers}; the published MiniMax-M2 speaks of MTP modules in its "
-            "config.json and has no weights for them; drop the flag."
+            f"--mtp-num-layers is {config.mtp_num_layers}; the MTP modules of which MiniMax-M2's config.json speaks "
+            "(num_mtp_modules) are known neither here nor to SGLang; drop the flag."
         )
 
 

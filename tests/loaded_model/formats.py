@@ -46,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 128},
     "glm4_moe": SIZES | ROUTED | {"use_qk_norm": True, "attention_bias": True},
     "deepseek_v3": SIZES | ROUTED | LATENT,
+    "minimax_m2": SIZES | {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 FORMATS = {
     "block": to_fp8(),
@@ -59,7 +60,11 @@ JOINED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-STACKED = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
+STACKED = (
+    # parameter -> the matrices of an expert in it, by either of the names that families have for them
+    *(("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))),
+    *(("w13", ("w1", "w3")), ("w2", ("w2",))),
+)
 
 
 def build(folder: Path, store: str) -> torch.nn.Module:
@@ -86,7 +91,7 @@ def missing(tensors: dict[str, torch.Tensor], held: dict[str, torch.Tensor]) -> 
             if f".{joined}." in name and all(part in tensors for part in names):
                 if same(parameter, [tensors[part] for part in names]):
                     found.update(names)
-        for stacked, parts in STACKED.items():
+        for stacked, parts in STACKED:
             if f".experts.{stacked}_" in name:
                 for expert, matrix in enumerate(parameter):
                     names = [name.replace(f"{stacked}_", f"{expert}.{part}.") for part in parts]

@@ -38,7 +38,8 @@ MODELS = {
 }
 """Modules of SGLang's models that can be loaded here."""
 _DEEPSEEK = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK}
+_MINIMAX = {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}
+UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "minimax_m2": _MINIMAX}
 """By ``model_type``: settings of the published configs that transformers leaves out, and SGLang reads."""
 
 

@@ -67,7 +67,7 @@ def test_the_mean_square_is_that_of_all_heads_of_a_token(
     [
         ("--qk-layernorm", [], "--qk-layernorm is not given; MiniMax-M2 norms queries and keys"),
         (None, ["--normalization", "LayerNorm"], "--normalization is LayerNorm; MiniMax-M2 has RMSNorm"),
-        (None, ["--mtp-num-layers", "1"], "has no weights for them; drop the flag"),
+        (None, ["--mtp-num-layers", "1"], "known neither here nor to SGLang; drop the flag"),
     ],
 )
 def test_flags_of_another_model_are_refused(remove: str | None, add: list[str], message: str) -> None:
