@@ -101,7 +101,7 @@ def _grouped_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -
         terms["keys and values"] = (2 * sizes.context + 1) * key
         terms["attention output, in order"] = query
     if shape.has_output_gate:
-        terms["gate in fp32, its sigmoid, output times it"] = (2 * 4 // size + 1) * query
+        terms["sigmoid of the gate in fp32, output times it"] = (4 // size + 1) * query
         terms["gate"] = query * (not shape.has_qk_norm)  # otherwise part of the projection that is kept anyway
     if shape.has_qk_norm:
         # Norms keep their inputs: the queries, and the keys' view of the whole projection.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,10 @@ SMALL = (
     "--moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-enable-expert-bias "
     "--moe-aux-loss-coeff 0 --moe-grouped-gemm --moe-shared-expert-intermediate-size 128 "
     "--moe-token-dispatcher-type alltoall"
+)
+DELTA_NET = (
+    "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 32 --linear-value-head-dim 48"
 )
 
 
@@ -65,6 +70,36 @@ def test_the_second_half_of_a_layer_keeps_what_its_terms_say(layer):
     terms = layer_terms(ModelShape.from_args(args, {}), ParallelSizes(), MicroBatch(tokens=TOKENS), layer)
     of_mlp = ("MLP", "router", "rows of experts", "inside of experts", "weights of rows", "shared experts")
     assert kept == sum(terms.get(name, 0) for name in of_mlp)
+
+
+def test_a_gated_delta_net_keeps_what_its_terms_say():
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from slime.backends.megatron_utils.model_provider import get_model_provider
+
+    args = parse(*SMALL.split(), *DELTA_NET.split())
+    start_single_process(args)
+    attention = get_model_provider(args)().bfloat16().decoder.layers[0].self_attention
+    cu = torch.tensor([0, TOKENS], dtype=torch.int32)
+    packing = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=TOKENS, max_seqlen_kv=TOKENS
+    )
+    hidden = torch.randn(TOKENS, 1, 128, dtype=torch.bfloat16, requires_grad=True) * 1.0
+    attention(hidden, packed_seq_params=packing)  # index tensors, which all layers share, are made
+
+    def run() -> object:
+        return attention(hidden, packed_seq_params=packing)
+
+    kept = bytes_that_autograd_keeps(run, [hidden, *attention.parameters()])
+    shape, batch = ModelShape.from_args(args, {}), MicroBatch(tokens=TOKENS)
+    terms = layer_terms(shape, ParallelSizes(), batch, 0)
+    others = layer_terms(replace(shape, is_linear=()), ParallelSizes(), batch, 0)
+    # On a CPU the norm is composed and keeps one tensor more.
+    more = 4 * TOKENS * shape.linear_value_width
+    own = sum(value for name, value in terms.items() if name not in others or name == "attention output")
+    assert kept == pytest.approx(own + more, rel=0.02)
+    dropped = layer_terms(shape, ParallelSizes(), batch, 0, Recompute(granularity="selective"))
+    assert sum(terms.values()) - sum(dropped.values()) > 0.7 * own
 
 
 MEASURED = (

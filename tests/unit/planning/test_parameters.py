@@ -75,6 +75,13 @@ CASES = {
         (0, 1),
     ),
     "MiniMax-M2": ("minimax-m2", MINIMAX, (0, 17, 31)),
+    "Qwen3-Next": (
+        "qwen3-next-80B-A3B",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 8 "
+        "--expert-tensor-parallel-size 1 --decoder-last-pipeline-num-layers 22 --actor-num-nodes 2 "
+        "--actor-num-gpus-per-node 8",
+        (0, 15),
+    ),
     "DeepSeek R1": ("deepseek-v3", R1, (0, 40, 127)),
     "GLM-5.2": ("glm5.2-744B-A40B", GLM52, (0, 100, 255)),
 }
@@ -138,6 +145,7 @@ def test_whole_models_have_the_published_sizes(glm52_folder):
         "glm4-9B": 9.400,
         "deepseek-v3": 671.026,
         "kimi-k2": 1026.4,
+        "qwen3-next-80B-A3B": 79.674,
         "minimax-m2": 228.69,
     }
     for name, billions in sizes.items():

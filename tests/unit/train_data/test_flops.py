@@ -42,3 +42,15 @@ def test_latent_attention_counts_its_low_rank_projections():
     attention = 2 * 7 * 7 * (4 + 2) + 2 * 7 * 7 * 6
     output = 2 * 7 * 2 * 6 * 8
     assert model.forward_flops(7) == query + key_value + attention + output + 6 * 7 * 8 * 16 + 2 * 7 * 8 * 10
+
+
+def test_linear_attention_has_no_square_and_a_gate_widens_the_query():
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 3}
+    args = Namespace(**DENSE, **sizes, linear_value_head_dim=5, linear_attention_freq=2, attention_output_gate=True)
+    model = FlopsModel.from_args(args)
+    assert model.num_linear_layers == 1
+    # q 3, k 3, v 10, z 10, b 2, a 2; the output; reads and writes of two states of 3 x 5
+    linear = 2 * 7 * 8 * (3 + 3 + 10 + 10 + 2 + 2) + 2 * 7 * 10 * 8 + 7 * 2 * 3 * (2 * 3 * 5)
+    full = 2 * 7 * 8 * (2 * 8 + 2 * 4) + 2 * 7 * 7 * 8 + 2 * 7 * 8 * 8
+    rest = 2 * 6 * 7 * 8 * 16 + 2 * 7 * 8 * 10
+    assert model.forward_flops(7) == linear + full + rest
