@@ -53,7 +53,7 @@ def follow(folder: str, flags: tuple[object, ...], num_rollouts: int) -> dict[st
     args = make_args(Path(folder), "--actor-num-gpus-per-node", dist.get_world_size(), *flags)
     init_gloo_group(timeout=timedelta(minutes=1))
     worker = start_worker(args, dist.get_rank(), dist.get_world_size(), 0, with_ref=args.use_kl_loss)
-    worker._sender = NoEngines()
+    worker._pushes.sender = NoEngines()
     worker.update_weights()
     parallel = worker.get_parallel_config()
     rank_data = cut(args, make_train_data(), parallel)[parallel["dp_rank"]]

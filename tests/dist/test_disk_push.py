@@ -93,7 +93,7 @@ class Case:
         from slime.backends.megatron_utils.update_weight.engines.stock_engines import named_views
         from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
 
-        sender = self.worker._sender
+        sender = self.worker._pushes.sender
         if self.is_quantized:
             source = sender.make_plain_source()
             views = (
@@ -147,7 +147,7 @@ def push_three_times(case: Case) -> dict[str, Any]:
     for version in ("1", "2", "3"):
         assert case.push() == ""
         case.check(version)
-        metrics.append(dict(case.worker._sender.metrics))
+        metrics.append(dict(case.worker._pushes.sender.metrics))
         if version != "3":
             case.train()
     return {
@@ -173,7 +173,7 @@ def lose_an_engine_and_refill_it(case: Case) -> dict[str, Any]:
         if case.rank == 0:
             assert case.engines[1].is_paused
             assert case.engines[1].served[-1][0] == str(number - 1)
-        reasons += [fenced.reason for fenced in case.worker._sender.fenced]
+        reasons += [fenced.reason for fenced in case.worker._pushes.sender.fenced]
         case.engines[1].fault = ""
         case.connect(1)
         assert case.push("resend_weights") == ""
@@ -182,7 +182,7 @@ def lose_an_engine_and_refill_it(case: Case) -> dict[str, Any]:
     case.train()
     case.engines[1].fault = "flips receive_weight_folder"
     assert case.push() == ""
-    reasons += [fenced.reason for fenced in case.worker._sender.fenced]
+    reasons += [fenced.reason for fenced in case.worker._pushes.sender.fenced]
     case.engines[1].fault = ""
     case.connect(1)
     assert case.push("resend_weights") == ""
@@ -267,7 +267,7 @@ def end_the_trainer(case: Case) -> dict[str, Any]:
     told: dict[str, Any] = {"versions": [], "fenced": []}
     for number in (1, 2, 3):
         case.args.update_weight_start_version = number - 1
-        case.worker._sender = None
+        case.worker._pushes.sender = None
         case.connect()
         written = case.worker.write_weights()
         told["versions"].append(case.versions())

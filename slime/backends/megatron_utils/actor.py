@@ -20,7 +20,6 @@ from megatron.core import mpu
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, train_metrics
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
-from slime.backends.megatron_utils.ci_checks import check_rollout, check_step
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.forward import Reader, forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
@@ -30,18 +29,16 @@ from slime.backends.megatron_utils.old_log_probs import needs_old_log_probs
 from slime.backends.megatron_utils.policies import Policies
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train_dump import dump_train_data
+from slime.backends.megatron_utils.train_reports import TrainReports
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
-from slime.backends.megatron_utils.update_weight import sender_class
-from slime.backends.megatron_utils.update_weight.sender import WeightSender
+from slime.backends.megatron_utils.update_weight.pushes import WeightPushes, model_name
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
-from slime.backends.megatron_utils.update_weight.update_weight_from_disk import UpdateWeightFromDisk
 from slime.backends.train_worker import TrainWorker
-from slime.observability.logging_utils import configure_logger, log
-from slime.observability.metric_utils import compute_rollout_step
+from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler
 from slime.observability.timer import Timer, timer
 from slime.utils.distributed_utils import get_gloo_group
-from slime.utils.errors import ConfigError, WeightSyncError
+from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch
 from slime.weights.receiver import FencedEngine, WeightReceiver
@@ -80,7 +77,7 @@ class MegatronTrainRayActor(TrainWorker):
         self._routing = RoutingReplay(args, self.model) if args.use_routing_replay and role == "actor" else None
         self._profiler = TrainProfiler(args, rank=self.rank)
         self._rollout_id = 0
-        self._sender: WeightSender | None = None
+        self._reports = TrainReports(args, role, world_size=self.world_size)
         self._last_rollout_id: int | None = None
         self._is_asleep = False
         self._background_save = BackgroundSave(checkpoint.publish_checkpoint) if args.async_save else None
@@ -90,6 +87,9 @@ class MegatronTrainRayActor(TrainWorker):
         Timer().reset()
         Timer().start("train_wait")
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
+        self._pushes = WeightPushes(
+            args, self.model, self._weights_to_send, hf_config=self._hf_config, start_rollout_id=self._start_rollout_id
+        )
         return self._start_rollout_id
 
     def get_parallel_config(self) -> dict[str, int]:
@@ -154,7 +154,7 @@ class MegatronTrainRayActor(TrainWorker):
             train = self._train_critic if self.role == "critic" else self._train_actor
             outcome: Any = train(rollout_id, data, iterators, external_data or {})
         self._profiler.step(rollout_id)
-        metrics = self._log_performance(rollout_id, data, iterators[0])
+        metrics = self._reports.performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
         del data, iterators  # memory that is freed later, while the trainer sleeps, would not be given back
         self._rest()
@@ -204,7 +204,7 @@ class MegatronTrainRayActor(TrainWorker):
         metrics = train_metrics.value_metrics(data)
         if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
             metrics |= train_metrics.rollout_metrics(self.args, data)
-        self._log_rollout(rollout_id, metrics)
+        self._reports.rollout(rollout_id, metrics)
         with timer("actor_train"), self._profiler.profile("train_actor", rollout_id):
             self._take_steps(rollout_id, data, iterators, "value_loss")
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
@@ -242,14 +242,8 @@ class MegatronTrainRayActor(TrainWorker):
         if args.rollout_data_postprocess_path is not None:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, data)
         metrics = train_metrics.rollout_metrics(args, data)
-        self._log_rollout(rollout_id, metrics)
+        self._reports.rollout(rollout_id, metrics)
         return metrics
-
-    def _log_rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        if train_metrics.is_main_rank():
-            step = compute_rollout_step(self.args, rollout_id)
-            log(self.args, {**metrics, "rollout/step": step}, step_key="rollout/step")
-            check_rollout(self.args, self.role, rollout_id, metrics)
 
     def _take_steps(
         self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], loss_type: str
@@ -258,32 +252,21 @@ class MegatronTrainRayActor(TrainWorker):
         args = self.args
         if self.optimizer is None or self.scheduler is None:
             raise ConfigError("--num-rollout is 0, so there is no optimizer, yet a rollout is to be trained on")
-        num_steps = len(data["num_microbatches"])
+        optimizer = self.optimizer
         last: dict[str, float] = {}
 
         def on_step(step_id: int, result: StepResult) -> None:
             if not result.is_applied:
                 logger.warning("Rollout %d, step %d was skipped: its gradient is not finite.", rollout_id, step_id)
             changed = self._routing.take_metrics() if self._routing is not None else {}
-            if not train_metrics.is_main_rank():
-                return
-            metrics = train_metrics.step_metrics(
-                self.role,
-                result.metrics | changed,
-                grad_norm=result.grad_norm,
-                learning_rates=[group["lr"] for group in self.optimizer.param_groups],
-                step_global_batch_size=data["global_batch_sizes"][step_id],
-                train_step=rollout_id * num_steps + step_id,
-            )
-            log(args, metrics, step_key="train/step")
-            last.update(metrics)
-            check_step(args, self.role, rollout_id, step_id, result.metrics, result.grad_norm)
+            rates = [group["lr"] for group in optimizer.param_groups]
+            last.update(self._reports.step(rollout_id, step_id, result, changed, learning_rates=rates, data=data))
 
         train_rollout(
             args,
             rollout_id,
             self.model,
-            self.optimizer,
+            optimizer,
             self.scheduler,
             iterators,
             data["num_microbatches"],
@@ -291,25 +274,8 @@ class MegatronTrainRayActor(TrainWorker):
             loss_type=loss_type,
             on_step=on_step,
         )
-        if self._sender is not None:
-            self._sender.note_weights_changed()
+        self._pushes.note_weights_changed()
         return last
-
-    def _log_performance(self, rollout_id: int, data: RolloutBatch, iterator: DataIterator) -> dict[str, float]:
-        seconds = Timer().log_dict()
-        Timer().reset()
-        metrics = train_metrics.perf_metrics(self.args, data, iterator, seconds, world_size=self.world_size)
-        metrics |= memory.peak_metrics()
-        if not train_metrics.is_main_rank():
-            return {}
-        return self._log_perf(rollout_id, metrics)
-
-    def _log_perf(self, rollout_id: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        if self.role != "actor":
-            metrics = {name.replace("perf/", f"perf/{self.role}-"): value for name, value in metrics.items()}
-        step = compute_rollout_step(self.args, rollout_id)
-        log(self.args, {**metrics, "rollout/step": step}, step_key="rollout/step")
-        return dict(metrics)
 
     # Checkpoints
 
@@ -327,7 +293,7 @@ class MegatronTrainRayActor(TrainWorker):
             if args.save_hf and self.role == "actor":
                 self._save_hf(rollout_id)
             self._rest()
-        self._log_span(rollout_id, "save_model")
+        self._reports.span(rollout_id, "save_model")
 
     def _save_hf(self, rollout_id: int) -> None:
         from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
@@ -336,7 +302,7 @@ class MegatronTrainRayActor(TrainWorker):
             self.args,
             self.args.save_hf.format(rollout_id=rollout_id),
             self.model,
-            model_name=_model_name(self.args, self._hf_config),
+            model_name=model_name(self.args, self._hf_config),
             quantization_config=self._hf_config.get("quantization_config"),
         )
 
@@ -349,75 +315,48 @@ class MegatronTrainRayActor(TrainWorker):
             checkpoint.publish_checkpoint(self.args.save, rollout_id)
         dist.barrier(group=get_gloo_group())  # over NCCL it would allocate, and the trainer may be asleep
 
-    def _log_span(self, rollout_id: int, name: str, **more: float) -> dict[str, float]:
-        """Log the seconds of a timer now, and forget them."""
-        elapsed_s = Timer().seconds(name)
-        Timer().reset(name)
-        metrics = {f"perf/{name}_time": elapsed_s, f"perf/time_{name}_s": elapsed_s, **more}
-        return self._log_perf(rollout_id, metrics) if train_metrics.is_main_rank() else {}
-
     # Weights to the engines
 
     def connect_rollout_engines(self, receivers: Sequence[WeightReceiver], num_new_engines: int) -> None:
         """Connect the sender that the flags ask for to these engines."""
-        if self._sender is None:
-            self._sender = sender_class(self.args)(
-                self.args,
-                self.model,
-                self._weights_to_send,
-                model_name=_model_name(self.args, self._hf_config),
-                hf_config=self._hf_config,
-                first_version=max(self._start_rollout_id, self.args.update_weight_start_version),
-            )
-        if num_new_engines > 0:
-            self._sender.connect_rollout_engines(receivers)
-            memory.freeze_long_lived_objects()  # the first connection imports SGLang
-
-    def _weights_to_send(self) -> HostWeights | None:
-        return self.weights.get("actor") if self._is_asleep and memory.is_memory_saver_active() else None
-
-    def resend_weights(self) -> None:
-        """Push what the last push sent, under the same version, to the engines connected now: they started late."""
-        if self._sender is None:
-            raise WeightSyncError("no engine is connected to this trainer; call connect_rollout_engines first")
-        with timer("update_weights"):
-            self._sender.resend_weights()
-            if self._is_asleep:
-                reloadable_groups.release_communicators()
-
-    def write_weights(self) -> Any:
-        """Write the weights to disk and ask no engine; gives the ``WrittenVersion`` on the main rank."""
-        if not isinstance(self._sender, UpdateWeightFromDisk):
-            raise WeightSyncError("no sender writes to disk here; use --update-weight-transport disk")
-        with timer("update_weights"):
-            written = self._sender.write_weights()
-        if self._last_rollout_id is not None:
-            self._log_span(self._last_rollout_id, "update_weights", **written.metrics)
-        return written if self.rank == 0 else None
-
-    def fenced_engines(self) -> list[FencedEngine]:
-        """The engines that the last push left out."""
-        return list(self._sender.fenced) if self._sender is not None else []
+        self._pushes.connect(receivers, num_new_engines)
 
     def update_weights(self) -> dict[str, float] | None:
         """Push the actor's weights; returns the push's metrics on the main rank."""
-        if self._sender is None:
-            raise WeightSyncError("no engine is connected to this trainer; call connect_rollout_engines first")
         with timer("update_weights"):
-            report = self._sender.update_weights()
-            if self._is_asleep:
-                reloadable_groups.release_communicators()  # those that joined the shards
+            metrics = self._pushes.push()
+            self._release_push_groups()
         self._policies.note_pushed()
         if self._last_rollout_id is None:
             Timer().reset("update_weights")
             return None  # the push before the first rollout belongs to no step
-        more = {
-            "perf/weight_push_s": report.elapsed_s,
-            "perf/weight_push_bytes": float(report.num_bytes),
-            "perf/weight_push_fenced": float(len(report.fenced)),
-            **self._sender.extra_metrics(),
-        }
-        return self._log_span(self._last_rollout_id, "update_weights", **more) or None
+        return self._reports.span(self._last_rollout_id, "update_weights", **metrics) or None
+
+    def resend_weights(self) -> None:
+        """Push what the last push sent, under the same version, to the engines connected now: they started late."""
+        with timer("update_weights"):
+            self._pushes.resend()
+            self._release_push_groups()
+
+    def write_weights(self) -> Any:
+        """Write the weights to disk and ask no engine; gives the ``WrittenVersion`` on the main rank."""
+        with timer("update_weights"):
+            written = self._pushes.write()
+        if self._last_rollout_id is not None:
+            self._reports.span(self._last_rollout_id, "update_weights", **written.metrics)
+        return written if self.rank == 0 else None
+
+    def fenced_engines(self) -> list[FencedEngine]:
+        """The engines that the last push left out."""
+        return self._pushes.fenced
+
+    def _weights_to_send(self) -> HostWeights | None:
+        return self.weights.get("actor") if self._is_asleep and memory.is_memory_saver_active() else None
+
+    def _release_push_groups(self) -> None:
+        """A trainer that sleeps gives back what the groups that joined the shards took."""
+        if self._is_asleep:
+            reloadable_groups.release_communicators()
 
 
 def _read_hf_config(args: Namespace) -> dict[str, Any]:
@@ -429,8 +368,3 @@ def _read_hf_config(args: Namespace) -> dict[str, Any]:
             f"--hf-checkpoint is {args.hf_checkpoint!r}: its config.json cannot be read ({error}); it must be a local "
             "Hugging Face folder"
         ) from error
-
-
-def _model_name(args: Namespace, hf_config: Mapping[str, Any]) -> str:
-    """What chooses the name converter: ``--model-name``, or the model type of the HF config."""
-    return getattr(args, "model_name", None) or hf_config["model_type"]
