@@ -18,7 +18,12 @@ from slime.planning.parameters import model_size
 from slime.planning.plan import Plan, PlanOptions
 from slime.planning.stages import PipelineSplit, check_index_sharing, stage_chunks
 
-KNOWN_SPECS = ("slime_plugins.models.glm4", "slime_plugins.models.glm5", "slime_plugins.models.minimax_m2")
+KNOWN_SPECS = (
+    "slime_plugins.models.glm4",
+    "slime_plugins.models.glm5",
+    "slime_plugins.models.minimax_m2",
+    "slime_plugins.models.qwen3_next",
+)
 """Packages of layer specs that the arithmetic knows."""
 
 

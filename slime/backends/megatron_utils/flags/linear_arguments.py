@@ -84,6 +84,12 @@ def check_linear_flags(args: Namespace) -> None:
     Raises:
         ConfigError: names the flags.
     """
+    if args.attention_output_gate and args.tensor_model_parallel_size > args.num_query_groups:
+        raise ConfigError(
+            f"--tensor-model-parallel-size is {args.tensor_model_parallel_size} with --attention-output-gate and "
+            f"--num-query-groups {args.num_query_groups}; megatron-core does not cut the gates of one group over "
+            f"ranks; use at most {args.num_query_groups}, and more of --context-parallel-size or pipeline stages."
+        )
     frequency = args.linear_attention_freq
     if frequency is None:
         changed = [_flag(key) for key, default in _SIZES.items() if vars(args)[key] != default]

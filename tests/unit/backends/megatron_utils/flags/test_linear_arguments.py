@@ -1,0 +1,81 @@
+"""Flags of linear attention: what is read off a config.json, and what is refused with the flag's name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config
+from slime.backends.megatron_utils.flags.linear_arguments import hf_linear_layers, linear_layers
+from slime.utils.errors import ConfigError
+from tests.unit.backends.megatron_utils.megatron_case import parse
+
+BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
+BASE += (
+    "--vocab-size 100 --ffn-hidden-size 96 --swiglu --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6"
+)
+SPEC = "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec"
+GATED = f"{SPEC} --attention-output-gate --apply-layernorm-1p"
+CONFIG = {
+    "model_type": "qwen3_next",
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 24,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return ["--hf-checkpoint", str(tmp_path)]
+
+
+def test_layers_and_sizes_come_from_the_checkpoint(checkpoint):
+    args = parse(*BASE.split(), *GATED.split(), *checkpoint)
+    assert args.linear_attention_freq == [1, 1, 0, 1]
+    sizes = (args.linear_num_key_heads, args.linear_num_value_heads, args.linear_key_head_dim)
+    assert sizes == (8, 16, 24)
+    assert (args.linear_value_head_dim, args.linear_conv_kernel_dim) == (128, 4)  # config.json leaves them out
+
+
+def test_a_list_of_types_says_the_same_as_an_interval():
+    types = ["linear_attention"] * 3 + ["full_attention"]
+    assert hf_linear_layers({"layer_types": types}, 4) == linear_layers(4, 4) == (True, True, True, False)
+    assert linear_layers([0, 1], 2) == (False, True)
+    assert linear_layers(None, 2) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{GATED} --linear-attention-freq 2", r"--linear-attention-freq is 2; .*are \[2\]"),
+        (f"{GATED} --linear-num-key-heads 4", "--linear-num-key-heads is 4; .* says 8"),
+        (f"{SPEC} --apply-layernorm-1p", "--attention-output-gate is not given"),
+        (f"{SPEC} --attention-output-gate", "--apply-layernorm-1p is not given"),
+        (f"{GATED} --allgather-cp", "--allgather-cp is given"),
+        ("--attention-output-gate --apply-layernorm-1p", "--linear-attention-freq is .* without --spec"),
+        (
+            f"{GATED} --tensor-model-parallel-size 4 --context-parallel-size 4 --actor-num-gpus-per-node 16",
+            "--linear-num-key-heads is 8; .*4 x --context-parallel-size 4 = 16",
+        ),
+        (f"{GATED} --tensor-model-parallel-size 8 --actor-num-gpus-per-node 8", "--num-query-groups 4"),
+    ],
+)
+def test_what_does_not_go_with_the_checkpoint_names_the_flag(flags, message, checkpoint):
+    with pytest.raises(ConfigError, match=message):
+        check_hf_config(parse(*BASE.split(), *flags.split(), *checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (SPEC, "--linear-attention-freq is not given, and no --hf-checkpoint"),
+        (f"{SPEC} --linear-attention-freq [1,0]", "for each of the 4 layers"),
+        (f"{SPEC} --linear-attention-freq 4 --linear-num-key-heads 12", "--linear-num-value-heads is 32"),
+    ],
+)
+def test_flags_alone_must_make_sense(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(*BASE.split(), *flags.split())
