@@ -48,6 +48,10 @@ def get_minimax_m2_spec(args: Namespace, config: TransformerConfig, vp_stage: in
     return replace(block, layer_specs=[_norm_over_heads(layer, config) for layer in block.layer_specs])
 
 
+get_minimax_m2_layer_spec = get_minimax_m2_spec
+"""The name that upstream's commands have."""
+
+
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
     """Called by slime with the flags, before a GPU is taken: do they describe this model?
 
@@ -76,7 +80,11 @@ def _norm_over_heads(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec
         "k_layernorm": ModuleSpec(module=AllHeadsNorm, params={"num_heads": config.num_query_groups}),
     }
     attention = replace(attention, submodules=replace(attention.submodules, **norms))
-    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+    # On disk the norms have the names of upstream's checkpoints.
+    names = {f"self_attention.{x}_layernorm.": f"self_attention.{x}_norm." for x in "qk"}
+    keys_map = {**layer.submodules.sharded_state_dict_keys_map, **names}
+    submodules = replace(layer.submodules, self_attention=attention, sharded_state_dict_keys_map=keys_map)
+    return replace(layer, submodules=submodules)
 
 
 class AllHeadsNorm(Norm):

@@ -10,8 +10,8 @@ from typing import Any
 from slime.backends.sglang_utils.server_args import present_name
 from slime.backends.sglang_utils.sglang_config import SGLangConfig
 
-NO_DRAFT_LAYERS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "glm4", "mistral")
-"""Model types of which no release brings a layer that drafts."""
+NO_DRAFT_LAYERS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "glm4", "mistral", "minimax_m2")
+"""Model types without a layer that drafts, as far as SGLang knows."""
 
 
 def engine_problems(args: Namespace) -> Iterator[str]:
@@ -97,14 +97,16 @@ def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]
     if not block:
         return
     tp_size = args.rollout_num_gpus_per_engine // args.sglang_pp_size
-    expert_tp_size = tp_size // (args.sglang_ep_size or 1)
-    for key, ranks, more in (
-        ("intermediate_size", args.sglang_moe_dense_tp_size or tp_size, ""),
-        ("moe_intermediate_size", expert_tp_size, " or a larger --sglang-ep-size"),
-    ):
+    of_experts = (tp_size // (args.sglang_ep_size or 1), " or a larger --sglang-ep-size")
+    matrices = {"moe_intermediate_size": of_experts}
+    if config.get("first_k_dense_replace") or not config.get("moe_intermediate_size"):
+        # Mixtral and what is named after it (MiniMax-M2) have only experts, and one size.
+        has_only_experts = config.get("num_local_experts") and not config.get("moe_intermediate_size")
+        of_mlp = (args.sglang_moe_dense_tp_size or tp_size, "")
+        matrices = {"intermediate_size": of_experts if has_only_experts else of_mlp, **matrices}
+    for key, (ranks, more) in matrices.items():
         size = config.get(key)
-        has_dense_layers = not config.get("moe_intermediate_size") or config.get("first_k_dense_replace")
-        if not size or (key == "intermediate_size" and not has_dense_layers):
+        if not size:
             continue
         if size % ranks or any(size // ranks % edge for edge in block):
             powers = [2**power for power in range(ranks.bit_length()) if 2**power < ranks]

@@ -16,5 +16,10 @@ EXPERTS = (
     ),
     Rule("mlp.experts.linear_fc2.weight{expert}", ("block_sparse_moe.experts.{expert}.w2.weight",)),
 )
+WHOLE_NORMS = (
+    # In torch_dist checkpoints; in memory they are called as those of single heads in other families.
+    Rule("self_attention.q_norm.weight", ("self_attn.q_norm.weight",)),
+    Rule("self_attention.k_norm.weight", ("self_attn.k_norm.weight",)),
+)
 
-MINIMAX_M2 = WeightMap(family="MiniMax-M2", top=TOP, layer=(*NORMS, *ATTENTION, *EXPERTS))
+MINIMAX_M2 = WeightMap(family="MiniMax-M2", top=TOP, layer=(*NORMS, *ATTENTION, *WHOLE_NORMS, *EXPERTS))

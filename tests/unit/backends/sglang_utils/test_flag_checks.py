@@ -9,6 +9,7 @@ from slime.backends.sglang_utils.flag_checks import quantized_problems
 GLM4_9B = {"intermediate_size": 13696}
 QWEN3_4B = {"intermediate_size": 9728}
 QWEN3_30B = {"intermediate_size": 6144, "moe_intermediate_size": 768}
+MINIMAX_M2 = {"intermediate_size": 1536, "num_local_experts": 256}
 DEEPSEEK = {"intermediate_size": 18432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
 
 
@@ -29,6 +30,8 @@ def test_ranks_that_would_cut_a_block_are_named_with_the_largest_engine_that_doe
     (found,) = problems(QWEN3_30B, 8)
     assert "moe_intermediate_size 768" in found and "--rollout-num-gpus-per-engine 2" in found
     assert "--sglang-ep-size" in found
+    (found,) = problems(MINIMAX_M2, 8)  # its experts have the size that is otherwise an MLP's
+    assert "intermediate_size 1536" in found and "192" in found and "a larger --sglang-ep-size" in found
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,8 @@ def test_ranks_that_would_cut_a_block_are_named_with_the_largest_engine_that_doe
         (QWEN3_4B, {"num_gpus": 4}),
         (QWEN3_4B, {"num_gpus": 8, "pp": 2}),
         (QWEN3_30B, {"num_gpus": 8, "ep": 8}),
+        (MINIMAX_M2, {"num_gpus": 4}),
+        (MINIMAX_M2, {"num_gpus": 8, "ep": 8}),
         (DEEPSEEK, {"num_gpus": 64, "ep": 64, "dense_tp": 1}),
     ],
 )
