@@ -12,8 +12,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)

@@ -70,7 +70,7 @@ def _advise_spelling(args: Namespace, name: str, *, source: str) -> None:
 def _choices_by_attribute() -> dict[str, Collection[Any]]:
     parser = Parser()
     add_slime_arguments(parser)
-    return {action.dest: action.choices for action in parser._actions if action.choices is not None}
+    return {action.dest: tuple(action.choices) for action in parser._actions if action.choices is not None}
 
 
 def _checked(choices: Mapping[str, Collection[Any]], args: Namespace, name: str, value: Any, source: str) -> Any:

@@ -105,9 +105,10 @@ def _identified(
     ids = list(group_ids) if group_ids is not None else [None] * num_samples
     if len(ids) != num_samples:
         raise DataError(f"{len(ids)} group ids for {num_samples} samples; there must be one for each sample")
-    nameless = sum(group_id is None for group_id in ids)
+    named = [group_id for group_id in ids if group_id is not None]
+    nameless = num_samples - len(named)
     if nameless == 0:
-        return ids
+        return named
     if nameless == num_samples == n_samples_per_prompt * rollout_batch_size:
         return [position // n_samples_per_prompt for position in range(num_samples)]
     raise DataError(

@@ -82,7 +82,7 @@ def compute_opsm_mask(
     """``off_policy_sequence_mask`` with the threshold ``args.opsm_delta``, and the sum over samples of the fraction of
     trained tokens that it drops."""
     keep = off_policy_sequence_mask(full_log_probs, full_old_log_probs, loss_masks, advantages, delta=args.opsm_delta)
-    dropped = (1 - keep).split([len(mask) for mask in loss_masks])
+    dropped = torch.split_with_sizes(1 - keep, [len(mask) for mask in loss_masks])
     fractions = [(row * mask).sum() / mask.sum().clamp(min=1) for row, mask in zip(dropped, loss_masks, strict=True)]
     return keep, torch.stack(fractions).sum()
 

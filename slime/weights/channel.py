@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,14 @@ NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 STORE_TIMEOUT_S = 10.0
 """Deadline of one question to the store, once everybody has joined."""
 _ABANDONED = "abandoned"
+
+
+class _Connections(Protocol):
+    """What is used of a backend of torch; its stubs leave the calls out."""
+
+    def broadcast(self, buffers: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
+
+    def abort(self) -> None: ...
 
 
 class WeightChannel:
@@ -73,7 +82,7 @@ class WeightChannel:
                 self._store.set("complete", "1")
             self._wait_for_all(is_cancelled)
             store = dist.PrefixStore("group", self._store)
-            self._group: dist.Backend | None = _make_backend(backend, store, rank, world_size, limit)
+            self._group: _Connections | None = _make_backend(backend, store, rank, world_size, limit)
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
             self._let_others_know()
             raise WeightSyncError(
@@ -179,7 +188,7 @@ class WeightChannel:
             threading.Thread(target=_tear_down, args=arguments, name="leave-weight-group", daemon=True).start()
 
 
-def _tear_down(group: dist.Backend, backend: str, work: dist.Work | None) -> None:
+def _tear_down(group: _Connections, backend: str, work: dist.Work | None) -> None:
     """End a group; its last reference goes with this thread.
 
     NCCL cuts a broadcast off.  Gloo cannot, and dropping a group with a broadcast under way stops the process; so
@@ -191,14 +200,14 @@ def _tear_down(group: dist.Backend, backend: str, work: dist.Work | None) -> Non
         time.sleep(POLL_S)
 
 
-def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Backend:
+def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> _Connections:
     """A backend of its own, known to no registry.
 
     Raises:
         WeightSyncError: for a backend that is neither nccl nor gloo.
     """
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        return cast(_Connections, dist.ProcessGroupGloo(store, rank, world_size, timeout))
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -209,5 +218,5 @@ def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, t
         finally:
             env.export({NCCL_ERROR_HANDLING: before}) if before else env.unset(NCCL_ERROR_HANDLING)
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-        return group
+        return cast(_Connections, group)
     raise WeightSyncError(f"a weight group cannot use the backend {backend!r}; it knows nccl and gloo")

@@ -200,7 +200,7 @@ def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], group: Any 
 
 def _patch_mappings(module: types.ModuleType) -> None:
     distributed = _Facade(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
-    module.torch = _Facade(module.torch, distributed=distributed)
+    vars(module)["torch"] = _Facade(module.torch, distributed=distributed)
 
 
 _MODULE_PATCHES: dict[str, Callable[[types.ModuleType], None]] = {

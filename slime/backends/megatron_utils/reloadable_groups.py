@@ -39,7 +39,7 @@ class ReloadableProcessGroup(dist.ProcessGroup):
     alive: weakref.WeakSet[ReloadableProcessGroup] = weakref.WeakSet()
 
     def __init__(self, original: dist.ProcessGroup) -> None:
-        super().__init__(original.rank(), original.size())
+        super().__init__(original.rank(), original.size())  # type: ignore[call-arg]  # an overload without a stub
         self.inner: dist.ProcessGroup = original
         """The group that does the work now."""
         self._ranks = c10d._world.pg_group_ranks[original]
@@ -51,7 +51,10 @@ class ReloadableProcessGroup(dist.ProcessGroup):
 
     def _take_place_of(self, original: dist.ProcessGroup) -> None:
         world = c10d._world
-        for book in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
+        books: list[dict[dist.ProcessGroup, Any]] = [
+            world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag
+        ]  # fmt: skip
+        for book in books:
             if original in book:
                 book[self] = book.pop(original)
         world.pg_group_ranks[self] = self._ranks  # the original stays here, for those who use it as ``inner``
@@ -91,7 +94,7 @@ for _name in dir(dist.ProcessGroup):
     setattr(ReloadableProcessGroup, _name, _passed_on_value(_name) if _is_value else _passed_on(_name))
 
 
-def _like(group: dist.ProcessGroup, kind: str, store: dist.Store, name: str) -> dist.ProcessGroup:
+def _like(group: dist.ProcessGroup, kind: str, store: dist.Store, name: c10d.GroupName) -> dist.ProcessGroup:
     """A group of the same ranks and options, that has not communicated yet."""
     made = dist.ProcessGroup(store, group.rank(), group.size())
     devices = list(group._device_types)

@@ -18,8 +18,8 @@ A NaN or an infinity in a block gives NaN, with whatever sign; everything finite
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 
 from slime.weights.kernels.rectangles import VECTOR_BYTES
 from slime.weights.kernels.triton_digest import add_digest

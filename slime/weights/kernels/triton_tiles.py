@@ -9,8 +9,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 
 from slime.weights.kernels.rectangles import VECTOR_WORDS, Matrix, as_lines, in_words
 

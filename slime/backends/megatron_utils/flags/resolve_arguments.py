@@ -237,7 +237,7 @@ def warmup_and_decay_steps(args: Namespace, train_iters: int) -> tuple[float, fl
 def _check_schedule(args: Namespace) -> None:
     """The lengths of warm-up and decay, where the flags alone say how long the run is."""
     values = vars(args)
-    sizes = [values.get(name) for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt")]
+    sizes = [values.get(name) or 0 for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt")]
     if all(sizes) and values.get("global_batch_size"):
         warmup_and_decay_steps(args, max(math.prod(sizes) // args.global_batch_size, 1))
     elif args.lr_decay_iters:

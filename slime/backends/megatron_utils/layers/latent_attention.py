@@ -251,7 +251,7 @@ class LatentAttention(MegatronModule):
         positions = zigzag_positions(cu, num_local, cp_rank=cp_group.rank(), cp_size=cp_group.size())
         cosines, sines = (table[:, None, None] for table in self.rotary.tables(positions))
         if packed_seq_params is not None:
-            packed_seq_params.latent_rotary_tables = (cosines, sines)  # type: ignore[attr-defined]
+            packed_seq_params.latent_rotary_tables = (cosines, sines)
         return cosines, sines
 
     def sharded_state_dict(

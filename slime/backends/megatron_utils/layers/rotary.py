@@ -89,7 +89,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool) -> Tenso
         [t, h, d] in the dtype of ``x``; computed in fp32 (fp64 for fp64).  The gradient is the inverse rotation.
     """
     if x.is_cuda and x.dtype != torch.float64:
-        return _Rotation.apply(x, tables.cos, tables.sin, interleaved)  # type: ignore[no-untyped-call]
+        return _Rotation.apply(x, tables.cos, tables.sin, interleaved)
     return rotate(x, tables.cos, tables.sin, interleaved=interleaved)
 
 

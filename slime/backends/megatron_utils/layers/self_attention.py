@@ -35,13 +35,12 @@ class PackedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As the base class; packed micro-batches take the way described above."""
         skips = self.config.no_rope_freq
-        has_rotation = rotary_pos_emb is not None and not (skips and skips[self.layer_number - 1])
-        if packed_seq_params is None or not has_rotation:
+        freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        if packed_seq_params is None or freqs is None or (skips and skips[self.layer_number - 1]):
             return super().forward(
                 hidden_states, attention_mask, *args,
                 rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **options,
             )  # fmt: skip
-        freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         group = self.pg_collection.cp
         num_tokens = hidden_states.size(0) * hidden_states.size(1)
         if self.config.sequence_parallel:

@@ -52,12 +52,17 @@ class Rule:
     """The inverse of ``merge``: moves numbers, changes none."""
 
 
+def _merge_qkv(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    query, key, value = tensors
+    return merge_qkv(query, key, value, shape)
+
+
 def qkv_rule(megatron: str, prefix: str, kind: str) -> Rule:
     """Query, key and value of grouped-query attention; ``kind`` is ``weight`` or ``bias``."""
     return Rule(
         megatron,
         tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv"),
-        merge=lambda tensors, shape: merge_qkv(*tensors, shape),
+        merge=_merge_qkv,
         split=split_qkv,
     )
 

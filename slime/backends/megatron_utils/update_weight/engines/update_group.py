@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -170,7 +171,7 @@ class _Joining:
         self._outcome: WeightChannel | BaseException | None = None
         self._given_up = threading.Event()
         self._where = (address, port)
-        self._options = {"world_size": world_size, "backend": backend, "timeout_s": timeout_s}
+        self._options: dict[str, Any] = {"world_size": world_size, "backend": backend, "timeout_s": timeout_s}
         self._timeout_s = timeout_s
         self._thread = threading.Thread(target=self._join, name="join-weight-group", daemon=True)
         self._thread.start()
