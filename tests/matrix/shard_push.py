@@ -175,10 +175,17 @@ def compare_on_rank(
     return problems, notes
 
 
+MAX_BUFFERS = 3
+"""Of a rank in a push: its own shards, those that it joins with the neighbours', and what is gathered."""
+
+
 def differences(source: BucketSource, expected: dict[str, Tensor]) -> list[str]:
     """Collective: what the buckets of all ranks make, against whole tensors.  Only rank 0 looks."""
     group = get_gloo_group()
-    own = [(index, bytes(flat.tolist())) for index, flat in source.iter_buckets()]
+    own, storages = [], set()
+    for index, flat in source.iter_buckets():
+        own.append((index, bytes(flat.tolist())))
+        storages.add(flat.untyped_storage().data_ptr())
     gathered: list[list[tuple[int, bytes]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, own, group=group)
     manifests: list[str] = [""] * dist.get_world_size()
@@ -186,6 +193,8 @@ def differences(source: BucketSource, expected: dict[str, Tensor]) -> list[str]:
     if dist.get_rank() != 0:
         return []
     problems = [f"rank {rank} has another manifest" for rank, other in enumerate(manifests) if other != manifests[0]]
+    if len(storages) > MAX_BUFFERS:
+        problems.append(f"{len(own)} buckets lie in {len(storages)} buffers; an engine keeps each mapped to the end")
     buckets: dict[int, bytes] = {}
     for rank, steps in enumerate(gathered):
         for index, data in steps:

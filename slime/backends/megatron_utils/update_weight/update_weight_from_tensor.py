@@ -93,7 +93,12 @@ class UpdateWeightFromTensor(WeightSender):
     def _push(self) -> PushReport:
         """As the base class, with allocations outside the memory saver: its regions cannot be shared."""
         with memory.memory_saver_disabled():
-            return super()._push()
+            try:
+                return super()._push()
+            finally:
+                # The engines have let go of the last buckets by now; without this they would stay taken on the card,
+                # beside the engine, until the trainer next asks it for memory.
+                memory.collect_shared_memory()
 
     def offer(self, push: Push, index: int, flat: Tensor) -> None:
         """Tell the neighbours where the bucket lies, hand it to the engine, broadcast it; wait until all have it."""

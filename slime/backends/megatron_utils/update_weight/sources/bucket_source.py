@@ -137,21 +137,24 @@ class GatheredBuckets:
     def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
         """As the protocol says; collective over the stage, or with ``across_stages`` over all ranks."""
         indices = iter(self._turn)
-        index, entry, buffer, places = NO_BUCKET, BucketEntry(0, ()), None, {}
+        index, entry, places, flat = NO_BUCKET, BucketEntry(0, ()), {}, None
+        # One for all buckets: an engine keeps what it has mapped until the push ends, and so would one for each.
+        size = max((self._manifest.buckets[bucket].num_bytes for bucket in self._turn), default=0)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         for name, tensor in self._tensors():
             if name not in places:
-                if buffer is not None:
+                if flat is not None:
                     self._check_full(index, places)
-                    yield index, buffer
+                    yield index, flat
                 index = next(indices)
                 entry = self._manifest.buckets[index]
                 places = {piece.name: piece for piece in entry.pieces}
-                buffer = torch.empty(entry.num_bytes, dtype=torch.uint8, device=self._device)
-            assert buffer is not None
-            _lay(buffer, places.pop(name, None), self._manifest.by_name.get(name), name, tensor)
-        if buffer is not None:
+                flat = buffer[: entry.num_bytes]
+            assert flat is not None
+            _lay(flat, places.pop(name, None), self._manifest.by_name.get(name), name, tensor)
+        if flat is not None:
             self._check_full(index, places)
-            yield index, buffer
+            yield index, flat
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What travels, in the order of the plan."""
