@@ -7,7 +7,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -70,7 +70,8 @@ def _advise_spelling(args: Namespace, name: str, *, source: str) -> None:
 def _choices_by_attribute() -> dict[str, Collection[Any]]:
     parser = Parser()
     add_slime_arguments(parser)
-    return {action.dest: tuple(action.choices) for action in parser._actions if action.choices is not None}
+    # Not made into tuples: an object of RegistryChoices holds import paths too, which it does not list.
+    return {a.dest: cast("Collection[Any]", a.choices) for a in parser._actions if a.choices is not None}
 
 
 def _checked(choices: Mapping[str, Collection[Any]], args: Namespace, name: str, value: Any, source: str) -> Any:
