@@ -45,10 +45,27 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - missed
 
 
+def pass_rates(groups: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
+    """pass@1, pass@2, pass@4 ... up to ``most``, each averaged over the groups that have so many responses.
+
+    Args:
+        groups: (responses, correct ones) of each prompt.
+        most: responses asked for of a prompt.  With 1 there is nothing to choose from, and the result is empty.
+    """
+    rates: dict[str, float] = {}
+    k = 1
+    while 1 < most and k <= most:
+        chances = [pass_at_k(responses, correct, k) for responses, correct in groups if responses >= k]
+        if chances:
+            rates[f"pass@{k}"] = fmean(chances)
+        k *= 2
+    return rates
+
+
 def compute_pass_rate(
     flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
 ) -> dict[str, float]:
-    """pass@1, pass@2, pass@4 ... up to ``group_size``, averaged over groups; a reward of 1 is a correct response.
+    """:func:`pass_rates` of rewards in the order of their groups; a reward of 1 is a correct response.
 
     Args:
         flat_rewards: the rewards of whole groups, one group after the other.
@@ -61,16 +78,8 @@ def compute_pass_rate(
         num_groups = len(flat_rewards) // group_size
     if len(flat_rewards) != num_groups * group_size:
         raise ValueError(f"{len(flat_rewards)} rewards are not {num_groups} groups of {group_size}")
-    correct = [
-        sum(1 for reward in flat_rewards[start : start + group_size] if reward == 1)
-        for start in range(0, len(flat_rewards), group_size)
-    ]
-    rates = {}
-    k = 1
-    while k <= group_size:
-        rates[f"pass@{k}"] = fmean(pass_at_k(group_size, number, k) for number in correct)
-        k *= 2
-    return rates
+    groups = [flat_rewards[start : start + group_size] for start in range(0, len(flat_rewards), group_size)]
+    return pass_rates([(group_size, sum(reward == 1 for reward in group)) for group in groups], group_size)
 
 
 def compute_rollout_step(args: Namespace, rollout_id: int) -> int:

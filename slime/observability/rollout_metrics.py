@@ -17,6 +17,7 @@ from slime.observability.metric_utils import (
     compute_statistics,
     dict_add_prefix,
     has_repetition,
+    pass_rates,
 )
 from slime.observability.request_metrics import compute_request_metrics
 from slime.observability.turn_metrics import correct_sample_metrics, multi_turn_metrics
@@ -140,15 +141,15 @@ def compute_rollout_record(
     rollout_time: float,
 ) -> dict[str, Any]:
     """Everything the manager logs about one rollout, prefixes and ``rollout/step`` included."""
-    rewards = [value for sample in samples if (value := _number(_reward(args, sample))) is not None]
+    numbers = [_number(_reward(args, sample)) for sample in samples]
+    rewards = [number for number in numbers if number is not None]
     record: dict[str, Any] = dict(extra_metrics or {})
     record |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
     record |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
     if rewards:
         record["rollout/raw_reward"] = fmean(rewards)
-    group_size = args.n_samples_per_prompt
-    if getattr(args, "log_passrate", False) and rewards and len(rewards) % group_size == 0:
-        record |= dict_add_prefix(compute_pass_rate(rewards, group_size), "passrate/")
+    if getattr(args, "log_passrate", False):
+        record |= dict_add_prefix(_pass_rates(samples, numbers, args.n_samples_per_prompt), "passrate/")
     if getattr(args, "log_multi_turn", False):
         record |= multi_turn_metrics(samples)
     if getattr(args, "log_correct_samples", False) and len(rewards) == len(samples):
@@ -179,9 +180,11 @@ def compute_eval_record(
             details = compute_metrics_from_samples(args, results["samples"])
             record |= dict_add_prefix(details, f"eval/{name}/")
         group_size = answers.get(name, getattr(args, "n_samples_per_eval_prompt", 1))
-        is_whole = len(rewards) % group_size == 0 and not _is_fanned_out(results.get("samples") or [])
-        if getattr(args, "log_passrate", False) and is_whole:
-            record |= dict_add_prefix(compute_pass_rate(rewards, group_size), f"eval/{name}-")
+        if getattr(args, "log_passrate", False):
+            if len(answered := results.get("samples") or []) == len(rewards):
+                record |= dict_add_prefix(_pass_rates(answered, rewards, group_size), f"eval/{name}-")
+            elif not answered and len(rewards) % group_size == 0:  # a custom evaluation may give rewards alone
+                record |= dict_add_prefix(compute_pass_rate(rewards, group_size), f"eval/{name}-")
     record["eval/step"] = compute_rollout_step(args, rollout_id)
     return record
 
@@ -198,6 +201,33 @@ def _eval_reward(reward: Any, name: str) -> float:
         f"A reward of evaluation set {name} is {str(reward)[:200]}; it must be a number. When the grader gives a "
         "dict, choose an entry with --eval-reward-key, or log it with --custom-eval-rollout-log-function-path."
     )
+
+
+def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], answers: int) -> dict[str, float]:
+    """pass@k over the rollouts of each prompt; a rollout is correct when all its samples' rewards are 1.
+
+    As for advantages (``slime.train_data.rewards``), a group is what shares ``group_index``, of any size and however
+    it lies among the others, and the samples of a fan-out count once.  When no sample has a ``group_index``, a group
+    is ``answers`` neighbours.
+
+    Args:
+        samples: of a rollout or a data set.
+        rewards: one for each sample; None for what is no number, and is left out.
+        answers: rollouts asked for of each prompt.
+    """
+    has_names = any(sample.group_index is not None for sample in samples)
+    if not has_names and (len(samples) % answers or _is_fanned_out(samples)):
+        return {}
+    groups: dict[int, dict[tuple[str, int], list[bool]]] = {}
+    for position, (sample, reward) in enumerate(zip(samples, rewards, strict=True)):
+        group = sample.group_index if has_names else position // answers
+        if reward is None or group is None:
+            continue
+        names = (("rollout", sample.rollout_id), ("index", sample.index), ("position", position))
+        rollout = next((kind, number) for kind, number in names if number is not None)
+        groups.setdefault(group, {}).setdefault(rollout, []).append(reward == 1)
+    counts = [(len(rollouts), sum(map(all, rollouts.values()))) for rollouts in groups.values()]
+    return pass_rates(counts, answers)
 
 
 def _is_fanned_out(samples: Sequence[Sample]) -> bool:

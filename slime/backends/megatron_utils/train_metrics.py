@@ -17,7 +17,7 @@ from megatron.core import mpu
 from slime.algorithms.value_loss import explained_variance, explained_variance_sums
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_masks
 from slime.backends.megatron_utils.data import DataIterator, current_device
-from slime.observability.metric_utils import compute_pass_rate, dict_add_prefix
+from slime.observability.metric_utils import dict_add_prefix
 from slime.train_data.flops import FlopsModel
 from slime.utils.types import RolloutBatch
 
@@ -112,12 +112,7 @@ def rollout_metrics(args: Namespace, rollout_data: RolloutBatch) -> dict[str, fl
     if rollout_data.get("raw_reward") is not None:
         raw = [float(reward) for reward in rollout_data["raw_reward"]]
         means["raw_reward"] = sum(raw) / len(raw)
-    metrics = dict_add_prefix(means, "rollout/")
-    if args.log_passrate and rollout_data.get("raw_reward") is not None:
-        raw = rollout_data["raw_reward"]
-        if len(raw) % args.n_samples_per_prompt == 0:
-            metrics |= dict_add_prefix(compute_pass_rate(raw, args.n_samples_per_prompt), "passrate/")
-    return metrics
+    return dict_add_prefix(means, "rollout/")
 
 
 def value_metrics(rollout_data: RolloutBatch) -> dict[str, float]:

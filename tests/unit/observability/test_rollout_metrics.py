@@ -40,6 +40,35 @@ def test_a_rollout_record_holds_reward_lengths_rates_and_pass_rate() -> None:
     assert record["passrate/pass@2"] == 1.0
 
 
+def pass_rates_of(samples: list[Sample], answers: int = 2) -> dict[str, float]:
+    args = Namespace(**{**vars(ARGS), "n_samples_per_prompt": answers})
+    record = compute_rollout_record(args, 0, samples, None, rollout_time=1.0)
+    return {name.removeprefix("passrate/"): value for name, value in record.items() if name.startswith("passrate/")}
+
+
+def test_pass_rates_are_those_of_prompts_however_their_answers_lie() -> None:
+    mixed = [sample(7, 1.0, 1), sample(3, 0.0, 1), sample(7, 1.0, 1), sample(3, 0.0, 1)]
+    assert pass_rates_of(mixed) == {"pass@1": 0.5, "pass@2": 0.5}  # prompt 7 both times, prompt 3 never
+    nameless = [Sample(reward=one.reward, response_length=1) for one in mixed]
+    assert pass_rates_of(nameless) == {"pass@1": 0.5, "pass@2": 1.0}  # neighbours: (1, 0) and (1, 0)
+
+
+def test_a_group_that_lost_an_answer_counts_where_it_has_enough() -> None:
+    short = [sample(0, 1.0, 1), sample(1, 0.0, 1), sample(1, 1.0, 1)]
+    assert pass_rates_of(short) == {"pass@1": 0.75, "pass@2": 1.0}
+    assert pass_rates_of(short[:1]) == {"pass@1": 1.0}
+    assert pass_rates_of(short, answers=1) == {}
+
+
+def test_the_samples_of_a_fan_out_are_one_answer() -> None:
+    fanned = [sample(0, 1.0, 1), sample(0, 1.0, 1), sample(0, 0.0, 1)]
+    fanned[0].rollout_id = fanned[1].rollout_id = 5
+    fanned[2].rollout_id = 6
+    assert pass_rates_of(fanned) == {"pass@1": 0.5, "pass@2": 1.0}
+    fanned[1].reward = 0.0
+    assert pass_rates_of(fanned) == {"pass@1": 0.0, "pass@2": 0.0}
+
+
 def test_masked_tokens_do_not_count_as_effective() -> None:
     one = sample(0, 1.0, 4)
     one.loss_mask = [1, 0, 0, 1]
@@ -106,6 +135,10 @@ def test_pass_rates_of_evaluations_use_each_data_sets_number_of_answers() -> Non
     assert not any(name.startswith("eval/b-pass") for name in record)
     twins = [Sample(index=0), Sample(index=0), Sample(index=1), Sample(index=1)]
     assert "eval/a-pass@1" not in compute_eval_record(args, 0, {"a": {"rewards": [1, 0, 0, 0], "samples": twins}})
+    for twin, group, rollout in zip(twins, (0, 0, 1, 1), (0, 0, 2, 3), strict=True):
+        twin.group_index, twin.rollout_id = group, rollout
+    record = compute_eval_record(args, 0, {"a": {"rewards": [1, 1, 1, 0], "samples": twins}})
+    assert record["eval/a-pass@1"] == 0.75  # the one rollout of prompt 0, and half of those of prompt 1
 
 
 def test_a_reward_of_an_evaluation_must_be_a_number() -> None:

@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.advantages import compute_advantages_and_retu
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer, total_train_iters
 from slime.backends.megatron_utils.model_switch import ModelSwitch
-from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
+from slime.backends.megatron_utils.train_metrics import reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
 from slime.utils.errors import ConfigError, DataError, SlimeError
 
@@ -49,6 +49,14 @@ def train(args: Namespace, model: Any, optimizer: Any, scheduler: Any, rollout_i
         data["global_batch_sizes"], loss_type="policy_loss", on_step=lambda _, result: results.append(result),
     )  # fmt: skip
     return results
+
+
+def test_pass_rates_are_left_to_the_rollout_side(folder):
+    args, *_ = build(folder, "--log-passrate")
+    data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
+    metrics = rollout_metrics(args, data)
+    assert "rollout/raw_reward" in metrics
+    assert not any(name.startswith("passrate/") for name in metrics)
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
