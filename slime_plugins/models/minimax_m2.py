@@ -143,29 +143,25 @@ class _SharedRmsNorm(torch.autograd.Function):
         Returns:
             Of the shape and dtype of ``x``, rounded once, as engines do.
         """
-        wide = _widened(x)
-        squares = wide.square().sum(dim=(-2, -1), keepdim=True)
+        # Products of bf16 and fp32 are fp32: no copy of x in fp32 is made.
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        squares = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=dtype).square()
         dist.all_reduce(squares, group=group)
         inverse = torch.rsqrt(squares / size + eps)
         ctx.save_for_backward(x, weight, inverse)
         ctx.size, ctx.group = size, group
-        return (wide * inverse * weight).to(x.dtype)
+        return (x * inverse * weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of ``x`` and of this rank's part of the weight."""
         x, weight, inverse = ctx.saved_tensors
-        wide, grad = _widened(x), _widened(grads[0])
-        normed = wide * inverse
+        (grad,) = grads
+        normed = x * inverse
         weight_grad = (grad * normed).flatten(0, -3).sum(dim=0)
-        scaled = grad * weight
+        scaled = grad * weight.to(inverse.dtype)
         along = (scaled * normed).sum(dim=(-2, -1), keepdim=True)
         # What each rank has is the share of its own heads in the gradient of the one mean square.
         dist.all_reduce(along, group=ctx.group)
         x_grad = inverse * (scaled - normed * (along / ctx.size))
         return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None, None, None
-
-
-def _widened(x: Tensor) -> Tensor:
-    """In fp32, or wider where it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
