@@ -61,6 +61,10 @@ def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> Check
         ConfigError: the folder is missing, holds no checkpoint, or its tracker names a save that is not there.
     """
     path = Path(folder)
+    if not folder:
+        raise ConfigError(f"{flag} is empty text; was it made from a shell variable that is not set?")
+    if path.is_file():
+        raise ConfigError(f"{flag}: {folder} is a file; give the folder of a Megatron or a Hugging Face checkpoint.")
     if not path.is_dir():
         raise ConfigError(f"{flag}: {folder} is not a folder. Give a Megatron or a Hugging Face checkpoint.")
     if is_iteration_folder(folder):
@@ -112,6 +116,8 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
         ConfigError: a file is missing or malformed.
     """
     path = Path(folder)
+    if not folder:
+        raise ConfigError(f"{flag} is empty text; was it made from a shell variable that is not set?")
     if not path.is_dir():
         raise ConfigError(
             f"{flag}: {folder} is not a folder. Download the model first: hf download NAME --local-dir DIR."
@@ -120,6 +126,11 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
         raise ConfigError(
             f"{flag}: {folder} has no config.json; it is a Megatron checkpoint, which --ref-load and --load take. "
             "Give the Hugging Face folder that it was converted from."
+        )
+    if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{flag}: {folder} holds an adapter (adapter_config.json), not a model; merge it into its base model "
+            "first."
         )
     config = _read_json(path / "config.json", flag)
     if weights:

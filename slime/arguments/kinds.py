@@ -26,7 +26,7 @@ def number_in(low: float, high: float, *, low_open: bool = False) -> Callable[[s
     """A float type whose values lie in ``[low, high]``, or ``(low, high]`` when ``low_open``."""
 
     def number(text: str) -> float:
-        value = float(text)
+        value = _number(text)
         if not (low < value if low_open else low <= value) or not value <= high:
             bracket = "(" if low_open else "["
             raise argparse.ArgumentTypeError(f"{text} is outside {bracket}{low:g}, {high:g}]")
@@ -35,9 +35,25 @@ def number_in(low: float, high: float, *, low_open: bool = False) -> Callable[[s
     return number
 
 
+def _whole(text: str) -> int:
+    """The number that ``text`` is; argparse's own message would name our function in place of what is allowed."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (digits only, without a unit)") from None
+
+
+def _number(text: str) -> float:
+    """As :func:`_whole`, with a fraction or an exponent."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
 def positive_int(text: str) -> int:
     """An integer of at least 1."""
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return value
@@ -45,7 +61,7 @@ def positive_int(text: str) -> int:
 
 def non_negative_int(text: str) -> int:
     """An integer of at least 0."""
-    value = int(text)
+    value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative; it must be 0 or more")
     return value
@@ -53,7 +69,7 @@ def non_negative_int(text: str) -> int:
 
 def positive_float(text: str) -> float:
     """A number above 0."""
-    value = float(text)
+    value = _number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
@@ -61,7 +77,7 @@ def positive_float(text: str) -> float:
 
 def non_negative_float(text: str) -> float:
     """A finite number of at least 0."""
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
     return value
@@ -69,7 +85,7 @@ def non_negative_float(text: str) -> float:
 
 def top_k(text: str) -> int:
     """How many tokens to draw from: at least 1, or -1 for all."""
-    value = int(text)
+    value = _whole(text)
     if value < 1 and value != -1:
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens to draw from; give 1 or more, or -1 for all")
     return value

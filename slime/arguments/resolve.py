@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from argparse import Namespace
+from pathlib import Path
 
 from slime.algorithms.advantages import get_estimator
 from slime.arguments.checkpoint_paths import has_finished_save, is_huggingface_folder, is_release
@@ -205,7 +206,8 @@ def _starting_point(args: Namespace) -> None:
     args.no_load_optim = True
     args.no_load_rng = True
     args.finetune = True
-    if not is_huggingface_folder(args.load) and not is_release(args.load):
+    is_file = args.load is not None and Path(args.load).is_file()  # left for the check to name
+    if not is_huggingface_folder(args.load) and not is_release(args.load) and not is_file:
         args.load = args.ref_load
         if args.ref_ckpt_step is not None:
             args.ckpt_step = args.ref_ckpt_step

@@ -18,7 +18,7 @@ from slime.algorithms.policy_losses import CISPO
 from slime.arguments.critic import check_critic_files, check_critic_flags
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
-from slime.arguments.validate_run import advise, check_run
+from slime.arguments.validate_run import OWN_ROLLOUTS, advise, check_run
 from slime.arguments.validate_training import check_training_flags
 from slime.arguments.validate_weights import check_weight_flags
 from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES, math_verify
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 DICT_REWARDS = ("dapo",)
 """Built-in graders whose reward is a dict, so that a key must say which entry is trained on."""
+NUMBER_REWARDS = tuple(name for name in RM_TYPES if name not in (*DICT_REWARDS, "remote_rm"))
+"""Those whose reward is a number."""
 
 
 def validate(args: Namespace) -> None:
@@ -78,6 +80,11 @@ def _gpus(args: Namespace) -> Iterator[str]:
                 "not this job's. Drop --colocate."
             )
         return
+    if args.rollout_num_gpus == 0 and args.rollout_function_path in OWN_ROLLOUTS:
+        yield (
+            "--rollout-num-gpus 0 leaves no GPU for the engines, which --rollout-function-path asks; give at least "
+            "--rollout-num-gpus-per-engine, or share the trainer's GPUs with --colocate."
+        )
     per_engine = args.rollout_num_gpus_per_engine
     if getattr(args, "sglang_config", None) is None and args.rollout_num_gpus % per_engine:
         yield (
@@ -160,6 +167,11 @@ def _rewards(args: Namespace) -> Iterator[str]:
     name = args.rm_type.removeprefix(BOXED_PREFIX)
     if name in DICT_REWARDS and args.reward_key is None:
         yield f"--rm-type {args.rm_type} gives a dict; say which entry is the reward: --reward-key score."
+    if name in NUMBER_REWARDS and args.reward_key is not None and args.custom_generate_function_path is None:
+        yield (
+            f"--reward-key {args.reward_key} chooses an entry of a dict, but --rm-type {args.rm_type} gives a number. "
+            "Drop --reward-key, or use a grader that gives a dict (dapo, remote_rm, --custom-rm-path)."
+        )
     if name == "remote_rm" and args.rm_url is None:
         yield "--rm-type remote_rm needs --rm-url, the address of the grader."
 
@@ -350,6 +362,11 @@ def _advise(args: Namespace) -> None:
     """Log what works, but may not be what was meant."""
     if args.num_rollout is not None and args.num_epoch is not None:
         logger.warning("--num-rollout %d wins over --num-epoch %d.", args.num_rollout, args.num_epoch)
+    if args.save_debug_rollout_data and "{rollout_id" not in args.save_debug_rollout_data:
+        logger.warning(
+            "--save-debug-rollout-data %s has no {rollout_id}: every rollout is written over the one before.",
+            args.save_debug_rollout_data,
+        )
     if args.save is not None and args.save_interval is None and not args.debug_rollout_only:
         logger.warning("--save is given without --save-interval: no checkpoint will be written.")
     if args.use_critic and args.num_rollout is not None and 0 < args.num_rollout <= args.num_critic_only_steps:

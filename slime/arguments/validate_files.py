@@ -9,6 +9,7 @@ import glob
 import importlib.util
 import json
 import logging
+import os
 import string
 from argparse import Namespace
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 
 from slime.arguments.checkpoint_paths import check_huggingface_folder, inspect_checkpoint
 from slime.arguments.validate_run import OWN_ROLLOUTS
-from slime.utils.errors import ConfigError
+from slime.rollout.rm_hub import BOXED_PREFIX
+from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import read_format
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,8 @@ OWN_DATA_SOURCES = (
     "slime.rollout.data_source.RolloutDataSourceWithBuffer",
 )
 """Those that read --prompt-data; another data source may not."""
+GRADERS_WITH_LABEL = ("deepscaler", "dapo", "math", "f1", "math_verify")
+"""Built-in graders that can say nothing without the row's label."""
 
 
 def check_files(args: Namespace) -> None:
@@ -127,8 +131,12 @@ def _check_save_folder(args: Namespace) -> None:
                 f"--save and {flag} are both {other}: the first save would make it another model. Give the "
                 "checkpoints a folder of its own."
             )
-    if Path(args.save).exists() and not Path(args.save).is_dir():
-        raise ConfigError(f"--save: {args.save} is a file; give a folder for the checkpoints.")
+    save = Path(args.save).absolute()
+    there = next(folder for folder in (save, *save.parents) if folder.exists())
+    if not there.is_dir():
+        raise ConfigError(f"--save {args.save}: {there} is a file; give a folder for the checkpoints.")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"--save {args.save}: {there} cannot be written to; give another folder, or its rights.")
 
 
 def _check_starting_point(args: Namespace) -> None:
@@ -206,12 +214,17 @@ def _check_prompts(args: Namespace) -> None:
                 "--disable-rollout-global-dataset with a rollout function that has its own."
             )
         return
+    asked = {"--metadata-key": (args.metadata_key, "metadata"), "--tool-key": (args.tool_key, "tools")}
     num_rows = check_prompt_file(
-        args.prompt_data, args.input_key, label_key=args.label_key, multimodal_keys=args.multimodal_keys
+        args.prompt_data,
+        args.input_key,
+        label_key=args.label_key,
+        multimodal_keys=args.multimodal_keys,
+        some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
     )
     if args.num_rollout is None and args.data_source_path in OWN_DATA_SOURCES:
         _check_epochs(args, num_rows)
-    _check_grader(args)
+    _check_first_row(args)
 
 
 def _check_epochs(args: Namespace, num_rows: int) -> None:
@@ -233,18 +246,36 @@ def _check_epochs(args: Namespace, num_rows: int) -> None:
         )
 
 
-def _check_grader(args: Namespace) -> None:
-    """Without a grader for all samples, each row must name its own."""
+def _check_first_row(args: Namespace) -> None:
+    """What the rollout and the grader will make of a row; the first one stands for all."""
     from slime.rollout.prompt_dataset import read_rows
     from slime.rollout.prompt_template import parse_metadata
 
-    graded_elsewhere = args.rm_type or args.custom_rm_path or args.custom_generate_function_path
-    if graded_elsewhere or args.debug_train_only or args.rollout_sample_hook_path:
+    if args.custom_generate_function_path or args.debug_train_only or args.rollout_sample_hook_path:
         return
     if args.rollout_function_path not in OWN_ROLLOUTS or args.data_source_path not in OWN_DATA_SOURCES:
         return
     where, row = next(iter(read_rows(args.prompt_data)))
-    if not parse_metadata(row.get(args.metadata_key), where).get("rm_type"):
+    if not isinstance(row[args.input_key], str) and not args.apply_chat_template:
+        raise DataError(
+            f"{where}: {args.input_key} (--input-key) is a list of chat messages, and nothing renders it to text; add "
+            "--apply-chat-template, or name a column of text."
+        )
+    if args.custom_rm_path:
+        return
+    own = parse_metadata(row.get(args.metadata_key), where).get("rm_type")
+    if not own and args.rm_type and args.rm_type.removeprefix(BOXED_PREFIX) in GRADERS_WITH_LABEL:
+        if args.label_key is None:
+            raise ConfigError(
+                f"--rm-type {args.rm_type} compares answers with a label, and --label-key is not given, so that every "
+                f"reward would be 0; name the column: {where} has {', '.join(row)}."
+            )
+        if row[args.label_key] is None:
+            raise DataError(
+                f"{where}: {args.label_key} (--label-key) is null, and --rm-type {args.rm_type} compares answers with "
+                "it; name another column, or fill it in."
+            )
+    if not own and not args.rm_type:
         raise ConfigError(
             f"No grader: --rm-type and --custom-rm-path are not given, and {where} has no rm_type in its "
             f"{args.metadata_key} (--metadata-key). Give one of the three."

@@ -74,6 +74,7 @@ def check_prompt_file(
     *,
     label_key: str | None = None,
     multimodal_keys: Mapping[str, str] | None = None,
+    some_keys: Mapping[str, str] | None = None,
     flag: str = "--prompt-data",
     input_flag: str = "--input-key",
     label_flag: str = "--label-key",
@@ -87,6 +88,7 @@ def check_prompt_file(
         input_key: key that every row must have.
         label_key: key that every row must have, when given.
         multimodal_keys: kind -> key; rows without such items may lack the key.
+        some_keys: key -> its flag; at least one row must have it.
         flag, input_flag, label_flag: names of the flags, for errors.
 
     Raises:
@@ -96,16 +98,22 @@ def check_prompt_file(
     required = {input_key: input_flag} | ({label_key: label_flag} if label_key else {})
     if file.suffix == ".parquet":
         num_file_rows, columns = _parquet_header(file)
-        _check_keys(columns, required, f"{file} (its columns)")
+        _check_keys(columns, {**required, **(some_keys or {})}, f"{file} (its columns)")
         num_rows = len(range(*rows.indices(num_file_rows)))
     else:
         num_rows = 0
+        unseen, first = dict(some_keys or {}), list[str]()
         for where, row in read_rows(path, flag):
             _check_keys(row, required, where)
             check_prompt(row[input_key], where)
+            unseen = {key: name for key, name in unseen.items() if key not in row}
+            first = first or list(row)
             num_rows += 1
     if num_rows == 0:
         raise DataError(f"{path} selects no row; {flag} needs at least one.")
+    if file.suffix != ".parquet" and unseen:
+        key, name = next(iter(unseen.items()))
+        raise DataError(f"No row of {path} has the key {key!r}, which {name} names; row 1 has {', '.join(first)}.")
     return num_rows
 
 
@@ -210,7 +218,11 @@ def _decode_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{where} is not JSON ({error}): {line[:60]!r}.") from error
+        text = line[:60].decode(errors="replace").strip()
+        raise DataError(
+            f"{where} is not JSON ({error}): {text!r}. Each line of a .jsonl file is one object; a file with one list "
+            "of objects has to be written anew, an object a line."
+        ) from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is a JSON {type(row).__name__}; each line must be an object such as {{...}}.")
     return row

@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.flags.config_flags import (
     attribute_of,
     config_fields,
 )
-from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config
+from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, check_other_models
 from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS, add_own_flags
 from slime.backends.megatron_utils.flags.resolve_arguments import check_arguments, derived_arguments
 
@@ -52,6 +52,7 @@ def validate_megatron_arguments(args: argparse.Namespace) -> None:
     check_arguments(args)
     if args.hf_checkpoint:
         check_hf_config(args)
+        check_other_models(args)
 
 
 def list_accepted_flags() -> dict[str, str]:

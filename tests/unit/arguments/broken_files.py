@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from slime.utils.errors import DataError
 from tests.unit.arguments.broken_configurations import Broken
+from tests.unit.scripts.test_model_files import PUBLISHED
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n"
 """What lies in the place of a large file that was cloned and not fetched."""
@@ -36,6 +39,30 @@ CHECKPOINTS = (
         mistake="weights that were cloned and not fetched",
         files={"model/model.safetensors": LFS},
         says=("--hf-checkpoint", "model.safetensors", "git lfs pull"),
+    ),
+    Broken(
+        mistake="a shell variable that is not set",
+        flags="--hf-checkpoint ''",
+        says=("--hf-checkpoint is empty text", "a shell variable that is not set"),
+    ),
+    Broken(
+        mistake="an adapter in the place of the model",
+        files={"model/config.json": None, "model/adapter_config.json": "{}"},
+        says=("--hf-checkpoint", "adapter_config.json", "merge it into its base model"),
+    ),
+    Broken(
+        mistake="a file as the folder to go on from",
+        flags="--load $folder/prompts.jsonl",
+        says=("--load", "prompts.jsonl is a file", "give the folder"),
+    ),
+    Broken(
+        mistake="a reference of another size",
+        flags="--ref-load $folder/other",
+        files={
+            "other/config.json": json.dumps(PUBLISHED["qwen3-0.6B"]),
+            "other/model.safetensors": "",
+        },
+        says=("--ref-load", "other is another model", "--hidden-size is 2560; hidden_size is 1024", "--hf-checkpoint"),
     ),
     Broken(
         mistake="a download that stopped half-way",
@@ -131,6 +158,41 @@ DATA = (
         mistake="another name of the label's column",
         flags="--label-key answer",
         says=("line 1 has no key 'answer'", "--label-key", "input, label"),
+        error=DataError,
+    ),
+    Broken(
+        mistake="messages that nobody renders",
+        files={"prompts.jsonl": '{"input": [{"role": "user", "content": "1+1="}], "label": "2"}\n'},
+        says=("prompts.jsonl line 1", "list of chat messages", "--apply-chat-template"),
+        error=DataError,
+    ),
+    Broken(
+        mistake="a grader of answers without the answers' column",
+        without=("--label-key",),
+        says=("--rm-type math", "--label-key is not given", "line 1 has input, label"),
+    ),
+    Broken(
+        mistake="a column of labels without labels",
+        files={"prompts.jsonl": '{"input": "1+1=", "label": null}\n'},
+        says=("prompts.jsonl line 1", "--label-key", "null", "--rm-type math"),
+        error=DataError,
+    ),
+    Broken(
+        mistake="a column of metadata that no row has",
+        flags="--metadata-key extra",
+        says=("No row of", "'extra', which --metadata-key names", "input, label"),
+        error=DataError,
+    ),
+    Broken(
+        mistake="a column of tools that no row has",
+        flags="--tool-key functions --apply-chat-template",
+        says=("No row of", "'functions', which --tool-key names"),
+        error=DataError,
+    ),
+    Broken(
+        mistake="one list of rows in the place of lines",
+        files={"prompts.jsonl": '[\n{"input": "1+1=", "label": "2"}\n]\n'},
+        says=("prompts.jsonl line 1 is not JSON", "one object"),
         error=DataError,
     ),
     Broken(

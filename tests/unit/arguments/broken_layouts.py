@@ -11,6 +11,11 @@ GPUS = (
         says=("--rollout-num-gpus is not given", "--colocate"),
     ),
     Broken(
+        mistake="no GPU at all for the engines",
+        flags="--rollout-num-gpus 0",
+        says=("--rollout-num-gpus 0", "--rollout-num-gpus-per-engine", "--colocate"),
+    ),
+    Broken(
         mistake="no GPU for the trainer",
         flags="--actor-num-nodes 0",
         says=("--actor-num-nodes 0", "at least 1"),

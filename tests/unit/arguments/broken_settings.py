@@ -110,6 +110,11 @@ REWARDS = (
         says=("--rm-type dapo gives a dict", "--reward-key score"),
     ),
     Broken(
+        mistake="an entry of a reward that is a number",
+        flags="--reward-key score",
+        says=("--reward-key score", "--rm-type math gives a number", "Drop --reward-key"),
+    ),
+    Broken(
         mistake="a remote grader without an address",
         flags="--rm-type remote_rm",
         says=("--rm-type remote_rm needs --rm-url",),
@@ -148,6 +153,17 @@ SAVES = (
         mistake="saves into the reference",
         flags="--save $folder/model --save-interval 5",
         says=("--save", "--hf-checkpoint", "folder of its own"),
+    ),
+    Broken(
+        mistake="saves below a file",
+        flags="--save $folder/prompts.jsonl/run --save-interval 5",
+        says=("--save", "prompts.jsonl is a file", "give a folder"),
+    ),
+    Broken(
+        mistake="dumps that overwrite each other",
+        flags="--save-debug-rollout-data $folder/dump.pt",
+        says=("--save-debug-rollout-data", "has no {rollout_id}", "written over"),
+        error=None,
     ),
     Broken(
         mistake="a file where the saves should go",

@@ -100,6 +100,11 @@ VALUES = (
         says=("--lr-decay-style", "'cosin'", "cosine"),
     ),
     Broken(
+        mistake="a size with a unit",
+        flags="--update-weight-buffer-size 512MB",
+        says=("--update-weight-buffer-size", "'512MB' is not a whole number", "without a unit"),
+    ),
+    Broken(
         mistake="a number with a unit",
         flags="--max-tokens-per-gpu 16k",
         says=("--max-tokens-per-gpu", "'16k'"),

@@ -158,7 +158,7 @@ def test_placeholders_are_filled_with_the_items_of_the_row(write):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([{"input": "a"}, "\n", '{"input": "b"\n'], r"data.jsonl line 3 is not JSON .*b'\{\"input\": \"b\""),
+        ([{"input": "a"}, "\n", '{"input": "b"\n'], r"data.jsonl line 3 is not JSON .*'\{\"input\": \"b\""),
         ([{"input": "a"}, "[1]\n"], "line 2 is a JSON list; each line must be an object"),
         (
             [{"input": "a"}, {"text": "b", "answer": 1}],

@@ -90,6 +90,27 @@ def check_hf_config(args: Namespace) -> None:
     check_that_weights_can_be_pushed(args, config)
 
 
+def check_other_models(args: Namespace) -> None:
+    """Hugging Face folders that weights are loaded from must hold the model of the flags too.
+
+    A Megatron checkpoint is compared when it is loaded (``checkpoints/checkpoint_fit.py``).
+
+    Raises:
+        ConfigError: with each flag, its value and the folder's.
+    """
+    for attribute in ("load", "ref_load", "opd_teacher_load"):
+        folder = vars(args).get(attribute)
+        if not folder or folder == args.hf_checkpoint or not (Path(folder) / "config.json").is_file():
+            continue
+        if problems := _mismatches(args, read_hf_config(folder)):
+            flag = "--ref-load" if folder == args.ref_load else _flag(attribute)  # --load falls back to it
+            raise ConfigError(
+                f"{flag}: {folder} is another model than that of the flags:\n  "
+                + "\n  ".join(problems)
+                + f"\nIt must have the shape of --hf-checkpoint {args.hf_checkpoint}; give another folder."
+            )
+
+
 def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
     """What the first push of weights would find out: no name map for the model, or no way to quantize it.
 
