@@ -49,7 +49,7 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         "--qwen-gdn-backend",
         choices=["fla", "flashqla"],
         default="fla",
-        help="Kernels of the gated delta net of Qwen3-Next and Qwen3.5.",
+        help="Kernels of the gated delta net of Qwen3-Next, where they are installed; plain torch otherwise.",
     )
     group.add_argument(
         "--train-env-vars",

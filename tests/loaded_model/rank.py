@@ -35,11 +35,16 @@ MODELS = {
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
 }
 """Modules of SGLang's models that can be loaded here."""
 _DEEPSEEK = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _MINIMAX = {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}
-UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "minimax_m2": _MINIMAX}
+_QWEN3_NEXT = {"full_attention_interval": 3}
+UNWRITTEN = {
+    **{"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "minimax_m2": _MINIMAX},
+    "qwen3_next": _QWEN3_NEXT,  # of the tiny models here; transformers writes a list of types instead
+}
 """By ``model_type``: settings of the published configs that transformers leaves out, and SGLang reads."""
 
 
@@ -151,7 +156,13 @@ def _describe(folder: str | Path, tp_size: int, dtype: str) -> tuple[Any, Any]:
         custom_weight_loader=list(WEIGHT_LOADERS),
     )
     set_global_server_args_for_scheduler(server_args)
-    return server_args, ModelConfig.from_server_args(server_args)
+    model_config = ModelConfig.from_server_args(server_args)
+    for key in ("linear_num_key_heads", "linear_num_value_heads"):
+        if hasattr(
+            model_config.hf_config, key
+        ):  # on a CPU, SGLang's server notes here how many there are with padding
+            setattr(model_config.hf_config, f"{key}_cpu", getattr(model_config.hf_config, key))
+    return server_args, model_config
 
 
 def _enter_world(server_args: Any, model_config: Any, tp_rank: int, tp_size: int, store: str) -> None:
