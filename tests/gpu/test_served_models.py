@@ -27,14 +27,15 @@ from slime.weights.hf_rewrite.recipes import to_fp8
 from slime.weights.hf_rewrite.run import rewrite_folder
 from tests.e2e.engine_owner import engine_args
 from tests.loaded_model.buckets import digests, fill, whole_buckets
-from tests.matrix.case import FamilyCase
-from tests.matrix.families import mimo, qwen3
+from tests.matrix.case import FamilyCase, reference_logits
+from tests.matrix.families import mimo, minimax_m2, qwen3
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 VOCAB = 131
 PROMPT = [(7 * position + 3) % VOCAB for position in range(100)]
 SIZES = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "intermediate_size": 512, "vocab_size": VOCAB}
+MINIMAX = {"intermediate_size": 128, "rotary_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3}
 FP8_FLAGS = {"fp8_gemm_runner_backend": "triton"}
 DRAFT_FLAGS = {
     "speculative_algorithm": "EAGLE",
@@ -150,6 +151,31 @@ def test_an_fp8_server_serves_the_bf16_model_and_after_a_push_just_the_offline_c
         assert torch.equal(prompt_log_probs(fp8), offline)
         push(fp8, converted[0], "8")
         assert torch.equal(prompt_log_probs(fp8), served)
+
+
+def reference_log_probs(case: FamilyCase, folder: Path) -> torch.Tensor:
+    """What transformers computes in fp32, on the host."""
+    tokens = torch.tensor(PROMPT)
+    with torch.no_grad():
+        log_probs = reference_logits(case.load_reference(folder), tokens).log_softmax(dim=-1)
+    return log_probs[:-1].gather(1, tokens[1:, None]).squeeze(1)
+
+
+def test_minimax_m2_is_served_as_transformers_has_it_and_pushed_into_in_fp8(tmp_path: Path) -> None:
+    """Which part of a head turns, and what is normed, the engine reads from names that transformers does not know."""
+    case = replace(minimax_m2.CASE, config={**minimax_m2.CASE.config, **SIZES, **MINIMAX})
+    plain = checkpoints(tmp_path, case)
+    converted = [tmp_path / f"fp8-{path.name}" for path in plain]
+    for source, target in zip(plain, converted, strict=True):
+        rewrite_folder(to_fp8(), source, target)
+    expected, another = (reference_log_probs(case, folder) for folder in plain)
+    with servers((plain[0], {}), (converted[0], FP8_FLAGS), (converted[1], FP8_FLAGS)) as (bf16, fp8, other):
+        noise = (prompt_log_probs(bf16) - expected).abs().mean().item()
+        apart = (another - expected).abs().mean().item()
+        print(f"\nbf16 against transformers: mean difference {noise:.4f}; another model: {apart:.4f}")
+        assert noise < apart / 5
+        push(fp8, converted[1], "7")
+        assert torch.equal(prompt_log_probs(fp8), prompt_log_probs(other))
 
 
 def test_a_draft_model_follows_a_push(tmp_path: Path) -> None:
