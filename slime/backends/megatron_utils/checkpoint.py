@@ -279,10 +279,10 @@ def _is_checkpoint_folder(path: Path) -> bool:
 
 def _load_model(args: Namespace, folder: Path, saved_args: Any, model: list[torch.nn.Module], flag: str) -> None:
     wanted = model_state(model)
-    fresh_head: dict[str, torch.Tensor] = {}
-    if find_value_head(model) is not None:
-        fresh_head = take_out_unsaved_head(model, wanted, saved_shapes(folder))
-    check_fit(args, folder, wanted, saved_args, flag, unread=fresh_head)
+    must_know = dist.get_rank() == 0 or find_value_head(model) is not None
+    saved = saved_shapes(folder) if must_know else {}
+    fresh_head = take_out_unsaved_head(model, wanted, saved)
+    check_fit(args, folder, saved, wanted, saved_args, flag, unread=fresh_head)
     if fresh_head:
         logger.info("%s: the critic's value head is not in %s; it starts from random weights", flag, folder)
     try:

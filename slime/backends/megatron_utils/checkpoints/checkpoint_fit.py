@@ -43,6 +43,7 @@ Shapes = dict[str, tuple[tuple[int, ...], bool]]
 def check_fit(
     args: Namespace,
     folder: Path,
+    saved: Mapping[str, tuple[int, ...]],
     model_state: Mapping[str, Any],
     saved_args: Any,
     flag: str,
@@ -55,7 +56,8 @@ def check_fit(
 
     Args:
         args: complete flags of this run.
-        folder: of the checkpoint.
+        folder: of the checkpoint, for messages.
+        saved: on rank 0, :func:`saved_shapes` of the folder; elsewhere not looked at.
         model_state: sharded state of this rank's chunks.
         saved_args: the arguments in the checkpoint, or None.
         flag: that named the checkpoint.
@@ -75,8 +77,8 @@ def check_fit(
             wanted |= shapes
             left_out |= names
         lines = [*_flag_lines(args, saved_args, SAME_SHAPE)]
-        saved = {key: shape for key, shape in saved_shapes(folder).items() if key not in left_out}
-        differences = list(_tensor_lines(wanted, saved, args.vocab_size))
+        read = {key: shape for key, shape in saved.items() if key not in left_out}
+        differences = list(_tensor_lines(wanted, read, args.vocab_size))
         if differences:
             lines = [*_flag_lines(args, saved_args, SHAPE), *differences]
         verdict = ["\n  ".join(lines)]
