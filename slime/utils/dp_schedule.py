@@ -8,12 +8,20 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
-from slime.train_data.flops import FlopsModel
 from slime.train_data.schedule import DPSchedule, ScheduleConfig
 from slime.train_data.schedule import build_dp_schedule as _build_dp_schedule
 from slime.utils.errors import ConfigError, DataError
 
 __all__ = ["build_dp_schedule"]
+
+_DEFAULTS = {
+    "use_dynamic_batch_size": False,
+    "max_tokens_per_gpu": None,
+    "micro_batch_size": 1,
+    "balance_data": False,
+    "balance_by_flops": False,
+}
+"""For ``args`` made by hand, which need not have every flag."""
 
 
 def build_dp_schedule(
@@ -25,20 +33,14 @@ def build_dp_schedule(
     rollout_indices: Sequence[int],
 ) -> DPSchedule:
     """``(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)``; AssertionError when impossible."""
-    settings = vars(args)
-    is_balanced = bool(settings.get("balance_data") or settings.get("balance_by_flops"))
+    flags = {name: getattr(args, name, None) or default for name, default in _DEFAULTS.items()}
     try:
-        config = ScheduleConfig(
+        config = ScheduleConfig.from_args(
+            Namespace(**{**vars(args), **flags}),
             dp_size=train_parallel_config["dp_size"],
             cp_size=train_parallel_config.get("cp_size", 1),
             vpp_size=train_parallel_config.get("vpp_size") or 1,
             microbatch_group_size_per_vp_stage=train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1,
-            use_dynamic_batch_size=bool(settings.get("use_dynamic_batch_size")),
-            max_tokens_per_gpu=settings.get("max_tokens_per_gpu"),
-            micro_batch_size=settings.get("micro_batch_size") or 1,
-            balance_data=bool(settings.get("balance_data")),
-            balance_by_flops=bool(settings.get("balance_by_flops")),
-            flops=FlopsModel.from_args(args) if is_balanced else None,
         )
         return _build_dp_schedule(
             config, total_lengths, global_batch_size=global_batch_size, rollout_indices=rollout_indices
