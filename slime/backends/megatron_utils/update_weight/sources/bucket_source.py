@@ -107,7 +107,9 @@ class GatheredBuckets:
         self._together = together
         if across_stages:
             stages = [[header for headers in stages for header in headers]]
-        tensors, buckets, turns = [], [], []
+        tensors: list[TensorEntry] = []
+        buckets: list[BucketEntry] = []
+        turns: list[range] = []
         for headers in stages:
             planned_tensors, planned_buckets = plan_buckets(self._planned(headers), bucket_bytes)
             turns.append(range(len(buckets), len(buckets) + len(planned_buckets)))
