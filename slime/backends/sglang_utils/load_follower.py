@@ -116,7 +116,8 @@ class Follower(TorchDispatchMode):
         self._origins: dict[int, _Origin] = {}
         self._alive: list[Any] = []
         """Storages whose addresses are keys above; a freed one could return as another's."""
-        self._owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._buffers = {_storage(tensor) for tensor in model.buffers()}
+        self._owned = self._buffers | {_storage(tensor) for tensor in model.parameters()}
 
     def source(self, entry: TensorEntry) -> Tensor:
         """A stand-in for an HF tensor."""
@@ -152,6 +153,11 @@ class Follower(TorchDispatchMode):
     def _on_model_memory(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """An operation without stand-ins: carried out, but for those that would change a parameter."""
         names, packet = self._names(tensors), func.overloadpacket
+        out = kwargs.get("out")
+        if isinstance(out, Tensor) and not names and _storage(out) in self._buffers:
+            # Something kept beside a parameter, such as 1 + weight; whoever writes the parameter must renew it.
+            self._note_derived([tensor for tensor in tensors if tensor is not out])
+            return out
         if func._schema.is_mutable and args and isinstance(args[0], Tensor):
             target = args[0]
             if names:
@@ -165,9 +171,12 @@ class Follower(TorchDispatchMode):
         if names:
             self._mark_opaque(fresh, tensors)
         if fresh and packet not in _SHAPES:
-            own = [tensor for tensor in tensors if _storage(tensor) in self._owned]
-            self.trace.derived_from |= {tensor.untyped_storage().data_ptr() for tensor in own}
+            self._note_derived(tensors)
         return result
+
+    def _note_derived(self, sources: list[Tensor]) -> None:
+        own = [tensor for tensor in sources if _storage(tensor) in self._owned]
+        self.trace.derived_from |= {tensor.untyped_storage().data_ptr() for tensor in own}
 
     def _fill(self, packet: Any, target: Tensor, args: Any) -> None:
         if packet is aten.zero_:

@@ -129,6 +129,32 @@ def test_what_only_the_loader_derives_follows_every_push():
     assert load.plan is not None and load.plan.stock.keys() == {"a"}
 
 
+class KeepsOnePlus(torch.nn.Module):
+    """A norm's loader writes 1 + weight into a buffer beside it, as SGLang's GemmaRMSNorm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.b = parameter(3), parameter(4)
+        self.register_buffer("one_plus", torch.ones(3), persistent=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+            if name == "norm":
+                torch.add(self.norm.data, 1.0, out=self.one_plus)
+
+
+def test_a_buffer_that_the_loader_writes_by_out_follows_every_push():
+    model = KeepsOnePlus()
+    load = ModelLoad(model)
+    for factor in (1, 2, 3):
+        tensors = {"norm": torch.rand(3) * factor, "b": torch.rand(4)}
+        assert push(load, whole_buckets(tensors, 2), tensors) == []
+        assert torch.equal(model.one_plus, tensors["norm"] + 1)
+        assert torch.equal(model.b, tensors["b"])
+    assert load.plan is not None and load.plan.stock.keys() == {"norm"}
+
+
 class WantsMemory(torch.nn.Module):
     """Its kernel refuses tensors without memory by an error of its own; optionally it forgets half of a tensor."""
 
