@@ -76,7 +76,6 @@ class MegatronTrainRayActor(TrainWorker):
                 self._policies.load(with_ref=with_ref, with_teacher=with_opd_teacher)
         self._routing = RoutingReplay(args, self.model) if args.use_routing_replay and role == "actor" else None
         self._profiler = TrainProfiler(args, rank=self.rank)
-        self._rollout_id = 0
         self._reports = TrainReports(args, role, world_size=self.world_size)
         self._last_rollout_id: int | None = None
         self._is_asleep = False
@@ -169,11 +168,11 @@ class MegatronTrainRayActor(TrainWorker):
             for tag, prefix in (("ref", "ref_"), ("teacher", "teacher_")):
                 if tag in self.weights.tags:
                     self.weights.switch_to(tag)
-                    self._forward(get_log_probs_and_entropy, data, iterators, prefix)
+                    self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, prefix)
             self.weights.switch_to("old_actor" if args.keep_old_actor else "actor")
             with self._routed("old_log_probs"):
                 if needs_old_log_probs(args, data):
-                    self._forward(get_log_probs_and_entropy, data, iterators, "")
+                    self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "")
                 elif self._routing is not None and self._routing.must_record:
                     forward_only(get_log_probs_and_entropy, args, self.model, iterators, data["num_microbatches"])
             if "values" in external_data:
@@ -199,7 +198,7 @@ class MegatronTrainRayActor(TrainWorker):
         self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
     ) -> dict[str, Any] | None:
         """Values of the rollout, which the actor gets, returns from them, and the steps of the value loss."""
-        self._forward(get_values, data, iterators, "")
+        self._forward(rollout_id, get_values, data, iterators, "")
         compute_advantages_and_returns(self.args, data)
         metrics = train_metrics.value_metrics(data)
         if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
@@ -223,10 +222,12 @@ class MegatronTrainRayActor(TrainWorker):
         """Replay (or record) the experts of these passes, where that was asked for."""
         return nullcontext() if self._routing is None else self._routing.during(passes)
 
-    def _forward(self, read: Reader, data: RolloutBatch, iterators: list[DataIterator], prefix: str) -> None:
+    def _forward(
+        self, rollout_id: int, read: Reader, data: RolloutBatch, iterators: list[DataIterator], prefix: str
+    ) -> None:
         """Run a pass under the present weights and store what it reads in ``data``."""
         name = "values" if read is get_values else f"{prefix}log_probs"
-        with timer(name), self._profiler.profile("train_log_probs", self._rollout_id):
+        with timer(name), self._profiler.profile("train_log_probs", rollout_id):
             data.update(forward_only(read, self.args, self.model, iterators, data["num_microbatches"], prefix))
 
     def _recorded_log_probs(self, data: RolloutBatch, iterators: list[DataIterator]) -> dict[str, Any]:
