@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
+from slime.train_data.columns import COLUMNS
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
@@ -51,12 +52,37 @@ def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
         check_fan_out(item, depth=depth + 1)
 
 
+def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> dict[str, Any]:
+    path = args.custom_convert_samples_to_train_data_path
+    data = load_function(path)(args, samples)
+    needed = [column.name for column in COLUMNS.values() if column.required]
+    missing = [name for name in needed if not isinstance(data, dict) or name not in data]
+    if missing:
+        what = f"a dict without {', '.join(missing)}" if isinstance(data, dict) else type(data).__name__
+        raise HookError(
+            f"--custom-convert-samples-to-train-data-path {path} returned {what}; it must return a dict of columns "
+            f"(slime/train_data/columns.py), {', '.join(needed)} among them."
+        )
+    return data
+
+
+def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, Any]:
+    path = args.custom_reward_post_process_path
+    result = load_function(path)(args, samples)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise HookError(
+            f"--custom-reward-post-process-path {path} returned {type(result).__name__}; it must return two lists, "
+            "the raw rewards and those to train on, with an entry for each sample."
+        )
+    return result[0], result[1]
+
+
 def train_data_from_samples(args: Namespace, samples: list[Sample]) -> dict[str, Any]:
     """The train data, one entry per sample in each column."""
     if args.custom_convert_samples_to_train_data_path:
-        return load_function(args.custom_convert_samples_to_train_data_path)(args, samples)
+        return _converted_by_plug_in(args, samples)
     if args.custom_reward_post_process_path:
-        raw_rewards, rewards = load_function(args.custom_reward_post_process_path)(args, samples)
+        raw_rewards, rewards = _rewards_of_plug_in(args, samples)
     else:
         raw_rewards = [sample.get_reward_value(args) for sample in samples]
         rewards = post_process_rewards(

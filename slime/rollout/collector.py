@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections import Counter
 
@@ -15,10 +16,15 @@ from slime.rollout.groups import Group, first_index, has_response, is_finished, 
 from slime.rollout.replaceable import entry_points
 from slime.rollout.staleness import bound_of
 from slime.rollout.state import GenerateState
-from slime.utils.errors import DataError, EngineError
+from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUP_ATTEMPTS = 3
 """How often a group that came back aborted, though nobody aborted it, is submitted."""
+DROPS_BEFORE_WARNING = 8
+"""Batches that a filter may drop whole before the log says so."""
 
 
 class GroupCollector:
@@ -84,6 +90,7 @@ class GroupCollector:
             ledger.filtered(group, verdict.reason)
             self._drops.on_dynamic_filter_drop(verdict.reason)
             self._counts["dropped"] += 1
+            self._warn_of_a_filter_that_keeps_nothing(verdict.reason)
             state.remaining_batch_size -= 1
         elif self.is_full:
             self.surplus.append(group)
@@ -92,12 +99,31 @@ class GroupCollector:
                 self._bound.mask_old(group, self._rollout_id)
             self.kept.append(group)
 
+    def _warn_of_a_filter_that_keeps_nothing(self, reason: str | None) -> None:
+        """Such a rollout goes on until its deadline."""
+        dropped = self._counts["dropped"]
+        if not self.kept and dropped % (DROPS_BEFORE_WARNING * self.target) == 0:
+            logger.warning(
+                "--dynamic-sampling-filter-path %s has dropped %d groups and kept none (the last one: %s). If all "
+                "rewards are equal, look at the grader, at --rollout-max-response-len and at the data.",
+                self._args.dynamic_sampling_filter_path,
+                dropped,
+                reason,
+            )
+
     def _submit_again(self, state: GenerateState, group: Group) -> None:
         """An engine ended requests that this rollout did not abort: let the group go on, a few times."""
         index = first_index(group)
         self._attempts[index] += 1
         if self._attempts[index] >= MAX_GROUP_ATTEMPTS:
             statuses = sorted({sample.status.value for sample in leaf_samples(group)})
+            path = getattr(self._args, "custom_generate_function_path", None)
+            if path and statuses == [Sample.Status.PENDING.value]:
+                raise HookError(
+                    f"--custom-generate-function-path {path} returned samples with status pending; it must set "
+                    "sample.status: COMPLETED, TRUNCATED or FAILED (Sample.append_response_tokens with the "
+                    "engine's meta_info does)."
+                )
             raise EngineError(
                 f"The group of sample {index} came back unfinished {self._attempts[index]} times (statuses: "
                 f"{', '.join(statuses)}) although the rollout was not over. Engines abort requests that do not fit "

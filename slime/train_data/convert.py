@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from slime.train_data.routed_experts import RoutedShape, routed_rows, rows_needed
 from slime.utils.errors import DataError
@@ -115,10 +115,16 @@ def _loss_mask(sample: Sample) -> list[int]:
 
 def _check_lengths(sample: Sample) -> None:
     response = sample.response_length
+    if len(sample.tokens) and not isinstance(sample.tokens[-1], SupportsIndex):
+        raise DataError(
+            f"sample {sample.index} has the token {sample.tokens[-1]!r}; tokens are whole numbers, the ids of the "
+            "tokenizer; check --custom-generate-function-path or --rollout-function-path"
+        )
     if not 0 <= response < len(sample.tokens):
         raise DataError(
             f"sample {sample.index} has response_length {response} and {len(sample.tokens)} tokens; tokens hold the "
-            "prompt and the response, and at least one prompt token; check the rollout function"
+            "prompt and the response, and at least one prompt token; check --custom-generate-function-path or "
+            "--rollout-function-path"
         )
     for field in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
         values = getattr(sample, field)

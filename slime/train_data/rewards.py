@@ -55,7 +55,7 @@ def post_process_rewards(
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise DataError(
                 f"the reward of sample {position} of the rollout is {reward!r}; it must be a finite number; a reward "
-                "that is a dict needs --reward-key, a custom reward function must return a number"
+                "that is a dict needs --reward-key, a function of --custom-rm-path must return an int or a float"
             )
     baseline = get_estimator(advantage_estimator).group_baseline
     if not rewards_normalization or baseline is None:

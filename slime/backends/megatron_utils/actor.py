@@ -147,7 +147,7 @@ class MegatronTrainRayActor(TrainWorker):
             self.wake_up()
             memory.restart_peak()
             with timer("data_preprocess"):
-                data = prepare_rollout_data(rank_data)
+                data = prepare_rollout_data(rank_data, self.args.padded_vocab_size)
                 iterators = get_data_iterator(data, len(self.model))
                 self._begin_routing(data, iterators)
             train = self._train_critic if self.role == "critic" else self._train_actor

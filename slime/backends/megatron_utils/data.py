@@ -39,15 +39,22 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def prepare_rollout_data(rank_data: dict[str, Any]) -> RolloutBatch:
+def prepare_rollout_data(rank_data: dict[str, Any], vocab_size: int | None = None) -> RolloutBatch:
     """The rank's columns as the trainer's hooks see them: tensors on the device, per-token floats local to the rank.
 
+    Args:
+        rank_data: what the rollout manager dealt to this rank.
+        vocab_size: rows of the embedding; a token beyond them is refused here, for a GPU would end without its name.
+
     Raises:
-        DataError: a column does not have one entry per sample, or an entry the wrong length.
+        DataError: a column does not have one entry per sample, or an entry the wrong length, or a token is none.
     """
     data: RolloutBatch = dict(rank_data)
     device = current_device()
-    data["tokens"] = [torch.as_tensor(tokens, dtype=torch.long, device=device) for tokens in data["tokens"]]
+    tokens_N = [torch.as_tensor(tokens, dtype=torch.long) for tokens in data["tokens"]]
+    if vocab_size is not None:
+        _check_tokens(tokens_N, vocab_size)
+    data["tokens"] = [tokens.to(device) for tokens in tokens_N]
     data["total_lengths"] = [int(tokens.numel()) for tokens in data["tokens"]]
     data["response_lengths"] = [int(length) for length in data["response_lengths"]]
     data["loss_masks"] = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in data["loss_masks"]]
@@ -75,6 +82,16 @@ def prepare_rollout_data(rank_data: dict[str, Any]) -> RolloutBatch:
     if data.get("raw_reward") is not None and data.get("partition") is not None:
         data["local_raw_reward"] = [data["raw_reward"][index] for index in data["partition"]]
     return data
+
+
+def _check_tokens(tokens_N: list[torch.Tensor], vocab_size: int) -> None:
+    for index, tokens in enumerate(tokens_N):
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+            wrong = int(tokens.max()) if int(tokens.max()) >= vocab_size else int(tokens.min())
+            raise DataError(
+                f"sample {index} of this rank has the token {wrong}; the model has the tokens 0 to {vocab_size - 1} "
+                "(--vocab-size). Does the rollout function use the tokenizer of --hf-checkpoint?"
+            )
 
 
 @dataclass(slots=True)

@@ -1,0 +1,105 @@
+"""What a plug-in returned in the wrong shape is named with its flag, before the train data are dealt out."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.ray.rollout_data import train_data_from_samples
+from slime.rollout.collector import DROPS_BEFORE_WARNING, MAX_GROUP_ATTEMPTS, GroupCollector
+from slime.utils.errors import DataError, HookError
+from slime.utils.types import Sample
+
+
+def sample(**fields: Any) -> Sample:
+    values = {"index": 0, "tokens": [1, 2, 3], "response_length": 1, "reward": 1.0, "status": Sample.Status.COMPLETED}
+    return Sample(**values | fields)
+
+
+def train_data(samples: list[Sample], **flags: Any) -> dict[str, Any]:
+    args = Namespace(
+        custom_convert_samples_to_train_data_path=None,
+        custom_reward_post_process_path=None,
+        n_samples_per_prompt=1,
+        rollout_batch_size=1,
+        advantage_estimator="grpo",
+        rewards_normalization=False,
+        grpo_std_normalization=True,
+        reward_key=None,
+        use_rollout_routing_replay=False,
+        rollout_top_p=1.0,
+    )
+    return train_data_from_samples(Namespace(**vars(args) | flags), samples)
+
+
+def one_list(args, samples):
+    return [1.0]
+
+
+def no_columns(args, samples):
+    return {"tokens": [[1]]}
+
+
+def nothing(args, samples):
+    return None
+
+
+def drops_all(args, group):
+    return False
+
+
+def path(function) -> str:
+    return f"{__name__}.{function.__name__}"
+
+
+def test_rewards_of_a_plug_in_are_two_lists():
+    with pytest.raises(HookError, match=r"--custom-reward-post-process-path .*one_list returned list; .* two lists"):
+        train_data([sample()], custom_reward_post_process_path=path(one_list))
+
+
+@pytest.mark.parametrize(
+    ("function", "says"), [(no_columns, "a dict without response_lengths, rewards"), (nothing, "NoneType")]
+)
+def test_a_converter_gives_the_columns_that_training_needs(function, says):
+    with pytest.raises(HookError, match=f"--custom-convert-samples-to-train-data-path .*returned {says}"):
+        train_data([sample()], custom_convert_samples_to_train_data_path=path(function))
+
+
+@pytest.mark.parametrize("reward", [None, "good", float("nan"), {"score": 1}, [1.0]])
+def test_a_reward_that_is_no_number_is_shown(reward):
+    with pytest.raises(DataError, match=r"reward of sample 0 .* --reward-key, .* --custom-rm-path"):
+        train_data([sample(reward=reward)])
+
+
+def test_tokens_are_ids():
+    with pytest.raises(DataError, match="sample 0 has the token 'c'; tokens are whole numbers"):
+        train_data([sample(tokens=["a", "b", "c"])])
+
+
+def test_a_generate_function_that_sets_no_status_is_named():
+    class State:
+        remaining_batch_size = 1
+
+        def submit_generate_tasks(self, groups):
+            pass
+
+    args = Namespace(n_samples_per_prompt=1, custom_generate_function_path="mine.generate")
+    collector = GroupCollector(args, target=1)
+    group = [sample(status=Sample.Status.PENDING)]
+    for _ in range(MAX_GROUP_ATTEMPTS - 1):
+        collector.add(State(), group)
+    with pytest.raises(HookError, match="--custom-generate-function-path mine.generate .*status pending.* COMPLETED"):
+        collector.add(State(), group)
+
+
+def test_a_filter_that_keeps_nothing_is_said_now_and_then(caplog):
+    args = Namespace(n_samples_per_prompt=1, dynamic_sampling_filter_path=path(drops_all))
+    collector = GroupCollector(args, target=2)
+    state = Namespace(remaining_batch_size=10)
+    for _ in range(DROPS_BEFORE_WARNING * 2 * 2):
+        collector.add(state, [sample()])
+    warnings = [record.message for record in caplog.records if "kept none" in record.message]
+    assert len(warnings) == 2
+    assert "drops_all has dropped 16 groups" in warnings[0]
