@@ -25,7 +25,10 @@ from slime.utils.errors import DataError
 NOT_WEIGHTS = ("optimizer.", "rng_state")
 """Beginnings of names in a checkpoint that are no part of the model."""
 
-SAME_SHAPE = ("num_attention_heads", "num_query_groups", "kv_channels", "qk_head_dim", "qk_pos_emb_head_dim")
+SAME_SHAPE = (
+    *("num_attention_heads", "num_query_groups", "kv_channels", "qk_head_dim", "qk_pos_emb_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+)
 """Flags that say what the rows of a matrix mean: two models that differ in them may have the same shapes."""
 
 SHAPE = (
