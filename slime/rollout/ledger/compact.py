@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.rollout.ledger.packing import stripped_entry
 from slime.rollout.ledger.reader import index_path, read_segment, segment_number
 from slime.rollout.ledger.records import STRIPPED, Kind, Record, pack_frame
+from slime.rollout.ledger.unpacking import stripped_entry
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.rollout.ledger.packing import EntryEncoder, Leaves, snapshot, try_pickle
+from slime.rollout.ledger.packing import EntryEncoder, try_pickle
 from slime.rollout.ledger.records import Kind, pack_frame
+from slime.rollout.ledger.snapshots import Leaves, snapshot
 from slime.rollout.ledger.writer import SEGMENT_BYTES, LedgerWriter
 from slime.utils.types import Sample
 

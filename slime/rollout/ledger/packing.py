@@ -1,26 +1,23 @@
 """Samples as bytes: per-token lists packed, everything else pickled field by field, unchanged fields left out.
 
-``snapshot`` runs on the event loop and copies references only.  ``EntryEncoder`` runs on the writer's thread; it knows
-what it wrote of an execution before and writes what is new: a response that goes on costs its new tokens.
+``EntryEncoder`` runs on the writer's thread; it knows what it wrote of an execution before and writes what is new: a
+response that goes on costs its new tokens.  ``unpacking`` is the way back.
 
-Token ids are int32, masks one byte, log-probs float32 (as the engine computed them).  Fields of a sample that cannot
-be pickled (a client, a lock that a hook attached) are left out, with a line in the log.
+Fields of a sample that cannot be pickled (a client, a lock that a hook attached) are left out, with a line in the log.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
-import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import xxhash
 
-from slime.rollout.ledger.records import decode_value, encode_value
-from slime.utils.errors import DataError
-from slime.utils.types import Sample
+from slime.rollout.ledger.packed_fields import PACK_ERRORS, PACKED, Packing
+from slime.rollout.ledger.records import encode_value
+from slime.rollout.ledger.snapshots import DEFAULTS, Leaves, PackedNow, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -36,108 +33,6 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 _MISSING = object()
 
 
-class Snapshot(NamedTuple):
-    """A sample at one moment."""
-
-    values: dict[str, Any]
-    num_tokens: int
-
-
-class Leaves(NamedTuple):
-    """An execution: its samples, and how they nest."""
-
-    samples: list[Snapshot]
-    shape: Any
-    """0 for a single Sample; else a nested list of sample positions."""
-
-
-class PackedNow(NamedTuple):
-    """A list of numbers that was packed when it was taken."""
-
-    value: list[Any]
-    data: bytes
-
-
-def snapshot(entry: Sample | list[Any], *, copy_lists: bool = False, pack_now: bool = False) -> Leaves:
-    """Hold an execution as it is now.
-
-    Args:
-        entry: a Sample, or samples nested in lists.
-        copy_lists: whether user code may change lists in place before they are written.  Our own code only replaces
-            or extends them.
-        pack_now: pack tokens, log-probs and mask at once.  An answer that has just been parsed lies in the caches of
-            this core; for the writer's thread each number is a fetch from another core's.
-    """
-    if isinstance(entry, Sample):
-        return Leaves([_snapshot_sample(entry, copy_lists, pack_now)], 0)
-    samples: list[Snapshot] = []
-
-    def shape_of(item: Any) -> Any:
-        if isinstance(item, Sample):
-            samples.append(_snapshot_sample(item, copy_lists, pack_now))
-            return len(samples) - 1
-        return [shape_of(part) for part in item]
-
-    return Leaves(samples, shape_of(entry))
-
-
-def _snapshot_sample(sample: Sample, copy_lists: bool, pack_now: bool) -> Snapshot:
-    values = sample.__dict__.copy()
-    num_tokens = len(sample.tokens)
-    # What our own code changes in place; the writer comes to it later.
-    values["status"] = sample.status.value
-    values["weight_versions"] = sample.weight_versions[:]
-    values["metadata"] = sample.metadata.copy()
-    values["prefix_cache_info"] = sample.prefix_cache_info.to_dict()
-    values["spec_info"] = sample.spec_info.to_dict()
-    if pack_now:
-        for name in _LISTS_OF_NUMBERS:
-            value = values.get(name)
-            if type(value) is list and value:
-                with contextlib.suppress(*_PACK_ERRORS):  # then it is pickled, like anything that is no number
-                    values[name] = PackedNow(value, _PACKED[name].pack(value))
-    if copy_lists:
-        for name, value in values.items():
-            if type(value) is list or type(value) is dict:
-                values[name] = value.copy()
-    return Snapshot(values, num_tokens)
-
-
-_DEFAULTS = Sample().to_dict()
-"""What an execution that nobody issued is compared with."""
-
-
-def _pack_ints(values: list[int]) -> bytes:
-    return struct.pack(f"<{len(values)}i", *values)
-
-
-def _pack_floats(values: list[float]) -> bytes:
-    return struct.pack(f"<{len(values)}f", *values)
-
-
-class _Packing(NamedTuple):
-    """How a list of numbers, or a text, is packed."""
-
-    pack: Callable[[Any], bytes]
-    unpack: Callable[[bytes], Any]
-    width: int
-
-
-def _unpacker(code: str, width: int) -> Callable[[bytes], list[Any]]:
-    return lambda data: list(struct.unpack(f"<{len(data) // width}{code}", data))
-
-
-_PACKED = {
-    "tokens": _Packing(_pack_ints, _unpacker("i", 4), 4),
-    "rollout_log_probs": _Packing(_pack_floats, _unpacker("f", 4), 4),
-    "teacher_log_probs": _Packing(_pack_floats, _unpacker("f", 4), 4),
-    "loss_mask": _Packing(bytes, list, 1),
-    "response": _Packing(str.encode, bytes.decode, 1),
-}
-_LISTS_OF_NUMBERS = ("tokens", "rollout_log_probs", "loss_mask", "teacher_log_probs")
-_PACK_ERRORS = (struct.error, TypeError, ValueError, OverflowError, UnicodeError)
-
-
 class _Known(NamedTuple):
     """What was written last of a packed field: the object, how much of it, and the digest of its bytes."""
 
@@ -150,8 +45,8 @@ class _Known(NamedTuple):
 class EntryEncoder:
     """Encodes the executions of open groups; one for the writer's thread.
 
-    Invariant: ``apply_fields`` on the sample as it was issued, with everything this object wrote of it in order,
-    gives the sample as it was when the last of it was taken.
+    Invariant: ``unpacking.apply_leaf`` on the sample as it was issued, with everything this object wrote of it in
+    order, gives the sample as it was when the last of it was taken.
     """
 
     def __init__(self, *, trust_identity: bool) -> None:
@@ -187,10 +82,10 @@ class EntryEncoder:
         for position, leaf in enumerate(leaves.samples):
             if is_single and key is not None:
                 if key not in self._known:
-                    self._known[key] = dict(issued or _DEFAULTS)
+                    self._known[key] = dict(issued or DEFAULTS)
                 known = self._known[key]
             else:
-                known = dict(_DEFAULTS)
+                known = dict(DEFAULTS)
             described.append(self._encode_leaf(leaf, known, issued if is_single else None, chunks))
             if position == 0 and not is_single:
                 self.forget([key])
@@ -209,7 +104,7 @@ class EntryEncoder:
                 continue
             if issued is not None and name in _DATA_FIELDS and value is issued.get(name, _MISSING):
                 continue
-            if name in _PACKED and type(value) in (list, str, PackedNow) and len(value) > 0:
+            if name in PACKED and type(value) in (list, str, PackedNow) and len(value) > 0:
                 done = self._encode_packed(name, value, _length(name, leaf), earlier, packed, chunks)
                 if done is not None:
                     known[name] = done
@@ -236,7 +131,7 @@ class EntryEncoder:
         self, name: str, value: Any, num_items: int, earlier: Any, packed: list[list[Any]], chunks: list[bytes]
     ) -> _Known | None:
         """Write what is new of a packed field; None when it holds something that the packing cannot hold."""
-        packing = _PACKED[name]
+        packing = PACKED[name]
         data: bytes | None = None
         if type(value) is PackedNow:
             value, data = value
@@ -251,7 +146,7 @@ class EntryEncoder:
         if data is None:
             try:
                 data = packing.pack(value if len(value) == num_items else value[:num_items])
-            except _PACK_ERRORS:
+            except PACK_ERRORS:
                 return None
         digest = xxhash.xxh3_64_intdigest(data)
         start = 0
@@ -265,12 +160,12 @@ class EntryEncoder:
         return _Known(value, num_items, len(data), digest)
 
     @staticmethod
-    def _digest(packing: _Packing, value: Any) -> _Known | None:
+    def _digest(packing: Packing, value: Any) -> _Known | None:
         if type(value) not in (list, str) or not value:
             return None
         try:
             data = packing.pack(value)
-        except _PACK_ERRORS:
+        except PACK_ERRORS:
             return None
         return _Known(value, len(value), len(data), xxhash.xxh3_64_intdigest(data))
 
@@ -332,70 +227,3 @@ def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
         "reward": reward,
         "weights": [str(version) for version in versions],
     }
-
-
-def apply_leaf(base: dict[str, Any], leaf: Mapping[str, Any], blob: memoryview) -> tuple[dict[str, Any], int]:
-    """The fields of a sample after one record, as ``Sample.to_dict`` names them, and the bytes of ``blob`` used.
-
-    Applying records twice, or to a later state of the same sample, gives the same.
-
-    Raises:
-        DataError: the record continues a response that ``base`` does not hold.
-    """
-    values = dict(base)
-    offset = 0
-    for name, start, num_bytes in leaf["packed"]:
-        packing = _PACKED[name]
-        data = bytes(blob[offset : offset + num_bytes])
-        offset += num_bytes
-        if start:
-            held = packing.pack(values.get(name) or packing.unpack(b""))
-            if len(held) < start:
-                raise DataError(f"The ledger continues {name} at byte {start} where the sample has {len(held)} bytes.")
-            data = held[:start] + data
-        values[name] = packing.unpack(data)
-    if leaf["rest"]:
-        small, pickled, gone = decode_value(blob[offset : offset + leaf["rest"]])
-        offset += leaf["rest"]
-        for name in gone:
-            values.pop(name, None)
-        values |= small
-        values |= {name: pickle.loads(data) for name, data in pickled.items()}
-    return values, offset
-
-
-def apply_entry(
-    base: dict[str, Any] | None, entry: Mapping[str, Any], blob: memoryview
-) -> tuple[dict[str, Any] | list[Any], int]:
-    """An execution after one record: the fields of its sample, or nested lists of such; and the bytes used.
-
-    Args:
-        base: the fields of the sample as issued, or as an earlier record left them; None when nobody issued it.
-    """
-    offset = 0
-    leaves = []
-    for leaf in entry["leaves"]:
-        start = base if entry["shape"] == 0 and base is not None else _DEFAULTS
-        values, used = apply_leaf(start, leaf, blob[offset:])
-        leaves.append(values)
-        offset += used
-    return _arrange(entry["shape"], leaves), offset
-
-
-def _arrange(shape: Any, leaves: list[dict[str, Any]]) -> Any:
-    if isinstance(shape, list):
-        return [_arrange(part, leaves) for part in shape]
-    return leaves[shape]
-
-
-def to_entry(values: dict[str, Any] | list[Any]) -> Any:
-    """Samples from what ``apply_entry`` gave."""
-    if isinstance(values, list):
-        return [to_entry(item) for item in values]
-    return Sample.from_dict(values)
-
-
-def stripped_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of an execution without what its blob holds."""
-    leaves = [{k: v for k, v in leaf.items() if k not in ("packed", "rest")} for leaf in entry["leaves"]]
-    return {"shape": entry["shape"], "leaves": leaves}

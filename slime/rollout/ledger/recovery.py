@@ -17,10 +17,10 @@ from typing import Any
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.groups import leaf_samples
 from slime.rollout.ledger.ledger import group_name, prompt_start
-from slime.rollout.ledger.packing import apply_entry, to_entry
 from slime.rollout.ledger.reader import read_folder
 from slime.rollout.ledger.records import Record
 from slime.rollout.ledger.story import GroupState, Handed, RolloutStory, Story
+from slime.rollout.ledger.unpacking import apply_entry, to_entry
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.rollout.ledger.packing import EntryEncoder, apply_entry, snapshot, stripped_entry, to_entry
+from slime.rollout.ledger.packing import EntryEncoder
+from slime.rollout.ledger.snapshots import snapshot
+from slime.rollout.ledger.unpacking import apply_entry, stripped_entry, to_entry
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
