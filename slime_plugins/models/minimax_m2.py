@@ -45,7 +45,8 @@ def get_minimax_m2_spec(args: Namespace, config: TransformerConfig, vp_stage: in
     """
     check_stages(args, config)
     block = get_block_spec(config, vp_stage)
-    return replace(block, layer_specs=[_norm_over_heads(layer, config) for layer in block.layer_specs])
+    block.layer_specs = [_norm_over_heads(layer, config) for layer in block.layer_specs]
+    return block
 
 
 get_minimax_m2_layer_spec = get_minimax_m2_spec

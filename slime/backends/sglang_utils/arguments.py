@@ -18,6 +18,7 @@ from slime.backends.sglang_utils.flag_checks import (
     engine_problems,
     override_problems,
     quantized_problems,
+    replay_problems,
 )
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
 from slime.utils.errors import ConfigError
@@ -163,7 +164,8 @@ def _check_layout(args: argparse.Namespace) -> None:
         return
     layout = resolve_sglang_config(args)
     config = _read_config(args.hf_checkpoint)
-    problems = [*draft_problems(args, config), *quantized_problems(args, config)]
+    checks = (draft_problems, quantized_problems, replay_problems)
+    problems = [problem for check in checks for problem in check(args, config)]
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
 

@@ -13,6 +13,9 @@ from slime.backends.sglang_utils.sglang_config import SGLangConfig
 NO_DRAFT_LAYERS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "glm4", "mistral", "minimax_m2")
 """Model types without a layer that drafts, as far as SGLang knows."""
 
+HIDES_EXPERTS = ("minimax_m2",)
+"""Model types whose layers do not tell SGLang's recorder of experts which layer they are (0.5.15.post1)."""
+
 
 def engine_problems(args: Namespace) -> Iterator[str]:
     """One message for each rule that the engines' flags break; ``rollout_num_gpus_per_engine`` is sound."""
@@ -117,6 +120,21 @@ def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]
                 f"Use engines of fewer GPUs (--rollout-num-gpus-per-engine {max(fitting, default=1)}){more}, or a "
                 "bf16 checkpoint."
             )
+
+
+def replay_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """Experts that the engine cannot give back.
+
+    Args:
+        args: the flags.
+        config: the keys of config.json.
+    """
+    if vars(args).get("use_rollout_routing_replay") and config.get("model_type") in HIDES_EXPERTS:
+        yield (
+            f"--use-rollout-routing-replay: the installed SGLang does not say which experts a {config['model_type']} "
+            "chose in which layer, and fails or answers those of the last; use --use-routing-replay, which records "
+            "them in the trainer."
+        )
 
 
 def override_problems(path: str, config: SGLangConfig, known_fields: Collection[str]) -> Iterator[str]:
