@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slime.planning.trainer_memory import RankMemory
+from slime.planning.trainer_memory import GIB, RankMemory
 
-GIB = 2**30
 TRAINER_PROCESS_BYTES = int(4 * GIB)
 """Resident memory of one trainer process beside what is counted: Python, torch, CUDA's libraries."""
 ENGINE_PROCESS_BYTES = int(6 * GIB)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.backends.megatron_utils.data import current_device
 
 # isort: split
 from megatron.core import mpu
@@ -137,7 +138,7 @@ def _across_stages(
                 full = whole(shards[position]).contiguous()
                 assert (full.shape, full.dtype) == (shape, kind), (name, full.shape, full.dtype, shape, kind)
             else:
-                full = torch.empty(shape, dtype=kind, device=_device())
+                full = torch.empty(shape, dtype=kind, device=current_device())
             dist.broadcast(full, src=ranks[owner], group=group)
             yield Shard(f"{owner}/{name}", name, full, full, expert_index=expert_index), full
 
@@ -154,10 +155,6 @@ def _across_experts(shard: Shard, full: Tensor, num_experts: int | None) -> Iter
         dist.all_gather(parts, full.contiguous(), group=group)
     for owner, part in enumerate(parts):
         yield shard.name.format(owner * num_local + shard.expert_index), part
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def iter_hf_tensors(
