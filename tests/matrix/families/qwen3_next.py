@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from tests.matrix.case import FamilyCase, read_config, read_tensors, write_tensors, write_with_transformers
+from tests.matrix.case import FamilyCase, read_config, read_tensors, write_tensors
 from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
+from tests.matrix.references.mtp import ModelWithMtp, MtpFormat, mtp_extra_loss, mtp_flags, write_with_mtp
 
 SPEC = ("--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec")
 
@@ -23,9 +26,22 @@ def flags(folder: Path) -> list[str]:
         *("--moe-ffn-hidden-size", config["moe_intermediate_size"], "--moe-shared-expert-gate"),
         *("--moe-shared-expert-intermediate-size", config["shared_expert_intermediate_size"]),
         *("--moe-router-score-function", "softmax", "--moe-router-dtype", "fp32", "--moe-aux-loss-coeff", 0),
+        *mtp_flags(folder),
         *("--moe-token-dispatcher-type", "alltoall", "--moe-token-drop-policy", "probs", "--moe-grouped-gemm"),
     ]
     return [str(flag) for flag in flags]
+
+
+MTP_FORMAT = MtpFormat(
+    prefix=lambda index, num_layers: "mtp.",
+    inner="layers.0.",
+    norm_centre=1.0,
+    enorm="pre_fc_norm_embedding.weight",
+    hnorm="pre_fc_norm_hidden.weight",
+    eh_proj="fc.weight",
+    final_norm="norm.weight",
+    copies=(),
+)
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
@@ -34,11 +50,18 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
     Keys are made like their queries: the first token's output is a value times their product, and is normed.  Where
     the product happens to be nearly zero, that shows nothing but the rounding of fp32.
     """
-    write_with_transformers(case, folder, seed)
+    interval, num_layers = case.config["full_attention_interval"], case.config["num_hidden_layers"]
+    kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(num_layers)]
+    with_kinds = replace(case, config={**case.config, "layer_types": [*kinds, "full_attention"]})
+    write_with_mtp(with_kinds, folder, seed, MTP_FORMAT)
+    config = read_config(folder)
+    del config["layer_types"]  # published configs have the interval
+    config["full_attention_interval"] = interval
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     heads, width = case.config["linear_num_key_heads"], case.config["linear_key_head_dim"]
     tensors = read_tensors(folder)
     for name, tensor in tensors.items():
-        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        if "norm" in name and not name.endswith("linear_attn.norm.weight"):
             tensor -= 1.0  # stored as the distance from one
         elif name.endswith("A_log"):
             tensor += torch.linspace(-5.0, 1.0, tensor.numel())
@@ -59,7 +82,8 @@ CASE = FamilyCase(
         "model_type": "qwen3_next",
         "hidden_size": 48,
         "num_hidden_layers": 5,
-        "full_attention_interval": 3,
+        "full_attention_interval": 3,  # the layer behind the last is one with full attention, too
+        "num_nextn_predict_layers": 1,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -83,6 +107,8 @@ CASE = FamilyCase(
     },
     flags=flags,
     write=write,
+    reference=lambda folder: ModelWithMtp(folder, MTP_FORMAT),
+    extra_loss=mtp_extra_loss,
     has_experts=True,
-    about="delta nets with 3 value heads a key head, keys narrower than values; gated attention in layer 3 of 5",
+    about="delta nets with 3 value heads a key head; gated attention in layer 3 of 5 and in the trained MTP layer",
 )

@@ -41,6 +41,10 @@ class MtpFormat:
 
     prefix: Callable[[int, int], str] = lambda index, num_layers: f"model.layers.{num_layers + index}."
     """(MTP layer, layers of the model) to the beginning of its names."""
+    inner: str = ""
+    """Behind the prefix, in front of the names of the MTP layer's decoder layer."""
+    norm_centre: float = 0.0
+    """What is added to the weights of norms."""
     enorm: str = "enorm.weight"
     hnorm: str = "hnorm.weight"
     eh_proj: str = "eh_proj.weight"
@@ -109,10 +113,11 @@ def _to_checkpoint(tensors: Mapping[str, Tensor], num_layers: int, num_mtp: int,
     """The larger model's tensors under the names of a checkpoint with MTP layers, copies included."""
     renamed = dict(tensors)
     for index in range(num_mtp):
-        source, target = f"model.layers.{num_layers + index}.", mtp.prefix(index, num_layers)
+        prefix = mtp.prefix(index, num_layers)
+        source, target = f"model.layers.{num_layers + index}.", prefix + mtp.inner
         for name in [name for name in renamed if name.startswith(source)]:
             renamed[target + name.removeprefix(source)] = renamed.pop(name)
-        renamed |= {target + copy: tensors[name].clone() for name, copy in mtp.copies}
+        renamed |= {prefix + copy: tensors[name].clone() for name, copy in mtp.copies}
     return renamed
 
 
@@ -132,7 +137,8 @@ class ModelWithMtp(torch.nn.Module):
         model_type = settings.pop("model_type")
         tensors = read_tensors(folder)
         for index in range(self.num_mtp):
-            source, target = mtp.prefix(index, self.num_layers), f"model.layers.{self.num_layers + index}."
+            source = mtp.prefix(index, self.num_layers) + mtp.inner
+            target = f"model.layers.{self.num_layers + index}."
             names = [name for name in tensors if name.startswith(source) and name.removeprefix(source) not in mtp.own]
             if source != target:
                 tensors |= {target + name.removeprefix(source): tensors.pop(name) for name in names}
@@ -180,7 +186,7 @@ class ModelWithMtp(torch.nn.Module):
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         mean_square = hidden.square().mean(dim=-1, keepdim=True)
-        return hidden / (mean_square + self.model.config.rms_norm_eps).sqrt() * weight
+        return hidden / (mean_square + self.model.config.rms_norm_eps).sqrt() * (weight + self.format.norm_centre)
 
     def save_pretrained(self, folder: str) -> None:
         """All parameters under the names of the checkpoint."""

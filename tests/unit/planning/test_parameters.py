@@ -79,7 +79,7 @@ CASES = {
         "qwen3-next-80B-A3B",
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 8 "
         "--expert-tensor-parallel-size 1 --decoder-last-pipeline-num-layers 22 --actor-num-nodes 2 "
-        "--actor-num-gpus-per-node 8",
+        "--actor-num-gpus-per-node 8 --mtp-num-layers 1 --enable-mtp-training",
         (0, 15),
     ),
     "DeepSeek R1": ("deepseek-v3", R1, (0, 40, 127)),

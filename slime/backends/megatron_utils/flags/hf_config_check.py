@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.flags.hf_plain_check import attention_mismatches, softmax_router_mismatches
 from slime.backends.megatron_utils.flags.latent_arguments import latent_mismatches, sigmoid_router_mismatches
-from slime.backends.megatron_utils.flags.linear_arguments import linear_problems
+from slime.backends.megatron_utils.flags.linear_arguments import has_linear_attention, linear_problems
 from slime.backends.megatron_utils.flags.minimax_arguments import check_engine_keys, minimax_mismatches
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
@@ -152,7 +152,8 @@ def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
     vocab_size = config.get("vocab_size")
     if vocab_size is not None and args.vocab_size < vocab_size:
         problems.append(f"--vocab-size is {args.vocab_size}; vocab_size is {vocab_size}, and rows would be lost")
-    if args.mtp_num_layers and config.get("model_type") and not any(config.get(key) for key in _MTP_KEYS):
+    has_mtp = has_linear_attention(config) or any(config.get(key) for key in _MTP_KEYS)
+    if args.mtp_num_layers and config.get("model_type") and not has_mtp:
         problems.append(f"--mtp-num-layers is {args.mtp_num_layers}; the model has none ({_MTP_KEYS[0]})")
     tied = config.get("tie_word_embeddings")
     if tied is not None and tied == args.untie_embeddings_and_output_weights:

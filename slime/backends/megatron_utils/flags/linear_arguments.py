@@ -103,10 +103,9 @@ def check_linear_flags(args: Namespace) -> None:
             f"--linear-attention-freq is {frequency} without --spec; the standard layers have no linear attention; "
             f"give --spec {SPECS['qwen3_next']}."
         )
-    if args.mtp_num_layers:
+    if (args.mtp_num_layers or 0) > 1:
         raise ConfigError(
-            f"--mtp-num-layers is {args.mtp_num_layers}; the MTP layer of a model with linear attention is not built; "
-            "leave the flag out."
+            f"--mtp-num-layers is {args.mtp_num_layers}; a model with linear attention has one MTP layer; give 1."
         )
     is_short = isinstance(frequency, int) and frequency < 1
     if is_short or (not isinstance(frequency, int) and len(frequency) != args.num_layers):

@@ -117,9 +117,19 @@ DELTA_NET = (
     Rule("self_attention.out_norm.weight", ("linear_attn.norm.weight",)),
     Rule("self_attention.out_proj.weight", ("linear_attn.out_proj.weight",)),
 )
+MTP = (
+    Rule("eh_proj.weight", ("fc.weight",)),
+    Rule("enorm.weight", ("pre_fc_norm_embedding.weight",)),
+    Rule("hnorm.weight", ("pre_fc_norm_hidden.weight",)),
+    Rule("final_layernorm.weight", ("norm.weight",)),
+)
+"""Of the one MTP layer; its ``transformer_layer`` has full attention."""
 
 QWEN3_NEXT = WeightMap(
     family="Qwen3-Next",
     top=TOP,
     layer=(*NORMS, *GATED_ATTENTION, *DELTA_NET, *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
+    mtp=MTP,
+    mtp_prefix=lambda index, shape: "mtp.",
+    mtp_layer_prefix=lambda index, shape: f"mtp.layers.{index}.",
 )

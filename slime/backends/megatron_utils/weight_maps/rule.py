@@ -96,6 +96,8 @@ class WeightMap:
     """Behind ``mtp.layers.{j}.`` and ``mtp_prefix``, beside its ``transformer_layer``, for which ``layer`` serves."""
     layer_prefix: str = "model.layers.{layer}."
     mtp_prefix: Callable[[int, ModelShape], str] = layer_behind_the_last
+    mtp_layer_prefix: Callable[[int, ModelShape], str] | None = None
+    """In front of the tensors of its ``transformer_layer``, where that is not ``mtp_prefix``."""
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
     """Megatron parameter outside of the layers -> its copy in the checkpoint, behind ``mtp_prefix``."""
     ignored: tuple[str, ...] = field(default=(r".*rotary_emb\.inv_freq",))
@@ -129,9 +131,11 @@ class WeightMap:
         if match := _LAYER.fullmatch(name):
             rest, prefix, rules = match[2], self.layer_prefix.format(layer=match[1]), self.layer
         elif match := _MTP_LAYER.fullmatch(name):
-            rest, prefix, rules = match[2], self.mtp_prefix(int(match[1]), shape), self.mtp
+            index, rest, rules = int(match[1]), match[2], self.mtp
+            prefix = self.mtp_prefix(index, shape)
             if self.mtp and rest.startswith("transformer_layer."):
                 rest, rules = rest.removeprefix("transformer_layer."), self.layer
+                prefix = (self.mtp_layer_prefix or self.mtp_prefix)(index, shape)
         if match := _EXPERT.fullmatch(rest):
             rest, expert = match[1] + "{expert}", match[2]
         for rule in rules:

@@ -72,7 +72,7 @@ def test_what_does_not_go_with_the_checkpoint_names_the_flag(flags, message, che
     ("flags", "message"),
     [
         (SPEC, "--linear-attention-freq is not given, and no --hf-checkpoint"),
-        (f"{SPEC} --linear-attention-freq 4 --mtp-num-layers 1", "--mtp-num-layers is 1; .* not built"),
+        (f"{SPEC} --linear-attention-freq 4 --mtp-num-layers 2", "--mtp-num-layers is 2; .* has one"),
         (f"{SPEC} --linear-attention-freq [1,0]", "for each of the 4 layers"),
         (f"{SPEC} --linear-attention-freq 4 --linear-num-key-heads 12", "--linear-num-value-heads is 32"),
     ],
