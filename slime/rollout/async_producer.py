@@ -14,18 +14,13 @@ import contextlib
 import time
 from argparse import Namespace
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout import ledger
 from slime.rollout.abort import stamp_start
 from slime.rollout.async_schedule import num_groups_allowed, num_groups_due
-from slime.rollout.filter_hub.base_types import (
-    MetricGatherer,
-    call_dynamic_filter,
-    should_drop_dynamic_filter_output,
-)
 from slime.rollout.groups import Group, first_index, is_finished, leaf_samples
+from slime.rollout.ready_groups import ReadyGroups
 from slime.rollout.replaceable import entry_points
 from slime.rollout.staleness import StalenessBound, oldest_version, version_number
 from slime.rollout.waiting import cancel_all
@@ -52,16 +47,6 @@ class Flight:
     num_tokens: int = 0
 
 
-@dataclass(order=True)
-class ReadyGroup:
-    """A finished group; the order is that of training."""
-
-    born: int
-    """Oldest weight version of its trained tokens; 0 where versions are not known."""
-    number: int
-    group: Group = field(compare=False)
-
-
 class AsyncProducer:
     """Keeps groups in flight and finished ones ready.  Every call is made on the background event loop.
 
@@ -83,15 +68,10 @@ class AsyncProducer:
         self.spare: deque[Group] = deque()
         """Taken from the data source and not started yet."""
         self.flights: dict[asyncio.Task[Group], Flight] = {}
-        self.ready: list[ReadyGroup] = []
+        self.ready = ReadyGroups(args, bound)
         self._concurrency = concurrency
-        path = getattr(args, "dynamic_sampling_filter_path", None)
-        self._filter = entry_points().load_function(path) if path else None
-        self._seen: list[Group] = []
-        self._drops = MetricGatherer()
         self._counts: Counter[str] = Counter()
         self._held_back_s = 0.0
-        self._num_finished = 0
         self._next_rollout_id = 0
         self._may_ask_source = False
         self._source_is_dry = False
@@ -141,7 +121,7 @@ class AsyncProducer:
             self.bound,
             rollout_id=rollout_id,
             in_flight=[flight.born for flight in self.flights.values()],
-            ready=[ready.born for ready in self.ready],
+            ready=self.ready.births,
             batch_size=self.args.rollout_batch_size,
         )
 
@@ -154,21 +134,14 @@ class AsyncProducer:
 
     def take(self, num_groups: int) -> list[Group]:
         """The ``num_groups`` oldest ready groups."""
-        self.ready.sort()
-        batch = [ready.group for ready in self.ready[:num_groups]]
-        del self.ready[:num_groups]
         self._work.set()
-        return batch
+        return self.ready.take(num_groups)
 
     def settle_old(self, rollout_id: int) -> None:
         """Meet ready groups that are too old already, as --stale-group-policy says."""
-        if self.bound.limit is None:
-            return
-        for ready in [r for r in self.ready if self.bound.is_too_old(r.group, rollout_id)]:
-            if not self.bound.settle(ready.group, rollout_id):
-                self.ready.remove(ready)
-                self.data_buffer.add_samples([ready.group])
-                self._work.set()
+        for group in self.ready.take_too_old(rollout_id):
+            self.data_buffer.add_samples([group])
+            self._work.set()
 
     def check_that_groups_can_come(self, rollout_id: int) -> None:
         """Raise when nothing is in flight and nothing can be started.
@@ -203,24 +176,16 @@ class AsyncProducer:
         if count > 0:
             self._ask_source(int(count))
 
-    def take_seen(self) -> list[Group]:
-        """Every group that finished since the last call, dropped ones included."""
-        seen, self._seen = self._seen, []
-        return seen
-
     def take_metrics(self) -> dict[str, float]:
         """Counts since the last call, and what is under way now."""
         counts, self._counts = self._counts, Counter()
-        drops, self._drops = self._drops, MetricGatherer()
         held_back_s, self._held_back_s = self._held_back_s, 0.0
         return {
             "rollout/groups/issued": counts["issued"],
-            "rollout/groups/dropped": counts["dropped"],
             "rollout/groups/interrupted": counts["interrupted"],
             "rollout/groups/in_flight": len(self.flights),
-            "rollout/groups/ready": len(self.ready),
             "perf/time_rollout_held_back_s": held_back_s,
-            **drops.collect(),
+            **self.ready.take_metrics(),
         }
 
     # Starting groups
@@ -318,7 +283,10 @@ class AsyncProducer:
         try:
             group = task.result()
             if is_finished(group):
-                self._keep_or_drop(group, flight)
+                for sample in leaf_samples(group):
+                    versions = sample.weight_versions
+                    self.bound.clock.observe(version_number(versions[-1]) if versions else None)
+                self.ready.add(group, born=flight.born, num_outstanding=self._num_outstanding + 1)
             else:
                 self._go_on(group, flight)
         except Exception as error:  # callbacks have no caller; the next rollout raises it
@@ -329,26 +297,6 @@ class AsyncProducer:
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._news.set()
-
-    def _keep_or_drop(self, group: Group, flight: Flight) -> None:
-        ledger.finished(group)
-        self._seen.append(group)
-        for sample in leaf_samples(group):
-            self.bound.clock.observe(version_number(sample.weight_versions[-1]) if sample.weight_versions else None)
-        verdict = call_dynamic_filter(self._filter, self.args, group)
-        if should_drop_dynamic_filter_output(
-            verdict,
-            remaining_batch_size=self._num_outstanding + 1,
-            target_data_size=self.args.rollout_batch_size,
-        ):
-            ledger.filtered(group, verdict.reason)
-            self._drops.on_dynamic_filter_drop(verdict.reason)
-            self._counts["dropped"] += 1
-            return
-        oldest = oldest_version(group)
-        born = flight.born if oldest is None else oldest
-        self._num_finished += 1
-        self.ready.append(ReadyGroup(born, self._num_finished, group))
 
     def _go_on(self, group: Group, flight: Flight) -> None:
         """A push, or an engine, ended requests of the group: let it go on from the tokens it has."""

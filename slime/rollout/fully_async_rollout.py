@@ -129,7 +129,7 @@ class AsyncRolloutWorker:
 
     def _call_end_hooks(self, batch: list[Group]) -> None:
         """The two hooks that see a whole rollout."""
-        seen = self.producer.take_seen()
+        seen = self.producer.ready.take_seen()
         if path := getattr(self.args, "rollout_sample_filter_path", None):
             entry_points().load_function(path)(self.args, batch)
         if path := getattr(self.args, "rollout_all_samples_process_path", None):

@@ -329,7 +329,7 @@ def test_every_group_issued_is_trained_or_still_there(start_job):
     job = start_job(300, Script(length=straggling, seconds_per_token=0.001), max_staleness=2, rollout_batch_size=4)
     job.run_ahead(7)
     producer = fully_async_rollout._WORKERS[0].producer
-    held = [f.group for f in producer.flights.values()] + [r.group for r in producer.ready] + list(producer.spare)
+    held = [f.group for f in producer.flights.values()] + producer.ready.groups + list(producer.spare)
     names = job.trained_names() + Counter(group[0].group_index for group in held)
     assert names == Counter(range(job.source.sample_group_index))
 
