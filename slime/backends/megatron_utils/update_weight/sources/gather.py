@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-from slime.backends.megatron_utils.data import current_device
 
 # isort: split
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
+from slime.backends.megatron_utils.data import current_device
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.backends.megatron_utils.weight_maps import find_weight_map
