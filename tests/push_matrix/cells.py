@@ -31,7 +31,18 @@ LAYOUTS: dict[str, Layout] = {
 }
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
 """Dense, with experts, with latent attention."""
-SERVED = ("qwen2.5", "qwen3", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "kimi_k2", "minimax_m2")
+SERVED = (
+    "qwen2.5",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4",
+    "glm4_moe",
+    "deepseek_v3",
+    "kimi_k2",
+    "minimax_m2",
+    "qwen3_next",
+)
 """All that the installed SGLang can build on a CPU."""
 FAST: dict[str, Any] = {
     "families": ("qwen3_moe",),

@@ -30,6 +30,8 @@ from torch import Tensor
 
 from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
 
+Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+"""``chunk_gated_delta_rule`` of ``fla``: outputs [1, t, heads, dv] and the last state."""
 UNIT_EPSILON = 1e-6
 """Added to the squared length of a query or key before it is made a unit vector."""
 
@@ -50,13 +52,20 @@ def gated_delta_rule(
     kernel = fla_kernel() if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) else None
     if kernel is None:
         return chunked_delta_rule(query, key, value, log_decay, strength, rows)
+    return by_kernel(kernel, query, key, value, log_decay, strength, rows)
+
+
+def by_kernel(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, rows: PackedRows
+) -> Tensor:
+    """:func:`gated_delta_rule` by a kernel that wants a batch of one, and as many key heads as value heads."""
     repeats = value.size(2)
     out, _ = kernel(
         q=query.repeat_interleave(repeats, dim=1)[None],
         k=key.repeat_interleave(repeats, dim=1)[None],
         v=value.flatten(1, 2)[None],
         g=log_decay.flatten(1)[None],
-        beta=strength.flatten(1)[None],
+        beta=strength.to(value.dtype).flatten(1)[None],
         cu_seqlens=rows.cu_seqlens,
         use_qk_l2norm_in_kernel=True,
     )
@@ -64,7 +73,7 @@ def gated_delta_rule(
 
 
 @functools.cache
-def fla_kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+def fla_kernel() -> Kernel | None:
     """The Triton kernels of flash-linear-attention; None where the package is not installed."""
     if importlib.util.find_spec("fla") is None:
         return None

@@ -129,6 +129,17 @@ def test_bf16_is_computed_in_fp32():
     torch.testing.assert_close(out, exact.bfloat16())
 
 
+def test_a_kernel_is_given_a_batch_of_one_and_a_key_head_for_each_value_head():
+    given, rows = inputs(9), rows_of([0, 4, 9])
+
+    def kernel(*, q, k, v, g, beta, cu_seqlens, use_qk_l2norm_in_kernel):
+        assert use_qk_l2norm_in_kernel and cu_seqlens.dtype == torch.int64
+        tensors = [q[0], k[0], v[0][:, :, None], g[0][..., None], beta[0][..., None]]
+        return token_by_token(*tensors, cu_seqlens.tolist())[None, :, :, 0], None
+
+    torch.testing.assert_close(delta_rule.by_kernel(kernel, *given, rows), chunked_delta_rule(*given, rows))
+
+
 def test_the_kernels_are_not_asked_for_without_cuda(monkeypatch):
     def fail() -> None:
         raise AssertionError("looked for kernels")
