@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.backends.megatron_utils import cpu_platform
+from slime.backends.megatron_utils.flags.flag_words import flag_of
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -73,7 +74,7 @@ def in_words_of_flags(message: str, config_class: type) -> str:
 
 
 def _flag_of(field_name: str) -> str:
-    return "--" + attribute_of(field_name).replace("_", "-")
+    return flag_of(attribute_of(field_name))
 
 
 def num_stages_of_layout(layout: str) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.backends.megatron_utils.flags.flag_words import flag_of
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -204,7 +205,7 @@ def add_config_flag(
 ) -> None:
     """Add the flag (and its other spellings) of one field."""
     attribute = attribute_of(field.name)
-    options = ["--" + attribute.replace("_", "-"), *EXTRA_SPELLINGS.get(attribute, ())]
+    options = [flag_of(attribute), *EXTRA_SPELLINGS.get(attribute, ())]
     default = DEFAULTS.get(attribute, default_of(field))
     if is_switch(annotation):
         negatives = ["--no-" + option.removeprefix("--") for option in options]

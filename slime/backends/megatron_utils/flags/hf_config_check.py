@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.backends.megatron_utils.flags.flag_words import flag_of
 from slime.backends.megatron_utils.flags.hf_plain_check import attention_mismatches, softmax_router_mismatches
 from slime.backends.megatron_utils.flags.latent_arguments import latent_mismatches, sigmoid_router_mismatches
 from slime.backends.megatron_utils.flags.linear_arguments import has_linear_attention, linear_problems
@@ -103,7 +104,7 @@ def check_other_models(args: Namespace) -> None:
         if not folder or folder == args.hf_checkpoint or not (Path(folder) / "config.json").is_file():
             continue
         if problems := _mismatches(args, read_hf_config(folder)):
-            flag = "--ref-load" if folder == args.ref_load else _flag(attribute)  # --load falls back to it
+            flag = "--ref-load" if folder == args.ref_load else flag_of(attribute)  # --load falls back to it
             raise ConfigError(
                 f"{flag}: {folder} is another model than that of the flags:\n  "
                 + "\n  ".join(problems)
@@ -142,7 +143,7 @@ def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
             problems.append(f"{flag} is {actual}; {key} is {expected}")
 
     for key, attribute in _SIMPLE.items():
-        compare(key, _flag(attribute), config.get(key), getattr(args, attribute))
+        compare(key, flag_of(attribute), config.get(key), getattr(args, attribute))
     if not _is_all_experts(args):
         compare("intermediate_size", "--ffn-hidden-size", config.get("intermediate_size"), args.ffn_hidden_size)
     compare("num_key_value_heads", "--num-query-groups", _num_key_value_heads(args, config), args.num_query_groups)
@@ -160,10 +161,6 @@ def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
         state = "given" if args.untie_embeddings_and_output_weights else "not given"
         problems.append(f"--untie-embeddings-and-output-weights is {state}; tie_word_embeddings is {tied}")
     return problems
-
-
-def _flag(attribute: str) -> str:
-    return "--" + attribute.replace("_", "-")
 
 
 def _is_all_experts(args: Namespace) -> bool:

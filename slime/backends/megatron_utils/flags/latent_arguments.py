@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from slime.backends.megatron_utils.flags.flag_words import flag_of
 from slime.utils.errors import ConfigError
 
 YARN_DEFAULTS: dict[str, Any] = {
@@ -97,7 +98,7 @@ def derive_rope(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any
         if given:
             name = next(iter(given))
             raise ConfigError(
-                f"{_flag(name)} is {given[name]} without --multi-latent-attention, where it has no effect; "
+                f"{flag_of(name)} is {given[name]} without --multi-latent-attention, where it has no effect; "
                 "--use-rope-scaling stretches the positions of other models."
             )
         return {"rope_type": args.rope_type or "rope"}
@@ -192,8 +193,4 @@ def _dense_layer_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator
 
 def _difference(key: str, expected: Any, attribute: str, actual: Any) -> Iterator[str]:
     if expected is not None and actual is not None and expected != actual:
-        yield f"{_flag(attribute)} is {actual}; {key} is {expected}"
-
-
-def _flag(attribute: str) -> str:
-    return "--" + attribute.replace("_", "-")
+        yield f"{flag_of(attribute)} is {actual}; {key} is {expected}"

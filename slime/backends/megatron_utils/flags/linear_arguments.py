@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from slime.backends.megatron_utils.flags.flag_words import flag_of
 from slime.utils.errors import ConfigError
 
 SPECS = {
@@ -63,7 +64,7 @@ def derive_linear(args: Namespace, config: dict[str, Any] | None) -> dict[str, A
         given, expected = vars(args)[key], int(config.get(key) or default)
         if given not in (default, expected):
             raise ConfigError(
-                f"{_flag(key)} is {given}; config.json of --hf-checkpoint says {expected}; leave the flag out."
+                f"{flag_of(key)} is {given}; config.json of --hf-checkpoint says {expected}; leave the flag out."
             )
         derived[key] = expected
     expected_layers = hf_linear_layers(config, args.num_layers)
@@ -92,7 +93,7 @@ def check_linear_flags(args: Namespace) -> None:
         )
     frequency = args.linear_attention_freq
     if frequency is None:
-        changed = [_flag(key) for key, default in _SIZES.items() if vars(args)[key] != default]
+        changed = [flag_of(key) for key, default in _SIZES.items() if vars(args)[key] != default]
         if changed:
             raise ConfigError(
                 f"{', '.join(changed)} without --linear-attention-freq: no layer has linear attention; give it too."
@@ -140,7 +141,3 @@ def linear_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
         yield f"--apply-layernorm-1p is not given; the norms of a {kind} store the distance from one; give it."
     if args.allgather_cp:
         yield f"--allgather-cp is given; a {kind} has no sparse attention; drop it."
-
-
-def _flag(attribute: str) -> str:
-    return "--" + attribute.replace("_", "-")

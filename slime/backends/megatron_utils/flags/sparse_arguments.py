@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from slime.backends.megatron_utils.flags.flag_words import flag_of
 from slime.utils.errors import ConfigError
 
 SPARSE_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
@@ -53,7 +54,7 @@ def derive_indexer(args: Namespace, config: dict[str, Any] | None) -> dict[str, 
         given = vars(args)[attribute]
         if given not in (None, expected):
             raise ConfigError(
-                f"{_flag(attribute)} is {given}; config.json of --hf-checkpoint says {expected}; leave the flag out."
+                f"{flag_of(attribute)} is {given}; config.json of --hf-checkpoint says {expected}; leave the flag out."
             )
     return sizes
 
@@ -72,7 +73,7 @@ def check_sparse_flags(args: Namespace) -> None:
     for attribute in ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"):
         if vars(args)[attribute]:
             raise ConfigError(
-                f"{_flag(attribute)} is {vars(args)[attribute]}; the indexer is not trained: the choice of keys has "
+                f"{flag_of(attribute)} is {vars(args)[attribute]}; the indexer is not trained: the choice of keys has "
                 "no gradient. Leave the flag out."
             )
 
@@ -104,7 +105,3 @@ def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
             f"--context-parallel-size is {args.context_parallel_size} without --allgather-cp; the sparse attention of "
             f"{', '.join(architectures)} needs contiguous parts of the stream; give --allgather-cp."
         )
-
-
-def _flag(attribute: str) -> str:
-    return "--" + attribute.replace("_", "-")
