@@ -19,7 +19,7 @@ DATA = (
     Mutation(
         bug="all samples of a rollout are one group",
         target="slime.train_data.rewards:_identified",
-        old="    if nameless == 0:\n        return ids\n",
+        old="    if nameless == 0:\n        return named\n",
         new="    if nameless == 0:\n        return [0] * num_samples\n",
         tests=(f"{REWARDS}::test_groups_are_told_by_their_ids_wherever_their_samples_stand",),
         cells=(("dp2", "grpo"),),
