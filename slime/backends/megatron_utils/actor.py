@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -21,6 +19,7 @@ from slime.backends.megatron_utils import checkpoint, initialize, memory, reload
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
+from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
 from slime.backends.megatron_utils.forward import Reader, forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
@@ -67,7 +66,7 @@ class MegatronTrainRayActor(TrainWorker):
         memory.choose_memory_saver_hook()
         if args.offload_train and memory.is_memory_saver_active():
             reloadable_groups.make_groups_reloadable()
-        self._hf_config = _read_hf_config(args)
+        self._hf_config = read_config_json(args.hf_checkpoint or "")
         with timer("init"):
             self.model, self.optimizer, self.scheduler, iteration = initialize_model_and_optimizer(args, role)
             self.weights = ModelSwitch(self.model, role)
@@ -358,14 +357,3 @@ class MegatronTrainRayActor(TrainWorker):
         """A trainer that sleeps gives back what the groups that joined the shards took."""
         if self._is_asleep:
             reloadable_groups.release_communicators()
-
-
-def _read_hf_config(args: Namespace) -> dict[str, Any]:
-    path = Path(args.hf_checkpoint or "") / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"--hf-checkpoint is {args.hf_checkpoint!r}: its config.json cannot be read ({error}); it must be a local "
-            "Hugging Face folder"
-        ) from error

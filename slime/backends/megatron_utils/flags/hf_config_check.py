@@ -39,8 +39,8 @@ _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Where a config.json says how many layers of multi-token prediction the model has."""
 
 
-def read_hf_config(path: str) -> dict[str, Any]:
-    """``config.json`` of a checkpoint folder, its ``text_config`` laid over it where there is one.
+def read_config_json(path: str) -> dict[str, Any]:
+    """``config.json`` of a checkpoint folder, as it is.
 
     Raises:
         ConfigError: the folder or the file does not exist, or is no JSON object.
@@ -54,6 +54,16 @@ def read_hf_config(path: str) -> dict[str, Any]:
         raise ConfigError(f"{file} is not JSON ({error}); --hf-checkpoint needs a complete HF checkpoint.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a {type(config).__name__}; --hf-checkpoint needs a complete HF checkpoint.")
+    return config
+
+
+def read_hf_config(path: str) -> dict[str, Any]:
+    """``config.json`` of a checkpoint folder, its ``text_config`` laid over it where there is one.
+
+    Raises:
+        ConfigError: as :func:`read_config_json`.
+    """
+    config = read_config_json(path)
     return {**config, **(config.get("text_config") or {})}
 
 
