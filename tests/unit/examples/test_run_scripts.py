@@ -91,7 +91,12 @@ TINY = [
 @pytest.mark.parametrize(("script", "loop"), TINY, ids=lambda value: str(value) or "sync")
 def test_what_a_tiny_script_submits_passes_every_check(script, loop, tiny, monkeypatch):
     make_task(tiny / "task", seed=7)
-    for copy in ("sft", "tools/sft", "grpo-seed1", "grpo-seed1/hf/9"):  # any model folder will do where a trained one belongs
+    for copy in (
+        "sft",
+        "tools/sft",
+        "grpo-seed1",
+        "grpo-seed1/hf/9",
+    ):  # any model folder will do where a trained one belongs
         shutil.copytree(tiny / "task/hf", tiny / copy, dirs_exist_ok=True)
     job, environment = submitted(script, tiny, **({"LOOP": loop} if loop else {}))
     monkeypatch.chdir(REPO)
