@@ -71,7 +71,9 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Llama-3.2-3B-Instruct": _llama3(32.0),
     "MiniMax-M2": _MINIMAX_M2,
     "Qwen3-Next-80B-A3B-Instruct": _QWEN3_NEXT,
+    "Qwen3-Next-80B-A3B-Instruct-FP8": {**_QWEN3_NEXT, "quantization_config": _BLOCK_FP8},
     "Qwen3-Next-80B-A3B-Thinking": _QWEN3_NEXT,
+    "Qwen3-Next-80B-A3B-Thinking-FP8": {**_QWEN3_NEXT, "quantization_config": _BLOCK_FP8},
     "GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": _BLOCK_FP8},
 }
 

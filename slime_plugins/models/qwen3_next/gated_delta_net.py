@@ -72,12 +72,14 @@ class GatedNorm(torch.nn.Module):
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.weight = torch.nn.Parameter(torch.ones(size, **_factory(config)))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.is_summed_later = config.sequence_parallel
+        """With the other norms' gradients, at the end of the backward pass."""
+        self.weight.sequence_parallel = self.is_summed_later  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, gate: Tensor, tp_group: torch.distributed.ProcessGroup) -> Tensor:
         """[..., size] of the dtype of ``x``."""
         weight = self.weight
-        if not weight.sequence_parallel:  # otherwise summed with those of the other norms
+        if not self.is_summed_later:
             weight = copy_to_tensor_model_parallel_region(weight, group=tp_group)
         normed = F.rms_norm(x.float(), (x.size(-1),), weight.float(), self.eps)
         return (normed * F.silu(gate.float())).to(x.dtype)

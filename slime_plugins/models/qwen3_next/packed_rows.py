@@ -71,9 +71,12 @@ class PackedRows:
         conv_places = torch.arange(num_tokens) + gaps_before.repeat_interleave(lengths)
         starts = torch.tensor([*(begin for begin, _ in sequences), num_tokens])
         return cls(
-            *(index.to(device) for index in (chunk_tokens, chunk_places)),
-            tuple(chunks_of_step),
-            *(index.to(device) for index in (conv_tokens, conv_places, starts)),
+            chunk_tokens=chunk_tokens.to(device),
+            chunk_places=chunk_places.to(device),
+            chunks_of_step=tuple(chunks_of_step),
+            conv_tokens=conv_tokens.to(device),
+            conv_places=conv_places.to(device),
+            cu_seqlens=starts.to(device),
         )
 
     @classmethod
