@@ -40,6 +40,10 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
 
     metrics = parser.add_argument_group("metrics", "Metrics beyond the usual ones.")
     metrics.add_argument("--log-multi-turn", action="store_true", help="Metrics of turns within a response.")
-    metrics.add_argument("--log-passrate", action="store_true", help="pass@k of each rollout.")
+    metrics.add_argument(
+        "--log-passrate",
+        action="store_true",
+        help="pass@k of each rollout and evaluation, over the answers to each prompt.",
+    )
     metrics.add_argument("--log-reward-category", default=None, metavar="KEY", help="Entry of dict rewards to count.")
     metrics.add_argument("--log-correct-samples", action="store_true", help="Statistics of the samples with reward 1.")
