@@ -29,6 +29,14 @@ export RAY_AUTH_MODE=token
 # Nothing of this project is ever fetched by name: what a path does not hold is an error at once, not a download.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 
+# need_file FILE HINT: end with the hint, before anything is started, when a file that the script works with is missing.
+need_file() {
+    if [[ ! -e "$1" ]]; then
+        echo "$1 does not exist. $2" >&2
+        exit 2
+    fi
+}
+
 _RAY_PID=""
 _RAY_DIR=""
 _WATCHER_PID=""

@@ -11,6 +11,7 @@ source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 
 TINY_DIR="${TINY_DIR:-runs/tiny}"
 SAVE_DIR="${SAVE_DIR:-${TINY_DIR}/sft}"
+need_file "${TINY_DIR}/task/data/sft.jsonl" "Run make demo first, or name its folder in TINY_DIR."
 ROWS_PER_STEP=64
 WEAK_STEPS=40
 NUM_STEPS=$(($(wc -l <"${TINY_DIR}/task/data/sft.jsonl") / ROWS_PER_STEP))

@@ -17,6 +17,7 @@ TINY_DIR="${TINY_DIR:-runs/tiny}"
 SEED="${SEED:-1}"
 SAVE_DIR="${SAVE_DIR:-${TINY_DIR}/grpo-gpu-seed${SEED}}"
 LOOP="${LOOP:-sync}"
+need_file "${TINY_DIR}/task/hf/config.json" "Run make demo first, or name its folder in TINY_DIR."
 
 CKPT_ARGS=(
     --hf-checkpoint "${TINY_DIR}/task/hf"

@@ -26,6 +26,7 @@ from slime.planning.command import run_plan
 from slime.planning.plan import PlanOptions
 from slime.planning.recipe import read_recipe
 from slime.utils import env
+from slime.utils.errors import ConfigError
 from tools.cli import clean_exit
 
 
@@ -44,6 +45,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def read_lengths(file: str) -> tuple[int, ...]:
+    """The tokens of each sample of a rollout.
+
+    Raises:
+        ConfigError: the file is not there, or holds something else.
+    """
+    try:
+        lengths = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--lengths {file} cannot be read: {error}. It is a JSON list of numbers.") from error
+    if not isinstance(lengths, list) or not lengths or not all(isinstance(one, int) and one > 0 for one in lengths):
+        raise ConfigError(f"--lengths {file} holds no list of whole numbers above 0: the tokens of each sample.")
+    return tuple(lengths)
+
+
 def main() -> None:
     """The command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -59,7 +75,7 @@ def main() -> None:
         if words and words[0].endswith(".sh"):
             recipe = read_recipe(words[0], words[1:], Path(folder))
             words, environment = recipe.words, {**environment, **recipe.environment}
-        lengths = tuple(json.loads(Path(options.lengths).read_text())) if options.lengths else None
+        lengths = read_lengths(options.lengths) if options.lengths else None
         settings = PlanOptions(card=card, mfu=options.mfu, lengths=lengths, environment=environment)
         code = run_plan(words, settings, as_json=options.json, all_ranks=options.ranks)
     sys.exit(code)

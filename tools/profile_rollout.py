@@ -69,7 +69,7 @@ async def tell_workers(router_url: str, action: str, body: dict[str, Any]) -> li
                 response.raise_for_status()
                 urls = [worker["url"] for worker in (await response.json())["workers"]]
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            raise EngineError(f"{router_url}/workers does not list workers: {error!r}. Check --router-url.") from error
+            raise EngineError(f"{router_url}/workers does not list workers: {error}. Check --router-url.") from error
         if not urls:
             raise EngineError(f"The router {router_url} has no workers.")
 

@@ -12,6 +12,7 @@ import argparse
 import functools
 import http.server
 import json
+import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,13 @@ def read_traces(dump: Path) -> list[Any]:
     """``sample.trace`` of every sample of a dump; None for those without one."""
     import torch
 
-    return [sample.get("trace") for sample in torch.load(dump, weights_only=False)["samples"]]
+    try:
+        return [sample.get("trace") for sample in torch.load(dump, weights_only=False)["samples"]]
+    except (pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
+        raise DataError(
+            f"{dump} holds no samples ({type(error).__name__}: {str(error)[:100]}); it must be a file written by "
+            "--save-debug-rollout-data."
+        ) from error
 
 
 def page_data(title: str, tracks: Sequence[Track]) -> dict[str, Any]:

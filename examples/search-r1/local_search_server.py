@@ -92,6 +92,8 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
+    if not options.corpus.is_file():
+        parser.error(f"--corpus {options.corpus} is no file; give a text with one document a line")
     web.run_app(application(Retriever.of_file(options.corpus)), host=options.host, port=options.port)
 
 

@@ -96,6 +96,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the sampling")
     parser.add_argument("--fit-for-grpo", action="store_true", help="end with code 1 when it is no fit warm start")
     options = parser.parse_args()
+    for path in (options.hf / "config.json", options.data):
+        if not path.is_file():
+            parser.error(f"there is no file {path}")
     accuracy = measure(options.hf, options.data, greedy=options.greedy, seed=options.seed)
     print(
         f"{options.hf}: {accuracy.overall:.1%} right on held-out prompts; {accuracy.worked_share:.0%} worked "

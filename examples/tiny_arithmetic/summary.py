@@ -108,7 +108,10 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the --save folder of the run")
-    print(summarise(parser.parse_args().run))
+    options = parser.parse_args()
+    if not (options.run / FILE_NAME).is_file():
+        parser.error(f"{options.run} has no {FILE_NAME}; give the --save folder of a run")
+    print(summarise(options.run))
 
 
 if __name__ == "__main__":

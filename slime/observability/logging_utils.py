@@ -43,6 +43,8 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
     )
     for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    # Lines about FSDP at the import of Megatron, which nothing here uses.
+    logging.getLogger("megatron.core.distributed.fsdp").setLevel(logging.WARNING)
 
 
 def _new_run_facts(args: Namespace) -> dict[str, Any]:

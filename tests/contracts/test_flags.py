@@ -116,6 +116,8 @@ def test_the_flags_of_a_recipe_parse(recipe, tmp_path):
     rows = tmp_path / "task/data/sft.jsonl"
     rows.parent.mkdir(parents=True)
     rows.write_text("{}\n" * 640)
+    (tmp_path / "task/hf").mkdir()
+    (tmp_path / "task/hf/config.json").touch()
     words = ["env", f"TINY_DIR={tmp_path}", "bash", "-c", PRINT_INSTEAD_OF_RUNNING, str(recipe)]
     output = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=20, check=True)
     flags = output.stdout.split("\0")[:-1]

@@ -70,7 +70,10 @@ def test_every_row_has_flags_that_exist(loop: Loop, tmp_path: Path) -> None:
     repo = Path(__file__).parents[2]
     record = tmp_path / "words"
     shell = f'ray() {{ printf "%s\\n" "$@" >"{record}"; }}; export -f ray; exec {repo}/scripts/run-tiny-cpu.sh'
-    environment = dict(os.environ) | {"SLIME_SCRIPT_EXTERNAL_RAY": "1", "LOOP": loop.value}
+    (tmp_path / "task/hf").mkdir(parents=True)
+    (tmp_path / "task/hf/config.json").touch()  # what the script looks for
+    variables = {"SLIME_SCRIPT_EXTERNAL_RAY": "1", "LOOP": loop.value, "TINY_DIR": str(tmp_path)}
+    environment = dict(os.environ) | variables
     subprocess.run(["bash", "-c", shell], env=environment, check=True, timeout=60)
     words = record.read_text().splitlines()
     job = words[words.index("--") + 1 :]

@@ -33,7 +33,8 @@ def tiny(tmp_path):
     (tmp_path / "tools/sft").mkdir(parents=True)
     (tmp_path / "tools/sft/done").touch()
     make_tools(tmp_path / "tools", seed=7)
-    (tmp_path / "task").mkdir()
+    (tmp_path / "task/hf").mkdir(parents=True)
+    (tmp_path / "task/hf/config.json").touch()
     data = tmp_path / "tools/sums.jsonl"
     text = f"eval:\n  defaults:\n    input_key: prompt\n  datasets:\n    - name: held_out\n      path: {data}\n"
     (tmp_path / "task/eval.yaml").write_text(text)

@@ -1,5 +1,6 @@
 """The shell scripts: they parse, they stop only what they started, and installing twice does nothing twice."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -39,6 +40,15 @@ def test_free_ports_are_distinct() -> None:
 def test_a_script_ends_with_the_code_of_what_failed() -> None:
     assert lib("exit 7").returncode == 7
     assert lib("false").returncode == 1
+
+
+@pytest.mark.parametrize("script", ["run-tiny-cpu.sh", "run-tiny-gpu.sh", "run-tiny-cpu-sft.sh"])
+def test_a_script_without_what_the_demo_makes_starts_nothing_and_says_so(script: str, tmp_path: Path) -> None:
+    environment = dict(os.environ) | {"TINY_DIR": str(tmp_path / "nothing")}
+    command = [str(REPO / "scripts" / script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "nothing/task" in done.stderr and "Run make demo first" in done.stderr
 
 
 def test_a_cluster_that_the_caller_started_is_used_and_left_alone() -> None:
