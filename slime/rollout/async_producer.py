@@ -19,7 +19,7 @@ from typing import Any
 
 from slime.rollout.abort import stamp_start
 from slime.rollout.async_schedule import num_groups_allowed, num_groups_due
-from slime.rollout.groups import Group, first_index, is_finished, leaf_samples
+from slime.rollout.groups import Group, first_index, is_finished, leaf_samples, refuse_pending
 from slime.rollout.ready_groups import ReadyGroups
 from slime.rollout.replaceable import entry_points
 from slime.rollout.staleness import StalenessBound, oldest_version, version_number
@@ -306,6 +306,7 @@ class AsyncProducer:
         has_moved = num_tokens > flight.num_tokens or moment != flight.moment
         fruitless = 0 if has_moved else flight.fruitless + 1
         if fruitless >= MAX_FRUITLESS_ATTEMPTS:
+            refuse_pending(self.args, group)
             raise EngineError(
                 f"The group of sample {first_index(group)} came back unfinished {fruitless} times without a new "
                 "token, although no weights were pushed meanwhile. Engines abort requests that do not fit their "

@@ -12,12 +12,11 @@ from slime.rollout.filter_hub.base_types import (
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.groups import Group, first_index, has_response, is_finished, leaf_samples
+from slime.rollout.groups import Group, first_index, has_response, is_finished, leaf_samples, refuse_pending
 from slime.rollout.replaceable import entry_points
 from slime.rollout.staleness import bound_of
 from slime.rollout.state import GenerateState
-from slime.utils.errors import DataError, EngineError, HookError
-from slime.utils.types import Sample
+from slime.utils.errors import DataError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +116,7 @@ class GroupCollector:
         self._attempts[index] += 1
         if self._attempts[index] >= MAX_GROUP_ATTEMPTS:
             statuses = sorted({sample.status.value for sample in leaf_samples(group)})
-            path = getattr(self._args, "custom_generate_function_path", None)
-            if path and statuses == [Sample.Status.PENDING.value]:
-                raise HookError(
-                    f"--custom-generate-function-path {path} returned samples with status pending; it must set "
-                    "sample.status: COMPLETED, TRUNCATED or FAILED (Sample.append_response_tokens with the "
-                    "engine's meta_info does)."
-                )
+            refuse_pending(self._args, group)
             raise EngineError(
                 f"The group of sample {index} came back unfinished {self._attempts[index]} times (statuses: "
                 f"{', '.join(statuses)}) although the rollout was not over. Engines abort requests that do not fit "

@@ -6,9 +6,11 @@ generate function fanned that execution out (sub-agents, compacted contexts); th
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
+from slime.utils.errors import HookError
 from slime.utils.types import Sample
 
 Entry: TypeAlias = "Sample | list[Any]"
@@ -41,3 +43,17 @@ def first_index(group: Entry | Iterable[Any]) -> int:
 def has_response(group: Entry | Iterable[Any]) -> bool:
     """True when some sample of it already holds response tokens."""
     return any(sample.response_length > 0 for sample in leaf_samples(group))
+
+
+def refuse_pending(args: Namespace, group: Group) -> None:
+    """Name the generate function that left every sample of a group as it was; such a group never ends.
+
+    Raises:
+        HookError: all are pending, and ``--custom-generate-function-path`` made them.
+    """
+    path = getattr(args, "custom_generate_function_path", None)
+    if path and all(sample.status is Sample.Status.PENDING for sample in leaf_samples(group)):
+        raise HookError(
+            f"--custom-generate-function-path {path} returned samples with status pending; it must set sample.status: "
+            "COMPLETED, TRUNCATED or FAILED (Sample.append_response_tokens with the engine's meta_info does)."
+        )
