@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,15 @@ def test_every_hook_has_a_contract_and_is_found_by_its_short_name():
     assert find_hook("rollout-sample").flag == "--rollout-sample-hook-path"
 
 
+@pytest.fixture
+def root_level() -> Iterator[None]:
+    """The command silences the log of its process, which here is that of all tests."""
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
+
+
+@pytest.mark.usefixtures("root_level")
 def test_the_command_tells_by_its_exit_code(tmp_path, monkeypatch, capsys):
     good = write(tmp_path, monkeypatch, "def hook(args, group): return True")
     bad = write(tmp_path, monkeypatch, "def hook(args): return True")
