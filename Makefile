@@ -1,12 +1,20 @@
 # The two commands: `make demo` and `make test`.  Each makes .venv first when it is missing or its pins have changed.
 
-.PHONY: demo test faults matrix algorithms push-matrix install check
+.PHONY: test-dist demo test faults matrix algorithms push-matrix install check
 
 demo: install
 	@scripts/demo.sh
 
 test: install
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10 tests
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10 $(SUITE)
+
+# Several processes each: layouts, resumes, pushes, placement.  The suite has these files of them; all take longer than the
+# suite.
+# Folders one by one, because pytest drops a file that is named beside a folder around it.
+SUITE = $(filter-out tests/dist/ tests/__pycache__/,$(wildcard tests/*/)) $(DIST_IN_SUITE)
+DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py weight_push.py shard_buckets.py log_probs_tp.py)
+test-dist: install
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10 tests/dist/test_*.py
 
 # Engines and routers of real jobs, killed in the middle of a rollout: minutes each, on a machine with nothing else to do.
 faults: install

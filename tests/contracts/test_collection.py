@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -10,8 +11,12 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 
-def test_no_folder_with_tests_has_a_name_that_is_passed_over(request: pytest.FixtureRequest) -> None:
+def test_only_one_folder_with_tests_is_passed_over_and_make_names_its_files(request: pytest.FixtureRequest) -> None:
     patterns = request.config.getini("norecursedirs")
     folders = {part for file in TESTS.rglob("test_*.py") for part in file.relative_to(TESTS).parts[:-1]}
-    assert "dist" in folders
-    assert [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)] == []
+    assert [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)] == ["dist"]
+    makefile = (TESTS.parent / "Makefile").read_text()
+    assert "tests/dist/test_*.py" in makefile
+    named = re.search(r"addprefix tests/dist/test_,(.*)\)", makefile)
+    assert named is not None
+    assert [name for name in named[1].split() if not (TESTS / "dist" / f"test_{name}").exists()] == []
