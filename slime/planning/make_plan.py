@@ -53,7 +53,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     stages = [plan_stage(args, number, chunks, shape, sizes, settings) for number, chunks in enumerate(split)]
     trains = not args.debug_rollout_only
     places, groups = plan_engines(args, shape, sizes, hf_config, options, problems)
-    phases = plan_phases(args, sizes, stages, groups, options.card, trains=trains)
+    phases = plan_phases(args, sizes, stages, groups, trains=trains)
     host = plan_host(args, sizes, stages, places)
     num_gpus = plan_gpus(args).num_gpus
     return Plan(

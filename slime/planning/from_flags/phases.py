@@ -23,9 +23,8 @@ PINNED_SHARE = 1.15
 
 
 def plan_phases(
-    args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], groups: list[EngineGroupPlan], card: Card, *,
-    trains: bool,
-) -> GpuPhases:  # fmt: skip
+    args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], groups: list[EngineGroupPlan], *, trains: bool
+) -> GpuPhases:
     """The fullest card of each phase."""
     shares = args.colocate and bool(groups)
     is_wide = any(group.num_gpus_per_engine > 1 for group in groups)
