@@ -19,6 +19,8 @@ from slime.utils.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
+NAMING_S = 10
+"""How long a call that failed with its actor waits for the actor's name."""
 WATCH_GROUP = "watch"
 """Concurrency group in which an actor runs :meth:`stay_alive`, beside its real work."""
 
@@ -116,7 +118,9 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
         # The caller gets the error as it was raised over there; the remote traceback stays with it as its cause.
         raise (error.cause if isinstance(error.cause, Exception) else error) from error
     except RayActorError as error:
-        raise EngineError(f"an actor died during {what}: {error}") from error
+        # A call can fail before the sentinel of its actor does, which knows the name.
+        dead, _ = ray.wait(list(_sentinels), timeout=NAMING_S) if _sentinels else ([], [])
+        raise (_death(dead[0]) if dead else EngineError(f"an actor died during {what}: {error}")) from error
 
 
 def _death(ref: ray.ObjectRef) -> EngineError:
