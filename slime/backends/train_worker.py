@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from slime.utils import distributed_utils, env
 from slime.utils.errors import EngineError, WeightSyncError
-from slime.weights.receiver import FencedEngine, WeightReceiver
+from slime.weights.receiver import ExcludedEngine, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class TrainWorker(ABC):
     def update_weights(self) -> dict[str, float] | None:
         """Push the actor's weights to every connected engine.
 
-        Engines that do not take them are left out, see :meth:`fenced_engines`; the others hold just these weights.
+        Engines that do not take them are left out, see :meth:`excluded_engines`; the others hold just these weights.
 
         Returns:
             metrics of the push on the main rank, except before the first rollout.
@@ -152,7 +152,7 @@ class TrainWorker(ABC):
         """
         raise WeightSyncError(f"{type(self).__name__} cannot write weights for engines; run without --release-train")
 
-    def fenced_engines(self) -> list[FencedEngine]:
+    def excluded_engines(self) -> list[ExcludedEngine]:
         """The engines that the last push left out, also when it raised; they are paused and serve nothing."""
         return []
 

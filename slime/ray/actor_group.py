@@ -16,7 +16,7 @@ from slime.ray.trainer_env import trainer_environment
 from slime.ray.waiting import forget, wait_for, watch
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.utils.misc import Box
-from slime.weights.receiver import FencedEngine
+from slime.weights.receiver import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RayTrainGroup:
         self._manager: Any = None
         self._layouts: list[dict[str, int]] = []
         self.actors: list[Any] = []
-        self.fenced: list[FencedEngine] = []
+        self.fenced: list[ExcludedEngine] = []
         """The engines that the last push left out."""
         self.start_rollout_id: int = 0
 
@@ -203,9 +203,9 @@ class RayTrainGroup:
         )
         return results
 
-    def _ask_fenced(self) -> list[FencedEngine]:
+    def _ask_fenced(self) -> list[ExcludedEngine]:
         return wait_for(
-            self.actors[0].fenced_engines.remote(), what="the engines left out by the push", timeout_s=PUSH_MARGIN_S
+            self.actors[0].excluded_engines.remote(), what="the engines left out by the push", timeout_s=PUSH_MARGIN_S
         )
 
     def onload(self) -> None:

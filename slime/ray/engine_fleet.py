@@ -30,7 +30,7 @@ from slime.ray.server_group import EngineState
 from slime.ray.utils import Lock
 from slime.ray.waiting import wait_for
 from slime.utils.errors import EngineError
-from slime.weights.receiver import FencedEngine
+from slime.weights.receiver import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class EngineFleet:
         self._connected = list(self._offered)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def admit_updated_engines(self, fenced: Sequence[FencedEngine] = ()) -> None:
+    def admit_updated_engines(self, fenced: Sequence[ExcludedEngine] = ()) -> None:
         """The engines that the trainers were told of last hold the present weights: let the router know new ones.
 
         Args:
@@ -169,7 +169,7 @@ class EngineFleet:
     # Faults
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def leave_out_engines(self, fenced: Sequence[FencedEngine], policy: str) -> None:
+    def leave_out_engines(self, fenced: Sequence[ExcludedEngine], policy: str) -> None:
         """Take engines out of service that a push has fenced.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class FencedEngine:
+class ExcludedEngine:
     """An engine that a push left out.  It is paused, serves nothing, and waits to be refilled or dropped."""
 
     index: int

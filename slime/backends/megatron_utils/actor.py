@@ -40,7 +40,7 @@ from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch
-from slime.weights.receiver import FencedEngine, WeightReceiver
+from slime.weights.receiver import ExcludedEngine, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -346,7 +346,7 @@ class MegatronTrainRayActor(TrainWorker):
             self._reports.span(self._last_rollout_id, "update_weights", **written.metrics)
         return written if self.rank == 0 else None
 
-    def fenced_engines(self) -> list[FencedEngine]:
+    def excluded_engines(self) -> list[ExcludedEngine]:
         """The engines that the last push left out."""
         return self._pushes.fenced
 

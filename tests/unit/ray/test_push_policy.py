@@ -9,9 +9,9 @@ import pytest
 
 from slime.ray.train_loop import TrainJob
 from slime.utils.errors import WeightSyncError
-from slime.weights.receiver import FencedEngine
+from slime.weights.receiver import ExcludedEngine
 
-FENCED = [FencedEngine(1, "it holds other bytes")]
+FENCED = [ExcludedEngine(1, "it holds other bytes")]
 
 
 class Actor:
@@ -19,7 +19,7 @@ class Actor:
 
     def __init__(self, *outcomes: str) -> None:
         self.outcomes = list(outcomes)
-        self.fenced: list[FencedEngine] = []
+        self.fenced: list[ExcludedEngine] = []
         self.pushes: list[str] = []
 
     def update_weights(self, kind: str = "update") -> None:

@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.update_weight.sender import WeightSender
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.update_weight_from_disk import UpdateWeightFromDisk
 from slime.utils.errors import WeightSyncError
-from slime.weights.receiver import FencedEngine, WeightReceiver
+from slime.weights.receiver import ExcludedEngine, WeightReceiver
 
 
 class WeightPushes:
@@ -75,7 +75,7 @@ class WeightPushes:
         return {
             "perf/weight_push_s": report.elapsed_s,
             "perf/weight_push_bytes": float(report.num_bytes),
-            "perf/weight_push_fenced": float(len(report.fenced)),
+            "perf/weight_push_excluded": float(len(report.fenced)),
             **sender.extra_metrics(),
         }
 
@@ -98,7 +98,7 @@ class WeightPushes:
         return self.sender.write_weights()
 
     @property
-    def fenced(self) -> list[FencedEngine]:
+    def fenced(self) -> list[ExcludedEngine]:
         """The engines that the last push left out."""
         return list(self.sender.fenced) if self.sender is not None else []
 

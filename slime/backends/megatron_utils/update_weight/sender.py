@@ -41,7 +41,7 @@ from slime.backends.megatron_utils.update_weight.sources.shard_buckets import Sh
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import WeightSyncError
 from slime.weights.named_tensors import wire_dtype
-from slime.weights.receiver import FencedEngine, WeightReceiver
+from slime.weights.receiver import ExcludedEngine, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class WeightSender(ABC):
         self.timeout_s = float(args.weight_update_timeout_s)
         self.weight_version = first_version
         self.receivers: list[WeightReceiver] = []
-        self.fenced: tuple[FencedEngine, ...] = ()
+        self.fenced: tuple[ExcludedEngine, ...] = ()
         """Whom the last push left out, also when it raised."""
         self._source: BucketSource | None = None
         self._plain_source: BucketSource | None = None

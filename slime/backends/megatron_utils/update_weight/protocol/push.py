@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from slime.backends.megatron_utils.update_weight.protocol.roster import PushClock, Roster
-from slime.weights.receiver import FencedEngine
+from slime.weights.receiver import ExcludedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class PushReport:
     num_engines: int = 0
     """Engines that serve the new version."""
     num_attempts: int = 1
-    fenced: tuple[FencedEngine, ...] = ()
+    fenced: tuple[ExcludedEngine, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     """By step, meetings of all ranks included; "begin" and "hand over" are parts of "publish", the rest of which is
     filling buckets."""

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from slime.utils.errors import SlimeError
-from slime.weights.receiver import FencedEngine, Pending, WeightReceiver
+from slime.weights.receiver import ExcludedEngine, Pending, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,9 @@ class Roster:
                 self.reasons.setdefault(index, reason)
 
     @property
-    def fenced(self) -> tuple[FencedEngine, ...]:
+    def fenced(self) -> tuple[ExcludedEngine, ...]:
         """The engines left out, with their reasons."""
-        return tuple(FencedEngine(index, reason) for index, reason in sorted(self.reasons.items()))
+        return tuple(ExcludedEngine(index, reason) for index, reason in sorted(self.reasons.items()))
 
     def ask(
         self,
