@@ -5,8 +5,11 @@
 demo: install
 	@scripts/demo.sh
 
+# Tests that run at the same time; one of the real jobs takes up to 6 GiB of memory.
+WORKERS ?= 2
 test: install
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10 $(SUITE)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10 \
+		-n $(WORKERS) --dist loadfile $(SUITE)
 
 # Several processes each: layouts, resumes, pushes, placement.  The suite has these files of them; all take longer than the
 # suite.

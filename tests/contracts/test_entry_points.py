@@ -9,8 +9,6 @@ import pytest
 
 from tests.contracts.source_tree import REPO
 
-pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, on a busy machine
-
 
 @pytest.mark.parametrize("program", ["train.py", "train_async.py"])
 def test_a_misspelt_flag_is_shown_with_the_nearest_one(program):

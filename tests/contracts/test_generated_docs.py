@@ -5,11 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from tests.contracts.source_tree import REPO
-
-pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, on a busy machine
 
 
 def test_the_pages_of_flags_and_plug_ins_are_up_to_date():

@@ -12,8 +12,6 @@ from tests.contracts.reliability_table import AREAS, EDGES, OUTSIDE, UNTIMED, Ed
 from tests.contracts.source_tree import module_name, tree_of
 from tests.contracts.waits import Wait, rollout_side_files, waits_in, waits_of
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @cache
 def all_waits() -> tuple[Wait, ...]:

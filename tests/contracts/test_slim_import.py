@@ -9,8 +9,6 @@ import pytest
 
 from tests.contracts.source_tree import REPO
 
-pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, on a busy machine
-
 PROGRAM = """
 import importlib, importlib.abc, pkgutil, sys
 

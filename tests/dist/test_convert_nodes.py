@@ -13,7 +13,7 @@ from tests.unit.backends.megatron_utils.megatron_case import hf_flags, write_hf_
 
 REPO = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TYPED = r"""
 torchrun \

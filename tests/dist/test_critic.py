@@ -14,7 +14,7 @@ from tests.dist.critic_case import resume_critics, run_ppo
 from tests.dist.test_train_step_layouts import relative_errors
 from tests.dist.trainer_case import run_workers, write_model
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "two data-parallel ranks": (),

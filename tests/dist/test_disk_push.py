@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from disk_engine import DiskEngine
 from trainer_case import cut, make_args, make_train_data, run_workers, start_worker, write_model
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist]
 
 REPO = Path(__file__).resolve().parents[2]
 

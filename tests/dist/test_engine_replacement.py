@@ -27,7 +27,7 @@ from slime.utils.http_utils import close_http_client, post, set_post_transport
 from slime.utils.net import get_free_port
 from tests.dist.scripted_server import ScriptedEngineActor
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
 ARGS = Namespace(
     num_gpus_per_node=2,

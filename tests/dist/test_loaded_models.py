@@ -23,7 +23,7 @@ from tests.loaded_model.engine import LoadedModel
 from tests.loaded_model.rank import BLOCK_FP8
 from tests.matrix.case import FamilyCase, load_cases, read_tensors
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 TP_SIZE = 2
 BLOCK = 4

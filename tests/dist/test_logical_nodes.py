@@ -15,7 +15,7 @@ from tests.nodes.cluster import logical_nodes
 from tests.nodes.layouts import Layout, arguments, place
 from tests.unit.scripts.test_run_scripts import submitted
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 COLOCATED = (
     "--colocate --rollout-num-gpus 4 --actor-num-nodes 2 --actor-num-gpus-per-node 2 --num-gpus-per-node 2 "

@@ -11,7 +11,7 @@ from tests.dist.fault_engine import EngineHall
 from tests.dist.push_fault_case import MODES, Case, Outcome, digest_of, push_all
 from tests.matrix.pool import RankPool
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
 DIES = (
     "dies pause:before",

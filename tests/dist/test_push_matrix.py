@@ -7,7 +7,7 @@ import pytest
 from tests.matrix.case import load_cases
 from tests.push_matrix.cells import FAST, MODES, run_cells
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
 
 def test_every_mode_gives_the_engine_what_its_own_loader_makes_of_the_checkpoint() -> None:

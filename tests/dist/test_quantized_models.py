@@ -23,7 +23,7 @@ from tests.loaded_model.engine import LoadedModel
 from tests.loaded_model.rank import BLOCK_FP8
 from tests.matrix.case import load_cases, read_tensors
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 BLOCK = 4
 """Side of the blocks: it divides all sizes here, as 128 does those of real models."""

@@ -22,7 +22,7 @@ from slime.utils.http_utils import get_rollout_num_engines
 from tests.dist.scripted_server import ScriptedEngineActor
 from tests.scripted_engine.server import ScriptedEngine
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
 NUM_GPUS = 8
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from fake_engine import FakeEngine, NoEngine
 from trainer_case import cut, make_args, make_train_data, run_workers, start_worker, write_model
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
 
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 SMALL_BUCKETS = ("--update-weight-buffer-size", "20000")

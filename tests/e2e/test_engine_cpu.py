@@ -33,7 +33,7 @@ sys.path.insert(0, str(HERE))
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; engines on a GPU have tests of their own"),
 ]
 

@@ -17,7 +17,7 @@ from tests.e2e.test_job_cpu import grpo_flags, task  # noqa: F401  (the fixture)
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.faults,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path"),
 ]
 

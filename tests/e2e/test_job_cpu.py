@@ -22,7 +22,7 @@ from tests.e2e.job import JOBS, REPO, Job, records
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; scripts/run-tiny-gpu.sh is the GPU's"),
 ]
 

@@ -13,7 +13,7 @@ from slime.utils.net import get_current_node_ip, get_free_port
 
 REPO = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 
 
 def cluster(tmp_path: Path, hosts: list[str], expected: int, timeout_s: int) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(HERE))
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path"),
 ]
 

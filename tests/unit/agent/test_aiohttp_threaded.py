@@ -12,8 +12,6 @@ from aiohttp import web
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.utils.errors import EngineError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def make_app():
     async def hello(request):

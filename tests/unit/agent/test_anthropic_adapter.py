@@ -14,8 +14,6 @@ from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
 from tests.unit.agent.talking_engine import TalkingEngine
 
-pytestmark = pytest.mark.timeout(60)
-
 CALL = '<think>\nI need the tool.\n</think>\n\n<tool_call>\n{"name":"add","arguments":{"a":1,"b":2}}\n</tool_call>'
 TOOL = {"name": "add", "description": "a + b", "input_schema": {"type": "object", "properties": {"a": {}, "b": {}}}}
 QUESTION = {

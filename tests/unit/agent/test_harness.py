@@ -18,8 +18,6 @@ from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 from tests.unit.agent.talking_engine import TalkingEngine
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class NoteTaking:
     """A sandbox where every command succeeds unless ``fails`` names a part of it."""

@@ -16,8 +16,6 @@ from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
 from tests.unit.agent.talking_engine import EOS, TalkingEngine
 
-pytestmark = pytest.mark.timeout(60)
-
 TOOLS = [
     {
         "type": "function",

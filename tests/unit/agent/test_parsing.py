@@ -8,8 +8,6 @@ from slime.agent.parsing import parse_model_output, parse_tool_uses, parse_xml_t
 from slime.backends.sglang_utils import cpu_shim
 from slime.utils.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(120)  # the first use imports SGLang
-
 
 @pytest.fixture(scope="module")
 def sglang():

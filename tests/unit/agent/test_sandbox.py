@@ -19,8 +19,6 @@ from slime.agent.sandbox import (
 from slime.agent.sandbox import e2b as e2b_module
 from slime.utils.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_both_are_sandboxes():
     assert isinstance(LocalSandbox(), Sandbox) and isinstance(E2BSandbox("image"), Sandbox)

@@ -13,8 +13,6 @@ from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 from slime.utils.types import Sample
 from tests.unit.agent.talking_engine import TalkingEngine, make_tokenizer
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def policy(prompt):
     result = re.findall(r"<tool_response>(.*?)</tool_response>", prompt)

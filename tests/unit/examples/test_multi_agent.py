@@ -11,8 +11,6 @@ from examples.multi_agent import rollout_with_multi_agents as example
 from slime.rollout.sglang_rollout import generate_and_rm, generate_and_rm_group
 from slime.utils.types import Sample
 
-pytestmark = pytest.mark.timeout(60)
-
 PATH = "examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents"
 PARAMS = {"temperature": 1.0, "max_new_tokens": 60}
 QUESTION = "1+1+1+1+1 mod 10"

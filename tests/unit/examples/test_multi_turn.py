@@ -13,8 +13,6 @@ from slime.utils.http_utils import post
 from slime.utils.types import Sample
 from tests.unit.agent.talking_engine import make_tokenizer
 
-pytestmark = pytest.mark.timeout(60)
-
 PARAMS = {"temperature": 1.0, "max_new_tokens": 200}
 DIALOGUE = [("ask 1", "one"), ("ask 2", "two"), ("done", None)]
 

@@ -13,8 +13,6 @@ from examples.retool.tool_sandbox import Limits, PythonSandbox, run_program
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.types import Sample
 
-pytestmark = pytest.mark.timeout(60)
-
 SMALL = Limits(time_s=1, memory_mib=256, output_characters=200)
 
 

@@ -17,8 +17,6 @@ from slime.utils.async_utils import run
 from slime.utils.types import Sample
 
 REPO = Path(__file__).parents[3]
-pytestmark = pytest.mark.timeout(60)
-
 FACTS = ["pet of Kiv is Lum", "code of Lum is 74", "pet of Bab is Zof", "code of Zof is 11"]
 
 

@@ -124,7 +124,6 @@ def shape_of(args: Namespace) -> ModelShape:
     return ModelShape.from_args(args, GLM52_CONFIG)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_holds_what_megatron_builds(case, megatron_counts, glm52_folder):
     args = parse(*flags_of(case, glm52_folder), "--bf16")

@@ -14,7 +14,7 @@ from slime.backends.sglang_utils.arguments import (
 )
 from slime.utils.errors import ConfigError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

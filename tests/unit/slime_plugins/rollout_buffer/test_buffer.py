@@ -11,8 +11,6 @@ from slime.utils.errors import ConfigError
 from slime_plugins.rollout_buffer.buffer import RolloutBuffer, create_app
 from slime_plugins.rollout_buffer.registry import load_generators
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def item(instance_id, reward=1.0, **more):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

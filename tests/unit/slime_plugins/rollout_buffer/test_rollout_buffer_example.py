@@ -20,8 +20,6 @@ from slime_plugins.rollout_buffer.buffer import create_app
 from slime_plugins.rollout_buffer.generator.base_generator import read_instances
 from tests.unit.agent.talking_engine import make_tokenizer
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class ChatEngine:
     """Answers "the sum is in the box", in two pieces: each answer is aborted once."""

@@ -1,0 +1,63 @@
+"""Clean-up after tests that fail: their processes end with them, and nobody else's.
+
+A test that runs into its limit fails alone (``timeout_method = "signal"``), but what it started goes on: servers,
+ranks of a job, a Ray.  Every process inherits a mark from the test process that started it, so what a failed test has
+left behind is found however far it has detached itself.  Processes of fixtures that later tests share are older than
+the test and stay.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+MARK = "SLIME_TEST_PROCESS"
+"""Environment variable whose value names the test process: one for each worker of pytest-xdist."""
+CLOCK_TOLERANCE_S = 0.1
+"""Start times of processes come in ticks of 10 ms."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[MARK] = uuid.uuid4().hex
+
+
+def processes_since(start_s: float) -> list[psutil.Process]:
+    """Return the live processes that this test process started, directly or not, after ``start_s`` (epoch seconds)."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.environ().get(MARK) == os.environ[MARK] and process.pid != os.getpid()
+            if is_ours and process.create_time() > start_s - CLOCK_TOLERANCE_S:
+                found.append(process)
+        except psutil.Error:
+            continue  # it has ended, or is not ours to read
+    return found
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    """Kill these processes and wait until they are gone."""
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.Error:
+            continue  # it has ended
+    psutil.wait_procs(processes, timeout=10)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    start_s = time.time()
+    try:
+        return (yield)
+    except BaseException:
+        kill_all(processes_since(start_s))
+        raise
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    kill_all(processes_since(0.0))
