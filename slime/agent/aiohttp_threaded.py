@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, ProcessError
 from slime.utils.http_utils import close_http_client
 
 __all__ = ["AppHandle", "FilteredAccessLogger", "run_app_in_thread"]
@@ -52,7 +52,7 @@ class AppHandle:
         """Stop listening, end open requests, end the thread.  Does nothing the second time.
 
         Raises:
-            EngineError: the thread did not end in time.
+            DeadlineError: the thread did not end in time.
         """
         if not self.loop.is_closed():
             try:
@@ -61,7 +61,7 @@ class AppHandle:
                 return
         self.thread.join(timeout_sec)
         if self.thread.is_alive():
-            raise EngineError(f"The server at {self.host}:{self.port} did not end within {timeout_sec:.0f} s.")
+            raise DeadlineError(f"The server at {self.host}:{self.port} did not end within {timeout_sec:.0f} s.")
 
 
 def run_app_in_thread(
@@ -84,7 +84,8 @@ def run_app_in_thread(
         runner_kwargs: passed to ``aiohttp.web.AppRunner``.
 
     Raises:
-        EngineError: it does not listen within ``start_timeout_sec``; the cause is what the server raised.
+        DeadlineError: it does not listen within ``start_timeout_sec``.
+        ProcessError: it cannot listen; the cause is what the server raised.
     """
     ready = threading.Event()
     made: list[AppHandle] = []
@@ -127,8 +128,8 @@ def run_app_in_thread(
     thread = threading.Thread(target=main, name=thread_name, daemon=True)
     thread.start()
     if not ready.wait(start_timeout_sec):
-        raise EngineError(f"The server at {host}:{port} did not listen within {start_timeout_sec:.0f} s.")
+        raise DeadlineError(f"The server at {host}:{port} did not listen within {start_timeout_sec:.0f} s.")
     if not made:
         cause = failures[0] if failures else None
-        raise EngineError(f"The server cannot listen at {host}:{port}: {cause!r}. Is the port taken?") from cause
+        raise ProcessError(f"The server cannot listen at {host}:{port}: {cause!r}. Is the port taken?") from cause
     return made[0]

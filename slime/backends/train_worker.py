@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils import distributed_utils, env
-from slime.utils.errors import EngineError, WeightSyncError
+from slime.utils.errors import ProcessError, WeightSyncError
 from slime.weights.receiver import ExcludedEngine, WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -64,10 +64,10 @@ class TrainWorker(ABC):
         On a machine without CUDA the backend is gloo whatever ``--distributed-backend`` says.
 
         Raises:
-            EngineError: ``set_rendezvous`` was not called.
+            ProcessError: ``set_rendezvous`` was not called.
         """
         if not hasattr(self, "rank"):
-            raise EngineError("This trainer has no rendezvous yet; call set_rendezvous() before init().")
+            raise ProcessError("This trainer has no rendezvous yet; call set_rendezvous() before init().")
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(self.local_rank)

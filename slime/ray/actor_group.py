@@ -14,7 +14,7 @@ from slime.ray.placement_group import GpuSlice, strategy_for
 from slime.ray.train_actor import remote_class
 from slime.ray.trainer_env import trainer_environment
 from slime.ray.waiting import forget, wait_for, watch
-from slime.utils.errors import EngineError, WeightSyncError
+from slime.utils.errors import CheckpointError, WeightSyncError
 from slime.utils.misc import Box
 from slime.weights.receiver import ExcludedEngine
 
@@ -75,7 +75,9 @@ class RayTrainGroup:
             "init", self.args, self.role, self.with_ref, self.with_opd_teacher, what="model set-up"
         )
         if len(set(start_ids)) != 1:
-            raise EngineError(f"{self.role} ranks resumed at different rollouts: {start_ids}; the checkpoint is torn")
+            raise CheckpointError(
+                f"{self.role} ranks resumed at different rollouts: {start_ids}; the checkpoint is torn"
+            )
         self.start_rollout_id = start_ids[0]
         return self.start_rollout_id
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.placement_group import GpuSlice
-from slime.utils.errors import EngineError
+from slime.utils.errors import CheckpointError, ConfigError
 
 
 def create_critic(args: Namespace, gpus: GpuSlice, actor: RayTrainGroup) -> RayTrainGroup:
@@ -26,12 +26,12 @@ def create_critic(args: Namespace, gpus: GpuSlice, actor: RayTrainGroup) -> RayT
         actor: created before; the critic must go on with the same rollout and share the work alike.
 
     Raises:
-        EngineError: it does not.
+        CheckpointError: it does not.
     """
     critic = RayTrainGroup(args.critic_args, args.critic_num_nodes, args.critic_num_gpus_per_node, gpus, role="critic")
     start = critic.create()
     if start != actor.start_rollout_id:
-        raise EngineError(
+        raise CheckpointError(
             f"the actor goes on with rollout {actor.start_rollout_id} and the critic with rollout {start}: their "
             "checkpoints are not of one save. Name one that both have with --ckpt-step."
         )
@@ -56,7 +56,7 @@ def deal_values(
         one entry per actor rank; None on those that compute no advantages.
 
     Raises:
-        EngineError: no critic rank trains on the samples of some actor rank.
+        ConfigError: no critic rank trains on the samples of some actor rank.
     """
     by_place = {
         (rank["dp_rank"], rank["cp_rank"]): value
@@ -65,7 +65,7 @@ def deal_values(
     }
     sizes = [{(rank["dp_size"], rank["cp_size"]) for rank in ranks} for ranks in (critic_ranks, actor_ranks)]
     if sizes[0] != sizes[1]:
-        raise EngineError(
+        raise ConfigError(
             f"the critic has (data, context) parallel sizes {sizes[0]} and the actor {sizes[1]}; they must be equal"
         )
     return [by_place[rank["dp_rank"], rank["cp_rank"]] if rank["is_last_stage"] else None for rank in actor_ranks]

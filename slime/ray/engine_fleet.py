@@ -29,7 +29,7 @@ from slime.ray.rollout_servers import (
 from slime.ray.server_group import EngineState
 from slime.ray.utils import Lock
 from slime.ray.waiting import wait_for
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, ProcessError
 from slime.weights.receiver import ExcludedEngine
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class EngineFleet:
         for group in self._groups:
             if group.given_up is not None:
                 advice = GIVE_UP_ADVICE[self.args.use_fault_tolerance]
-                raise EngineError(f"{group.given_up}. The run cannot go on; {advice}.")
+                raise EngineDiedError(f"{group.given_up}. The run cannot go on; {advice}.")
 
     def _watching_engines(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` beside a check that router and engines still live.
@@ -251,7 +251,7 @@ class EngineFleet:
                         raise
                 self._look_after_engines()
                 if time.monotonic() > deadline:
-                    raise EngineError(
+                    raise DeadlineError(
                         f"the rollout function has run for {self.args.rollout_timeout_s:.0f} s "
                         "(--rollout-timeout-s) and has not returned"
                     )
@@ -271,14 +271,14 @@ class EngineFleet:
                 continue
             dead = f"the router {server.router.url} of model {server.config.name!r} {problem}"
             if not tolerant or server.router.process is None:
-                raise EngineError(f"{dead}. The rollout cannot go on; {GIVE_UP_ADVICE[tolerant]}.")
+                raise EngineDiedError(f"{dead}. The rollout cannot go on; {GIVE_UP_ADVICE[tolerant]}.")
             logger.error("%s: it is started again", dead)
             server.restart_router(self.args)
         self._raise_if_given_up()
         if tolerant:
             return
         if dead_engine := first_dead_engine(self._groups, timeout_s=ENGINE_CHECK_INTERVAL_S):
-            raise EngineError(f"{dead_engine}. The rollout cannot go on; {GIVE_UP_ADVICE[False]}.")
+            raise EngineDiedError(f"{dead_engine}. The rollout cannot go on; {GIVE_UP_ADVICE[False]}.")
 
     def _router_problem(self, router: RouterHandle, *, ask: bool) -> str | None:
         """What keeps a router from its work, as the end of a sentence; None for nothing.
@@ -348,7 +348,7 @@ class EngineFleet:
         for group, index, ref in asked:
             try:
                 wait_for(ref, what=f"{method} of {group.name_of(index)}", timeout_s=deadline_s - time.monotonic())
-            except (EngineError, RayError) as error:
+            except (ProcessError, RayError) as error:
                 group.replace(index, str(error))
 
     def _on_engines(self, engines: list[Any], method: str, **keywords: Any) -> list[Any]:

@@ -22,7 +22,7 @@ class RayPending:
         """The answer.
 
         Raises:
-            EngineError: the engine died, refused, or did not answer within ``timeout_s`` seconds.
+            ProcessError: the engine died, refused, or did not answer within ``timeout_s`` seconds.
         """
         return wait_for(self.ref, what=self.what, timeout_s=timeout_s)
 

@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 
 from slime.ray.server_group import EngineState, ServerGroup
 from slime.ray.waiting import wait_for
-from slime.utils.errors import EngineError
+from slime.utils.errors import ProcessError
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class RolloutHealthMonitor:
                 what=f"the health of {self._group.name_of(index)}",
                 timeout_s=max(0.1, deadline_s - time.monotonic()),
             )
-        except (EngineError, RayError) as error:
+        except (ProcessError, RayError) as error:
             return f"{error}"
         return None
 

@@ -25,7 +25,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.ledger.books import open_books
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
@@ -88,7 +88,7 @@ class RolloutManager(EngineFleet, Watched):
             log_rollout(self.args, rollout_id, samples, metrics, seconds)
             return None
         if self._parallel is None:
-            raise EngineError("generate() was called before the trainer said how it is laid out")
+            raise ProcessError("generate() was called before the trainer said how it is laid out")
         train_data = train_data_from_samples(self.args, samples)
         per_rank, schedule = split_for_ranks(self.args, train_data, self._parallel)
         log_rollout(self.args, rollout_id, samples, metrics, seconds)

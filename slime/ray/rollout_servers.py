@@ -60,7 +60,7 @@ class RolloutServer:
         """Start the router again at its old address and tell it of the engines that serve.
 
         Raises:
-            EngineError: it does not start, or does not list an engine.
+            ProcessError: it does not start, or does not list an engine.
         """
         assert self.router is not None
         self.router = restart_model_router(args, self.config, self.router)
@@ -154,7 +154,7 @@ def wait_until_serving(args: Namespace, starting: list[ray.ObjectRef]) -> None:
     """Until every engine that is starting answers.
 
     Raises:
-        EngineError: an engine ended or did not answer within ``--engine-start-timeout-s``.
+        ProcessError: an engine ended or did not answer within ``--engine-start-timeout-s``.
     """
     if starting:
         # The engines keep their own deadline; this one only catches an actor that never ran.

@@ -30,7 +30,7 @@ from slime.ray.engine_actor import start_engine_actor
 from slime.ray.placement_group import GpuSlice
 from slime.ray.server_addresses import PortCursors, allocate_addresses
 from slime.ray.waiting import wait_for
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, ProcessError
 from slime.utils.net import format_host_port
 
 logger = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class ServerGroup:
         for ref in done:
             try:
                 sentence = wait_for(ref, what="an engine's state", timeout_s=10)
-            except EngineError as error:
+            except ProcessError as error:
                 sentence = str(error)
             if sentence:
                 found.setdefault(asked[ref], sentence)
@@ -303,7 +303,7 @@ class ServerGroup:
         if self.router is not None and url is not None:
             try:
                 unregister_worker(ServerControl(self.router.url, name="the router"), url)
-            except EngineError as error:
+            except ProcessError as error:
                 logger.warning("%s stays in the router's list: %s", self.name_of(index), error)
         first = index * self.nodes_per_engine
         actors = [actor for actor in self.actors_of(index) if actor is not None]
@@ -324,16 +324,17 @@ class ServerGroup:
         """Until no engine is starting.
 
         Raises:
-            EngineError: one still is after ``timeout_s`` seconds, or one cannot be replaced.
+            DeadlineError: one still is after ``timeout_s`` seconds.
+            EngineDiedError: one cannot be replaced.
         """
         with self._changed:
             settled = self._changed.wait_for(
                 lambda: self.given_up is not None or not self.indices(EngineState.STARTING), timeout_s
             )
         if self.given_up is not None:
-            raise EngineError(self.given_up)
+            raise EngineDiedError(self.given_up)
         if not settled:
-            raise EngineError(
+            raise DeadlineError(
                 f"{self.name_of(self.indices(EngineState.STARTING)[0])} is still starting after {timeout_s:.0f} s "
                 "(--engine-start-timeout-s); look at its log"
             )

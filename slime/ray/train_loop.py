@@ -26,7 +26,7 @@ from slime.ray.released_group import ReleasedTrainGroup
 from slime.ray.rollout import DEADLINE_MARGIN_S, create_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import forget_all, wait_for, watch
-from slime.utils.errors import ConfigError, EngineError, WeightSyncError
+from slime.utils.errors import ConfigError, ProcessError, WeightSyncError
 from slime.utils.misc import Box, should_run_periodic_action
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class TrainJob:
         try:
             self.actor.resend_weights(engines)
             self._failed_resends = 0
-        except (EngineError, WeightSyncError) as error:
+        except (ProcessError, WeightSyncError) as error:
             # It may have died as well: then its monitor replaces it, and we are called again.
             self._failed_resends += 1
             if self._failed_resends >= MAX_FAILED_RESENDS:
@@ -227,7 +227,7 @@ class TrainJob:
         assert self.actor is not None
         try:
             self.actor.update_weights()
-        except (EngineError, WeightSyncError) as error:
+        except (ProcessError, WeightSyncError) as error:
             # Once more with others in the place of those that failed; a failure of the trainer's stays one.
             if not self._replaces_engines:
                 raise

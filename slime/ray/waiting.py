@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ def wait_for(
         meanwhile: called every ``meanwhile_every_s`` seconds while the wait goes on; what it raises ends the wait.
 
     Raises:
-        EngineError: the deadline passed, or an actor died.
+        DeadlineError: the deadline passed.
+        EngineDiedError: an actor died.
         Exception: the remote call's own error, as soon as the first of the calls fails.
     """
     single = isinstance(refs, ray.ObjectRef)
@@ -86,7 +87,7 @@ def wait_for(
     while pending:
         now = time.monotonic()
         if now - start >= timeout_s:
-            raise EngineError(
+            raise DeadlineError(
                 f"waited {timeout_s:.0f} s for {what}: {len(pending)} of {len(ordered)} calls have not returned. "
                 "Raise the matching --*-timeout-s flag if the work is truly that long; "
                 "otherwise look at the log of the actor that hangs."
@@ -113,20 +114,20 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
     try:
         return ray.get(ref, timeout=60)
     except GetTimeoutError as error:
-        raise EngineError(f"the result of {what} is ready but could not be fetched within 60 s: {error}") from error
+        raise DeadlineError(f"the result of {what} is ready but could not be fetched within 60 s: {error}") from error
     except RayTaskError as error:
         # The caller gets the error as it was raised over there; the remote traceback stays with it as its cause.
         raise (error.cause if isinstance(error.cause, Exception) else error) from error
     except RayActorError as error:
         # A call can fail before the sentinel of its actor does, which knows the name.
         dead, _ = ray.wait(list(_sentinels), timeout=NAMING_S) if _sentinels else ([], [])
-        raise (_death(dead[0]) if dead else EngineError(f"an actor died during {what}: {error}")) from error
+        raise (_death(dead[0]) if dead else EngineDiedError(f"an actor died during {what}: {error}")) from error
 
 
-def _death(ref: ray.ObjectRef) -> EngineError:
+def _death(ref: ray.ObjectRef) -> EngineDiedError:
     name = _sentinels.pop(ref)
     try:
         ray.get(ref, timeout=10)
     except RayError as error:
-        return EngineError(f"{name} died: {error}")
-    return EngineError(f"{name} ended by itself")
+        return EngineDiedError(f"{name} died: {error}")
+    return EngineDiedError(f"{name} ended by itself")

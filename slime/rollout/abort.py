@@ -16,7 +16,7 @@ from slime.rollout.control_client import control_get, control_post
 from slime.rollout.groups import Group, is_finished, leaf_samples
 from slime.rollout.replaceable import entry_points
 from slime.rollout.waiting import DEFAULT_ROLLOUT_TIMEOUT_S, DeadlineExceeded, LongWait
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, ProcessError
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
         samples stamped with ``metadata["start_rollout_id"]``; otherwise nothing.
 
     Raises:
-        EngineError: something was still pending after ``timeout_s`` (``--rollout-timeout-s`` by default).
+        DeadlineError: something was still pending after ``timeout_s`` (``--rollout-timeout-s`` by default).
     """
     state = entry_points().GenerateState(args)
     state.aborted = True
@@ -85,7 +85,7 @@ async def abort_engines(args: Namespace) -> None:
     async def abort_one(url: str) -> None:
         try:
             await control_post(f"{url}/abort_request", {"abort_all": True})
-        except EngineError as error:
+        except ProcessError as error:
             logger.warning("Engine %s did not take the abort: %s", url, error)
 
     await asyncio.gather(*(abort_one(url) for url in await worker_urls(args)))
@@ -97,7 +97,7 @@ async def engine_loads(args: Namespace) -> dict[str, int | None]:
     async def load_of(url: str) -> int | None:
         try:
             return count_requests(await control_get(f"{url}/v1/loads?include=core"))
-        except (EngineError, KeyError, TypeError, ValueError) as error:
+        except (ProcessError, KeyError, TypeError, ValueError) as error:
             logger.debug("Engine %s does not tell its load: %s", url, error)
             return None
 
@@ -138,16 +138,16 @@ async def _wait_until_idle(args: Namespace, *, repeat_s: float) -> None:
         await abort_engines(args)
 
 
-async def timeout_error(args: Namespace, what: str, wait: LongWait, num_done: int, num_wanted: int) -> EngineError:
+async def timeout_error(args: Namespace, what: str, wait: LongWait, num_done: int, num_wanted: int) -> DeadlineError:
     """The error for a wait whose deadline passed: how far it came, and which engines still hold requests."""
     state = entry_points().GenerateState(args)
     pending = sum(not task.done() for task in state.pendings)
     try:
         loads = await asyncio.wait_for(engine_loads(args), timeout=10)
         busy = ", ".join(f"{url} ({'unknown' if n is None else n})" for url, n in loads.items() if n != 0)
-    except (EngineError, TimeoutError) as error:
+    except (ProcessError, TimeoutError) as error:
         busy = f"unknown, the router did not answer ({error})"
-    return EngineError(
+    return DeadlineError(
         f"{what} did not end within {wait.timeout_s:.0f} s: {num_done} of {num_wanted} are done, {pending} groups "
         f"pending; engines that hold requests: {busy or 'none, so a custom generate or reward function is stuck'}. "
         "Look at the logs of these engines, or raise --rollout-timeout-s."

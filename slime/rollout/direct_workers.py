@@ -26,7 +26,7 @@ from typing import Any
 
 from slime.rollout.control_client import control_get
 from slime.rollout.engine_faults import request_retries, tolerates_faults
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, ProcessError
 from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post
 from slime.utils.misc import SingletonMeta
 from slime.utils.sglang_meta import decode_generate_answer
@@ -173,7 +173,7 @@ async def post_to_worker(args: Namespace, payload: dict[str, Any], *, routing_ke
     prefix = _prefix(payload)
     attempts = max(_ATTEMPTS, request_retries(args)) if tolerates_faults(args) else _ATTEMPTS
     failed: list[str] = []
-    last_error: EngineError | None = None
+    last_error: ProcessError | None = None
     for attempt in range(attempts):
         if attempt:
             await asyncio.sleep(_RETRY_WAIT_S)
@@ -181,7 +181,7 @@ async def post_to_worker(args: Namespace, payload: dict[str, Any], *, routing_ke
             urls = await picker.urls(refresh=attempt > 0)
         except NotForWorkers:
             raise
-        except EngineError as error:  # the router may be starting again
+        except ProcessError as error:  # the router may be starting again
             last_error = error
             continue
         # Those that failed are asked again when all have: they may have been replaced at their old address.
@@ -195,7 +195,7 @@ async def post_to_worker(args: Namespace, payload: dict[str, Any], *, routing_ke
             return await post(
                 f"{url}/generate", payload, max_retries=_POST_RETRIES_PER_WORKER, decode=decode_generate_answer
             )
-        except EngineError as error:
+        except ProcessError as error:
             if isinstance(error, HttpStatusError) and error.status not in RETRIED_STATUSES:
                 raise  # the request is at fault, and would be everywhere
             logger.warning("Worker %s failed (%s); trying another.", url, error)

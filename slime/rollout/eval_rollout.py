@@ -44,7 +44,8 @@ async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
 
     Raises:
         ConfigError: ``--group-rm`` is set, which has no meaning for single answers.
-        EngineError: no engine answered, or ``--rollout-timeout-s`` passed.
+        EngineError: no engine answered.
+        DeadlineError: ``--rollout-timeout-s`` passed.
     """
     if args.group_rm:
         raise ConfigError(

@@ -33,7 +33,7 @@ from slime.rollout.replaceable import entry_points
 from slime.rollout.staleness import StalenessBound
 from slime.rollout.waiting import DEFAULT_ROLLOUT_TIMEOUT_S, LongWait
 from slime.utils.async_utils import get_async_loop, run
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, DeadlineError, ProcessError
 from slime.utils.http_utils import get_rollout_num_engines
 
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
@@ -73,7 +73,8 @@ class AsyncRolloutWorker:
         """The next ``--rollout-batch-size`` groups, the oldest first chosen, sorted by their samples' ``index``.
 
         Raises:
-            EngineError: an engine failed, or ``--rollout-timeout-s`` passed.
+            EngineError: an engine failed.
+            DeadlineError: ``--rollout-timeout-s`` passed.
             DataError: the data source has no more groups, or gives malformed ones.
             ConfigError: ``--max-staleness`` cannot be kept with this training loop.
         """
@@ -115,13 +116,13 @@ class AsyncRolloutWorker:
             wait.close()
         return sorted(producer.take(target), key=first_index)
 
-    async def _timeout_error(self, wait: LongWait, rollout_id: int) -> EngineError:
+    async def _timeout_error(self, wait: LongWait, rollout_id: int) -> DeadlineError:
         try:
             loads = await asyncio.wait_for(engine_loads(self.args), timeout=10)
             busy = ", ".join(f"{url} ({'unknown' if n is None else n})" for url, n in loads.items() if n != 0)
-        except (EngineError, TimeoutError) as error:
+        except (ProcessError, TimeoutError) as error:
             busy = f"unknown, the router did not answer ({error})"
-        return EngineError(
+        return DeadlineError(
             f"Rollout {rollout_id} did not end within {wait.timeout_s:.0f} s: {len(self.producer.ready)} of "
             f"{self.args.rollout_batch_size} groups are ready, {len(self.producer.flights)} in flight; engines that "
             f"hold requests: {busy or 'none'}. Look at the logs of these engines, or raise --rollout-timeout-s."

@@ -17,7 +17,7 @@ from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace
 from slime.rollout.direct_workers import post_to_worker, router_would_drop
 from slime.rollout.engine_faults import NONSENSE_WAIT_S, nonsense_patience_s, request_retries
 from slime.rollout.replaceable import entry_points
-from slime.utils.errors import DataError, EngineError
+from slime.utils.errors import DataError, EngineError, ProcessError
 from slime.utils.http_utils import post
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.sglang_meta import decode_generate_answer, read_output_tokens
@@ -122,7 +122,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         with trace_span(sample, "sglang_generate") as span:
             output = await _ask(args, sample, payload, is_over=lambda: state.aborted)
             span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
-    except EngineError:
+    except ProcessError:
         if not state.aborted:
             raise
         # The rollout is over and this answer is not needed; what the sample held before stays valid.

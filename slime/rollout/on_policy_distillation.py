@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from slime.rollout.control_client import LoopSessions
-from slime.utils.errors import ConfigError, DataError, EngineError
+from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
@@ -50,7 +50,7 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     """The teacher's answer to the sample's tokens; a list of answers for a list of samples.
 
     Raises:
-        EngineError: the teacher did not answer, ``MAX_ATTEMPTS`` times, or refused.
+        GraderError: the teacher did not answer, ``MAX_ATTEMPTS`` times, or refused.
         ConfigError: ``--rm-url`` is not given.
     """
     if isinstance(sample, list):
@@ -80,7 +80,7 @@ async def _ask(url: str, body: bytes) -> dict[str, Any]:
             async with _sessions.current().post(url, data=body, headers=headers) as response:
                 raw = await response.read()
                 if response.status >= 400 and response.status not in RETRIED_STATUSES:
-                    raise EngineError(f"The teacher {url} refused with status {response.status}: {_start_of(raw)}")
+                    raise GraderError(f"The teacher {url} refused with status {response.status}: {_start_of(raw)}")
                 answer = decode_json(raw)
                 if response.status < 400 and isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict):
                     return answer
@@ -91,7 +91,7 @@ async def _ask(url: str, body: bytes) -> dict[str, Any]:
             wait_s = min(2.0 ** (attempt - 1), MAX_WAIT_S) + random.random()
             logger.warning("The teacher %s failed (%s); asking again in %.1f s", url, problem, wait_s)
             await asyncio.sleep(wait_s)
-    raise EngineError(
+    raise GraderError(
         f"The teacher {url} failed {MAX_ATTEMPTS} times; last: {problem}. Look at its log, or change --rm-url."
     )
 

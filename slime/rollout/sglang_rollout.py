@@ -84,7 +84,8 @@ async def generate_rollout_async(
         source: with ``--partial-rollout`` finished surplus first, then the interrupted ones; otherwise none.
 
     Raises:
-        EngineError: no engine answered, or ``--rollout-timeout-s`` passed.
+        EngineError: no engine answered.
+        DeadlineError: ``--rollout-timeout-s`` passed.
         DataError: the data source has nothing to give, or gives groups of the wrong size.
     """
     state = GenerateState(args)

@@ -25,7 +25,7 @@ from slime.rollout.engine_faults import request_retries
 from slime.rollout.generate import _append_output, request_payload
 from slime.rollout.replaceable import entry_points
 from slime.rollout.waiting import cancel_all
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, EngineError, ProcessError
 from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post_for_events
 from slime.utils.sglang_meta import decode_generate_answer
 from slime.utils.types import Sample
@@ -62,7 +62,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             with trace_span(sample, "sglang_generate_stream") as span:
                 output = await _read_stream(args, sample, payload | {"stream": True}, state)
                 span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
-        except EngineError as error:
+        except ProcessError as error:
             if isinstance(error, HttpStatusError) and error.status not in RETRIED_STATUSES:
                 raise  # the request is at fault
             if state.aborted:
@@ -108,7 +108,7 @@ async def _read_stream(args: Namespace, sample: Sample, payload: dict[str, Any],
         output = _decode(stream.latest)
         if not state.aborted and not output["meta_info"].get("finish_reason"):
             raise EngineError(f"The stream of sample {sample.index} ended without a finish_reason.")
-    except (EngineError, asyncio.CancelledError):
+    except (ProcessError, asyncio.CancelledError):
         if stream.latest is not None:
             _append_output(args, sample, _cut_off(_decode(stream.latest)))
         raise

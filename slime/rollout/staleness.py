@@ -20,7 +20,7 @@ from slime.rollout.abort import worker_urls
 from slime.rollout.control_client import control_get
 from slime.rollout.groups import Entry, Group, first_index, is_finished, leaf_samples
 from slime.rollout.sample_hooks import first_rollout_id
-from slime.utils.errors import EngineError
+from slime.utils.errors import ProcessError
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -106,13 +106,13 @@ class VersionClock:
         async def ask(url: str) -> int | None:
             try:
                 return version_number((await control_get(f"{url}/model_info")).get("weight_version"))
-            except (EngineError, AttributeError) as error:
+            except (ProcessError, AttributeError) as error:
                 logger.debug("Engine %s does not tell its weight version: %s", url, error)
                 return None
 
         try:
             urls = await worker_urls(self._args)
-        except EngineError as error:
+        except ProcessError as error:
             logger.debug("The engines' weight version is not known: %s", error)
             urls = []
         known = [number for number in await asyncio.gather(*map(ask, urls)) if number is not None]

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, ProcessError
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class AsyncLoopThread:
         """The coroutine's result; it is cancelled when the wait ends early (deadline or Ctrl-C)."""
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise EngineError("run() was called on the background loop itself; await the coroutine instead.")
+            raise ProcessError("run() was called on the background loop itself; await the coroutine instead.")
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
@@ -48,7 +48,7 @@ class AsyncLoopThread:
             if future.done():  # the coroutine's own TimeoutError, which is the same class from Python 3.11 on
                 raise
             future.cancel()
-            raise EngineError(
+            raise DeadlineError(
                 f"{getattr(coroutine, '__qualname__', coroutine)} did not end within {timeout_s:.0f} s; "
                 "see --rollout-timeout-s."
             ) from error
@@ -73,6 +73,6 @@ def run(coroutine: Coroutine[Any, Any, T], timeout_s: float = DEFAULT_TIMEOUT_S)
     """Run a coroutine on the background loop and wait for its result.
 
     Raises:
-        EngineError: it did not end within ``timeout_s`` seconds (it is cancelled then).
+        DeadlineError: it did not end within ``timeout_s`` seconds (it is cancelled then).
     """
     return get_async_loop().run(coroutine, timeout_s)

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from slime.utils.errors import EngineError
+from slime.utils.errors import ProcessError
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """By purpose, because torch.distributed has no such registry."""
@@ -31,7 +31,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 def get_gloo_group() -> dist.ProcessGroup:
     """The gloo group of all ranks."""
     if "gloo" not in _GROUPS:
-        raise EngineError("The gloo group does not exist yet; call init_gloo_group() on every rank first.")
+        raise ProcessError("The gloo group does not exist yet; call init_gloo_group() on every rank first.")
     return _GROUPS["gloo"]
 
 

@@ -1,5 +1,20 @@
 """The errors that slime raises on purpose, one class for each kind of cause.
 
+    SlimeError
+        ConfigError            a flag, a file of flags, or a combination of them          (ValueError)
+        DataError              a data file or a sample                                    (ValueError)
+            CheckpointError    a checkpoint that is torn or does not fit
+        HookError              a user's plug-in                                           (TypeError)
+        ProcessError           a process of the job, or a service it relies on, failed us (RuntimeError)
+            EngineError        an engine or router refused, or its answer cannot be used
+                EngineDiedError
+            DeadlineError      something did not happen in time                           (TimeoutError)
+            GraderError        a grader failed
+        WeightSyncError        the weights in an engine are not the trainer's             (RuntimeError)
+        CheckError             a number that a check of the user's refuses                (AssertionError)
+
+Catch ``ProcessError`` to go on without a process that failed, whether it died, hung or refused.
+
 A message has three parts: what is wrong, with the value received; what is allowed or why; what to do, naming the
 flag or the file.  Anything else that escapes is a bug.
 """
@@ -17,12 +32,32 @@ class DataError(SlimeError, ValueError):
     """A data file, a checkpoint or a sample breaks its contract."""
 
 
+class CheckpointError(DataError):
+    """The parts of a checkpoint are not of one save, or do not fit each other."""
+
+
 class HookError(SlimeError, TypeError):
     """A user's plug-in cannot be imported, or does not fit the call that is made of it."""
 
 
-class EngineError(SlimeError, RuntimeError):
-    """A process of the job (engine, router, trainer) died, refused or did not answer in time."""
+class ProcessError(SlimeError, RuntimeError):
+    """A process of the job, or a service that it relies on, did not do its part."""
+
+
+class EngineError(ProcessError):
+    """An engine, a router or an actor cannot be reached, refused a request, or gave an answer that cannot be used."""
+
+
+class EngineDiedError(EngineError):
+    """An engine, a router or an actor of the job has ended."""
+
+
+class DeadlineError(ProcessError, TimeoutError):
+    """Something did not happen before its deadline; the message names what was waited for and the flag to raise."""
+
+
+class GraderError(ProcessError):
+    """A reward function, reward server or teacher failed, as often as it may."""
 
 
 class WeightSyncError(SlimeError, RuntimeError):

@@ -8,7 +8,7 @@ import random
 import socket
 
 from slime.utils import env
-from slime.utils.errors import EngineError
+from slime.utils.errors import ProcessError
 
 MAX_PORT = 65535
 _PROBE_IPV4 = ("8.8.8.8", 80)
@@ -107,7 +107,7 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
         if taken is None:
             return port
         port = taken + 1
-    raise EngineError(f"No {consecutive} consecutive free ports from {start_port} to {MAX_PORT} on this host.")
+    raise ProcessError(f"No {consecutive} consecutive free ports from {start_port} to {MAX_PORT} on this host.")
 
 
 def find_available_port(base_port: int) -> int:
@@ -119,4 +119,4 @@ def find_available_port(base_port: int) -> int:
         if is_port_available(port):
             return port
         port += 42
-    raise EngineError(f"No free port found above {base_port} in 2000 tries on this host.")
+    raise ProcessError(f"No free port found above {base_port} in 2000 tries on this host.")

@@ -28,7 +28,7 @@ class Pending(Protocol):
         """The engine's answer.
 
         Raises:
-            EngineError: the engine refused, died, or did not answer within ``timeout_s`` seconds.
+            ProcessError: the engine refused, died, or did not answer within ``timeout_s`` seconds.
         """
 
 

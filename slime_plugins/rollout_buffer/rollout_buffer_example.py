@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, DataError, EngineError
+from slime.utils.errors import ConfigError, DataError, DeadlineError, ProcessError
 from slime.utils.http_utils import post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer
@@ -41,7 +41,7 @@ def generate_rollout(
 
     Raises:
         ConfigError: asked to evaluate, or no address was given.
-        EngineError: the service has no complete group after ``--fetch-trajectory-retry-times`` questions in a row, or
+        ProcessError: the service has no complete group after ``--fetch-trajectory-retry-times`` questions in a row, or
             ``--rollout-timeout-s`` passed.
     """
     if evaluation:
@@ -75,12 +75,12 @@ async def _fill(args: Namespace, data_buffer: Any, timeout_s: float) -> dict[str
         retries = args.fetch_trajectory_retry_times
         wanted = f"{len(items)} of {missing * args.n_samples_per_prompt} items are there"
         if 0 <= retries < empty:
-            raise EngineError(
+            raise ProcessError(
                 f"The rollout buffer at {url} had no complete group {empty} times in a row; {wanted}. See the log of "
                 "its generator, or raise --fetch-trajectory-retry-times."
             )
         if time.monotonic() > deadline:
-            raise EngineError(f"The rollout buffer at {url} did not fill within {timeout_s:.0f} s; {wanted}.")
+            raise DeadlineError(f"The rollout buffer at {url} did not fill within {timeout_s:.0f} s; {wanted}.")
         await asyncio.sleep(POLL_S)
     if items:
         _hand_over(args, data_buffer, items)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.utils.errors import EngineError, WeightSyncError
+from slime.utils.errors import EngineError, ProcessError, WeightSyncError
 from slime.weights.digest import combine, digest_bytes
 from slime.weights.local_copy import LocalCopy, PullReport
 from slime.weights.manifest import Manifest
@@ -82,7 +82,7 @@ class DiskEngine:
                 return Done(None, EngineError("out of memory"))
             try:
                 answer = getattr(self, f"_{name}")(*arguments, **keywords)
-            except (WeightSyncError, EngineError) as error:
+            except (WeightSyncError, ProcessError) as error:
                 return Done(None, error)
             if verb == name and kind == "flips":
                 first = next(iter(self.held))

@@ -22,7 +22,7 @@ from slime.ray.placement_group import GpuSlice, _reserve
 from slime.ray.server_addresses import PortCursors
 from slime.ray.server_group import EngineState, ServerGroup
 from slime.ray.waiting import WATCH_GROUP, wait_for
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineDiedError, EngineError
 from slime.utils.http_utils import close_http_client, post, set_post_transport
 from slime.utils.net import get_free_port
 from tests.dist.scripted_server import ScriptedEngineActor
@@ -224,7 +224,7 @@ def test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause(mak
 
     monkeypatch.setattr(server_group, "start_engine_actor", refuse)
     group.replace(0, "it was killed by signal 9")
-    with pytest.raises(EngineError, match="killed by signal 9.*2 new ones did not start.*no memory is left"):
+    with pytest.raises(EngineDiedError, match="killed by signal 9.*2 new ones did not start.*no memory is left"):
         group.wait_settled(60)
     assert group.states == [EngineState.MISSING]
 
@@ -235,7 +235,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(make_group, monkeypatch
     group.replace(0, "first")
     group.wait_settled(90)
     group.replace(0, "second")
-    with pytest.raises(EngineError, match="died 2 times within one rollout, last: second"):
+    with pytest.raises(EngineDiedError, match="died 2 times within one rollout, last: second"):
         group.wait_settled(60)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from slime.ray.placement_group import create_placement_groups
 from slime.ray.waiting import wait_for
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, EngineDiedError
 from tests.nodes.cluster import logical_nodes
 from tests.nodes.layouts import Layout, arguments, place
 from tests.unit.scripts.test_run_scripts import submitted
@@ -106,5 +106,5 @@ def test_a_node_that_leaves_ends_every_wait_with_an_error_that_names_it(nodes, t
     leaver = "127.0.0.2"
     ranks = "01" if nodes.addresses[0] == leaver else "23"
     nodes.remove(leaver)
-    with pytest.raises(EngineError, match=rf"actor rank [{ranks}] died"):
+    with pytest.raises(EngineDiedError, match=rf"actor rank [{ranks}] died"):
         wait_for(waiting, what="a step", timeout_s=300)

@@ -10,7 +10,7 @@ import ray
 
 from slime.ray import placement_group, waiting
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError
 
 pytestmark = pytest.mark.dist
 
@@ -56,7 +56,7 @@ def test_results_come_in_the_order_of_the_references():
 
 def test_a_passed_deadline_names_the_work():
     worker = Worker.remote()
-    with pytest.raises(EngineError, match="waited 1 s for a slow echo: 1 of 1 calls"):
+    with pytest.raises(DeadlineError, match="waited 1 s for a slow echo: 1 of 1 calls"):
         wait_for(worker.echo.remote(1, 30), what="a slow echo", timeout_s=1)
 
 
@@ -74,7 +74,7 @@ def test_the_death_of_a_watched_actor_ends_a_wait_for_another_one():
     watch(victim, "actor rank 3")
     waiting_for = other.echo.remote(1, 60)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match="actor rank 3 died"):
+    with pytest.raises(EngineDiedError, match="actor rank 3 died"):
         wait_for(waiting_for, what="the other", timeout_s=100)
 
 

@@ -17,7 +17,7 @@ from slime.ray import engine_actor
 from slime.ray.engine_fleet import EngineFleet
 from slime.ray.placement_group import GpuSlice, _reserve
 from slime.ray.waiting import WATCH_GROUP
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, EngineDiedError
 from slime.utils.http_utils import get_rollout_num_engines
 from tests.dist.scripted_server import ScriptedEngineActor
 from tests.scripted_engine.server import ScriptedEngine
@@ -166,7 +166,7 @@ def test_a_router_that_is_gone_comes_back_with_its_address_and_its_list(start, w
     for process in [*root.children(recursive=True), root]:
         process.send_signal(what)
     time.sleep(0.5)
-    with pytest.raises(EngineError, match="has ended|does not answer within 2 s"):
+    with pytest.raises(EngineDiedError, match="has ended|does not answer within 2 s"):
         fleet._look_after_engines()
     fleet.args.use_fault_tolerance = True
     fleet._next_router_check_s = 0.0

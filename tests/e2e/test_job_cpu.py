@@ -236,9 +236,9 @@ def busy_job(task, tmp_path):
 @pytest.mark.parametrize(
     ("victim", "message"),
     [
-        ("slime.backends.sglang_utils.server_main", r"EngineError: engine 0 .*killed by signal 9"),
-        ("slime.backends.sglang_utils.router_main", r"EngineError: the router http.* has ended"),
-        ("ray::MegatronTrainRayActor", r"EngineError: (actor rank 0 died|an actor died during training)"),
+        ("slime.backends.sglang_utils.server_main", r"EngineDiedError: engine 0 .*killed by signal 9"),
+        ("slime.backends.sglang_utils.router_main", r"EngineDiedError: the router http.* has ended"),
+        ("ray::MegatronTrainRayActor", r"EngineDiedError: (actor rank 0 died|an actor died during training)"),
     ],
     ids=["engine", "router", "trainer"],
 )

@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing as mp
 
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, ProcessError
 
 START_TIMEOUT_S = 180
 
@@ -72,7 +72,7 @@ class LoadedModel(WeightVerbs):
             self._processes.append(process)
         try:
             self._collect(START_TIMEOUT_S)
-        except EngineError:
+        except ProcessError:
             self.close()
             raise
 

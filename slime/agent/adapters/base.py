@@ -23,7 +23,7 @@ from slime.agent.adapters.sse import EventStream
 from slime.agent.parsing import ParsedModelOutput, check_parsers, parse_model_output
 from slime.agent.stitching import build_prompt_ids
 from slime.agent.trajectory import Message, TrajectoryManager
-from slime.utils.errors import EngineError, SlimeError
+from slime.utils.errors import ProcessError, SlimeError
 from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError
 from slime.utils.types import Sample
 
@@ -345,7 +345,7 @@ class BaseAdapter(ABC):
                 raise AdapterError(400, message, code="context_length_exceeded") from error
             # The engine refused this very request: a retry would not help.
             raise AdapterError(502, str(error), may_retry=error.status >= 500) from error
-        except (EngineError, TimeoutError) as error:
+        except (ProcessError, TimeoutError) as error:
             late = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
             raise AdapterError(504 if late else 502, str(error) or "The engine did not answer in time.") from error
         except SlimeError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
-from slime.utils.errors import EngineError
+from slime.utils.errors import ProcessError
 
 FileContent = str | bytes | Path
 """Text, bytes, or a file of this machine whose bytes are meant."""
@@ -21,7 +21,7 @@ class ExecResult(NamedTuple):
     err: str
 
 
-class SandboxError(EngineError):
+class SandboxError(ProcessError):
     """The sandbox cannot be reached, or a command that had to succeed did not."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from slime.backends.sglang_utils.owner_watch import kill_tree
 from slime.backends.sglang_utils.process_logs import new_log_file
 from slime.utils import env
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ChildProcess:
             self._popen.stdin.write(json.dumps(dict(settings)).encode())
             self._popen.stdin.close()
         except BrokenPipeError as error:
-            raise EngineError(self.describe_end() or f"{name} closed its input at once") from error
+            raise EngineDiedError(self.describe_end() or f"{name} closed its input at once") from error
 
     @property
     def pid(self) -> int:
@@ -89,13 +89,13 @@ class ChildProcess:
         """Kill the child and everything it started.
 
         Raises:
-            EngineError: some process of the tree is still there after ``timeout_s`` seconds.
+            DeadlineError: some process of the tree is still there after ``timeout_s`` seconds.
         """
         left = kill_tree(self.pid, timeout_s)
         if self._popen.poll() is None:
             self._popen.wait(timeout=timeout_s)
         if left:
-            raise EngineError(f"{self.name}: processes {left} are still there {timeout_s:g} s after SIGKILL")
+            raise DeadlineError(f"{self.name}: processes {left} are still there {timeout_s:g} s after SIGKILL")
 
 
 def read_settings() -> dict[str, Any]:

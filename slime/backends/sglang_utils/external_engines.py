@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.backends.sglang_utils.server_control import ServerControl
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, ProcessError
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ def fetch_info(url: str) -> dict[str, Any]:
     try:
         try:
             info = server.get("/server_info", timeout_s=INFO_TIMEOUT_S)
-        except EngineError:
+        except ProcessError:
             info = server.get("/get_server_info", timeout_s=INFO_TIMEOUT_S)
-    except EngineError as error:
+    except ProcessError as error:
         raise ConfigError(
             f"{FLAG} names {url}, which does not tell what it is: {error}. Start the engine before the job."
         ) from error

@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.backends.sglang_utils.child_process import ChildProcess
 from slime.backends.sglang_utils.server_control import Refused, ServerControl
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
 from slime.utils.net import format_host, format_host_port
 
 MODULE = "slime.backends.sglang_utils.router_main"
@@ -72,7 +72,7 @@ def start_router(
     """Start sglang_router and wait until it answers; it dies with this process.
 
     Raises:
-        EngineError: it ended or did not answer within ``timeout_s`` seconds; with the end of its log.
+        ProcessError: it ended or did not answer within ``timeout_s`` seconds; with the end of its log.
     """
     settings = build_router_args(
         args, host=host, port=port, prometheus_port=prometheus_port, pd_disaggregation=pd_disaggregation
@@ -83,10 +83,10 @@ def start_router(
     deadline = time.monotonic() + timeout_s
     while not server.answers("/health", timeout_s=5.0):
         if end := process.describe_end():
-            raise EngineError(f"{end}\nThe router ended before it answered; the cause is in its log above.")
+            raise EngineDiedError(f"{end}\nThe router ended before it answered; the cause is in its log above.")
         if time.monotonic() > deadline:
             process.stop()
-            raise EngineError(f"{process.name} does not answer after {timeout_s:g} s\n{process.log_tail()}")
+            raise DeadlineError(f"{process.name} does not answer after {timeout_s:g} s\n{process.log_tail()}")
         time.sleep(POLL_S)
     return router
 
@@ -126,7 +126,7 @@ def register_worker(
     """Tell the router of an engine and wait until it lists it.
 
     Raises:
-        EngineError: the router does not list the engine after ``timeout_s`` seconds.
+        DeadlineError: the router does not list the engine after ``timeout_s`` seconds.
     """
     payload: dict[str, Any] = {"url": worker_url, "worker_type": worker_type}
     if worker_type == "prefill":
@@ -135,7 +135,7 @@ def register_worker(
     deadline = time.monotonic() + timeout_s
     while find_worker(router, worker_url) is None:
         if time.monotonic() > deadline:
-            raise EngineError(f"{router.name} does not list the engine {worker_url} after {timeout_s:g} s")
+            raise DeadlineError(f"{router.name} does not list the engine {worker_url} after {timeout_s:g} s")
         time.sleep(POLL_S)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineError, ProcessError
 
 CONTROL_TIMEOUT_S = 120.0
 """Deadline of a request that moves no weights."""
@@ -85,7 +85,7 @@ class ServerControl:
         """Whether ``GET path`` succeeds."""
         try:
             self.get(path, timeout_s=timeout_s)
-        except EngineError:
+        except ProcessError:
             return False
         return True
 
@@ -100,7 +100,7 @@ def flush_cache(server: ServerControl, *, tries: int = 60, wait_s: float = 1.0) 
         try:
             server.get("/flush_cache")
             return
-        except EngineError:
+        except ProcessError:
             if not remaining:
                 raise
         time.sleep(wait_s)
@@ -116,12 +116,12 @@ def wait_idle(server: ServerControl, *, timeout_s: float, poll_s: float = 0.1) -
     """Until no request is in flight.
 
     Raises:
-        EngineError: some still are after ``timeout_s`` seconds.
+        DeadlineError: some still are after ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while (count := num_requests_in_flight(server)) > 0:
         if time.monotonic() > deadline:
-            raise EngineError(f"{server.name} still has {count} requests in flight after {timeout_s:g} s")
+            raise DeadlineError(f"{server.name} still has {count} requests in flight after {timeout_s:g} s")
         time.sleep(poll_s)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.child_process import ChildProcess
 from slime.backends.sglang_utils.server_control import ServerControl
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineDiedError
 
 MODULE = "slime.backends.sglang_utils.server_main"
 EXPANDABLE_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -44,14 +44,14 @@ def wait_until_healthy(process: ChildProcess, server: ServerControl, *, timeout_
     """Until the server generates a token.
 
     Raises:
-        EngineError: the process ended, or the deadline passed; with the end of the server's log.
+        ProcessError: the process ended, or the deadline passed; with the end of the server's log.
     """
     deadline = time.monotonic() + timeout_s
     while not server.answers("/health_generate", timeout_s=max(1.0, min(30.0, deadline - time.monotonic()))):
         if end := process.describe_end():
-            raise EngineError(f"{end}\nThe engine ended before it served; the cause is in its log above.")
+            raise EngineDiedError(f"{end}\nThe engine ended before it served; the cause is in its log above.")
         if time.monotonic() > deadline:
-            raise EngineError(
+            raise DeadlineError(
                 f"{process.name} does not serve after {timeout_s:g} s (--engine-start-timeout-s)\n{process.log_tail()}"
             )
         time.sleep(POLL_S)

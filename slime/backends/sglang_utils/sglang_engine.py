@@ -23,7 +23,7 @@ from slime.backends.sglang_utils.server_control import ServerControl, flush_cach
 from slime.backends.sglang_utils.server_process import start_server, wait_until_healthy
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.utils.devices import visible_index
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineDiedError, EngineError, ProcessError
 from slime.utils.net import format_host_port
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class SGLangEngine(WeightVerbs):
         """Start the server and return when it serves and (with ``register``) the router knows it.
 
         Raises:
-            EngineError: it ended or did not serve within ``timeout_s`` seconds (``--engine-start-timeout-s``).
+            ProcessError: it ended or did not serve within ``timeout_s`` seconds (``--engine-start-timeout-s``).
         """
         self.start_server(
             dist_init_addr=dist_init_addr,
@@ -156,7 +156,7 @@ class SGLangEngine(WeightVerbs):
             wait_until_healthy(self.process, self.server, timeout_s=timeout_s)
             if register:
                 self.register()
-        except EngineError:
+        except ProcessError:
             self.process.stop()
             raise
 
@@ -217,7 +217,7 @@ class SGLangEngine(WeightVerbs):
         if self.router is not None and self.server is not None and self.node_rank == 0:
             try:
                 unregister_worker(self.router, self.server.url)
-            except EngineError as error:
+            except ProcessError as error:
                 logger.warning("engine %d stays in the router's list: %s", self.rank, error)
         if self.process is not None:
             self.process.stop()
@@ -296,7 +296,7 @@ class SGLangEngine(WeightVerbs):
             return None
         try:
             return self._server().request(method, path, timeout_s=timeout_s or 120.0, json=payload)
-        except EngineError as error:
+        except ProcessError as error:
             if end := self.describe_exit():
-                raise EngineError(f"{error}\n{end}") from error
+                raise EngineDiedError(f"{error}\n{end}") from error
             raise

@@ -27,7 +27,7 @@ from slime.backends.sglang_utils.loader_message import (
     flatten_reports,
 )
 from slime.backends.sglang_utils.server_args import CHECK_LOADERS, WEIGHT_CHECKS
-from slime.utils.errors import ConfigError, EngineError, WeightSyncError
+from slime.utils.errors import ConfigError, ProcessError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.weights.local_copy import LocalCopy
 
@@ -257,7 +257,7 @@ class WeightVerbs:
         """Leave the group; one that the server does not know (it may have been restarted) is no error."""
         try:
             self._update("/destroy_weights_update_group", {"group_name": group_name})
-        except EngineError as error:
+        except ProcessError as error:
             logger.info("group %s was not destroyed on engine %d: %s", group_name, self.rank, error)
 
     def update_weights_from_tensor(
@@ -328,7 +328,7 @@ class WeightVerbs:
             return
         try:
             self._update("/weights_checker", {"action": action})
-        except EngineError as error:
+        except ProcessError as error:
             if action == "compare":
                 raise WeightSyncError(f"engine {self.rank} differs from its snapshot: {error}") from error
             raise

@@ -67,7 +67,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 
     Raises:
         NotImplementedError: no grader has the name given, or none was given.
-        EngineError: ``--rm-max-failures`` gradings in a row have failed.
+        GraderError: ``--rm-max-failures`` gradings in a row have failed.
     """
 
     async def grade() -> list[Any]:

@@ -20,7 +20,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from slime.utils.errors import ConfigError, EngineError, HookError
+from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ async def grade_by_policy(
 
     Raises:
         ConfigError, HookError, NotImplementedError, ImportError: as ``grade`` raised them.
-        EngineError: ``--rm-max-failures`` calls in a row have failed.
+        GraderError: ``--rm-max-failures`` calls in a row have failed.
     """
     try:
         rewards = await grade()
@@ -168,7 +168,7 @@ def _note(args: Namespace, samples: Sequence[Sample], error: Exception) -> None:
         raise error
     if 0 < limit <= FAILURES.in_a_row:
         first = FAILURES.first or error
-        raise EngineError(
+        raise GraderError(
             f"The last {FAILURES.in_a_row} gradings failed (--rm-max-failures); the first of them with "
             f"{type(first).__name__}: {first}. Look at --rm-type, --custom-rm-path or the server of --rm-url."
         ) from first

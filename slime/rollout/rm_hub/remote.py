@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from slime.rollout.control_client import LoopSessions
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, GraderError
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
     Tried ``max_retries`` times, waiting 1, 2, 4 ... at most 30 seconds plus up to one random second in between.
 
     Raises:
-        EngineError: the last attempt failed too.
+        GraderError: the last attempt failed too.
     """
     url = getattr(args, "rm_url", None)
     if not url:
@@ -50,7 +50,7 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
                 return reward
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             if attempt + 1 >= max_retries:
-                raise EngineError(
+                raise GraderError(
                     f"The reward server {url} failed {max_retries} times; last: {type(error).__name__}: {error}. "
                     "Look at its log, or change --rm-url."
                 ) from error

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.utils.errors import EngineError
+from slime.utils.errors import GraderError
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class SymbolicWorker:
                 self._ask(self._process, {"expression": "1-1"}, START_LIMIT_S)
             except (TimeoutError, OSError, ValueError) as error:
                 self.close()
-                raise EngineError(
+                raise GraderError(
                     f"The process that runs sympy for the math graders did not start: {error}. Try "
                     f"'{sys.executable} -c \"import sympy\"'."
                 ) from error

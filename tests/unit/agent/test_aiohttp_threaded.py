@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from slime.agent.aiohttp_threaded import run_app_in_thread
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, ProcessError
 
 
 def make_app():
@@ -35,7 +35,7 @@ def test_it_listens_when_the_call_returns_and_not_after_its_stop():
 
 def test_a_taken_port_is_an_error_with_its_cause():
     handle = run_app_in_thread(make_app(), host="127.0.0.1")
-    with pytest.raises(EngineError, match=str(handle.port)) as refused:
+    with pytest.raises(ProcessError, match=str(handle.port)) as refused:
         run_app_in_thread(make_app(), host="127.0.0.1", port=handle.port)
     assert isinstance(refused.value.__cause__, OSError)
     handle.stop()
@@ -45,6 +45,6 @@ def test_a_start_that_hangs_ends_at_its_deadline():
     app = make_app()
     app.on_startup.append(lambda app: asyncio.sleep(3))
     began = time.monotonic()
-    with pytest.raises(EngineError, match="within 0 s"):
+    with pytest.raises(DeadlineError, match="within 0 s"):
         run_app_in_thread(app, host="127.0.0.1", start_timeout_sec=0.3)
     assert time.monotonic() - began < 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.ray.critic import deal_values
-from slime.utils.errors import EngineError
+from slime.utils.errors import ConfigError
 
 
 def ranks(dp: int, cp: int, tp: int, pp: int) -> list[dict[str, int]]:
@@ -38,5 +38,5 @@ def test_context_parallel_ranks_get_their_own_part():
 
 
 def test_other_data_parallel_sizes_are_refused():
-    with pytest.raises(EngineError, match="must be equal"):
+    with pytest.raises(ConfigError, match="must be equal"):
         deal_values(["a", "b"], ranks(2, 1, 1, 1), ranks(1, 1, 2, 1))

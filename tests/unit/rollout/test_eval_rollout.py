@@ -14,7 +14,7 @@ from slime.rollout.control_client import close_control_client
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, DeadlineError, EngineError
 from slime.utils.http_utils import close_http_client
 from tests.unit.rollout import fake_cluster
 from tests.unit.rollout.fake_cluster import FakeCluster, FakeTokenizer, Plan, make_args, prompt_of, write_prompts
@@ -144,7 +144,7 @@ def test_an_answer_that_the_engine_breaks_off_is_continued_and_given_up_at_last(
 
 def test_the_deadline_ends_an_evaluation(cluster, tmp_path):
     cluster.plans["a"] = Plan(hold_after=1)
-    with pytest.raises(EngineError, match=r"evaluation of d .* 0 of 1 are done"):
+    with pytest.raises(DeadlineError, match=r"evaluation of d .* 0 of 1 are done"):
         evaluate(cluster, dataset(tmp_path, "d", ["a"]), rollout_timeout_s=0.3)
 
 

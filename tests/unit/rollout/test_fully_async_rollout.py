@@ -25,7 +25,7 @@ from slime.rollout.ledger.books import open_books
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, EngineError, HookError
+from slime.utils.errors import ConfigError, DeadlineError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Request, Script
@@ -346,7 +346,7 @@ async def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 def test_a_rollout_that_takes_too_long_says_which_engine_holds_requests(start_job):
     job = start_job(script=Script(length=5, hold_after=2), rollout_timeout_s=0.3)
-    with pytest.raises(EngineError, match=r"0 of 2 groups are ready.*--rollout-timeout-s") as caught:
+    with pytest.raises(DeadlineError, match=r"0 of 2 groups are ready.*--rollout-timeout-s") as caught:
         job.generate(0)
     assert job.engine.url in str(caught.value)
 

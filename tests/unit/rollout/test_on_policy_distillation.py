@@ -11,7 +11,7 @@ import pytest
 from slime.rollout import on_policy_distillation
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, DataError, EngineError
+from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault, Script
 from tests.scripted_engine.server import ScriptedEngine
@@ -94,13 +94,13 @@ def test_a_teacher_that_fails_for_a_while_is_asked_again(teacher, kind):
 
 def test_a_teacher_that_goes_on_failing_is_named(teacher):
     teacher.script.faults = [Fault("status", times=99)]
-    with pytest.raises(EngineError, match=r"failed 10 times; last: status 503.*--rm-url"):
+    with pytest.raises(GraderError, match=r"failed 10 times; last: status 503.*--rm-url"):
         run(reward_func(arguments(teacher), sample()))
 
 
 def test_a_teacher_that_refuses_is_asked_once(teacher):
     teacher.script.max_context = 2
-    with pytest.raises(EngineError, match="refused with status 400"):
+    with pytest.raises(GraderError, match="refused with status 400"):
         run(reward_func(arguments(teacher), sample()))
     assert len(teacher.payloads) == 1
 

@@ -20,7 +20,7 @@ from slime.rollout.rm_hub import policy, remote
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineError, GraderError
 from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault, Script
@@ -123,7 +123,7 @@ def test_without_fault_tolerance_nonsense_ends_the_rollout_with_the_engines_own_
 
 
 def test_an_engine_that_hangs_ends_the_rollout_at_its_deadline(rollout):
-    with pytest.raises(EngineError, match=r"3 of 4 are done, 1 groups pending.*\(1\).*--rollout-timeout-s"):
+    with pytest.raises(DeadlineError, match=r"3 of 4 are done, 1 groups pending.*\(1\).*--rollout-timeout-s"):
         rollout(Fault("hang", requests=[7]), rollout_timeout_s=1.5)
 
 
@@ -147,7 +147,7 @@ def test_a_reward_server_that_is_down_costs_rewards_and_not_the_rollout(rollout,
 
 
 def test_a_reward_server_that_stays_down_ends_the_run_with_the_first_cause(rollout, no_waits_between_tries):
-    with pytest.raises(EngineError, match="last 5 gradings failed .*The reward server .* failed 10 times"):
+    with pytest.raises(GraderError, match="last 5 gradings failed .*The reward server .* failed 10 times"):
         rollout(custom_rm_path=None, rm_type="remote_rm", rm_url=dead_url(), rm_timeout_s=30.0, rm_max_failures=5)
 
 

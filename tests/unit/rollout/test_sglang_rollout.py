@@ -17,7 +17,7 @@ from slime.rollout.groups import leaf_samples
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.errors import DataError, DeadlineError, EngineError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
 from tests.unit.rollout import fake_cluster
@@ -429,7 +429,7 @@ def test_a_group_that_is_always_broken_off_ends_the_rollout(start_job):
 
 def test_the_deadline_names_what_is_done_and_which_engine_is_busy(start_job):
     job = start_job(["a", "b"], {"b": Plan(hold_after=1)}, rollout_timeout_s=0.5)
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(DeadlineError) as caught:
         job.rollout()
     message = str(caught.value)
     assert "1 of 2 are done, 1 groups pending" in message

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from slime.utils.async_utils import get_async_loop, run
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, ProcessError
 
 
 def test_coroutines_run_on_one_loop_in_another_thread():
@@ -41,7 +41,7 @@ def test_a_coroutine_past_its_deadline_is_cancelled():
             cancelled.set()
             raise
 
-    with pytest.raises(EngineError, match="sleeps did not end within 0 s"):
+    with pytest.raises(DeadlineError, match="sleeps did not end within 0 s"):
         run(sleeps(), timeout_s=0.05)
     assert cancelled.wait(5)
 
@@ -53,5 +53,5 @@ def test_waiting_on_the_loop_for_itself_is_refused():
     async def outer():
         return run(inner())
 
-    with pytest.raises(EngineError, match="await the coroutine instead"):
+    with pytest.raises(ProcessError, match="await the coroutine instead"):
         run(outer())

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from slime.utils import misc, net
-from slime.utils.errors import EngineError, HookError
+from slime.utils.errors import HookError, ProcessError
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_port_in_use_is_passed_over():
 def test_ports_that_cannot_exist_are_an_error():
     assert not net.is_port_available(0)
     assert not net.is_port_available(70000)
-    with pytest.raises(EngineError, match="10 consecutive free ports from 65530"):
+    with pytest.raises(ProcessError, match="10 consecutive free ports from 65530"):
         net.get_free_port(65530, consecutive=10)
 
 

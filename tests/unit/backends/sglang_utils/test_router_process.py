@@ -20,7 +20,7 @@ from slime.backends.sglang_utils.router_process import (
     unregister_worker,
 )
 from slime.backends.sglang_utils.server_control import ServerControl
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
 from slime.utils.net import get_free_port
 
 ARGS = Namespace(sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn")
@@ -97,7 +97,7 @@ def test_an_engine_is_listed_after_registration_and_gone_after_removal(router, e
 
 def test_an_engine_that_answers_nothing_is_never_listed(router):
     dead = f"http://127.0.0.1:{get_free_port(28000)}"
-    with pytest.raises(EngineError, match="does not list the engine"):
+    with pytest.raises(DeadlineError, match="does not list the engine"):
         register_worker(ServerControl(router.url), dead, worker_type="regular", timeout_s=1.0)
 
 
@@ -140,7 +140,7 @@ def test_no_router_at_the_given_address_is_an_error():
 
 
 def test_a_taken_port_ends_the_start_with_the_routers_log(router):
-    with pytest.raises(EngineError, match="end of .*router"):
+    with pytest.raises(EngineDiedError, match="end of .*router"):
         start_router(
             ARGS, host="127.0.0.1", port=get_free_port(26100), prometheus_port=router.port, timeout_s=20
         ).stop()

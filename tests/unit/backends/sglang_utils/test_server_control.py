@@ -13,7 +13,7 @@ from slime.backends.sglang_utils.server_control import (
     probe_answer,
     wait_idle,
 )
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineError
 from slime.utils.net import get_free_port
 from tests.scripted_engine.script import Fault, Script
 from tests.scripted_engine.server import ScriptedEngine
@@ -101,7 +101,7 @@ def test_waiting_for_idle_ends_at_zero_or_at_the_deadline(scripted):
     answers += [loads((1, 0)), loads((0, 0))]
     wait_idle(ServerControl(url), timeout_s=30, poll_s=0)
     answers.append(loads((1, 0)))
-    with pytest.raises(EngineError, match="still has 1 requests in flight"):
+    with pytest.raises(DeadlineError, match="still has 1 requests in flight"):
         wait_idle(ServerControl(url, name="e"), timeout_s=-1, poll_s=0)
 
 

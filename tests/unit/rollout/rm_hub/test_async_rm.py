@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from slime.rollout.rm_hub import async_rm, batched_async_rm, remote
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, GraderError
 from slime.utils.types import Sample
 
 NAMES = Namespace(custom_rm_path=None, rm_type=None, rm_url=None)
@@ -125,7 +125,7 @@ def test_a_failing_reward_server_is_asked_again_after_a_growing_wait(monkeypatch
 
 
 def test_a_reward_server_that_always_fails_is_an_error(monkeypatch):
-    with pytest.raises(EngineError, match="failed 2 times"):
+    with pytest.raises(GraderError, match="failed 2 times"):
         serve([web.Response(status=500), web.Response(status=500)], {"max_retries": 2}, monkeypatch)
 
 

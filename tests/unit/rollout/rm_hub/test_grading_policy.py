@@ -17,7 +17,7 @@ from slime.rollout import rm_hub
 from slime.rollout.rm_hub import async_rm, batched_async_rm, math_verify, policy, remote
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
 from slime.rollout.rm_hub.grader_threads import GraderThreads
-from slime.utils.errors import ConfigError, EngineError, HookError
+from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.types import Sample
 
 RIGHT = "\\boxed{7}"
@@ -109,7 +109,7 @@ def test_failures_in_a_row_end_the_run_with_the_first_cause():
             await async_rm(flags, Sample(response=response))
 
     asyncio.run(run(["crash", "crash", "ok", "crash", "nan"]))
-    with pytest.raises(EngineError, match="last 3 gradings failed .* first of them with KeyError"):
+    with pytest.raises(GraderError, match="last 3 gradings failed .* first of them with KeyError"):
         asyncio.run(run(["crash"]))
 
 

@@ -11,7 +11,7 @@ from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.update_weight.protocol.acknowledgements import check_acknowledgements
 from slime.backends.megatron_utils.update_weight.protocol.push import Push
 from slime.backends.megatron_utils.update_weight.protocol.roster import reason_of
-from slime.utils.errors import EngineError, WeightSyncError
+from slime.utils.errors import ProcessError, WeightSyncError
 from slime.weights.manifest import Manifest
 from slime.weights.receiver import WeightReceiver
 
@@ -27,7 +27,7 @@ def require_repacking(push: Push) -> None:
     for engine in push.roster.good:
         try:
             engine.post_process_weights(**what).wait(push.clock.step_s)
-        except EngineError as error:
+        except ProcessError as error:
             raise WeightSyncError(
                 f"--hf-checkpoint holds compressed-tensors weights, which engines repack when they load them; engine "
                 f"{engine.index} cannot undo that for a push ({error}). Stock SGLang has no /post_process_weights; "
@@ -117,7 +117,7 @@ def run_check(
                 flush_cache=False,
             )
             request.wait(push.clock.step_s)
-        except EngineError as error:
+        except ProcessError as error:
             push.roster.fence(engine.index, f"{reason_of(error)} (in a check of its weights)")
 
 
