@@ -56,6 +56,7 @@ class LoadedRank:
         store: path that the ranks meet at.
         dtype: of the parameters.
         quantization: takes the place of the config's ``quantization_config``.
+        device: "cpu", or "cuda" for a rank on a GPU, where there is one.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class LoadedRank:
         store: str,
         dtype: str = "bfloat16",
         quantization: dict[str, Any] | None = None,
+        device: str = "cpu",
     ) -> None:
-        cpu_shim.install()
+        if device == "cpu":
+            cpu_shim.install()
         _leave_out_other_models()
-        self.tp_rank, self.tp_size, self._store = tp_rank, tp_size, store
+        self.tp_rank, self.tp_size, self._store, self._device = tp_rank, tp_size, store, device
         self.swap(folder, dtype, quantization)
 
     def swap(self, folder: str | Path, dtype: str, quantization: dict[str, Any] | None) -> None:
@@ -79,9 +82,9 @@ class LoadedRank:
         gc.collect()  # models are parts of cycles
         self.weight_version = "default"
         with _config_folder(folder, quantization) as configured:
-            server_args, model_config = _describe(configured, self.tp_size, dtype)
+            server_args, model_config = _describe(configured, self.tp_size, dtype, self._device)
         _enter_world(server_args, model_config, self.tp_rank, self.tp_size, self._store)
-        self.model = _build(model_config)
+        self.model = _build(model_config, self._device)
         self.loaders = tuple(server_args.custom_weight_loader)
 
     def answer(self, method: str, path: str, payload: Any) -> Any:
@@ -139,7 +142,7 @@ def _config_folder(folder: str | Path, quantization: dict[str, Any] | None) -> I
         yield changed
 
 
-def _describe(folder: str | Path, tp_size: int, dtype: str) -> tuple[Any, Any]:
+def _describe(folder: str | Path, tp_size: int, dtype: str, device: str) -> tuple[Any, Any]:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
@@ -147,7 +150,7 @@ def _describe(folder: str | Path, tp_size: int, dtype: str) -> tuple[Any, Any]:
 
     server_args = ServerArgs(
         model_path=str(folder),
-        device="cpu",
+        device=device,
         attention_backend="torch_native",
         dtype=dtype,
         tp_size=tp_size,
@@ -173,7 +176,7 @@ def _enter_world(server_args: Any, model_config: Any, tp_rank: int, tp_size: int
 
     if not model_parallel_is_initialized():
         init_distributed_environment(
-            backend="gloo",
+            backend="gloo" if server_args.device == "cpu" else "nccl",
             world_size=tp_size,
             rank=tp_rank,
             local_rank=tp_rank,
@@ -183,7 +186,7 @@ def _enter_world(server_args: Any, model_config: Any, tp_rank: int, tp_size: int
     initialize_dp_attention(server_args=server_args, model_config=model_config)
 
 
-def _build(model_config: Any) -> torch.nn.Module:
+def _build(model_config: Any, device: str) -> torch.nn.Module:
     """As ``DummyModelLoader``, which fills the model with random numbers.
 
     On a CPU without AMX, SGLang refuses to *run* FP8 and says so when it prepares weights for its kernels; that step
@@ -201,7 +204,7 @@ def _build(model_config: Any) -> torch.nn.Module:
 
     load_config = LoadConfig(load_format="dummy")
     with set_default_torch_dtype(model_config.dtype):
-        with torch.device("cpu"):
+        with torch.device(device):
             model = _initialize_model(model_config, load_config, _get_quantization_config(model_config, load_config))
         initialize_dummy_weights(model)
         _post_load_weights(model)

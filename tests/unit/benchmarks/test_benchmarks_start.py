@@ -22,7 +22,7 @@ FOLDER = REPO / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
 PARTS = {"demo_step", "model_shapes", "phase_table"}
 """Modules that programs import."""
-OF_TRAINING = {"plan_memory", "shard_fill", "step_phases", "train_mfu", "weight_push_engine"}
+OF_TRAINING = {"plan_memory", "step_phases", "train_mfu", "weight_push_engine", "weight_push_ways"}
 """Programs with flags of train.py: each has a test below."""
 
 
@@ -104,6 +104,16 @@ def test_the_flags_of_the_push_into_engines_are_accepted(command, extra, monkeyp
     args = module.run_args(str(tmp_path), options, behind)
     assert args.colocate != options.disaggregated
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == args.num_layers
+
+
+@pytest.mark.parametrize("command", ["--model tiny", "--model qwen3-4B", "--model qwen3-30B-A3B --layers 2"])
+def test_the_flags_of_the_ways_of_a_push_are_accepted(command, monkeypatch, tmp_path):
+    module = load("weight_push_ways")
+    monkeypatch.setattr(sys, "argv", ["weight_push_ways.py", *command.split()])
+    options, behind = module.parse_options()
+    module.write_folder(tmp_path, options)
+    args = module.trainer_args(str(tmp_path), options, behind)
+    assert args.num_layers == json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
 
 
 def test_the_flags_of_the_demos_step_are_accepted(tmp_path, monkeypatch):
