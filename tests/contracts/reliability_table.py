@@ -600,8 +600,8 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=OTHERS,
         waits="Adapter for turns in flight when a session closes",
-        code=("slime.agent.adapters.sessions.SessionBook.shut",),
-        bounds=("slime.agent.adapters.sessions.CANCEL_WAIT_S",),
+        code=("slime.agent.adapters.common.SessionBook.shut",),
+        bounds=("slime.agent.adapters.common.CANCEL_WAIT_S",),
         deadline="wait_timeout first, then the constant after they were cancelled",
         raises="",
         log="manager: how many turns were in flight",
@@ -630,8 +630,8 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=OTHERS,
         waits="Agent harness for its agent to finish",
-        code=("slime.agent.sandbox.jobs.exec_and_wait",),
-        bounds=("slime.agent.sandbox.jobs.POLL_TIMEOUT_S",),
+        code=("slime.agent.sandbox.protocol.exec_and_wait",),
+        bounds=("slime.agent.sandbox.protocol.POLL_TIMEOUT_S",),
         deadline="the caller's time_budget_sec; the constant for each look",
         raises="",
         log="the harness's result",

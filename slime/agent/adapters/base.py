@@ -16,10 +16,8 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.adapters import common
-from slime.agent.adapters.common import DEFAULT_SID, AdapterError, Reply, Session, TurnRecord
-from slime.agent.adapters.sessions import SessionBook
-from slime.agent.adapters.sse import EventStream
+import slime.agent.adapters.common as common
+from slime.agent.adapters.common import DEFAULT_SID, AdapterError, EventStream, Reply, Session, SessionBook, TurnRecord
 from slime.agent.parsing import ParsedModelOutput, check_parsers, parse_model_output
 from slime.agent.stitching import build_prompt_ids
 from slime.agent.trajectory import Message, TrajectoryManager

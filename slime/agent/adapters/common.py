@@ -1,4 +1,4 @@
-"""What both protocols share: the call of the engine, sessions, and small translations.
+"""Shared by both protocols: the call of the engine, small translations, sessions and server-sent events.
 
 ``call_sglang_generate`` is looked up here at every turn, so replacing it replaces the engine.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +44,7 @@ MAX_RESUMES = 6
 RESUME_WAIT_S = 1.0
 CONNECT_RETRIES = 60
 """One second apart: an engine that is restarted is back by then, and a dead one is reported."""
+_FIXED_SAMPLING_PARAMS = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
 
 
 class AdapterError(Exception):
@@ -94,9 +97,9 @@ async def call_sglang_generate(
     timeout_s: float = POST_TIMEOUT_S,
     max_resumes: int = MAX_RESUMES,
 ) -> TurnRecord:
-    """One turn of the engine.
+    """Generate one turn.
 
-    A turn that is aborted (weights were updated, a rollout ended) goes on from the tokens it has; the record says
+    A turn that is aborted (weights were updated, a rollout ended) continues from the tokens it has; the record says
     which weights drew which tokens.  Cancelling the coroutine closes the connection, on which SGLang ends the request.
 
     Args:
@@ -106,19 +109,14 @@ async def call_sglang_generate(
         session_id: sent as routing key, so that a session's turns can share an engine's prefix cache.
         tokenizer: decodes the drawn ids; without one the engine's text is taken.
         timeout_s: deadline of the whole turn in seconds.
-        max_resumes: continuations after an abort before the turn is given up as ``abort``.
+        max_resumes: continuations after an abort before the turn ends with finish reason ``abort``.
 
     Raises:
         EngineError: the engine cannot be reached, refuses, or does not answer in time.
     """
     url = f"{sglang_url.rstrip('/').removesuffix('/generate')}/generate"
     headers = {"X-SMG-Routing-Key": session_id} if session_id else {}
-    params: dict[str, Any] = {
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-        "spaces_between_special_tokens": False,
-    }
-    params |= dict(sampling_params)
+    params: dict[str, Any] = {**_FIXED_SAMPLING_PARAMS, **sampling_params}
     began_s = time.monotonic()
     ids: list[int] = []
     log_probs: list[float] = []
@@ -135,15 +133,11 @@ async def call_sglang_generate(
             if left["max_new_tokens"] <= 0:
                 reason = {"type": "length"}
                 break
-        payload = {
-            "input_ids": [*input_ids, *ids],
-            "sampling_params": left,
-            "return_logprob": True,
-            "rid": uuid.uuid4().hex,
-        }
         remaining_s = timeout_s - (time.monotonic() - began_s)
         if remaining_s <= 0:
             raise TimeoutError(f"A turn was aborted {attempt} times and did not end within {timeout_s:.0f} s.")
+        payload = {"input_ids": [*input_ids, *ids], "sampling_params": left, "return_logprob": True}
+        payload["rid"] = uuid.uuid4().hex
         output = await post(url, payload, CONNECT_RETRIES, headers, timeout_s=remaining_s)
         meta = _meta_of(output)
         new_ids, new_log_probs = read_output_tokens(meta)
@@ -241,3 +235,144 @@ def sid_from_body(body: Mapping[str, Any]) -> str | None:
     found = metadata.get("session_id") if isinstance(metadata, Mapping) else None
     found = found or body.get("user")
     return str(found) if found else None
+
+
+# Sessions
+
+
+POLL_S = 0.05
+CANCEL_WAIT_S = 5.0
+"""For a cancelled request to send its error."""
+REMEMBERED_CLOSED = 100_000
+"""Closed sessions whose late requests are told apart from those of new sessions."""
+
+
+class SessionBook:
+    """The sessions of one adapter.  Invariant: an id is open, closed or unknown; it never opens twice."""
+
+    def __init__(self, max_turns_per_sid: int | None = None) -> None:
+        self.max_turns_per_sid = max_turns_per_sid
+        self._open: dict[str, Session] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, session: Session) -> None:
+        """Open a session.  ValueError when its id is, or was, in use."""
+        with self._lock:
+            if session.sid in self._open or session.sid in self._closed:
+                raise ValueError(f"Session {session.sid!r} exists already; every session needs an id of its own.")
+            self._open[session.sid] = session
+
+    def admit(self, sid: str) -> Session:
+        """The session with one more turn counted; an id that was never seen is opened.
+
+        Raises:
+            AdapterError: the session is closed (503) or has used its turns (429).
+        """
+        with self._lock:
+            session = None if sid in self._closed else self._open.setdefault(sid, Session(sid=sid))
+            if session is None or session.is_closed:
+                raise AdapterError(503, f"Session {sid!r} is closed.", may_retry=False)
+            if self.max_turns_per_sid is not None and session.num_turns >= self.max_turns_per_sid:
+                message = f"Session {sid!r} has used its {self.max_turns_per_sid} turns."
+                raise AdapterError(429, message, code="turn_limit", may_retry=False)
+            session.num_turns += 1
+            return session
+
+    async def shut(self, sid: str, wait_timeout: float) -> Session | None:
+        """Refuse further requests of ``sid``, wait for those in flight, cancel what is left; None: it is not open."""
+        session = self._open.get(sid)
+        if session is None:
+            return None
+        session.is_closed = True
+        deadline = time.monotonic() + wait_timeout
+        while session.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        leftover = list(session.in_flight)
+        for task in leftover:
+            loop = task.get_loop()
+            if loop.is_closed():
+                session.in_flight.discard(task)
+            else:
+                loop.call_soon_threadsafe(task.cancel)
+        if leftover:
+            logger.warning("Session %s was closed with %d turn(s) in flight.", sid, len(leftover))
+        give_up = time.monotonic() + CANCEL_WAIT_S
+        while session.in_flight and time.monotonic() < give_up:
+            await asyncio.sleep(POLL_S)
+        return session
+
+    async def close(self, sid: str, wait_timeout: float) -> Session | None:
+        """``shut``, and forget the session; the second caller gets None."""
+        with self._lock:
+            if sid not in self._open or sid in self._closed:
+                return None
+            self._closed[sid] = None
+            while len(self._closed) > REMEMBERED_CLOSED:
+                self._closed.popitem(last=False)
+        session = await self.shut(sid, wait_timeout)
+        self._open.pop(sid, None)
+        return session
+
+
+# Server-sent events
+
+
+_STREAM = web.RequestKey("slime_event_stream", web.StreamResponse)
+
+
+class EventStream:
+    """Events of one protocol.
+
+    Args:
+        named: each event has a line with its type (Anthropic), not only data (OpenAI).
+        keep_alive: an event to send while the engine works; None sends a comment, which clients skip.
+    """
+
+    def __init__(self, *, named: bool, keep_alive: dict[str, Any] | None = None) -> None:
+        self._named = named
+        self._keep_alive = keep_alive
+
+    @staticmethod
+    def of(request: web.BaseRequest) -> web.StreamResponse | None:
+        """The stream of ``request``, when it has begun."""
+        return request.get(_STREAM)
+
+    async def begin(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The stream of ``request``."""
+        stream = self.of(request)
+        if stream is None:
+            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            stream = web.StreamResponse(headers=headers)
+            request[_STREAM] = stream
+            await stream.prepare(request)
+        return stream
+
+    async def keep_alive(self, request: web.BaseRequest) -> None:
+        """Let the client hear that its request is worked on."""
+        stream = await self.begin(request)
+        await stream.write(b": working\n\n" if self._keep_alive is None else self.encode(self._keep_alive))
+
+    async def send(self, request: web.BaseRequest, events: list[dict[str, Any]], *, end: bytes = b"") -> Any:
+        """Send ``events`` and end the stream."""
+        stream = await self.begin(request)
+        await stream.write(b"".join(self.encode(event) for event in events) + end)
+        await stream.write_eof()
+        return stream
+
+    async def fail(self, request: web.BaseRequest, error: dict[str, Any]) -> Any:
+        """End the stream with an error."""
+        return await self.send(request, [{"type": "error", **error} if self._named else error])
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        """One event on the wire."""
+        head = f"event: {event['type']}\n" if self._named else ""
+        return f"{head}data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+
+
+def pieces(text: str, size: int = 512) -> list[str]:
+    """``text`` cut into deltas of a stream."""
+    return [text[start : start + size] for start in range(0, len(text), size)]

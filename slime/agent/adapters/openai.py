@@ -13,14 +13,15 @@ from aiohttp import web
 from slime.agent.adapters.base import BaseAdapter
 from slime.agent.adapters.common import (
     AdapterError,
+    EventStream,
     Reply,
     flatten_content,
     manager_finish_reason,
+    pieces,
     sid_from_bearer,
     sid_from_body,
     tool_call_dict,
 )
-from slime.agent.adapters.sse import EventStream, pieces
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
 

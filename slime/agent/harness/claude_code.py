@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 
-from slime.agent.harness.base import BaseHarness, HarnessContext
-from slime.agent.harness.common import extra_args, extra_envs, install_node22, install_npm_cli, npm_source, run_agent
+from slime.agent.harness.common import (
+    BaseHarness,
+    HarnessContext,
+    extra_args,
+    extra_envs,
+    install_node22,
+    install_npm_cli,
+    npm_source,
+    run_agent,
+)
 from slime.agent.sandbox import Sandbox
-from slime.agent.sandbox.jobs import AGENT_USER
+from slime.agent.sandbox.protocol import AGENT_USER
 
 MODEL = "slime"
 HOME = f"/home/{AGENT_USER}"

@@ -1,9 +1,16 @@
 """Where an agent's commands run: a protocol, E2B behind it, and this machine behind it."""
 
 from slime.agent.sandbox.e2b import E2BSandbox
-from slime.agent.sandbox.jobs import EXIT_TIME_BUDGET_EXCEEDED, ensure_agent_user, exec_and_wait
 from slime.agent.sandbox.local import LocalSandbox
-from slime.agent.sandbox.protocol import ExecResult, FileContent, Sandbox, SandboxError
+from slime.agent.sandbox.protocol import (
+    EXIT_TIME_BUDGET_EXCEEDED,
+    ExecResult,
+    FileContent,
+    Sandbox,
+    SandboxError,
+    ensure_agent_user,
+    exec_and_wait,
+)
 
 __all__ = [
     "EXIT_TIME_BUDGET_EXCEEDED",

@@ -1,7 +1,11 @@
-"""What slime asks of a sandbox.  Any class with these methods is one."""
+"""The protocol of sandboxes, and commands in one that outlive a connection."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import shlex
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -78,3 +82,103 @@ def checked(result: ExecResult, cmd: str, check: bool) -> ExecResult:
         output = (result.err or result.out).strip()[-1000:]
         raise SandboxError(f"A command ended with code {result.code}: {cmd[:300]!r} said {output!r}.")
     return result
+
+
+# Long commands: a connection lives shorter than an agent, so a job is started and then polled
+
+
+logger = logging.getLogger(__name__)
+
+EXIT_TIME_BUDGET_EXCEEDED = -1
+"""Code of a job that was ended because its time was up."""
+AGENT_USER = "agent"
+POLL_FIRST_S, POLL_LAST_S = 0.2, 5.0
+POLL_TIMEOUT_S = 60.0
+MAX_LOST_POLLS = 5
+"""Polls in a row that may fail before the sandbox counts as gone."""
+MAX_OUTPUT_BYTES = 10_000_000
+
+
+async def exec_and_wait(
+    sb: Sandbox,
+    *,
+    cmd: str,
+    time_budget_sec: float,
+    tag: str,
+    user: str = "root",
+    env: Mapping[str, str] | None = None,
+    workdir: str | None = None,
+    out_file: str | None = None,
+    want_output: bool = False,
+) -> tuple[int, str]:
+    """Run ``cmd`` detached and wait for its end; ``(exit code, output)``.
+
+    Args:
+        sb: the sandbox.
+        cmd: a line of bash.
+        time_budget_sec: then the job and its children are killed, and the code is ``EXIT_TIME_BUDGET_EXCEEDED``.
+        tag: names the job's files; two jobs at a time need two tags.
+        user: who runs it.
+        env: variables of the job.
+        workdir: where it runs.
+        out_file: gets standard output and error; by default a file in /tmp.
+        want_output: give the end of that file, else "".
+
+    Raises:
+        SandboxError: the sandbox is gone.
+    """
+    stem = f"/tmp/slime-job-{tag}"
+    out_file = out_file or f"{stem}.out"
+    script, code_file, group_file = f"{stem}.sh", f"{stem}.code", f"{stem}.pgid"
+    lines = ["#!/bin/bash", *(f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items())]
+    lines += [f"cd {shlex.quote(workdir)} || exit 97"] if workdir else []
+    await sb.write_file(script, "\n".join([*lines, cmd, ""]), user=user)
+    wrapper = f"bash {script} > {shlex.quote(out_file)} 2>&1 < /dev/null; echo $? > {code_file}.tmp; "
+    wrapper += f"mv {code_file}.tmp {code_file}"
+    # setsid makes the job a process group of its own, which can be killed as a whole.
+    start = f"rm -f {code_file} {group_file}; "
+    start += f"setsid bash -c {shlex.quote(f'echo $$ > {group_file}; {wrapper}')} > /dev/null 2>&1 < /dev/null &"
+    await sb.exec(start, user=user, timeout=POLL_TIMEOUT_S, check=True, idempotent=False)
+
+    deadline = time.monotonic() + time_budget_sec
+    code = await _wait_for_code(sb, code_file, user, deadline)
+    if code is None:
+        kill = f"kill -TERM -- -$(cat {group_file}); sleep 1; kill -KILL -- -$(cat {group_file})"
+        await sb.exec(f"({kill}) 2> /dev/null; true", user=user, timeout=POLL_TIMEOUT_S)
+        logger.info("Sandbox %s: job %s was ended after %.0f s.", sb.sandbox_id, tag, time_budget_sec)
+        code = EXIT_TIME_BUDGET_EXCEEDED
+    if not want_output:
+        return code, ""
+    tail = await sb.exec(f"tail -c {MAX_OUTPUT_BYTES} {shlex.quote(out_file)}", user=user, timeout=POLL_TIMEOUT_S)
+    return code, tail.out
+
+
+async def _wait_for_code(sb: Sandbox, code_file: str, user: str, deadline: float) -> int | None:
+    """The code that the job left, or None when the time is up first."""
+    wait_s, lost = POLL_FIRST_S, 0
+    while True:
+        try:
+            answer = await sb.exec(f"cat {code_file} 2> /dev/null || true", user=user, timeout=POLL_TIMEOUT_S)
+            lost = 0
+            if answer.out.strip():
+                return int(answer.out)
+        except SandboxError as error:
+            lost += 1
+            if lost >= MAX_LOST_POLLS:
+                raise
+            logger.info("Sandbox %s did not answer (%d in a row): %s", sb.sandbox_id, lost, error)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        await asyncio.sleep(min(wait_s, left))
+        wait_s = min(wait_s * 1.5, POLL_LAST_S)
+
+
+async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
+    """Make the user ``agent``, to whom ``workdir`` belongs: agents refuse to work unasked as root."""
+    folder = shlex.quote(workdir)
+    make = f"id -u {AGENT_USER} > /dev/null 2>&1 || useradd -m -s /bin/bash {AGENT_USER}"
+    # git refuses to work in a folder of somebody else.
+    own = f"mkdir -p {folder} && chown -R {AGENT_USER} {folder}"
+    trust = f"(command -v git > /dev/null && git config --system --add safe.directory {folder}) || true"
+    await sb.exec(f"{make}; {own}; {trust}", user="root", timeout=300, check=True)

@@ -1,0 +1,284 @@
+"""The model's text -> reasoning, text and tool calls.
+
+With a parser's name SGLang's own parser of that name does the work, so that training sees what serving sees; it is
+imported when it is first needed.  Without a name, or without SGLang, the built-in parsers read the formats that most
+open models write: a call in ``<tool_call> ... </tool_call>`` (or alone, in the second form) that is one of::
+
+    {"name": "add", "arguments": {"a": 1}}                                               Hermes, Qwen
+    <function=add><parameter=a>1</parameter></function>                                  Qwen3-Coder
+    add<arg_key>a</arg_key><arg_value>1</arg_value>                                      GLM
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from slime.utils.errors import ConfigError
+
+__all__ = [
+    "ParsedModelOutput",
+    "ParsedTools",
+    "check_parsers",
+    "parse_model_output",
+    "parse_tool_uses",
+    "parse_xml_tool_uses",
+]
+
+logger = logging.getLogger(__name__)
+
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_BARE_FUNCTION = re.compile(r"<function=[^>]+>.*?</function>", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>(.*?)</parameter>", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_LEFT_OVER = re.compile(r"</?tool_call>|<function=|</function>|<arg_key>|<parameter=")
+
+
+class ParsedTools(NamedTuple):
+    """Tool calls and what is left beside them."""
+
+    text: str
+    """The text without the calls."""
+    tool_uses: list[dict[str, Any]]
+    """``{"name": str, "input": dict}`` in the order of the text."""
+    ill_formed: bool
+    """Whether something that looks like a call could not be read, or calls a tool that was not offered."""
+
+
+@dataclass(kw_only=True)
+class ParsedModelOutput:
+    """What the model said."""
+
+    reasoning: str = ""
+    text: str = ""
+    tool_uses: list[dict[str, Any]] = field(default_factory=list)
+    """``{"name": str, "input": dict}`` each."""
+    ill_formed: bool = False
+    """Whether reasoning was left open, or a tool call was broken or names no offered tool."""
+
+
+def check_parsers(tool_parser_name: str | None, reasoning_parser_name: str | None) -> None:
+    """Import the named parsers, which may take seconds, and refuse names that do not exist (ConfigError)."""
+    if tool_parser_name:
+        _sglang_tool_uses("", [], tool_parser_name)
+    if reasoning_parser_name:
+        _sglang_reasoning("", reasoning_parser_name)
+
+
+def parse_tool_uses(
+    text: str, *, tools_schema: Sequence[Mapping[str, Any]] | None, tool_parser_name: str | None = None
+) -> ParsedTools:
+    """The calls in ``text``; a conversation without tools has none."""
+    if not tools_schema:
+        return ParsedTools(text, [], False)
+    parsed = _sglang_tool_uses(text, tools_schema, tool_parser_name) if tool_parser_name else None
+    return parse_xml_tool_uses(text, tools_schema) if parsed is None else parsed
+
+
+def parse_model_output(
+    raw: str,
+    *,
+    tools_schema: Sequence[Mapping[str, Any]] | None = None,
+    tool_parser_name: str | None = None,
+    reasoning_parser_name: str | None = None,
+) -> ParsedModelOutput:
+    """Take apart what the model drew.
+
+    Args:
+        raw: the drawn text without its stop token.
+        tools_schema: the tools that the model was offered, in OpenAI's or Anthropic's form.
+        tool_parser_name: SGLang's name of the model's tool-call format; None: the built-in formats.
+        reasoning_parser_name: SGLang's name of the model's reasoning format; None: ``<think>`` blocks.
+
+    Raises:
+        ConfigError: SGLang has no parser of that name.
+    """
+    reasoning, rest, unfinished = split_reasoning(raw)
+    if reasoning_parser_name:
+        split = _sglang_reasoning(raw, reasoning_parser_name)
+        if split is not None:
+            reasoning, rest = split
+            unfinished = bool(reasoning) and not rest.strip() and THINK_END not in raw
+    tools = parse_tool_uses(rest, tools_schema=tools_schema, tool_parser_name=tool_parser_name)
+    return ParsedModelOutput(
+        reasoning=reasoning, text=tools.text, tool_uses=tools.tool_uses, ill_formed=unfinished or tools.ill_formed
+    )
+
+
+# The built-in parsers
+
+
+def split_reasoning(text: str) -> tuple[str, str, bool]:
+    """``(reasoning, rest, is unfinished)``.  The opening mark may be missing: many templates write it."""
+    begin, end = text.find(THINK_BEGIN), text.find(THINK_END)
+    if end >= 0:
+        start = begin + len(THINK_BEGIN) if 0 <= begin < end else 0
+        return text[start:end].strip(), text[end + len(THINK_END) :].lstrip("\n"), False
+    if begin >= 0:
+        return text[begin + len(THINK_BEGIN) :].strip(), text[:begin].strip(), True
+    return "", text, False
+
+
+def tool_schemas(tools_schema: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
+    """Tool name -> JSON schema of its arguments, from OpenAI's or Anthropic's description of the tools."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for tool in tools_schema or []:
+        function = tool.get("function", tool)
+        if function.get("name"):
+            schemas[function["name"]] = function.get("parameters") or function.get("input_schema") or {}
+    return schemas
+
+
+def parse_xml_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]] | None = None) -> ParsedTools:
+    """The calls in ``text``, in any of the module's formats.
+
+    Values in the two formats without JSON are strings; ``tools_schema`` says which of them mean numbers, booleans,
+    arrays or objects.
+    """
+    schemas = tool_schemas(tools_schema)
+    uses: list[dict[str, Any]] = []
+    ill_formed = False
+
+    def take(body: str, whole: str) -> str:
+        nonlocal ill_formed
+        use = _read_call(body.strip(), schemas)
+        if use is None:
+            ill_formed = True
+            return whole
+        ill_formed = ill_formed or bool(schemas) and use["name"] not in schemas
+        uses.append(use)
+        return ""
+
+    rest = _CALL.sub(lambda match: take(match[1], match[0]), text)
+    rest = _BARE_FUNCTION.sub(lambda match: take(match[0], match[0]), rest)
+    return ParsedTools(rest.strip() if uses else rest, uses, ill_formed or _LEFT_OVER.search(rest) is not None)
+
+
+def _read_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """One call without its outer tags; None when it cannot be read."""
+    function = _FUNCTION.fullmatch(body)
+    if function:
+        pairs = _PARAMETER.findall(function[2])
+        return _use(function[1], pairs, schemas) if not _PARAMETER.sub("", function[2]).strip() else None
+    if body.startswith("{"):
+        try:
+            call = json.loads(body)
+        except json.JSONDecodeError:
+            return None
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except json.JSONDecodeError:
+                return None
+        if isinstance(call.get("name"), str) and isinstance(arguments, dict):
+            return {"name": call["name"], "input": arguments}
+        return None
+    name = body.partition("<arg_key>")[0].strip()
+    is_name = re.fullmatch(r"[\w.:-]+", name) is not None
+    if not is_name or _PAIR.sub("", body[len(name) :]).strip():
+        return None
+    return _use(name, _PAIR.findall(body), schemas)
+
+
+def _use(name: str, pairs: list[tuple[str, str]], schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    properties = schemas.get(name, {}).get("properties") or {}
+    return {"name": name, "input": {key.strip(): _value(text, properties.get(key.strip())) for key, text in pairs}}
+
+
+def _value(text: str, schema: Any) -> Any:
+    """A value that was written without quotes, as its schema's type; text when it is none of that type."""
+    # The newline after the opening and before the closing tag belongs to the tags.
+    text = text.removeprefix("\n").removesuffix("\n")
+    wanted = schema.get("type") if isinstance(schema, Mapping) else None
+    kinds = [wanted] if isinstance(wanted, str) else list(wanted or [])
+    if not kinds or "string" in kinds:
+        return text
+    try:
+        return json.loads(text.strip())
+    except json.JSONDecodeError:
+        lowered = text.strip().lower()
+        if "boolean" in kinds and lowered in ("true", "false"):
+            return lowered == "true"
+        return None if "null" in kinds and lowered == "none" else text
+
+
+# SGLang's parsers; each function returns None when SGLang cannot be imported, and a warning says so once
+
+
+@functools.cache
+def _warn_once(what: str, cause: str) -> None:
+    logger.warning("SGLang's %s parsers cannot be imported (%s); the built-in ones read the output.", what, cause)
+
+
+@functools.cache
+def _tool_parts() -> tuple[Any, Any] | None:
+    """``(FunctionCallParser, Tool)``, or None without SGLang."""
+    try:
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    except Exception as error:  # a GPU part that is missing may raise anything at import
+        _warn_once("tool-call", f"{type(error).__name__}: {error}")
+        return None
+    return FunctionCallParser, Tool
+
+
+@functools.cache
+def _reasoning_part() -> Any:
+    """``ReasoningParser``, or None without SGLang."""
+    try:
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+    except Exception as error:
+        _warn_once("reasoning", f"{type(error).__name__}: {error}")
+        return None
+    return ReasoningParser
+
+
+def _sglang_reasoning(text: str, name: str) -> tuple[str, str] | None:
+    """``(reasoning, rest)`` by the reasoning parser ``name``."""
+    parser_class = _reasoning_part()
+    if parser_class is None:
+        return None
+    if name.lower() not in parser_class.DetectorMap:
+        raise ConfigError(f"There is no reasoning parser {name!r}; SGLang has {', '.join(parser_class.DetectorMap)}.")
+    reasoning, rest = parser_class(model_type=name, stream_reasoning=False).parse_non_stream(text)
+    return (reasoning or "").strip(), rest or ""
+
+
+def _sglang_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]], name: str) -> ParsedTools | None:
+    """The calls in ``text`` by the tool-call parser ``name``."""
+    parts = _tool_parts()
+    if parts is None:
+        return None
+    parser_class, tool_class = parts
+    if name not in parser_class.ToolCallParserEnum:
+        known = ", ".join(parser_class.ToolCallParserEnum)
+        raise ConfigError(f"There is no tool-call parser {name!r}; SGLang has {known}.")
+    tools = [tool_class(type="function", function=_function_of(tool)) for tool in tools_schema]
+    parser = parser_class(tools, name)
+    try:
+        rest, calls = parser.parse_non_stream(text)
+        found = [(call.name, json.loads(call.parameters or "{}")) for call in calls]
+    except Exception as error:  # the model's text may break a parser in any way; the turn counts as ill-formed
+        logger.info("Tool-call parser %s: %s: %s", name, type(error).__name__, error)
+        return ParsedTools(text, [], True)
+    uses = [{"name": call_name, "input": arguments} for call_name, arguments in found]
+    unknown = {use["name"] for use in uses} - {tool.function.name for tool in tools}
+    unread = parser.has_tool_call(rest) if uses else parser.has_tool_call(text)
+    return ParsedTools(rest.strip() if uses else rest, uses, bool(unknown) or unread)
+
+
+def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function", tool)
+    return {
+        "name": function["name"],
+        "description": function.get("description"),
+        "parameters": function.get("parameters") or function.get("input_schema") or {},
+    }
