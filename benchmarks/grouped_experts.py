@@ -23,7 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.backends.megatron_utils.layers.grouped_linear import grouped_linear, has_grouped_product  # noqa: E402
+from slime.backends.megatron_utils.layers.experts import grouped_linear, has_grouped_product  # noqa: E402
 
 Run = Callable[[], list[Tensor]]
 

@@ -1,7 +1,7 @@
 """The kinds of loss that an optimizer step can minimise, by ``--loss-type``.
 
 What they need is said here, where flags can see it without Megatron; the functions of the same names are in
-``slime.backends.megatron_utils.losses``.
+``slime.backends.megatron_utils.loss``.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.layers.experts import StackedExperts
-from slime.backends.megatron_utils.layers.grouped_linear import grouped_linear, has_grouped_product
+from slime.backends.megatron_utils.layers.experts import StackedExperts, grouped_linear, has_grouped_product
 from slime.backends.megatron_utils.layers.routed_layer import RoutedExperts
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 TRAINER = "slime.backends.megatron_utils"
-POLICY = f"{TRAINER}.losses.policy:policy_loss_function"
+POLICY = f"{TRAINER}.loss:policy_loss_function"
 UNIT = "tests/unit/backends/megatron_utils/"
 
 TRAINER_BUGS = (
@@ -175,7 +175,7 @@ TRAINER_BUGS = (
     ),
     Mutation(
         bug="old log-probs of the first step serve the later ones",
-        target=f"{TRAINER}.old_log_probs:readers_of_old_log_probs",
+        target=f"{TRAINER}.forward:readers_of_old_log_probs",
         old='len(data["num_microbatches"]) != 1',
         new="False",
         tests=(f"{UNIT}test_old_log_probs.py::test_one_step_and_nobody_who_reads_them_before_it_leaves_the_pass_out",),

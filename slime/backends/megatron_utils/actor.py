@@ -20,15 +20,12 @@ from slime.backends.megatron_utils.advantages import compute_advantages_and_retu
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
-from slime.backends.megatron_utils.forward import Reader, forward_only
+from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
-from slime.backends.megatron_utils.model_switch import ModelSwitch
-from slime.backends.megatron_utils.old_log_probs import needs_old_log_probs
-from slime.backends.megatron_utils.policies import Policies
+from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
-from slime.backends.megatron_utils.train_dump import dump_train_data
-from slime.backends.megatron_utils.train_reports import TrainReports
+from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight.pushes import WeightPushes, model_name
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights

@@ -1,15 +1,17 @@
-"""From the logits of a micro-batch to what Megatron's schedules minimise: choose the loss, run it, scale it.
+"""The losses: the logits of a packed micro-batch -> what Megatron's schedules minimise.
 
-The losses themselves are in ``losses/``, one per file, their formulas in ``slime.algorithms``.  Every loss returns the
-reduced loss and a dict of reduced metrics: sums over this rank's samples, which ``train_metrics`` adds up and divides.
+``loss_function`` runs the loss of ``--loss-type`` (:data:`LOSSES`) and scales it.  Every loss is called as
+``f(args, batch, logits, sum_of_sample_mean)`` and returns the reduced loss and a dict of reduced metrics: sums over
+this rank's samples, which ``train_metrics`` adds up and divides.  The formulas are in ``slime.algorithms``.
 
-This module is also the place where plug-ins import the losses from.
+Plug-ins import the losses, the mismatch corrections and ``compute_advantages_and_returns`` from here.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +23,27 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
+from slime.algorithms.advantages import get_estimator
+from slime.algorithms.kl import approx_kl
+from slime.algorithms.off_policy import TOKEN_CORRECTIONS, MismatchBounds
+from slime.algorithms.off_policy.weights import importance_weight
+from slime.algorithms.policy_losses import ClipConfig, PolicyLossInputs
+from slime.algorithms.policy_losses.opsm import off_policy_sequence_mask
 from slime.algorithms.reduction import num_loss_tokens, scale_for_megatron
+from slime.algorithms.value_loss import clipped_value_loss
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
-from slime.backends.megatron_utils.layers.mtp import LogitsAndMtp
-from slime.backends.megatron_utils.layers.mtp_loss import mtp_loss
+from slime.backends.megatron_utils.layers.mtp import LogitsAndMtp, mtp_loss
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
-from slime.backends.megatron_utils.losses.columns import Batch, LossAndMetrics, reducer_of
-from slime.backends.megatron_utils.losses.custom import custom_loss_function
-from slime.backends.megatron_utils.losses.mismatch import icepop_function, vanilla_tis_function
-from slime.backends.megatron_utils.losses.policy import policy_loss_function
-from slime.backends.megatron_utils.losses.sft import sft_loss_function
-from slime.backends.megatron_utils.losses.value import value_loss_function
+from slime.backends.megatron_utils.losses.columns import (
+    Batch,
+    LossAndMetrics,
+    Reducer,
+    TrainedTokens,
+    reducer_of,
+    response_log_probs,
+)
+from slime.utils.errors import ConfigError
+from slime.utils.misc import load_function
 
 __all__ = [
     "LOSSES",
@@ -46,6 +58,120 @@ __all__ = [
     "value_loss_function",
     "vanilla_tis_function",
 ]
+
+
+def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
+    """``pg_loss - entropy_coef * entropy + kl_loss_coef * kl_loss`` of a micro-batch, each a reduced token loss.
+
+    The surrogate is that of the advantage estimator (``Estimator.policy_loss``).  Old log-probs are the engine's
+    (``--use-rollout-logprobs``), those recomputed before training, or the present ones without gradient when a single
+    step per rollout makes them equal.
+
+    Metrics of the mismatch count every token that the data train; losses, entropy and KL leave out what the
+    correction rejected.
+    """
+    tokens = TrainedTokens(batch)
+    log_probs, entropies = response_log_probs(args, batch, logits, with_entropy=True)
+    log_prob_N, entropy_T = tokens.only(log_probs), torch.cat(tokens.only(entropies))
+    train_N = batch.get("log_probs")  # of the weights before training
+    train_N = [log_prob.detach() for log_prob in log_prob_N] if train_N is None else tokens.only(train_N)
+    rollout_N = None if batch.get("rollout_log_probs") is None else tokens.only(batch["rollout_log_probs"])
+    old_N = train_N
+    if args.use_rollout_logprobs:
+        old_N = tokens.required("rollout_log_probs", "--use-rollout-logprobs needs log-probs")
+    advantage_N = tokens.required("advantages", f"--loss-type {args.loss_type} needs advantages")
+
+    # The loss of each token
+    surrogate = get_estimator(args.advantage_estimator).policy_loss.compute(
+        PolicyLossInputs(
+            log_prob_N=log_prob_N,
+            old_log_prob_N=old_N,
+            advantage_N=advantage_N,
+            mask_N=batch["loss_masks"],
+            gather=tokens.whole,
+        ),
+        ClipConfig(low=args.eps_clip, high=args.eps_clip_high, dual=args.eps_clip_c),
+    )
+    loss_T = surrogate.loss_T
+    metrics_T = {"pg_clipfrac": surrogate.clipped_T, "ppo_kl": -surrogate.log_ratio_T.detach()}
+    if args.use_opsm:
+        keep_T = off_policy_sequence_mask(
+            tokens.whole([log_prob.detach() for log_prob in log_prob_N]),
+            tokens.whole(old_N),
+            batch["loss_masks"],
+            advantage_N,
+            delta=args.opsm_delta,
+        )
+        loss_T = torch.where(keep_T != 0, loss_T, 0.0)
+        metrics_T["opsm_clipfrac"] = 1 - keep_T
+    reduce, loss_masks = sum_of_sample_mean, batch["loss_masks"]
+    if wants_mismatch(args):
+        recorded_N = tokens.required("rollout_log_probs", "--use-tis and --get-mismatch-metrics need log-probs")
+        corrected = correct_mismatch(args, batch, loss_T, train_N, recorded_N)
+        metrics_T |= corrected.metrics_T
+        if applies_correction(args):
+            loss_T, loss_masks = corrected.loss_T, corrected.loss_masks
+            reduce = reducer_of(args, batch, loss_masks)
+
+    # The loss of the micro-batch
+    reduce_loss = reduce
+    if args.custom_pg_loss_reducer_function_path is not None:
+        custom = load_function(args.custom_pg_loss_reducer_function_path)
+        lengths = batch["total_lengths"], batch["response_lengths"]
+        reduce_loss = custom(*lengths, loss_masks, args.calculate_per_token_loss)
+    pg_loss, entropy = reduce_loss(loss_T), reduce(entropy_T)
+    loss = pg_loss - args.entropy_coef * entropy
+    metrics = {"pg_loss": pg_loss, "entropy_loss": entropy}
+    if args.use_kl_loss:
+        log_prob_T, reference_N = (
+            torch.cat(log_prob_N),
+            tokens.required("ref_log_probs", "--use-kl-loss needs log-probs"),
+        )
+        ratio_T = (log_prob_T - torch.cat(old_N)).exp() if args.use_unbiased_kl else None
+        metrics["kl_loss"] = reduce(approx_kl(log_prob_T, torch.cat(reference_N), args.kl_loss_type, ratio_T))
+        loss = loss + args.kl_loss_coef * metrics["kl_loss"]
+
+    if rollout_N is not None:
+        ours_N = log_prob_N if args.use_rollout_logprobs else old_N
+        metrics_T["train_rollout_logprob_abs_diff"] = (torch.cat(ours_N).detach() - torch.cat(rollout_N)).abs()
+    metrics |= {name: sum_of_sample_mean(values_T) for name, values_T in metrics_T.items()}
+    return loss, {"loss": loss, **metrics}
+
+
+def value_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
+    """The critic's clipped regression towards the returns."""
+    tokens = TrainedTokens(batch)
+    _, result = get_values(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )
+    loss_T, clipped_T = clipped_value_loss(
+        torch.cat(tokens.only(result["values"])),
+        torch.cat(tokens.required("values", "the value loss needs the values from before training")),
+        torch.cat(tokens.required("returns", "the value loss needs returns")),
+        clip=args.value_clip,
+    )
+    loss = sum_of_sample_mean(loss_T)
+    return loss, {"value_loss": loss, "value_clipfrac": sum_of_sample_mean(clipped_T)}
+
+
+def sft_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
+    """Negative log-likelihood of the trained tokens of the response."""
+    log_probs, _ = response_log_probs(args, batch, logits, with_entropy=False)
+    loss = -sum_of_sample_mean(torch.cat(TrainedTokens(batch).only(log_probs)))
+    return loss, {"loss": loss}
+
+
+def custom_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
+    """The function of ``--custom-loss-function-path``, which sees fp32 logits and the columns as they are."""
+    if args.custom_loss_function_path is None:
+        raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path")
+    loss, metrics = load_function(args.custom_loss_function_path)(args, batch, logits.float(), sum_of_sample_mean)
+    return loss, {"loss": loss, **metrics}
+
 
 LOSSES: dict[str, Callable[..., LossAndMetrics]] = {
     "policy_loss": policy_loss_function,
@@ -106,3 +232,96 @@ def loss_function(
     normaliser = num_tokens.int() if args.calculate_per_token_loss else torch.ones_like(num_tokens, dtype=torch.int)
     values = torch.stack([num_tokens.float(), *(value.detach().float() for value in metrics.values())])
     return scaled, normaliser, {"names": list(metrics), "values": values}
+
+
+# Corrections of the policy loss for tokens that the engine sampled from other probabilities than the trainer's.
+# ``--use-tis`` calls ``vanilla_tis_function``, or the function of ``--custom-tis-function-path``: ``icepop_function``,
+# MIS of examples/train_infer_mismatch_helper, or a user's own.  Formulas: ``slime.algorithms.off_policy``.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corrected:
+    """What a correction made of the policy loss."""
+
+    loss_T: Tensor
+    loss_masks: list[Tensor]
+    """[R] each; a rejected token has 0."""
+    metrics_T: dict[str, Tensor]
+    """Per token; over the tokens that were trained before anything was rejected."""
+
+
+def wants_mismatch(args: Namespace) -> bool:
+    """Whether engine and trainer are compared at all."""
+    return args.use_tis or args.get_mismatch_metrics or applies_correction(args)
+
+
+def applies_correction(args: Namespace) -> bool:
+    """Whether the correction changes the loss; with ``--get-mismatch-metrics`` alone it is only looked at.
+
+    ``use_rs`` is no flag but a key of --custom-config-path: rejection without weights (see MIS).
+    """
+    return args.use_tis or getattr(args, "use_rs", False)
+
+
+def correct_mismatch(
+    args: Namespace,
+    batch: Batch,
+    loss_T: Tensor,
+    train_log_prob_N: Sequence[Tensor],
+    rollout_log_prob_N: Sequence[Tensor],
+) -> Corrected:
+    """Run the correction; adds the metric ``ois``, the plain weight ``pi_train / pi_rollout``."""
+    correct = vanilla_tis_function
+    if args.custom_tis_function_path is not None:
+        correct = load_function(args.custom_tis_function_path)
+    corrected_T, masks, metrics_T = correct(
+        args=args,
+        pg_loss=loss_T,
+        train_log_probs=list(train_log_prob_N),
+        rollout_log_probs=list(rollout_log_prob_N),
+        loss_masks=batch["loss_masks"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )
+    weight_T = importance_weight(torch.cat(list(train_log_prob_N)), torch.cat(list(rollout_log_prob_N)))
+    return Corrected(loss_T=corrected_T, loss_masks=list(masks), metrics_T={"ois": weight_T, **metrics_T})
+
+
+def vanilla_tis_function(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    **_: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Truncated importance sampling: the loss of a token times its weight, cut to ``--tis-clip-low .. --tis-clip``."""
+    return _token_wise("tis", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+
+
+def icepop_function(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    **_: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """IcePop, for --custom-tis-function-path: a token whose weight leaves the bounds of --tis-clip is dropped."""
+    return _token_wise("icepop", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+
+
+def _token_wise(
+    name: str,
+    args: Namespace,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    bounds = MismatchBounds(low=args.tis_clip_low, high=args.tis_clip)
+    train_T, rollout_T = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
+    loss_T, metrics_T = TOKEN_CORRECTIONS[name](pg_loss, train_T, rollout_T, bounds)
+    return loss_T, list(loss_masks), metrics_T

@@ -73,3 +73,24 @@ def pin() -> Path | None:
             logger.info("megatron.core comes from the wheel in %s, not from the checkout in %s.", folder, other)
     sys.meta_path.insert(0, WheelFinder(folder))
     return folder
+
+
+def mend_missing_transformer_engine() -> None:
+    """Set names that megatron-core 0.16.1 sets only when TransformerEngine imports, and defaults that need it.
+
+    The faults show on CPU and CUDA alike; nothing happens when TransformerEngine is installed.
+    """
+    from megatron.core.tensor_parallel import random as tensor_parallel_random
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    # moe_utils.router_gating_linear reads the name whatever was imported: NameError with --moe-router-dtype.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # multi_latent_attention believes in TransformerEngine although its classes are mocks: isinstance() TypeError.
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+    # CheckpointWithoutOutput takes its default, False, for "fp8 is asked for" (it compares with None), and then wants
+    # TransformerEngine's fp8 state: NameError with --recompute-modules layernorm or moe_act.
+    if not hasattr(tensor_parallel_random, "FP8GlobalStateManager"):
+        tensor_parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)

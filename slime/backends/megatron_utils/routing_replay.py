@@ -29,8 +29,7 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.cp_utils import cp_layout
 from slime.backends.megatron_utils.data import current_device
-from slime.backends.megatron_utils.layers.expert_replay import ChangedChoices, HostChoices, MicroBatchReplay, Stage
-from slime.backends.megatron_utils.layers.router import Router
+from slime.backends.megatron_utils.layers.router import ChangedChoices, HostChoices, MicroBatchReplay, Router, Stage
 from slime.train_data.microbatch import pack_thd
 from slime.train_data.routed_experts import (
     RoutedShape,

@@ -24,8 +24,7 @@ from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.data import DataIterator, get_batch, sample_columns
 from slime.backends.megatron_utils.forward import run_model
-from slime.backends.megatron_utils.layers.mtp import send_embedding_to_mtp
-from slime.backends.megatron_utils.layers.mtp_loss import mtp_inputs
+from slime.backends.megatron_utils.layers.mtp import mtp_inputs, send_embedding_to_mtp
 from slime.backends.megatron_utils.layers.routed_samples import attach_routed_samples
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.pipeline import run_microbatches

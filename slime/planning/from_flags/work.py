@@ -46,7 +46,7 @@ def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, probl
 
 def forward_passes(args: Namespace) -> int:
     """Passes without gradients over a rollout's samples: reference, teacher, old policy, critic's values."""
-    from slime.backends.megatron_utils.old_log_probs import needs_old_log_probs
+    from slime.backends.megatron_utils.forward import needs_old_log_probs
 
     if not args.compute_advantages_and_returns:
         return 0

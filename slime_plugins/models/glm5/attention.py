@@ -35,7 +35,7 @@ from slime.backends.megatron_utils.layers.latent_attention import (
     ReplicatedLinear,
     latent_attention_spec,
 )
-from slime.backends.megatron_utils.layers.latent_rotary import rotate_pairs
+from slime.backends.megatron_utils.layers.rotary import rotate_pairs
 from slime_plugins.models.glm5.indexer import IndexerSettings, choose_keys, rotate_last
 from slime_plugins.models.glm5.sparse_attention import sparse_attention
 from slime_plugins.models.glm5.stream import PackedStream

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slime.agent.parsing import parse_model_output, parse_tool_uses, parse_xml_tool_uses, sglang_parsers
+from slime.agent import parsing
+from slime.agent.parsing import parse_model_output, parse_tool_uses, parse_xml_tool_uses
 from slime.backends.sglang_utils import cpu_shim
 from slime.utils.errors import ConfigError
 
@@ -13,9 +14,9 @@ from slime.utils.errors import ConfigError
 def sglang():
     """SGLang can be imported, on machines without its GPU parts too."""
     cpu_shim.install()
-    sglang_parsers._tool_parts.cache_clear()
-    sglang_parsers._reasoning_part.cache_clear()
-    assert sglang_parsers._tool_parts() is not None
+    parsing._tool_parts.cache_clear()
+    parsing._reasoning_part.cache_clear()
+    assert parsing._tool_parts() is not None
 
 
 TOOLS = [
@@ -62,8 +63,8 @@ def test_sglangs_reasoning_parser_is_used_by_its_name(sglang):
 
 
 def test_without_sglang_the_built_in_parsers_take_over(monkeypatch):
-    monkeypatch.setattr(sglang_parsers, "_tool_parts", lambda: None)
-    monkeypatch.setattr(sglang_parsers, "_reasoning_part", lambda: None)
+    monkeypatch.setattr(parsing, "_tool_parts", lambda: None)
+    monkeypatch.setattr(parsing, "_reasoning_part", lambda: None)
     raw = f"<think>why</think>so {HERMES}"
     parsed = parse_model_output(raw, tools_schema=TOOLS, tool_parser_name="qwen25", reasoning_parser_name="qwen3")
     assert (parsed.reasoning, parsed.text, parsed.tool_uses) == ("why", "so", [USE])

@@ -14,24 +14,34 @@ import contextlib
 import functools
 import inspect
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.backends.megatron_utils import cpu_platform, megatron_wheel  # noqa: F401
 
 # isort: split
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config as yarn_mscale,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.layers.zigzag_attention import zigzag_attention
+from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, rotary_tables
 from slime.utils.errors import ConfigError
+
+megatron_wheel.mend_missing_transformer_engine()
 
 
 class PackedAttention(MegatronModule):
@@ -176,3 +186,146 @@ def _varlen_kernel() -> tuple[Any, bool]:
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+# Causal attention where each context-parallel rank has two chunks of every sequence.
+#
+# A sequence of length L lies on the ranks in 2 cp chunks of c = L / (2 cp) tokens: rank r has the chunks r and
+# 2 cp - 1 - r, so that all ranks have the same work ("zigzag"; the load balance of Llama 3, arXiv 2407.21783, 3.3.2).
+# Keys and values of all ranks are gathered.  Both chunks end where their visible keys end, so a rank's chunks are 2 S
+# ordinary causal problems of one packed call: queries as they lie, and a copy of the keys that each chunk sees.
+#
+# Shapes: S = sequences of the micro-batch, t = tokens of this rank (t = sum of 2 c), h = heads, d = head dimension,
+# K = (2 cp + 1) t / 2 key rows that the rank's chunks see together.
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+"""(query, key, value, cu_q, cu_k, max_q, max_k) to the output, every query block at the end of its keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZigzagPlan:
+    """Which gathered rows each chunk of a rank attends to.  The same for all layers of a micro-batch."""
+
+    cu_q: Tensor
+    """int32 [2 S + 1], cumulative lengths of the chunks in the order in which they lie."""
+    cu_k: Tensor
+    """int32 [2 S + 1], cumulative numbers of the keys that they see."""
+    rows_K: Tensor
+    """int64 [K], those keys as rows of what all ranks gathered."""
+
+    @classmethod
+    def build(cls, cu: Tensor, num_local: int, *, cp_rank: int, cp_size: int) -> ZigzagPlan:
+        """From cumulative full lengths [S + 1], each a multiple of 2 cp, without waiting for the device."""
+        chunk_S = cu.diff().long() // (2 * cp_size)
+        seen = torch.tensor([cp_rank + 1, 2 * cp_size - cp_rank], device=cu.device)
+        keys_2S = (chunk_S[:, None] * seen).flatten()
+        cu_q, cu_k = (F.pad(x.cumsum(0), (1, 0)) for x in (chunk_S.repeat_interleave(2), keys_2S))
+        num_keys = (2 * cp_size + 1) * num_local // 2
+        block_K = torch.arange(len(keys_2S), device=cu.device).repeat_interleave(keys_2S, output_size=num_keys)
+        position_K = torch.arange(num_keys, device=cu.device) - cu_k[block_K]
+        sequence_K = block_K // 2
+        length_K = chunk_S[sequence_K]
+        number_K = position_K // length_K  # of the chunk within its sequence
+        is_second_K = number_K >= cp_size
+        owner_K = torch.where(is_second_K, 2 * cp_size - 1 - number_K, number_K)
+        first_K = cu[:-1].long()[sequence_K] // cp_size + is_second_K * length_K
+        rows_K = owner_K * num_local + first_K + position_K % length_K
+        return cls(cu_q.int(), cu_k.int(), rows_K)
+
+
+_PLANS = WeakTensorKeyDictionary()
+"""Plan of each micro-batch by its cumulative lengths: made in its first layer, used by the others and by recompute."""
+
+
+def _plan_of(cu: Tensor, num_local: int, cp_rank: int, cp_size: int) -> ZigzagPlan:
+    key = (num_local, cp_rank, cp_size)
+    known: dict[tuple[int, int, int], ZigzagPlan] = _PLANS.setdefault(cu, {})
+    if key not in known:
+        known[key] = ZigzagPlan.build(cu, num_local, cp_rank=cp_rank, cp_size=cp_size)
+    return known[key]
+
+
+def zigzag_attention(
+    attend: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu: Tensor,
+    max_length: int,
+    cp_group: torch.distributed.ProcessGroup,
+    cp_rank: int,
+    cp_size: int,
+) -> Tensor:
+    """Attention from this rank's chunks of every sequence to all earlier keys; gradients of keys go to their ranks.
+
+    Args:
+        attend: causal attention of packed sequences.
+        query, key, value: [t, h, d] of this rank; keys may have fewer heads.
+        cu: [S + 1] cumulative full lengths, each a multiple of 2 cp.
+        max_length: no sequence is longer.
+        cp_group: whose ranks hold the other chunks.
+        cp_rank, cp_size: of the group.
+
+    Returns:
+        [t, h, d_v].
+    """
+    plan = _plan_of(cu, query.size(0), cp_rank, cp_size)
+    keys, values = (
+        gather_from_sequence_parallel_region(x.contiguous(), group=cp_group).index_select(0, plan.rows_K)
+        for x in (key, value)
+    )
+    longest = max_length // (2 * cp_size)
+    return attend(query, keys, values, plan.cu_q, plan.cu_k, longest, longest * (2 * cp_size - cp_rank))
+
+
+# Grouped-query self-attention of megatron-core, with the rotary embedding of :mod:`.rotary`.
+
+
+class PackedSelfAttention(SelfAttention):
+    """Queries and keys are rotated as soon as they exist; the base class gets no angles, so it rotates nothing."""
+
+    _tables: RotaryTables | None = None
+    """Of the micro-batch in this forward call; None outside of one."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the base class; packed micro-batches take the way described above."""
+        skips = self.config.no_rope_freq
+        freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        if packed_seq_params is None or freqs is None or (skips and skips[self.layer_number - 1]):
+            return super().forward(
+                hidden_states, attention_mask, *args,
+                rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **options,
+            )  # fmt: skip
+        group = self.pg_collection.cp
+        num_tokens = hidden_states.size(0) * hidden_states.size(1)
+        if self.config.sequence_parallel:
+            num_tokens *= self.pg_collection.tp.size()
+        self._tables = rotary_tables(
+            packed_seq_params, freqs, num_tokens, cp_rank=group.rank(), cp_size=group.size(),
+            interleaved=self.config.rotary_interleaved, mscale=yarn_mscale(self.config),
+        )  # fmt: skip
+        try:
+            return super().forward(
+                hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **options
+            )
+        finally:
+            self._tables = None
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Query, key, value (and gate), [t, 1, heads, head dimension], rotated when a forward call asks for it."""
+        query, key, *others = super().get_query_key_value_tensors(*args, **options)
+        if self._tables is not None:
+            query, key = (
+                apply_rotary(x.squeeze(1), self._tables, interleaved=self.config.rotary_interleaved).unsqueeze(1)
+                for x in (query, key)
+            )
+        return (query, key, *others)

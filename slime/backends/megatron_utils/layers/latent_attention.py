@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform, wheel_fixes  # noqa: F401
+from slime.backends.megatron_utils import cpu_platform, megatron_wheel  # noqa: F401
 
 # isort: split
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
@@ -37,13 +37,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import divide
 
 from slime.backends.megatron_utils.layers.attention import PackedAttention
-from slime.backends.megatron_utils.layers.latent_rotary import (
+from slime.backends.megatron_utils.layers.norm import Norm
+from slime.backends.megatron_utils.layers.rotary import (
     LatentRotary,
     cumulative_lengths,
     rotate_pairs,
     zigzag_positions,
 )
-from slime.backends.megatron_utils.layers.norm import Norm
+
+megatron_wheel.mend_missing_transformer_engine()
 
 LATENT_NORM_EPSILON = 1e-6
 """Of the norms of the latents, whatever ``--norm-epsilon`` says: so the published models have it."""

@@ -7,17 +7,25 @@ are exchanged with a Megatron that has it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
-from slime.backends.megatron_utils import cpu_platform, wheel_fixes  # noqa: F401
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform, megatron_wheel  # noqa: F401
 
 # isort: split
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -25,14 +33,13 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from slime.backends.megatron_utils.layers.attention import PackedAttention
+from slime.backends.megatron_utils.layers.attention import PackedAttention, PackedSelfAttention
 from slime.backends.megatron_utils.layers.latent_attention import latent_attention_spec
-from slime.backends.megatron_utils.layers.mlp_specs import mlp_spec
 from slime.backends.megatron_utils.layers.norm import Norm
-from slime.backends.megatron_utils.layers.routed_layer import RoutedLayer
-from slime.backends.megatron_utils.layers.sandwich_layer import SandwichLayer, SandwichLayerSubmodules
-from slime.backends.megatron_utils.layers.self_attention import PackedSelfAttention
+from slime.backends.megatron_utils.layers.routed_layer import RoutedExperts, RoutedLayer
 from slime.utils.errors import ConfigError
+
+megatron_wheel.mend_missing_transformer_engine()
 
 
 def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
@@ -140,3 +147,73 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
+
+
+# The second half of a layer: a dense MLP, or experts behind a router.
+
+
+def mlp_spec(*, is_moe: bool) -> ModuleSpec | type[RoutedExperts]:
+    """The MLP of one layer: dense, or experts, with the shared experts that the config asks for."""
+    if is_moe:
+        return RoutedExperts
+    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(module=MLP, submodules=matrices)
+
+
+# A transformer layer with a norm on both sides of attention and MLP, as GLM-4 has it.
+#
+#     h = h + post_self_attn_layernorm(attention(input_layernorm(h)))
+#     h = h + post_mlp_layernorm(mlp(pre_mlp_layernorm(h)))
+#
+# megatron-core's layer knows the norms in front only.  The parameters are named as a Megatron that knows these options
+# names them, in memory and on disk: ``post_self_attn_layernorm.weight``, ``post_mlp_layernorm.weight``.
+
+
+OutputWithBias = tuple[Tensor, Tensor | None]
+ResidualAdd = Callable[[OutputWithBias, Tensor, float], Tensor]
+GetResidualAdd = Callable[[bool, bool], ResidualAdd]
+"""(training, fused) to the function: what megatron-core calls bias-dropout-add."""
+
+
+@dataclass
+class SandwichLayerSubmodules(TransformerLayerSubmodules):
+    """The parts of a layer, with the norms behind attention and MLP; either may be left out."""
+
+    post_self_attn_layernorm: ModuleSpec | type = IdentityOp
+    post_mlp_layernorm: ModuleSpec | type = IdentityOp
+
+
+class SandwichLayer(RoutedLayer):
+    """Layer whose residual adds are preceded by a norm.
+
+    megatron-core calls ``self_attn_bda`` and ``mlp_bda`` (bias, dropout, add) at just these two places, whatever is
+    recomputed or sharded around them; so the norms are put in front of them.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SandwichLayerSubmodules, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        size = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.post_self_attn_layernorm = build_module(submodules.post_self_attn_layernorm, config=config, **size)
+        self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, config=config, **size)
+        self.self_attn_bda: GetResidualAdd = _norm_first(self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda: GetResidualAdd = _norm_first(self.post_mlp_layernorm, self.mlp_bda)
+        # The stock handler turns gradients on, which does no harm to an add of tensors that need none.  A norm has a
+        # weight: a pass without gradients, or the first pass of a recomputed layer, would keep a graph for it.
+        self.bias_dropout_add_exec_handler = nullcontext
+
+
+def _norm_first(norm: torch.nn.Module, get_residual_add: GetResidualAdd) -> GetResidualAdd:
+    """``get_residual_add`` with ``norm`` applied to what is added."""
+
+    def get_norm_and_add(training: bool, fused: bool) -> ResidualAdd:
+        residual_add = get_residual_add(training, fused)
+
+        def norm_and_add(output_with_bias: OutputWithBias, residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            return residual_add((norm(output if bias is None else output + bias), None), residual, dropout)
+
+        return norm_and_add
+
+    return get_norm_and_add

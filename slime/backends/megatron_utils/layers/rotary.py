@@ -8,6 +8,8 @@ Shapes: t = tokens of this rank, h = heads, d = head dimension, r = rotated dime
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +112,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        from slime.backends.megatron_utils.layers.kernels.rotary import launch_rotation
+        from slime.backends.megatron_utils.layers.rotary_kernels import launch_rotation
 
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
@@ -118,7 +120,128 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from slime.backends.megatron_utils.layers.kernels.rotary import launch_rotation
+        from slime.backends.megatron_utils.layers.rotary_kernels import launch_rotation
 
         cos, sin = ctx.saved_tensors
         return launch_rotation(grads[0], cos, sin, interleaved=ctx.interleaved, inverse=True), None, None, None
+
+
+# Rotary positions of multi-latent attention, plain or stretched by YaRN (arXiv 2309.00071).
+#
+# Only the last dimensions of each head turn, in interleaved pairs (0, 1), (2, 3), ...  The numbers are those of the
+# DeepSeek-V3 model in transformers: a test compares them.  megatron-core's own embedding keeps a table per layer, and
+# asks the host for the lengths of the sequences in each; here the angles are made once for a micro-batch, on the
+# device.
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """How much YaRN strengthens the logits of positions stretched by ``factor``; 1 when nothing is stretched."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True)
+class LatentRotary:
+    """Angles, their magnitude, and the softmax scale that goes with them."""
+
+    width: int
+    """Dimensions of a head that turn."""
+    base: float
+    factor: float = 1.0
+    """How much longer than the original positions may be; 1 is plain rotary."""
+    original_length: int = 4096
+    """Longest position before stretching."""
+    beta_fast: float = 32.0
+    """Dimensions that turn more often than this over the original length are not stretched."""
+    beta_slow: float = 1.0
+    """Dimensions that turn less often than this are stretched by the whole factor."""
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @classmethod
+    def from_config(cls, config: Any) -> LatentRotary:
+        """From an MLATransformerConfig."""
+        return cls(
+            width=config.qk_pos_emb_head_dim,
+            base=config.rotary_base,
+            factor=config.rotary_scaling_factor if config.rope_type == "yarn" else 1.0,
+            original_length=config.original_max_position_embeddings,
+            beta_fast=config.beta_fast,
+            beta_slow=config.beta_slow,
+            mscale=config.mscale,
+            mscale_all_dim=config.mscale_all_dim,
+        )
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of the cosines and sines."""
+        if self.mscale and self.mscale_all_dim:
+            return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
+        return yarn_magnitude(self.factor)
+
+    def softmax_scale(self, head_width: int) -> float:
+        """Scale of the logits of heads with ``head_width`` dimensions, those that do not turn included."""
+        return head_width**-0.5 * yarn_magnitude(self.factor, self.mscale_all_dim) ** 2
+
+    def frequencies(self, device: torch.device | None = None) -> Tensor:
+        """[width / 2] radians per position, fp32."""
+        powers = self.base ** (torch.arange(0, self.width, 2, dtype=torch.float32, device=device) / self.width)
+        if self.factor <= 1:
+            return 1.0 / powers
+        low = max(math.floor(self._dimension_that_turns(self.beta_fast)), 0)
+        high = min(math.ceil(self._dimension_that_turns(self.beta_slow)), self.width - 1)
+        # The ramp needs some width to be defined.
+        span = high - low if high != low else 0.001
+        index = torch.arange(self.width // 2, dtype=torch.float32, device=device)
+        stretched = ((index - low) / span).clamp(0, 1)
+        return stretched / (self.factor * powers) + (1 - stretched) / powers
+
+    def _dimension_that_turns(self, times: float) -> float:
+        """The (fractional) pair of dimensions that turns ``times`` times over the original length."""
+        return self.width * math.log(self.original_length / (times * 2 * math.pi)) / (2 * math.log(self.base))
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [n, width / 2] of n positions, fp32, with their magnitude."""
+        angles = positions.float()[:, None] * self.frequencies(positions.device)
+        return angles.cos() * self.magnitude, angles.sin() * self.magnitude
+
+
+def rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn the pairs (0, 1), (2, 3), ... of the last dimension.
+
+    The result holds the first members of all pairs and then the second ones: a product of two results does not see
+    the order.
+
+    Args:
+        x: [..., d]
+        cosines, sines: [..., d / 2], fp32, broadcast against the pairs.
+    """
+    first, second = x[..., 0::2], x[..., 1::2]
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return turned.to(x.dtype)
+
+
+def zigzag_positions(cu_seqlens: Tensor, num_local: int, *, cp_rank: int, cp_size: int) -> Tensor:
+    """Position of each of this rank's tokens in its own sequence: int64 [num_local].
+
+    Args:
+        cu_seqlens: cumulative lengths over all context-parallel ranks, each length a multiple of 2 * cp_size where
+            cp_size is above 1.
+        num_local: tokens of this rank.
+        cp_rank, cp_size: this rank holds chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of every sequence.
+    """
+    starts = cu_seqlens.long() // cp_size
+    token = torch.arange(num_local, device=cu_seqlens.device)
+    # The sequence of a token is that whose end is the first one behind it.
+    sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp(max=starts.numel() - 2)
+    offset = token - starts[sequence]
+    if cp_size == 1:
+        return offset
+    chunk = starts.diff()[sequence] // 2
+    is_second = offset >= chunk
+    return torch.where(is_second, (2 * cp_size - 2 - cp_rank) * chunk, cp_rank * chunk) + offset
+
+
+def cumulative_lengths(packed_seq_params: PackedSeqParams) -> Tensor:
+    """The packing's cumulative lengths, padding included."""
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded

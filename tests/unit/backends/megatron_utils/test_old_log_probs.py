@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.old_log_probs import needs_old_log_probs, readers_of_old_log_probs
+from slime.backends.megatron_utils.forward import needs_old_log_probs, readers_of_old_log_probs
 
 PLAIN: dict[str, Any] = {
     "loss_type": "policy_loss",

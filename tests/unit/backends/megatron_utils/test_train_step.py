@@ -19,7 +19,7 @@ from trainer_case import cut, make_args, make_train_data, write_model
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer, total_train_iters
-from slime.backends.megatron_utils.model_switch import ModelSwitch
+from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
 from slime.utils.errors import ConfigError, DataError, SlimeError

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.layers import attention
-from slime.backends.megatron_utils.layers import zigzag_attention as zigzag_module
 from slime.backends.megatron_utils.layers.attention import (
     PackedAttention,
+    ZigzagPlan,
     per_sequence_attention,
     varlen_attention,
+    zigzag_attention,
 )
-from slime.backends.megatron_utils.layers.zigzag_attention import ZigzagPlan, zigzag_attention
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -92,7 +92,7 @@ def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
     for rank in range(cp_size):
         slices = {local(x, rank).sum().item(): gathered[id(x)] for x in (key, value)}
         monkeypatch.setattr(
-            zigzag_module,
+            attention,
             "gather_from_sequence_parallel_region",
             lambda x, group, slices=slices: slices[x.sum().item()],
         )

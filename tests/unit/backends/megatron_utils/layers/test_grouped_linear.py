@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.layers.grouped_linear import grouped_linear, has_grouped_product
+from slime.backends.megatron_utils.layers.experts import grouped_linear, has_grouped_product
 
 COUNTS = [3, 0, 7, 1, 0]
 

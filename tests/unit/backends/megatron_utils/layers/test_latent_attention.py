@@ -18,7 +18,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.layers.latent_rotary import LatentRotary, rotate_pairs, zigzag_positions
+from slime.backends.megatron_utils.layers.rotary import LatentRotary, rotate_pairs, zigzag_positions
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.parameters import iter_global_parameters
 from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_buckets

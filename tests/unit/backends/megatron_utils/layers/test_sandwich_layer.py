@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import initialize
-from slime.backends.megatron_utils.layers.sandwich_layer import SandwichLayer
+from slime.backends.megatron_utils.layers.layer_specs import SandwichLayer
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from tests.matrix import trainer
 from tests.matrix.case import load_cases

@@ -1,1 +1,0 @@
-"""Triton kernels for CUDA.  Each has its plain torch counterpart beside the module that launches it."""
