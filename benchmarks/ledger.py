@@ -3,8 +3,9 @@
     python benchmarks/ledger.py
     python benchmarks/ledger.py --lengths 64 1024 --samples 2048
 
-For each response length, groups of eight samples go through the calls that the default rollout makes: ``issued``,
-``response`` for each sample, ``finished`` and ``handed`` for each group.  Four figures, the best of ``--repeats``:
+For each response length, groups of eight samples go through the calls that the default rollout makes:
+``record_issued``, ``record_response`` for each sample, ``record_finished`` and ``record_batch`` for each group.  Four
+figures, the best of ``--repeats``:
 
 * loop: CPU time of the calling thread, which is the event loop's in a job; the writer runs behind it
 * all: CPU time of the process for the same, the writer's thread included, less that of the benchmark's own loop
@@ -26,8 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.rollout.ledger.ledger import Ledger
-from slime.rollout.ledger.writer import LedgerWriter
+from slime.rollout.ledger.journal import Journal, UserCode
+from slime.rollout.ledger.segments import JournalWriter
 from slime.utils.types import Sample
 
 GROUP_SIZE = 8
@@ -70,55 +71,55 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-class NoLedger(Ledger):
+class IdleJournal(Journal):
     """Takes every call and does nothing, for the cost of the loop around the calls."""
 
-    def issued(self, *args: object) -> None:
+    def record_issued(self, *args: object) -> None:
         """Nothing."""
 
-    response = finished = handed = issued  # type: ignore[assignment]
+    record_response = record_finished = record_batch = record_issued  # type: ignore[assignment]
 
     def __init__(self, folder: Path, **options: object) -> None:
-        self.writer = LedgerWriter(folder, bytes, flush_s=0.02, timeout_s=60.0)
+        self.writer = JournalWriter(folder, bytes, flush_s=0.02, timeout_s=60.0)
 
-    def live(self, start_rollout_id: int, *, first_segment: int) -> None:
+    def record_start(self, start_rollout_id: int, *, first_segment: int) -> None:
         """Nothing."""
 
-    def begin(self, rollout_id: int) -> int:
+    def record_begin(self, rollout_id: int) -> int:
         """Nothing."""
         return 0
 
 
 def run_ledger(
-    folder: Path, num_samples: int, length: int, *, has_user_code: bool, kind: type[Ledger] = Ledger
+    folder: Path, num_samples: int, length: int, *, has_user_code: bool, kind: type[Journal] = Journal
 ) -> tuple[float, float, float]:
     """``(loop microseconds, all microseconds, bytes)`` a sample."""
     groups, fields = make_groups(num_samples), iter(answers(num_samples, length))
-    ledger = kind(folder, facts={}, has_user_code=has_user_code, has_sample_hooks=has_user_code)
-    ledger.live(0, first_segment=0)
-    ledger.begin(0)
+    journal = kind(folder, fingerprint={}, user_code=UserCode(has_user_code, True, has_user_code))
+    journal.record_start(0, first_segment=0)
+    journal.record_begin(0)
     start_all, loop = cpu_s(), 0.0
     start = time.thread_time()
-    ledger.issued(len(groups), groups, [False] * len(groups))
+    journal.record_issued(len(groups), groups, [False] * len(groups))
     loop += time.thread_time() - start
     for number, group in enumerate(groups):
         for sample in group:
             sample.__dict__.update(next(fields))
             start = time.thread_time()
-            ledger.response(sample, sample)
+            journal.record_response(sample, sample)
             loop += time.thread_time() - start
         for sample in group:
             sample.reward = 1.0
         start = time.thread_time()
-        ledger.finished(group)
+        journal.record_finished(group)
         loop += time.thread_time() - start
         if number % 8 == 7:
-            ledger.writer.flush()  # in a job the writer keeps up, since answers take their time
-    if kind is Ledger:
-        ledger.handed(0, groups, {}, keeps_open=False)  # on the manager's thread
+            journal.writer.flush()  # in a job the writer keeps up, since answers take their time
+    if kind is Journal:
+        journal.record_batch(0, groups, {}, keeps_open=False)  # on the manager's thread
     total = cpu_s() - start_all
-    written = ledger.writer.bytes_written
-    ledger.close()
+    written = journal.writer.bytes_written
+    journal.close()
     return loop / num_samples * 1e6, total / num_samples * 1e6, written / num_samples
 
 
@@ -156,7 +157,7 @@ def main() -> None:
                 for repeat in range(options.repeats):
                     place = folder / f"{length}-{has_user_code}-{repeat}"
                     ledger = run_ledger(place / "ledger", num_samples, length, has_user_code=has_user_code)
-                    around = run_ledger(place / "none", num_samples, length, has_user_code=False, kind=NoLedger)
+                    around = run_ledger(place / "none", num_samples, length, has_user_code=False, kind=IdleJournal)
                     ledger = max(0.0, ledger[0] - around[0]), max(0.0, ledger[1] - around[1]), ledger[2]
                     naive = run_naive(place / "naive", num_samples, length)
                     best = [min(old, new) for old, new in zip(best, (*ledger, *naive), strict=True)]

@@ -188,7 +188,7 @@ def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = 
 
     from slime.rollout.control_client import close_control_client
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
-    from slime.rollout.ledger.books import open_books
+    from slime.rollout.ledger.ledger import open_ledger
     from slime.rollout.sglang_rollout import generate_rollout
     from slime.utils.async_utils import get_async_loop, run
     from slime.utils.http_utils import close_http_client, init_http_client
@@ -202,18 +202,18 @@ def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = 
         byte_tokenizer(folder)
         args = client_args(url, folder, num_samples // GROUP_SIZE, length, has_ledger=has_ledger)
         init_http_client(args)
-        books = open_books(args, RolloutDataSourceWithBuffer(args))
-        books.start(0)
+        ledger = open_ledger(args, RolloutDataSourceWithBuffer(args))
+        ledger.start(0)
         args.rollout_batch_size = args.over_sampling_batch_size = WARM_UP_GROUPS
-        books.make_samples(0, lambda: generate_rollout(args, 0, books.data_source))
+        ledger.make_samples(0, lambda: generate_rollout(args, 0, ledger.data_source))
         args.rollout_batch_size = args.over_sampling_batch_size = num_samples // GROUP_SIZE
         run(rewrite(), 30)
         heartbeat = Heartbeat()
         beating = asyncio.run_coroutine_threadsafe(heartbeat.beat(), get_async_loop().loop)
         with Meter() as meter:
-            output = books.make_samples(1, lambda: generate_rollout(args, 1, books.data_source))
+            output = ledger.make_samples(1, lambda: generate_rollout(args, 1, ledger.data_source))
         beating.cancel()
-        books.close()
+        ledger.close()
         run(close_http_client(), 30)
         run(close_control_client(), 30)
         leaves = [sample for group in output.samples for sample in group]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -21,16 +22,85 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.rollout.ledger.account import Account
-from slime.rollout.ledger.reader import folder_bytes, read_folder, segment_files
-from slime.rollout.ledger.records import Kind, Record
-from slime.rollout.ledger.story import Story
+from slime.rollout.ledger.records import Kind, Record, ReplayState, RolloutState
+from slime.rollout.ledger.segments import folder_bytes, read_folder, segment_files
 
 MAX_GROUPS_SHOWN = 20
 
+FLIGHT = "in flight"
+WAITING = "waiting in the buffer"
+TRAINED = "trained"
+HANDED = "handed over, not yet trained"
+FILTERED = "dropped by the filter"
+DISCARDED = "discarded"
+
+
+class Balance:
+    """The place of each group in the line of events that counts.
+
+    issued = trained + handed over, not trained yet + filtered + discarded + waiting in the buffer + in flight
+
+    Invariant: ``place`` has every group that was issued, once.
+    """
+
+    def __init__(self, state: ReplayState) -> None:
+        self.place: dict[int, str] = {}
+        self._state = state
+        self._problems: list[str] = []
+        latest = max(state.rollouts, default=-1)
+        for rollout_id, rollout in sorted(state.rollouts.items()):
+            self._add(rollout, is_latest=rollout_id == latest)
+
+    def _add(self, rollout: RolloutState, *, is_latest: bool) -> None:
+        where = f"rollout {rollout.rollout_id}"
+        for call in rollout.calls:
+            for name in call.names:
+                if name is None:
+                    continue
+                self._move(name, FLIGHT if call.wanted is not None else WAITING, where)
+        for name in rollout.filtered:
+            self._move(name, FILTERED, where)
+        for name in rollout.discarded:
+            self._move(name, DISCARDED, where)
+        if rollout.batch is None:
+            return
+        for handed in rollout.handed:
+            if handed.name is not None:
+                self._move(handed.name, TRAINED if rollout.is_trained else HANDED, where)
+        if not is_latest and not rollout.batch.head.get("keeps_open"):
+            issued_here = {name for call in rollout.calls for name in call.names if name is not None}
+            self._problems += [
+                f"group {name} was issued in {where}, which ended without saying where it went"
+                for name in sorted(issued_here)
+                if self.place[name] == FLIGHT
+            ]
+
+    def _move(self, name: int, place: str, where: str) -> None:
+        before = self.place.get(name)
+        if before in (TRAINED, HANDED, FILTERED, DISCARDED):
+            self._problems.append(f"group {name} is {place} in {where} after it was {before}")
+        self.place[name] = place
+
+    def totals(self) -> dict[str, int]:
+        """Return counts of groups by place, of rollouts and of processes."""
+        counts = Counter(self.place.values())
+        rollouts = self._state.rollouts.values()
+        return {
+            "groups issued": len(self.place),
+            **{f"groups {place}": counts[place] for place in (TRAINED, HANDED, FILTERED, WAITING, FLIGHT, DISCARDED)},
+            "rollouts complete": sum(rollout.batch is not None for rollout in rollouts),
+            "rollouts taken from here": sum(rollout.times_replayed for rollout in rollouts),
+            "processes": self._state.num_processes,
+            "checkpoints published": len(self._state.published),
+        }
+
+    def problems(self) -> list[str]:
+        """Return one sentence for each group that is lost, or was trained twice."""
+        return list(self._problems)
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Answer the question on the command line; gives the exit code."""
+    """Answer the question on the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the ledger's folder, or the --save folder that holds it")
     question = parser.add_mutually_exclusive_group()
@@ -45,20 +115,20 @@ def main(arguments: list[str] | None = None) -> int:
     with progress(folder_bytes(folder)) as passed:
         records = read_folder(folder, progress=passed)
         if options.group is None and options.sample is None and options.prompt is None:
-            account = Account(Story().read(records))
+            balance = Balance(ReplayState().read(records))
         else:
             found = find(records, options)
     if options.check:
-        return print_check(account)
+        return print_check(balance)
     if options.group is None and options.sample is None and options.prompt is None:
-        print_totals(account, folder)
+        print_totals(balance, folder)
         return 0
     return print_groups(found)
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on terminals, when there is enough to read for one to be seen."""
+    """Show a progress bar on terminals, when there is enough to read."""
     from tqdm import tqdm
 
     is_small = total < 64 << 20 or not sys.stderr.isatty()
@@ -67,34 +137,34 @@ def progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def find(records: Iterator[Record], options: argparse.Namespace) -> dict[int, list[tuple[int, Record]]]:
-    """Group -> its records, each with the number of the process that wrote it."""
+    """Return the records of each group, each with the number of the process that wrote it."""
     wanted: set[int] = set() if options.group is None else {options.group}
     found: dict[int, list[tuple[int, Record]]] = {}
-    life = 0
+    process = 0
     for record in records:
         head = record.head
         if record.kind is Kind.LIFE:
-            life += 1
+            process += 1
         elif record.kind is Kind.ISSUED:
             for described in head["groups"]:
                 if described is not None and _is_meant(described, options):
                     wanted.add(described[0])
                 if described is not None and described[0] in wanted:
-                    found.setdefault(described[0], []).append((life, record))
+                    found.setdefault(described[0], []).append((process, record))
         elif record.kind is Kind.DISCARDED:
             for name in wanted & set(head["groups"]):
-                found.setdefault(name, []).append((life, record))
+                found.setdefault(name, []).append((process, record))
         elif head.get("g") in wanted:
-            found.setdefault(head["g"], []).append((life, record))
+            found.setdefault(head["g"], []).append((process, record))
         elif record.kind in (Kind.BATCH, Kind.REPLAYED, Kind.TRAINED, Kind.PUBLISHED):
             for known in found.values():
                 if _concerns(record, [earlier for _, earlier in known]):
-                    known.append((life, record))
+                    known.append((process, record))
     return found
 
 
 def _concerns(record: Record, known: list[Record]) -> bool:
-    """Whether something that happened to a rollout happened to this group."""
+    """Return whether an event of a rollout is one of this group."""
     handed = [earlier.head["r"] for earlier in known if earlier.kind is Kind.HANDED]
     if record.kind is Kind.PUBLISHED:
         is_new = known[-1].kind is not Kind.PUBLISHED
@@ -110,7 +180,7 @@ def _is_meant(described: list[Any], options: argparse.Namespace) -> bool:
 
 
 def print_groups(found: dict[int, list[tuple[int, Record]]]) -> int:
-    """The story of each group, line by line."""
+    """Print the records of each group; return the exit code."""
     if not found:
         print("The ledger has no such group.")
         return 1
@@ -122,25 +192,25 @@ def print_groups(found: dict[int, list[tuple[int, Record]]]) -> int:
 
 
 def print_group(name: int, records: list[tuple[int, Record]]) -> None:
-    """One group."""
+    """Print the records of one group."""
     _, first = records[0]
     described = next((d for d in first.head.get("groups", []) if isinstance(d, list) and d[0] == name), None)
     if described is not None:
         print(f"group {name}, samples {described[1][0]} to {described[1][-1]}: {described[2]!r}")
     else:
         print(f"group {name}")
-    seen_life = None
-    for life, record in records:
-        if life != seen_life:
-            print(f"  process {life}")
-            seen_life = life
+    seen_process = None
+    for process, record in records:
+        if process != seen_process:
+            print(f"  process {process}")
+            seen_process = process
         time = datetime.fromtimestamp(record.head["t"]).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         rollout = record.head.get("rollout", record.head["r"])
         print(f"    {time}  rollout {rollout:>4}  {describe(name, record)}")
 
 
 def describe(name: int, record: Record) -> str:
-    """What a record says of a group."""
+    """Return the text of a record about a group."""
     head = record.head
     if record.kind is Kind.ISSUED:
         is_recovered = any(d and d[0] == name and d[3] for d in head["groups"])
@@ -166,17 +236,17 @@ def describe(name: int, record: Record) -> str:
     return f"{text}  [{'; '.join(samples)}]" if samples else text
 
 
-def print_totals(account: Account, folder: Path) -> None:
-    """Counts of groups and rollouts."""
+def print_totals(balance: Balance, folder: Path) -> None:
+    """Print counts of groups and rollouts."""
     print(f"{folder}: {folder_bytes(folder):,} bytes in {len(segment_files(folder))} files")
-    for label, value in account.totals().items():
+    for label, value in balance.totals().items():
         print(f"  {label:<28} {value:>10,}")
 
 
-def print_check(account: Account) -> int:
-    """The invariant, and where it is broken."""
-    problems = account.problems()
-    for label, value in account.totals().items():
+def print_check(balance: Balance) -> int:
+    """Print the groups that break the invariant; return the exit code."""
+    problems = balance.problems()
+    for label, value in balance.totals().items():
         print(f"{label:<30} {value:>10,}")
     for problem in problems[:50]:
         print(f"BROKEN  {problem}")

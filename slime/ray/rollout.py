@@ -23,7 +23,7 @@ from slime.ray.rollout_logging import log_eval, log_rollout
 from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.checkpoint_position import CheckpointPosition
-from slime.rollout.ledger.books import open_books
+from slime.rollout.ledger.ledger import open_ledger
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client
@@ -47,11 +47,11 @@ class RolloutManager(EngineFleet, Watched):
             if args.use_distributed_post:
                 self._posters = start_distributed_post(args)  # the actors live as long as their handles
         # Everything below happens while the engines boot.
-        self.books = open_books(args, load_function(args.data_source_path)(args))
-        self.data_source = self.books.data_source
+        self.ledger = open_ledger(args, load_function(args.data_source_path)(args))
+        self.data_source = self.ledger.data_source
         self.generate_rollout = load_function(args.rollout_function_path)
         self.eval_rollout = load_function(args.eval_function_path)
-        self._position = CheckpointPosition(self.books)
+        self._position = CheckpointPosition(self.ledger)
         self._parallel: dict[str, int] | None = None
         self.rollout_id = -1
 
@@ -99,7 +99,7 @@ class RolloutManager(EngineFleet, Watched):
             return load_rollout_dump(
                 self.args.load_debug_rollout_data, rollout_id, subsample=self.args.load_debug_rollout_data_subsample
             ), None
-        output = self.books.make_samples(rollout_id, lambda: self._call_rollout_fn(rollout_id))
+        output = self.ledger.make_samples(rollout_id, lambda: self._call_rollout_fn(rollout_id))
         return output.samples, output.metrics
 
     def _call_rollout_fn(self, rollout_id: int) -> RolloutFnTrainOutput:
@@ -135,24 +135,24 @@ class RolloutManager(EngineFleet, Watched):
         self._position.save(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def note_trained(self, rollout_id: int) -> None:
+    def record_trained(self, rollout_id: int) -> None:
         """The optimizer took the rollout's steps."""
-        self.books.trained(rollout_id)
+        self.ledger.record_trained(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def note_published(self, rollout_id: int) -> None:
+    def record_published(self, rollout_id: int) -> None:
         """The checkpoint after ``rollout_id`` counts; what only earlier ones needed can go."""
-        self.books.published(rollout_id)
+        self.ledger.record_published(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
         """Continue where the data stood after ``rollout_id``, with what the ledger holds of the time since."""
         self.data_source.load(rollout_id)
-        self.books.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
+        self.ledger.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
 
     def dispose(self) -> None:
         """Stop engines and routers in an orderly way."""
         self._stop_fleet()
-        self.books.close()
+        self.ledger.close()
         finish_tracking(self.args)
 
 

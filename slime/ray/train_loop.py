@@ -176,7 +176,7 @@ class TrainJob:
         if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
             with self._timed("train"):
                 self.actor.train(rollout_id, rollout_data, external_data=values)
-        self._ask("note_trained", rollout_id, what="the ledger")
+        self._ask("record_trained", rollout_id, what="the ledger")
 
     def save_if_due(self, rollout_id: int) -> None:
         """Save when ``--save-interval`` says so, and after the last rollout.
@@ -203,7 +203,7 @@ class TrainJob:
             if self.critic is not None:
                 self.critic.publish_checkpoint(rollout_id)
             self.actor.publish_checkpoint(rollout_id)
-            self._ask("note_published", rollout_id, what="the ledger")
+            self._ask("record_published", rollout_id, what="the ledger")
 
     def push_weights(self) -> None:
         """Give the engines the present weights (and, where GPUs are shared, the GPUs)."""

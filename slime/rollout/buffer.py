@@ -10,7 +10,7 @@ import pickle
 from argparse import Namespace
 from typing import Any
 
-from slime.rollout.ledger.packing import try_pickle
+from slime.rollout.ledger.sample_codec import try_pickle
 from slime.utils.errors import DataError, HookError
 from slime.utils.types import Sample
 

@@ -8,7 +8,7 @@ import pickle
 import threading
 from typing import Any
 
-from slime.rollout.ledger.books import Books, NoBooks
+from slime.rollout.ledger.ledger import NoLedger
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +22,16 @@ class CheckpointPosition:
     it, never while one is written.
     """
 
-    def __init__(self, books: Books | NoBooks) -> None:
-        self._books = books
-        self._source = books.data_source
+    def __init__(self, ledger: NoLedger) -> None:
+        self._ledger = ledger
+        self._source = ledger.data_source
         self._before: dict[int, tuple[bytes | None, Any]] = {}
         self._lock = threading.Lock()
 
     def begin(self, rollout_id: int) -> None:
         """Rollout ``rollout_id`` is about to take groups from the data source."""
         with self._lock:
-            self._before[rollout_id] = self._frozen_state(), self._books.position(rollout_id)
+            self._before[rollout_id] = self._frozen_state(), self._ledger.position(rollout_id)
             for old in [known for known in self._before if known < rollout_id - 1]:
                 del self._before[old]
 
@@ -59,4 +59,4 @@ class CheckpointPosition:
                         rollout_id,
                     )
                 self._source.save(rollout_id)
-            self._books.save(rollout_id, position)
+            self._ledger.save(rollout_id, position)

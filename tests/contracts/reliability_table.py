@@ -550,7 +550,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DATA,
         waits="Ledger for its disk (full, read-only, slow)",
-        code=("slime.rollout.ledger.writer.LedgerWriter", "slime.rollout.ledger.books.Books"),
+        code=("slime.rollout.ledger.segments.JournalWriter", "slime.rollout.ledger.ledger.Ledger"),
         bounds=("--rollout-ledger-timeout-s",),
         deadline="",
         raises="DataError",
@@ -562,7 +562,7 @@ EDGES: tuple[Edge, ...] = (
         waits="Checkpoint for the data position, the buffer and the position in the ledger",
         code=(
             "slime.rollout.data_source.RolloutDataSource.save",
-            "slime.rollout.ledger.books.Books.save",
+            "slime.rollout.ledger.ledger.Ledger.save",
             "slime.ray.train_loop.TrainJob.save_if_due",
         ),
         bounds=("--train-timeout-s",),
@@ -684,7 +684,7 @@ UNTIMED = {
     "slime.rollout.eval_rollout.eval_rollout: asyncio.gather": "every data set has a LongWait",
     "slime.rollout.generate_group.generate_and_rm_group: asyncio.gather": "rewards have --rm-timeout-s",
     "slime.rollout.generate_group._generate_entries: asyncio.gather": "requests are timed, and so is the rollout",
-    "slime.rollout.ledger.writer.LedgerWriter._serve: self._wake.wait": "a daemon thread; put() and close() wake it",
+    "slime.rollout.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",
     "slime.rollout.on_policy_distillation.reward_func: asyncio.gather": "every request has REQUEST_TIMEOUT_S",
     "slime.rollout.rm_hub.batched_async_rm: asyncio.gather": "every grading has --rm-timeout-s",
     "slime.rollout.rm_hub.grader_threads._Worker.run: self._waiting.get": "a daemon thread without work",

@@ -40,11 +40,13 @@ from pathlib import Path
 
 import torch
 
-from slime.rollout.ledger import account as ledger_account
-from slime.rollout.ledger.reader import folder_bytes, read_folder
-from slime.rollout.ledger.story import Story
-
 REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from slime.rollout.ledger.records import ReplayState  # noqa: E402
+from slime.rollout.ledger.segments import folder_bytes, read_folder  # noqa: E402
+from tools import ledger as ledger_tool  # noqa: E402
+
 FLUSH_S = 0.2
 """Ten times --rollout-ledger-flush-s: an answer that is older when the job is killed is in the file."""
 LOG_PROB_ERROR = 1e-6
@@ -209,23 +211,23 @@ def account(work: Path, num_rollout: int) -> dict[str, object]:
 
 def compare_with_ledger(save: Path, trained: Counter[int], dropped: set[int], waiting: set[int]) -> dict[str, object]:
     """What the ledger says of the same groups, and how much there is of it."""
-    books = ledger_account.Account(Story().read(read_folder(save / "ledger")))
-    place = books.place
+    balance = ledger_tool.Balance(ReplayState().read(read_folder(save / "ledger")))
+    place = balance.place
     elsewhere = [
         f"group {name}: {place.get(name)}"
         for names, places in (
-            (trained, {ledger_account.TRAINED}),
-            (waiting, {ledger_account.WAITING, ledger_account.FLIGHT, ledger_account.FILTERED}),
-            (set(place) - set(trained) - waiting, {ledger_account.FILTERED}),
+            (trained, {ledger_tool.TRAINED}),
+            (waiting, {ledger_tool.WAITING, ledger_tool.FLIGHT, ledger_tool.FILTERED}),
+            (set(place) - set(trained) - waiting, {ledger_tool.FILTERED}),
         )
         for name in names
         if place.get(name) not in places
     ]
-    unnoted = sorted(name for name, where in place.items() if where == ledger_account.FILTERED and name not in dropped)
-    totals = {f"ledger: {name}": count for name, count in books.totals().items()}
+    unnoted = sorted(name for name, where in place.items() if where == ledger_tool.FILTERED and name not in dropped)
+    totals = {f"ledger: {name}": count for name, count in balance.totals().items()}
     return totals | {
         "ledger: bytes at the end": folder_bytes(save / "ledger"),
-        "ledger: problems": books.problems() + elsewhere + [f"group {name} was not dropped" for name in unnoted],
+        "ledger: problems": balance.problems() + elsewhere + [f"group {name} was not dropped" for name in unnoted],
     }
 
 

@@ -88,7 +88,7 @@ class Product:
 
     def close(self) -> None:
         """Stop the engine and forget the process-wide state."""
-        self.manager.books.close()
+        self.manager.ledger.close()
         run(close_http_client())
         self.engine.stop()
         GenerateState.clear_instances()

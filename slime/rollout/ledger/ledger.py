@@ -1,265 +1,258 @@
-"""The write-ahead ledger of one process: one cheap method for each thing that can happen to a prompt group.
+"""The ledger as the rollout manager holds it: a wrapper of the data source, and a journal.
 
-The methods of the rollout path hold references and return; the frames are made by the writer's thread.  What the
-ledger is read for is in ``replay`` (recovery) and ``tools/ledger.py``.
+    ledger = open_ledger(args, data_source)
+    ledger.start(first_rollout)                     once the data source stands where the checkpoint left it
+    ledger.make_samples(k, generate)                the recorded samples of rollout k, or those of generate()
+    ledger.record_trained(k); ledger.save(k, position); ledger.record_published(k)
+
+Position of a checkpoint: the first segment that a process which starts from it has to read.
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.rollout.ledger.packing import EntryEncoder, try_pickle
-from slime.rollout.ledger.records import Kind, pack_frame
-from slime.rollout.ledger.snapshots import Leaves, snapshot
-from slime.rollout.ledger.writer import SEGMENT_BYTES, LedgerWriter
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.buffer import groups_from_state, groups_to_state
+from slime.rollout.ledger import use
+from slime.rollout.ledger.journal import Issued, Journal, config_fingerprint, user_code
+from slime.rollout.ledger.records import Kind, segment_number
+from slime.rollout.ledger.recovery import Recovery, SourceRecorder
+from slime.rollout.ledger.segments import compact, read_folder
+from slime.utils.atomic_file import write_atomically
+from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
-PROMPT_CHARS = 160
-"""Characters of a prompt that the head of ISSUED shows."""
+logger = logging.getLogger(__name__)
+
+FOLDER = "ledger"
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
-class Issued(NamedTuple):
-    """A group in the hands of the rollout function."""
-
-    indices: list[int]
-    """``Sample.index`` of each execution; with the group's number, the name of the execution."""
-    fields: list[dict[str, Any]]
-    """The fields of each sample when it was issued."""
-    segment: int
-    """The oldest segment that may hold a record of it."""
+def ledger_folder(args: Namespace) -> Path | None:
+    """Return the folder of this run's ledger; None when the run keeps none."""
+    if args.no_rollout_ledger or not args.save or args.debug_train_only or args.debug_rollout_only:
+        return None
+    return Path(args.rollout_ledger_dir or Path(args.save) / FOLDER)
 
 
-class _Item(NamedTuple):
-    """Something that happened, on its way to the writer."""
-
-    kind: Kind
-    head: dict[str, Any]
-    entries: Sequence[tuple[Any, Leaves, dict[str, Any] | None]] = ()
-    """``(key, samples, fields as issued)`` of each execution in the record."""
-    forget: Sequence[Any] | None = ()
-    """Executions whose next record must not build on earlier ones; None: all of them."""
-    blob: bytes = b""
+def position_path(folder: str, rollout_id: int) -> Path:
+    """Return the file, beside the data position, with a checkpoint's position in the ledger."""
+    return Path(folder) / "rollout" / f"ledger_position_{rollout_id}.pkl"
 
 
-class Ledger:
-    """Everything that a process writes down.
+class Position(NamedTuple):
+    """A position in the ledger."""
 
-    Invariant: what ``issued`` named is open until it is returned, filtered, handed over or discarded.
-    """
+    first: int
+    """The oldest segment that is still needed."""
+    issued: list[Issued]
+    """Groups in the hands of the rollout function."""
+    others: list[Any]
+    """States of groups that an earlier process left open and that the rollout function has not asked for yet."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        facts: Mapping[str, Any],
-        has_user_code: bool = True,
-        has_late_user_code: bool = True,
-        has_sample_hooks: bool = True,
-        flush_s: float = 0.02,
-        timeout_s: float = 60.0,
-        segment_bytes: int = SEGMENT_BYTES,
-        is_threaded: bool = True,
-    ) -> None:
-        """Open ``folder`` for a new process.
 
-        Args:
-            facts: the flags that decide what a group is; recovery compares them.
-            has_user_code: whether lists of a sample may be edited in place between two records.
-            has_late_user_code: whether they may be once the group is finished.
-            has_sample_hooks: whether they may be edited while an answer waits to be written.
-            flush_s, timeout_s, segment_bytes, is_threaded: see ``LedgerWriter``.
-        """
-        self.rollout_id = -1
-        self.open: dict[int, Issued] = {}
-        self._facts = dict(facts)
-        self._looks_again = has_user_code
-        self._copy_lists = has_sample_hooks
-        self._is_settled = {Kind.HANDED: not has_late_user_code}
-        self._encoder = EntryEncoder(trust_identity=not has_user_code)
-        self.writer = LedgerWriter(
-            folder,
-            self._frame,
-            flush_s=flush_s,
-            timeout_s=timeout_s,
-            segment_bytes=segment_bytes,
-            is_threaded=is_threaded,
-        )
+class NoLedger:
+    """The ledger of a run that keeps none."""
 
-    # The process
+    def __init__(self, source: Any) -> None:
+        self.data_source = source
 
-    def live(self, start_rollout_id: int, *, first_segment: int) -> None:
-        """This process begins with ``start_rollout_id`` and knows what the segments from ``first_segment`` on say."""
-        self._note(Kind.LIFE, start=start_rollout_id, first=first_segment, facts=self._facts)
-        self.writer.flush()
+    def start(self, start_rollout_id: int) -> None:
+        """Do nothing."""
+
+    def make_samples(self, rollout_id: int, generate: Callable[[], RolloutFnTrainOutput]) -> RolloutFnTrainOutput:
+        """Return the output of ``generate``."""
+        return generate()
+
+    def record_trained(self, rollout_id: int) -> None:
+        """Do nothing."""
+
+    def position(self, rollout_id: int) -> Position | None:
+        """Return None."""
+        return None
+
+    def save(self, rollout_id: int, position: Position | None = None) -> None:
+        """Do nothing."""
+
+    def record_published(self, rollout_id: int) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
-        """Write what is still in memory."""
-        self.writer.close()
+        """Do nothing."""
 
-    # The rollout path
 
-    def issued(self, num_wanted: int, groups: list[list[Sample]], recovered: Iterable[bool]) -> None:
-        """The data source was asked for ``num_wanted`` groups and gave ``groups``.
+class Ledger(NoLedger):
+    """The ledger of one process.
+
+    Threads: ``make_samples`` and ``position`` are never called at the same time; the rest may be called while
+    ``make_samples`` runs, so it must not touch ``_recovery``.
+    """
+
+    def __init__(self, args: Namespace, source: Any, folder: Path, *, is_threaded: bool = True) -> None:
+        super().__init__(source)
+        self._args = args
+        self._folder = folder
+        self._fingerprint = config_fingerprint(args)
+        self.journal = Journal(
+            folder,
+            fingerprint=self._fingerprint,
+            user_code=user_code(args),
+            flush_s=args.rollout_ledger_flush_s,
+            timeout_s=args.rollout_ledger_timeout_s,
+            is_threaded=is_threaded,
+        )
+        self.source_recorder = SourceRecorder(source, self.journal, self._recover)
+        self._recovery: Recovery | None = None
+        self._saved: dict[int, int] = {}
+        """Rollout of a checkpoint that may not be on disk yet -> the first segment that it needs."""
+        self._is_started = False
+
+    def start(self, start_rollout_id: int) -> None:
+        """Recover the records that came after the checkpoint that this process starts from."""
+        self._is_started = True
+        first, open_groups = self._find_position(start_rollout_id)
+        if first < self.journal.writer.number:
+            self._recovery = Recovery(
+                self._folder,
+                first_segment=first,
+                start_rollout_id=start_rollout_id,
+                fingerprint=self._fingerprint,
+                open_groups=open_groups,
+            )
+            if found := self._recovery.describe():
+                logger.info(
+                    "The ledger %s gives %s; they are not generated again. Remove the folder to generate them anew.",
+                    self._folder,
+                    found,
+                )
+        self.journal.record_start(start_rollout_id, first_segment=first)
+        use(self.journal)
+
+    def _find_position(self, start_rollout_id: int) -> tuple[int, list[Any]]:
+        """Return the first segment to read, and the groups that were open when the checkpoint was made."""
+        own = self.journal.writer.number
+        if start_rollout_id == 0:
+            return _fresh_position(self._folder, own), []
+        if self._args.load is None:
+            return own, []
+        path = position_path(self._args.load, start_rollout_id - 1)
+        if not path.is_file():
+            logger.info("There is no ledger position %s: records after the checkpoint are not used.", path)
+            return own, []
+        position = pickle.loads(path.read_bytes())
+        if Path(position["folder"]).resolve() != self._folder.resolve() or position["first"] >= own:
+            logger.info("The checkpoint belongs to the ledger %s, not to %s.", position["folder"], self._folder)
+            return own, []
+        return position["first"], groups_from_state(position["open"])
+
+    def _recover(self, group: list[Any]) -> list[Any] | None:
+        return self._recovery.recover(group, self.journal.rollout_id) if self._recovery is not None else None
+
+    def make_samples(self, rollout_id: int, generate: Callable[[], RolloutFnTrainOutput]) -> RolloutFnTrainOutput:
+        """Return the train data of a rollout: recorded before a crash, or made by ``generate`` and recorded now."""
+        if not self._is_started:
+            self.start(rollout_id)
+        if self._recovery is not None:
+            output = self._recovery.replay(rollout_id, self.source_recorder)
+            if self._recovery.is_used_up:
+                self._recovery = None
+            if output is not None:
+                logger.info("Rollout %d: %d groups from the ledger", rollout_id, len(output.samples))
+                self.journal.record_replayed(rollout_id)
+                return output
+        self.journal.record_begin(rollout_id)
+        output = generate()
+        keeps_open = _keeps_open(self._args.rollout_function_path)
+        self.journal.record_batch(rollout_id, output.samples, output.metrics, keeps_open=keeps_open)
+        return output
+
+    def position(self, rollout_id: int) -> Position:
+        """Return the position before rollout ``rollout_id`` begins, which a checkpoint made now needs."""
+        if not self._is_started:
+            self.start(rollout_id)
+        open_groups = list(self.journal.open.values())
+        others = self.source_recorder.ahead
+        first = min((issued.segment for issued in open_groups), default=self.journal.writer.rotate())
+        if self._recovery is not None:
+            first = min(first, self._recovery.first_segment)
+            others += self._recovery.given
+        return Position(first, open_groups, groups_to_state(others))
+
+    def record_trained(self, rollout_id: int) -> None:
+        """Record that the optimizer took the rollout's steps."""
+        self.journal.record_trained(rollout_id)
+
+    def save(self, rollout_id: int, position: Position | None = None) -> None:
+        """Write the position that belongs to the checkpoint after ``rollout_id``.
 
         Args:
-            recovered: for each group, whether what an earlier process noted of it was put in.
+            position: from before the next rollout began; by default it has not begun.
         """
-        described: list[list[Any] | None] = []
-        for group, is_recovered in zip(groups, recovered, strict=True):
-            name = group_name(group)
-            if name is None or name in self.open:
-                described.append(None)
-                continue
-            samples = [snapshot(entry).samples[0] for entry in group]
-            fields = [sample.values for sample in samples]
-            issued = Issued([values["index"] for values in fields], fields, self.writer.number)
-            self.open[name] = issued
-            described.append([name, issued.indices, prompt_start(samples[0].values["prompt"]), is_recovered])
-        self._note(Kind.ISSUED, wanted=num_wanted, groups=described)
+        first, open_groups, others = self.position(rollout_id + 1) if position is None else position
+        self.journal.record_saved(rollout_id, first)
+        path = position_path(self._args.save, rollout_id)
+        groups = groups_to_state([[Sample.from_dict(fields) for fields in issued.fields] for issued in open_groups])
+        content = pickle.dumps({"folder": str(self._folder.resolve()), "first": first, "open": groups + others})
+        write_atomically(path, lambda file: file.write(content), what="The position in the ledger")
+        self._saved[rollout_id] = first
 
-    def response(self, sample: Sample, entry: Any) -> None:
-        """The generate function made ``entry`` of ``sample``; sample hooks and reward are still to come."""
-        issued = self.open.get(sample.group_index)  # type: ignore[arg-type]
-        if issued is None or sample.index not in issued.indices:
+    def record_published(self, rollout_id: int) -> None:
+        """Record that the checkpoint counts, and drop what only earlier ones needed.
+
+        With --async-save it counts later, when it is on disk: then the next call finds it.
+        """
+        latest = max((k for k in self._saved if k <= _tracked_rollout(self._args.save)), default=None)
+        if latest is None:
             return
-        key = (sample.group_index, sample.index)
-        fields = issued.fields[issued.indices.index(sample.index)]
-        head = {"t": time.time(), "r": self.rollout_id, "g": sample.group_index, "i": [sample.index]}
-        # The hooks come right after this; the other records are taken when they have been there.
-        leaves = snapshot(entry, copy_lists=self._copy_lists, pack_now=True)
-        self.writer.put(_Item(Kind.RESPONSE, head, [(key, leaves, fields)]))
+        first = self._saved[latest]
+        for done in [k for k in self._saved if k <= latest]:
+            del self._saved[done]
+        self.journal.record_published(latest, first)
+        freed = compact(self._folder, first_needed=first)
+        logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, latest)
 
-    def finished(self, group: list[Any]) -> None:
-        """Every execution of the group is answered and rewarded."""
-        self._note_group(Kind.FINISHED, group)
-
-    def filtered(self, group: list[Any], reason: str | None) -> None:
-        """The dynamic filter dropped the group."""
-        name = group_name(group)
-        issued = self.open.pop(name, None) if name is not None else None
-        if issued is not None:
-            keys = [(name, index) for index in issued.indices]
-            self._note(Kind.FILTERED, forget=keys, g=name, reason=str(reason))
-
-    def returned(self, groups: list[list[Any]]) -> None:
-        """The data source takes groups back."""
-        for group in groups:
-            self._note_group(Kind.RETURNED, group)
-            self._close_group(group)
-
-    # The rollout manager
-
-    def begin(self, rollout_id: int) -> int:
-        """A rollout is about to be generated; gives the segment that its records begin in."""
-        number = self.writer.rotate()
-        self.rollout_id = rollout_id
-        self._note(Kind.BEGIN, forget=None)  # A recovery that begins here must not need what was written before.
-        return number
-
-    def handed(
-        self, rollout_id: int, groups: list[Any], metrics: Mapping[str, Any] | None, *, keeps_open: bool
-    ) -> None:
-        """``groups`` are the train data of the rollout; returns when that is written.
-
-        Args:
-            keeps_open: whether the rollout function goes on with the other open groups in its next rollout;
-                otherwise it has dropped them.
-        """
-        seen: set[int | None] = set()
-        for group in groups:
-            is_flat = isinstance(group, Sample)
-            name = group_name([group] if is_flat else group)
-            self._note_group(Kind.HANDED, [group] if is_flat else group, is_known=name not in seen, flat=is_flat)
-            seen.add(name)
-        for name in seen - {None}:
-            self.open.pop(name, None)  # type: ignore[arg-type]
-        if not keeps_open:
-            if self.open:
-                self._note(Kind.DISCARDED, groups=sorted(self.open))
-            self.open.clear()
-        blob = try_pickle(dict(metrics or {})) or pickle.dumps({})
-        self._note(Kind.BATCH, blob=blob, rollout=rollout_id, num_groups=len(groups), keeps_open=keeps_open)
-        self.writer.flush()
-
-    def replayed(self, rollout_id: int) -> None:
-        """The rollout's train data came from the ledger."""
-        self._note(Kind.REPLAYED, rollout=rollout_id)
-
-    def trained(self, rollout_id: int) -> None:
-        """The optimizer took the rollout's steps."""
-        self._note(Kind.TRAINED, rollout=rollout_id)
-
-    def saved(self, rollout_id: int, first_segment: int) -> None:
-        """The checkpoint after ``rollout_id`` needs the segments from ``first_segment`` on."""
-        self._note(Kind.SAVED, rollout=rollout_id, first=first_segment)
-        self.writer.flush(sync=True)
-
-    def published(self, rollout_id: int, first_segment: int) -> None:
-        """The tracker names that checkpoint."""
-        self._note(Kind.PUBLISHED, rollout=rollout_id, first=first_segment)
-
-    # Making records
-
-    def _note(self, kind: Kind, *, forget: Sequence[Any] | None = (), blob: bytes = b"", **facts: Any) -> None:
-        head = {"t": time.time(), "r": self.rollout_id, **facts}
-        self.writer.put(_Item(kind, head, forget=forget, blob=blob))
-
-    def _note_group(self, kind: Kind, group: list[Any], *, is_known: bool = True, **facts: Any) -> None:
-        name = group_name(group)
-        issued = self.open.get(name) if name is not None and is_known else None
-        if issued is not None and len(issued.indices) == len(group):
-            keys: list[Any] = [(name, index) for index in issued.indices]
-            bases: list[dict[str, Any] | None] = list(issued.fields)
-            indices: list[int] | None = issued.indices
-        else:
-            keys, bases, indices = [None] * len(group), [None] * len(group), None
-        pack_now = kind is Kind.FINISHED and self._looks_again
-        entries = [
-            (key, snapshot(entry, pack_now=pack_now), base)
-            for key, entry, base in zip(keys, group, bases, strict=True)
-        ]
-        head = {"t": time.time(), "r": self.rollout_id, "g": name, "i": indices, **facts}
-        is_last = kind in (Kind.RETURNED, Kind.HANDED) and indices is not None
-        self.writer.put(_Item(kind, head, entries, forget=keys if is_last else ()))
-
-    def _close_group(self, group: list[Any]) -> None:
-        name = group_name(group)
-        if name is not None:
-            self.open.pop(name, None)
-
-    def _frame(self, item: _Item) -> bytes:
-        chunks: list[bytes] = [item.blob] if item.blob else []
-        head = item.head
-        if item.entries:
-            described = []
-            for key, leaves, base in item.entries:
-                is_settled = self._is_settled.get(item.kind, False)
-                description, data = self._encoder.encode(key, leaves, base, is_settled=is_settled)
-                described.append(description)
-                chunks += data
-            head["entries"] = described
-        if item.forget is None or item.forget:
-            self._encoder.forget(item.forget)
-        return pack_frame(item.kind, head, b"".join(chunks))
+    def close(self) -> None:
+        """Write what is in memory and stop recording."""
+        use(None)
+        self.journal.close()
 
 
-def group_name(group: Any) -> int | None:
-    """``group_index`` of the group's first sample; None when it has none, or the data source gives no numbers."""
-    entry = group
-    while isinstance(entry, list):
-        if not entry:
-            return None
-        entry = entry[0]
-    name = entry.group_index
-    return name if isinstance(name, int) and isinstance(entry.index, int) else None
+def open_ledger(args: Namespace, source: Any) -> NoLedger:
+    """Return the ledger of this run, around its data source."""
+    folder = ledger_folder(args)
+    return NoLedger(source) if folder is None else Ledger(args, source, folder)
 
 
-def prompt_start(prompt: Any) -> str:
-    """What ISSUED shows of a prompt: of messages, the last one."""
-    if isinstance(prompt, list):
-        prompt = str(prompt[-1].get("content", "")) if prompt and isinstance(prompt[-1], dict) else ""
-    return str(prompt)[:PROMPT_CHARS]
+def _fresh_position(folder: Path, own: int) -> int:
+    """Return the first segment to read when no checkpoint is loaded.
+
+    Processes that began at rollout 0 and died before their first checkpoint are recovered.  After a published
+    checkpoint, a start at rollout 0 is a new run.
+    """
+    first = own
+    for record in read_folder(folder):
+        if record.kind is Kind.PUBLISHED:
+            return own
+        if record.kind is Kind.LIFE and record.head["start"] != 0:
+            first = own
+        elif record.kind is Kind.LIFE:
+            first = min(first, segment_number(record.segment))
+    return first
+
+
+def _tracked_rollout(folder: str) -> int:
+    """Return the rollout of the checkpoint that the tracker names; -1 when it names none."""
+    tracker = Path(folder) / TRACKER
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    return int(text) if text.isdigit() else -1
+
+
+def _keeps_open(path: str) -> bool:
+    """Return whether groups of this rollout function stay in flight from one rollout to the next."""
+    return bool(path) and bool(getattr(load_function(path), "keeps_groups_in_flight", False))

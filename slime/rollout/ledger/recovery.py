@@ -1,7 +1,7 @@
-"""What a process takes over from the ones before it: rollouts to train again, and groups to go on with.
+"""Recovery from the journal: rollouts to train again, and groups to go on with.
 
 The data source stands where the checkpoint left it, and gives the same groups again in the same order.  So nothing is
-put into it: when it gives a group that the ledger knows more about, the samples are brought to that state.  A rollout
+put into it: when it gives a group of which the journal has samples, they are brought to the recorded state.  A rollout
 whose train data was complete is not generated again: its calls of the data source are repeated, and the recorded
 samples handed over.
 """
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.groups import leaf_samples
-from slime.rollout.ledger.ledger import group_name, prompt_start
-from slime.rollout.ledger.reader import read_folder
-from slime.rollout.ledger.records import Record
-from slime.rollout.ledger.story import GroupState, Handed, RolloutStory, Story
-from slime.rollout.ledger.unpacking import apply_entry, to_entry
+from slime.rollout.ledger.journal import Journal, group_name, prompt_start
+from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, Record, ReplayState, RolloutState
+from slime.rollout.ledger.sample_codec import apply_entry, to_entry
+from slime.rollout.ledger.segments import read_folder
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -29,14 +30,103 @@ logger = logging.getLogger(__name__)
 NO_SEGMENT = 1 << 60
 
 
+class SourceRecorder:
+    """The recorder of a data source's calls: each group that passes is recorded, or brought to its recorded state.
+
+    The source stays the user's own object.  Its class becomes a subclass whose ``get_samples`` and ``add_samples``
+    come here, so ``isinstance`` and every other attribute are the source's; calls inside those two methods are not
+    recorded.
+    """
+
+    def __init__(
+        self, source: Any, journal: Journal, recover: Callable[[list[Any]], list[Any] | None] = lambda group: None
+    ) -> None:
+        """Record the calls of ``source`` from now on.
+
+        Args:
+            recover: returns the recorded state of a group; None when the journal has none.
+        """
+        self._get, self._add = source.get_samples, source.add_samples
+        self._journal = journal
+        self._recover = recover
+        self._ahead: deque[list[Any]] = deque()
+        self._is_inside = False
+        source.__class__ = _recorded_class(type(source), self)
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Return the source's next groups, as far as an earlier process had brought them."""
+        if self._is_inside:
+            return self._get(num_samples)
+        groups = self.take_unrecorded(num_samples)
+        recovered = [self._recover(group) for group in groups]
+        groups = [known or group for known, group in zip(recovered, groups, strict=True)]
+        self._journal.record_issued(num_samples, groups, [known is not None for known in recovered])
+        return groups
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        """Give groups back to the source."""
+        is_outer = not self._is_inside
+        self.add_unrecorded(groups)
+        if is_outer:
+            self._journal.record_returned(groups)
+
+    def take_unrecorded(self, num_samples: int) -> list[list[Any]]:
+        """Return the groups put ahead, then the source's next ones, without a record."""
+        ahead = [self._ahead.popleft() for _ in range(min(num_samples, len(self._ahead)))]
+        if len(ahead) == num_samples:
+            return ahead
+        with self._inside():
+            return ahead + self._get(num_samples - len(ahead))
+
+    def add_unrecorded(self, groups: list[list[Any]]) -> None:
+        """Give groups back to the source without a record."""
+        with self._inside():
+            self._add(groups)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    def put_ahead(self, groups: list[list[Any]]) -> None:
+        """Put groups that the source gave before in front of its next ones."""
+        self._ahead.extend(groups)
+
+    @property
+    def ahead(self) -> list[list[Any]]:
+        """Groups put ahead that were not asked for yet."""
+        return list(self._ahead)
+
+
+def _recorded_class(base: type[Any], recorder: SourceRecorder) -> type[Any]:
+    class Recorded(base):
+        """A data source whose calls are recorded."""
+
+        __slots__ = ()
+
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            """Return the next ``num_samples`` groups."""
+            return recorder.get_samples(num_samples)
+
+        def add_samples(self, samples: list[list[Sample]]) -> None:
+            """Take groups back."""
+            recorder.add_samples(samples)
+
+    Recorded.__name__ = f"Recorded{base.__name__}"
+    return Recorded
+
+
 def _is_same_prompt(group: list[Any], state: GroupState) -> bool:
-    """Whether the group that the data source gives is the one that was noted: the data may have changed."""
+    """Return whether the group from the data source is the recorded one; the data may have changed."""
     first = next(leaf_samples(group), None)
     return first is not None and len(group) == len(state.indices) and prompt_start(first.prompt) == state.prompt
 
 
 class Recovery:
-    """Everything noted after a checkpoint and not used up yet.
+    """Everything recorded after a checkpoint and not used up yet.
 
     Invariant: what is left of it lies in segments from ``first_segment`` on.
     """
@@ -47,32 +137,32 @@ class Recovery:
         *,
         first_segment: int,
         start_rollout_id: int,
-        facts: dict[str, Any],
+        fingerprint: dict[str, Any],
         open_groups: Iterable[list[Any]] = (),
     ) -> None:
-        """Read the ledger from ``first_segment`` on (heads only; samples are read when they are needed).
+        """Read the journal from ``first_segment`` on (heads only; samples are read when they are needed).
 
         Args:
             open_groups: those that the source had given when the checkpoint was made, and that had not come to an end.
         """
-        story = Story(facts).read(read_folder(folder, first_segment=first_segment))
-        for rollout in story.rollouts.values():
+        state = ReplayState(fingerprint).read(read_folder(folder, first_segment=first_segment))
+        for rollout in state.rollouts.values():
             if rollout.rollout_id < start_rollout_id:
-                story.drop_gone(rollout)
-        self._story = story
-        self._groups = {name: state for name, state in story.groups.items() if state.parts}
-        self._rollouts = {k: rollout for k, rollout in story.rollouts.items() if k >= start_rollout_id}
+                state.forget_ended(rollout)
+        self._groups = {name: group for name, group in state.groups.items() if group.entries}
+        self._rollouts = {k: rollout for k, rollout in state.rollouts.items() if k >= start_rollout_id}
         self._next = start_rollout_id
         self._given: dict[int, list[Any]] = {}
         """Groups that the source gave before, or to replayed rollouts, and that have not come to an end."""
-        ended = set().union(*(rollout.ended for k, rollout in story.rollouts.items() if k < start_rollout_id))
+        ended = set().union(*(rollout.ended for k, rollout in state.rollouts.items() if k < start_rollout_id))
         for group in open_groups:
             name = group_name(group)
             if name is not None and name not in ended:  # one may have been filtered right after the position was taken
                 self._given[name] = group
         self._blobs: tuple[Record, bytes] | None = None
-        if story.other_facts:
-            changed = [k for k in facts["hard"] if facts["hard"][k] != story.other_facts.get(k)]
+        if state.other_flags:
+            own = fingerprint[SAMPLE_FLAGS]
+            changed = [name for name in own if own[name] != state.other_flags.get(name)]
             logger.warning(
                 "Samples that an earlier process left in the ledger %s are not used: it ran with another %s.",
                 folder,
@@ -82,13 +172,13 @@ class Recovery:
     @property
     def first_segment(self) -> int:
         """The oldest segment that is still needed; ``NO_SEGMENT`` when none is."""
-        groups = [state.first_segment for state in self._groups.values()]
+        groups = [state.segment for state in self._groups.values()]
         rollouts = [rollout.segment for rollout in self._rollouts.values() if rollout.batch is not None]
         return min(groups + rollouts, default=NO_SEGMENT)
 
     @property
     def is_used_up(self) -> bool:
-        """Whether nothing is left to take over."""
+        """True when nothing is left to recover."""
         return self.first_segment == NO_SEGMENT and not self._given
 
     @property
@@ -97,7 +187,7 @@ class Recovery:
         return list(self._given.values())
 
     def describe(self) -> str:
-        """One sentence for the log; empty when there is nothing to recover."""
+        """Return one sentence for the log; empty when there is nothing to recover."""
         complete = [k for k, rollout in sorted(self._rollouts.items()) if rollout.batch is not None]
         handed = {handed.name for k in complete for handed in self._rollouts[k].handed}
         open_groups = [name for name in self._groups if name not in handed]
@@ -110,10 +200,10 @@ class Recovery:
 
     # Groups
 
-    def take(self, group: list[Any], rollout_id: int) -> list[Any] | None:
-        """The group as far as it had come, in place of ``group``; None when nothing more is known of it.
+    def recover(self, group: list[Any], rollout_id: int) -> list[Any] | None:
+        """Return the group in its recorded state, in place of ``group``; None when the journal has none.
 
-        Executions are marked for the rollout: with ``recovered_in_rollout`` when their mask was settled in this very
+        Executions are marked for the rollout: with ``recovered_in_rollout`` when their mask was set in this very
         rollout, with ``hooks_are_due`` when the sample hooks have not seen the answer.
         """
         name = group_name(group)
@@ -122,15 +212,15 @@ class Recovery:
             return None
         try:
             return [
-                self._take_entry(entry, state, index, rollout_id)
+                self._recover_entry(entry, state, index, rollout_id)
                 for entry, index in zip(group, state.indices, strict=True)
             ]
         except DataError as error:
             logger.warning("Group %s is generated anew: %s", name, error)
             return None
 
-    def _take_entry(self, entry: Any, state: GroupState, index: int, rollout_id: int) -> Any:
-        if index not in state.parts:
+    def _recover_entry(self, entry: Any, state: GroupState, index: int, rollout_id: int) -> Any:
+        if index not in state.entries:
             return entry
         recovered = self._load_entry(entry, state, index)
         if isinstance(recovered, list) and any(s.status is Sample.Status.ABORTED for s in leaf_samples(recovered)):
@@ -145,10 +235,10 @@ class Recovery:
     def _load_entry(self, entry: Any, state: GroupState, index: int) -> Any:
         issued = entry.to_dict() if isinstance(entry, Sample) else None
         values: Any = issued
-        for part in state.parts[index]:
+        for recorded in state.entries[index]:
             # A fan-out is written whole, and what follows it (the sample it restarts from) is told from the issue on.
             base = values if isinstance(values, dict) else issued
-            values = self._apply(base, part.record, part.position)
+            values = self._apply(base, recorded.record, recorded.position)
         return to_entry(values)
 
     def _apply(self, base: dict[str, Any] | None, record: Record, position: int) -> Any:
@@ -166,11 +256,11 @@ class Recovery:
 
     # Rollouts
 
-    def replay(self, rollout_id: int, source: Any) -> RolloutFnTrainOutput | None:
-        """The recorded result of a rollout, with the data source moved on as it was then; None to generate it.
+    def replay(self, rollout_id: int, source: SourceRecorder) -> RolloutFnTrainOutput | None:
+        """Return the recorded result of a rollout, with the data source moved on as it was then; None to generate it.
 
         Args:
-            source: a ``LedgeredSource``: asked again for everything it gave, and given back what it got back.
+            source: asked again for everything that it gave, and given back what it got back.
         """
         rollout = self._rollouts.pop(rollout_id, None)
         is_next = rollout_id == self._next
@@ -190,14 +280,14 @@ class Recovery:
             self._given.pop(name, None)
         return RolloutFnTrainOutput(samples=samples, metrics=metrics or None)
 
-    def _stop(self, source: Any) -> None:
-        """From here on rollouts are generated: what came later was built on one that will be another."""
+    def _stop(self, source: SourceRecorder) -> None:
+        """Generate all rollouts from here on: the recorded ones were built on one that will be another."""
         self._rollouts.clear()
         source.put_ahead(list(self._given.values()))
         self._given.clear()
 
-    def _repeat(self, rollout: RolloutStory, source: Any) -> list[Any]:
-        """Ask and give back as then; the groups that were handed over."""
+    def _repeat(self, rollout: RolloutState, source: SourceRecorder) -> list[Any]:
+        """Repeat the calls of the data source; return the groups that were handed over."""
         for call in rollout.calls:
             if call.wanted is None:
                 [name], [state], [record] = call.names, call.states, call.records
@@ -205,7 +295,7 @@ class Recovery:
                 if name is not None:
                     self._given.pop(name, None)
                 continue
-            # Groups that an earlier process left open came through the source, and are here already.
+            # Groups that an earlier process left open came through the source before.
             expected = [name for name in call.names if name is None or name not in self._given]
             groups = source.take_unrecorded(call.wanted - len(call.names) + len(expected))
             names = [group_name(group) for group in groups]
@@ -214,7 +304,7 @@ class Recovery:
                 raise DataError(f"the data source gives the groups {names[:8]}, where it gave {expected[:8]} before.")
         return [self._load_handed(handed) for handed in rollout.handed]
 
-    def _load_handed(self, handed: Handed) -> Any:
+    def _load_handed(self, handed: HandedGroup) -> Any:
         group = self._load_group(handed.name, handed.state, handed.record)
         return group[0] if handed.record.head.get("flat") else group
 

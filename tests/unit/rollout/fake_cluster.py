@@ -243,6 +243,14 @@ def make_args(port: int, **overrides: Any) -> Namespace:
         "rollout_timeout_s": 60.0,
         "save": None,
         "load": None,
+        "no_rollout_ledger": False,
+        "rollout_ledger_dir": None,
+        "rollout_ledger_flush_s": 0.02,
+        "rollout_ledger_timeout_s": 60.0,
+        "debug_train_only": False,
+        "debug_rollout_only": False,
+        "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
         "start_rollout_id": 0,
     }
     return Namespace(**(values | overrides))

@@ -18,13 +18,13 @@ from slime.observability.rollout_dump import dump_rollout, load_rollout_dump
 from slime.observability.train_dump import save_train_dump
 from slime.rollout import ledger
 from slime.rollout.data_source import state_path
-from slime.rollout.ledger import writer as writer_module
-from slime.rollout.ledger.books import position_path
+from slime.rollout.ledger import segments as segments_module
+from slime.rollout.ledger.ledger import position_path
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
-from tests.unit.rollout.ledger.test_books import Process
-from tests.unit.rollout.ledger.test_files import numbers, open_writer
+from tests.unit.rollout.ledger.test_ledger import Process
+from tests.unit.rollout.ledger.test_segments import numbers, open_writer
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole(tm
     process.rollout(1)
     with full_disk(100), pytest.raises(DataError, match=r"The data position .*global_dataset_.*_1\.pt.*--save"):
         process.source.save(1)
-    process.books.ledger.writer.flush()
+    process.ledger.journal.writer.flush()
     with full_disk(10), pytest.raises(DataError, match="The position in the ledger cannot be written .*--save"):
         write_position_only(process)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -63,9 +63,9 @@ def test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole(tm
 
 
 def write_position_only(process: Process) -> None:
-    """``Books.save`` without its ledger record, which must not fail first."""
-    process.books.ledger.saved = lambda rollout_id, first: None
-    process.books.save(1)
+    """``Ledger.save`` without its ledger record, which must not fail first."""
+    process.ledger.journal.record_saved = lambda rollout_id, first: None
+    process.ledger.save(1)
 
 
 def test_half_a_file_gives_its_room_back(tmp_path):
@@ -78,7 +78,7 @@ def test_half_a_file_gives_its_room_back(tmp_path):
 
 
 def test_the_ledger_waits_for_room_and_loses_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writer_module, "RETRY_INTERVAL_S", 0.02)
+    monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.02)
     writer = open_writer(tmp_path, is_threaded=False)
     writer.put(0)
     writer.flush()
@@ -102,7 +102,7 @@ def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> None:
 
 
 def test_the_thread_of_a_ledger_without_room_tells_whoever_writes_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)
     with full_disk(10):
         writer = open_writer(tmp_path, timeout_s=0.1)
         writer.put(1)
@@ -114,7 +114,7 @@ def test_the_thread_of_a_ledger_without_room_tells_whoever_writes_next(tmp_path,
 
 
 def test_a_segment_that_cannot_be_begun_is_tried_again_and_the_old_one_stays(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writer_module, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)
     writer = open_writer(tmp_path, is_threaded=False)
     writer.put(1)
     moved = move_away(tmp_path)
@@ -129,7 +129,7 @@ def test_a_segment_that_cannot_be_begun_is_tried_again_and_the_old_one_stays(tmp
 
 
 def test_a_segment_that_can_never_be_begun_ends_the_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)
     writer = open_writer(tmp_path, timeout_s=0.05, is_threaded=False)
     writer.put(1)
     moved = move_away(tmp_path)

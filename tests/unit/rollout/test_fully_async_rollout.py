@@ -21,7 +21,7 @@ from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.generate import generate
 from slime.rollout.groups import leaf_samples
-from slime.rollout.ledger.books import open_books
+from slime.rollout.ledger.ledger import open_ledger
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
@@ -424,24 +424,24 @@ class LedgeredJob(Job):
 
     def __init__(self, engine: ScriptedEngine, args: Any, start_rollout_id: int) -> None:
         super().__init__(engine, args)
-        self.books = open_books(args, self.source)
-        self.source = self.books.data_source
-        self.position = CheckpointPosition(self.books)
+        self.ledger = open_ledger(args, self.source)
+        self.source = self.ledger.data_source
+        self.position = CheckpointPosition(self.ledger)
         self.start_rollout_id = start_rollout_id
         if start_rollout_id:
             self.source.load(start_rollout_id - 1)
-        self.books.start(start_rollout_id)
+        self.ledger.start(start_rollout_id)
 
     def generate(self, rollout_id: int) -> Any:
         set_current_rollout_id(rollout_id)
         self.position.begin(rollout_id)
-        return self.books.make_samples(
+        return self.ledger.make_samples(
             rollout_id, lambda: generate_rollout_fully_async(self.args, rollout_id, self.source)
         )
 
     def save(self, rollout_id: int) -> None:
         self.position.save(rollout_id)  # the next rollout has begun, or is about to
-        self.books.published(rollout_id)
+        self.ledger.record_published(rollout_id)
 
     def run(self, stop: int, *, save_after: int | None = None) -> None:
         """Rollouts up to ``stop``, the next one always begun; then the process is gone."""
@@ -450,7 +450,7 @@ class LedgeredJob(Job):
             output = ahead.result(TEST_TIMEOUT_S)
             ahead = self._thread.submit(self.generate, rollout_id + 1)
             self.train(rollout_id, output)
-            self.books.trained(rollout_id)
+            self.ledger.record_trained(rollout_id)
             if rollout_id == save_after:
                 self.save(rollout_id)
             ahead.result(TEST_TIMEOUT_S)
@@ -459,7 +459,7 @@ class LedgeredJob(Job):
             run(worker.stop())
         fully_async_rollout._WORKERS.clear()
         GenerateState.clear_instances()
-        self.books.close()
+        self.ledger.close()
 
 
 @pytest.mark.parametrize("save_after", [None, 0, 2])

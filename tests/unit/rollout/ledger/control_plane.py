@@ -25,7 +25,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.groups import first_index, leaf_samples
-from slime.rollout.ledger.books import TRACKER, Books
+from slime.rollout.ledger.ledger import TRACKER, Ledger
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.misc import load_function
@@ -138,7 +138,7 @@ class Life:
         self.rollout_function = load_function(self.args.rollout_function_path)
         self.chores: Iterator[None] = iter(())
         """What is left of training and saving the rollout before."""
-        self.books: Any = None
+        self.ledger: Any = None
         self.position: Any = None
 
     def make_args(self) -> Namespace:
@@ -256,14 +256,14 @@ class Life:
         """The order of the training loops and of ``RolloutManager``."""
         args, world = self.args, self.world
         source = RolloutDataSourceWithBuffer(args)
-        self.books = Books(args, source, Path(args.save) / "ledger", is_threaded=False)
+        self.ledger = Ledger(args, source, Path(args.save) / "ledger", is_threaded=False)
         self.watch_writes()
         source.load(args.start_rollout_id - 1)
-        self.books.start(args.start_rollout_id)
+        self.ledger.start(args.start_rollout_id)
         self.step()
         for gone in [k for k in world.trained if k >= args.start_rollout_id]:
             del world.trained[gone]
-        self.position = CheckpointPosition(self.books)
+        self.position = CheckpointPosition(self.ledger)
         rollout_id = args.start_rollout_id
         while not world.is_drained:
             world.trained[rollout_id] = self.generate(rollout_id)
@@ -273,7 +273,7 @@ class Life:
                 self.do_chores()
             rollout_id += 1
         self.do_chores()
-        self.books.close()
+        self.ledger.close()
         world.final_state = source.state_dict()
 
     def generate(self, rollout_id: int) -> list[dict[str, Any]]:
@@ -281,15 +281,15 @@ class Life:
         self.do_some_chores()
         self.position.begin(rollout_id)
         self.do_some_chores()
-        output = self.books.make_samples(
-            rollout_id, lambda: self.rollout_function(self.args, rollout_id, self.books.data_source)
+        output = self.ledger.make_samples(
+            rollout_id, lambda: self.rollout_function(self.args, rollout_id, self.ledger.data_source)
         )
         assert isinstance(output, RolloutFnTrainOutput)
         return [frozen_sample(sample) for sample in leaf_samples(output.samples)]
 
     def train_and_save(self, rollout_id: int) -> Iterator[None]:
         """The trainer's work on a rollout, bit by bit."""
-        self.books.trained(rollout_id)
+        self.ledger.record_trained(rollout_id)
         yield
         if (rollout_id + 1) % self.world.save_interval == 0 or self.world.is_drained:
             yield  # the model and the optimizer are written
@@ -298,7 +298,7 @@ class Life:
             path = self.world.folder / "save" / TRACKER
             path.write_text(str(rollout_id))
             yield
-            self.books.published(rollout_id)
+            self.ledger.record_published(rollout_id)
             yield
 
     def do_chores(self) -> None:
@@ -324,7 +324,7 @@ class Life:
 
     def watch_writes(self) -> None:
         """Note which answers reached the file; now and then write what waits, as the writer's thread would."""
-        writer = self.books.ledger.writer
+        writer = self.ledger.journal.writer
         write, on_step = writer._write, self.step
         encode = writer._encode
         held: list[Any] = []
@@ -365,9 +365,9 @@ class Life:
 
     def die(self) -> None:
         """Some bytes of what waited are in the file, the rest is gone."""
-        if self.books is None:
+        if self.ledger is None:
             return
-        writer = self.books.ledger.writer
+        writer = self.ledger.journal.writer
         frames = b"".join(writer._encode(item) for item in list(writer._waiting))
         cut = self.world.rng.randint(0, len(frames)) if frames else 0
         path = sorted((Path(self.args.save) / "ledger").glob("segment-*.led"))[-1]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.ledger.account import Account
-from slime.rollout.ledger.reader import read_folder
-from slime.rollout.ledger.story import Story
+from slime.rollout.ledger.records import ReplayState
+from slime.rollout.ledger.segments import read_folder
 from tests.unit.rollout.ledger import control_plane
 from tests.unit.rollout.ledger.control_plane import World, make_world, run_to_the_end
+from tools.ledger import Balance
 
 NUM_GROUPS = 14
 HERE = control_plane.__name__
@@ -75,8 +75,8 @@ def test_a_killed_job_trains_the_samples_of_the_uninterrupted_one(tmp_path, monk
         num_kills += world.num_lives - 1
         assert world.samples_of_first_groups() == expected, f"seed {seed}, killed after steps {world.kills}"
         assert world.asked_again == [], f"seed {seed}, killed after steps {world.kills}"
-        account = Account(Story().read(read_folder(world.folder / "save" / "ledger")))
-        assert account.problems() == [], f"seed {seed}, killed after steps {world.kills}"
+        balance = Balance(ReplayState().read(read_folder(world.folder / "save" / "ledger")))
+        assert balance.problems() == [], f"seed {seed}, killed after steps {world.kills}"
     assert num_kills >= num_jobs
 
 
@@ -112,11 +112,11 @@ def test_no_group_is_trained_twice_and_the_ledger_says_where_each_one_went(tmp_p
         world = killed(tmp_path, monkeypatch, whole, seed)
         counts = trained_groups(world)
         assert set(counts.values()) == {2}
-        story = Story().read(read_folder(world.folder / "save" / "ledger"))
-        handed = [handed.name for rollout in story.rollouts.values() for handed in rollout.handed]
+        state = ReplayState().read(read_folder(world.folder / "save" / "ledger"))
+        handed = [handed.name for rollout in state.rollouts.values() for handed in rollout.handed]
         assert Counter(handed) == Counter(counts.keys())
         waiting = {group[0]["group_index"] for group in world.final_state["buffer"]}
-        filtered = {name for rollout in story.rollouts.values() for name in rollout.filtered}
+        filtered = {name for rollout in state.rollouts.values() for name in rollout.filtered}
         assert set(range(world.final_state["sample_group_index"])) == set(handed) | waiting | filtered
         assert not filtered & set(handed)
 

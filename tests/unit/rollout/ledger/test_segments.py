@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.ledger import writer as writer_module
-from slime.rollout.ledger.compact import compact
-from slime.rollout.ledger.reader import next_number, read_folder, read_segment, segment_files, segment_path
+from slime.rollout.ledger import segments as segments_module
 from slime.rollout.ledger.records import Kind, pack_frame
-from slime.rollout.ledger.writer import LedgerWriter
+from slime.rollout.ledger.segments import (
+    JournalWriter,
+    compact,
+    next_number,
+    read_folder,
+    read_segment,
+    segment_files,
+    segment_path,
+)
 from slime.utils.errors import DataError
 
 
@@ -22,8 +28,8 @@ def frame(number: int) -> bytes:
     return pack_frame(Kind.TRAINED, {"number": number, "r": 0}, bytes([number % 256]) * 100)
 
 
-def open_writer(folder: Path, **options: Any) -> LedgerWriter:
-    return LedgerWriter(folder, frame, **({"flush_s": 0.001, "timeout_s": 5.0} | options))
+def open_writer(folder: Path, **options: Any) -> JournalWriter:
+    return JournalWriter(folder, frame, **({"flush_s": 0.001, "timeout_s": 5.0} | options))
 
 
 def numbers(folder: Path) -> list[int]:
@@ -87,7 +93,7 @@ def test_every_process_begins_a_segment_of_its_own(tmp_path):
 
 
 def test_a_queue_that_is_full_is_written_by_whoever_fills_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "MAX_WAITING", 10)
+    monkeypatch.setattr(segments_module, "MAX_WAITING", 10)
     writer = open_writer(tmp_path, is_threaded=False)
     for number in range(25):
         writer.put(number)
@@ -97,7 +103,7 @@ def test_a_queue_that_is_full_is_written_by_whoever_fills_it(tmp_path, monkeypat
 
 def test_a_full_disk_is_waited_for_and_nothing_is_written_twice(tmp_path, monkeypatch, caplog):
     writer = open_writer(tmp_path, is_threaded=False)
-    monkeypatch.setattr(writer_module, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)
     failures = iter([True, True, False])
     write = os.write
 
@@ -107,7 +113,7 @@ def test_a_full_disk_is_waited_for_and_nothing_is_written_twice(tmp_path, monkey
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data)
 
-    monkeypatch.setattr(writer_module.os, "write", sometimes_full)
+    monkeypatch.setattr(segments_module.os, "write", sometimes_full)
     writer.put(1)
     writer.flush()
     writer.put(2)
@@ -122,7 +128,7 @@ def test_a_disk_that_stays_full_ends_the_job_with_the_flags_that_help(tmp_path, 
     def full(descriptor: int, data: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(writer_module.os, "write", full)
+    monkeypatch.setattr(segments_module.os, "write", full)
     writer.put(1)
     with pytest.raises(DataError, match="No space left.*--rollout-ledger-dir"):
         writer.flush()
@@ -136,7 +142,7 @@ def test_a_record_that_cannot_be_encoded_is_named_and_the_next_one_is_written(tm
             raise RuntimeError("strange object")
         return frame(number)
 
-    writer = LedgerWriter(tmp_path, encode, flush_s=0.001, timeout_s=5.0, is_threaded=False)
+    writer = JournalWriter(tmp_path, encode, flush_s=0.001, timeout_s=5.0, is_threaded=False)
     for number in range(3):
         writer.put(number)
     writer.close()

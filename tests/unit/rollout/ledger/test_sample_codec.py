@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.rollout.ledger.packing import EntryEncoder
-from slime.rollout.ledger.snapshots import snapshot
-from slime.rollout.ledger.unpacking import apply_entry, stripped_entry, to_entry
+from slime.rollout.ledger.sample_codec import EntryEncoder, apply_entry, snapshot, to_entry
+from slime.rollout.ledger.segments import stripped_entry
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 

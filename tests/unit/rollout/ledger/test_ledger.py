@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.ledger.books import TRACKER, Books, NoBooks, open_books, position_path
-from slime.rollout.ledger.reader import segment_files
+from slime.rollout.ledger.ledger import TRACKER, Ledger, NoLedger, open_ledger, position_path
+from slime.rollout.ledger.segments import segment_files
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import make_args
 from tools.ledger import main as tool
@@ -45,30 +44,30 @@ class Process:
             **flags,
         )
         self.source = NumberedSource(self.args)
-        self.books: Any = open_books(self.args, self.source)
+        self.ledger: Any = open_ledger(self.args, self.source)
         if start:
             self.source.load(start - 1)
-        self.books.start(start)
-        self.position = CheckpointPosition(self.books)
+        self.ledger.start(start)
+        self.position = CheckpointPosition(self.ledger)
         self.generated: list[int] = []
 
     def rollout(self, rollout_id: int, *, stop_after: int | None = None) -> list[int]:
         """Groups of the train data: every one answered; the last of each three goes back unfinished."""
 
         def generate() -> RolloutFnTrainOutput:
-            groups = self.books.data_source.get_samples(3)
+            groups = self.ledger.data_source.get_samples(3)
             for number, group in enumerate(groups):
                 if number == stop_after:
                     raise KeyboardInterrupt
                 for sample in group:
                     self.answer(sample, "abort" if number == 2 else "stop")
                 if number < 2:
-                    ledger.finished(group)
-            self.books.data_source.add_samples(groups[2:])
+                    self.ledger.journal.record_finished(group)
+            self.ledger.data_source.add_samples(groups[2:])
             return RolloutFnTrainOutput(samples=groups[:2], metrics={"rollout/kept": 2})
 
         self.position.begin(rollout_id)
-        output = self.books.make_samples(rollout_id, generate)
+        output = self.ledger.make_samples(rollout_id, generate)
         assert output.metrics == {"rollout/kept": 2}
         return [group[0].group_index for group in output.samples]
 
@@ -78,22 +77,15 @@ class Process:
         self.generated.append(sample.group_index)
         meta = {"finish_reason": {"type": reason}, "weight_version": "1"}
         sample.append_response_tokens(None, tokens=[7, 8], log_probs=[-0.5, -0.25], meta_info=meta, text="ab")
-        ledger.response(sample, sample)
+        self.ledger.journal.record_response(sample, sample)
 
     def save(self, rollout_id: int) -> None:
         self.position.save(rollout_id)
         (Path(self.args.save) / TRACKER).write_text(str(rollout_id))
-        self.books.published(rollout_id)
+        self.ledger.record_published(rollout_id)
 
     def die(self) -> None:
-        self.books.ledger.writer.flush()
-        ledger.use(None)
-
-
-@pytest.fixture(autouse=True)
-def no_ledger_afterwards():
-    yield
-    ledger.use(None)
+        self.ledger.journal.writer.flush()
 
 
 def died_in_rollout_1(folder: Path, **flags: Any) -> None:
@@ -179,9 +171,9 @@ def test_a_checkpoint_of_another_run_brings_nothing_along(tmp_path):
         partial_rollout=True,
         start_rollout_id=1,
     )
-    books = Books(args, NumberedSource(args), tmp_path / "b" / "ledger")
-    books.start(1)
-    assert books._recovery is None
+    ledger = Ledger(args, NumberedSource(args), tmp_path / "b" / "ledger")
+    ledger.start(1)
+    assert ledger._recovery is None
 
 
 def test_a_save_made_while_the_next_rollout_runs_keeps_what_that_one_recovered(tmp_path):
@@ -201,11 +193,11 @@ def test_a_save_made_while_the_next_rollout_runs_keeps_what_that_one_recovered(t
 def test_a_background_save_that_is_not_on_disk_yet_drops_nothing(tmp_path):
     process = Process(tmp_path)
     process.rollout(0)
-    process.books.save(0)
-    process.books.published(0)
+    process.ledger.save(0)
+    process.ledger.record_published(0)
     assert not list((tmp_path / "ledger").glob("index-*"))
     (tmp_path / TRACKER).write_text("0")
-    process.books.published(1)
+    process.ledger.record_published(1)
     assert list((tmp_path / "ledger").glob("index-*"))
 
 
@@ -223,16 +215,17 @@ def test_a_damaged_sample_is_generated_again(tmp_path, caplog):
 def test_without_save_or_with_the_flag_there_is_no_ledger(tmp_path):
     source = object()
     for flags in ({"save": None}, {"save": str(tmp_path), "no_rollout_ledger": True}):
-        books = open_books(make_args(0, **flags), source)
-        assert isinstance(books, NoBooks) and books.data_source is source
-        books.start(0)
-        assert books.make_samples(0, lambda: RolloutFnTrainOutput([])).samples == []
+        ledger = open_ledger(make_args(0, **flags), source)
+        assert isinstance(ledger, NoLedger) and ledger.data_source is source
+        ledger.start(0)
+        assert ledger.make_samples(0, lambda: RolloutFnTrainOutput([])).samples == []
     assert not list(tmp_path.iterdir())
 
 
-def test_the_source_in_front_passes_for_the_source_itself(tmp_path):
+def test_the_recorded_source_is_the_source_itself(tmp_path):
     process = Process(tmp_path)
-    proxy = process.books.data_source
+    proxy = process.ledger.data_source
+    assert proxy is process.source
     assert isinstance(proxy, NumberedSource) and isinstance(proxy, RolloutDataSource)
     assert len(proxy) == 0 and proxy.get_buffer_length() == 0
     proxy.epoch_id = 5
@@ -256,10 +249,10 @@ def test_the_tool_tells_the_story_of_a_group_and_the_totals(tmp_path, capsys):
     died_in_rollout_1(tmp_path)
     process = Process(tmp_path)
     process.rollout(0)
-    process.books.trained(0)
+    process.ledger.record_trained(0)
     process.rollout(1)
     process.save(1)
-    process.books.close()
+    process.ledger.close()
     for question in (["--group", "2"], ["--sample", "4"], ["--prompt", "prompt 2"]):
         assert tool([str(tmp_path), *question]) == 0
         story = capsys.readouterr().out
@@ -277,8 +270,8 @@ def test_the_tool_tells_the_story_of_a_group_and_the_totals(tmp_path, capsys):
 def test_the_check_finds_a_group_that_is_trained_twice(tmp_path, capsys):
     process = Process(tmp_path)
     process.rollout(0)
-    process.books.data_source.put_ahead([[Sample(group_index=0, index=k, prompt="prompt 0") for k in range(2)]])
+    process.ledger.source_recorder.put_ahead([[Sample(group_index=0, index=k, prompt="prompt 0") for k in range(2)]])
     process.rollout(1)
-    process.books.close()
+    process.ledger.close()
     assert tool([str(tmp_path), "--check"]) == 1
     assert "BROKEN  group 0 is in flight in rollout 1 after it was handed over" in capsys.readouterr().out

@@ -1,0 +1,333 @@
+"""The journal of one process: one cheap ``record_*`` method for each event in the life of a prompt group.
+
+The methods of the rollout path hold references and return; the frames are made by the writer's thread.  ``recovery``
+and ``tools/ledger.py`` read what is written here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS, Kind, pack_frame
+from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, snapshot, try_pickle
+from slime.rollout.ledger.segments import SEGMENT_BYTES, JournalWriter
+from slime.utils.types import Sample
+
+PROMPT_CHARS = 160
+"""Characters of a prompt that the head of ISSUED shows."""
+
+_FINGERPRINT_FLAGS = {
+    # With another value here, a recorded sample is not what this run would make.
+    SAMPLE_FLAGS: (
+        "hf_checkpoint",
+        "prompt_data",
+        "input_key",
+        "label_key",
+        "apply_chat_template",
+        "data_source_path",
+        "rollout_seed",
+        "rollout_shuffle",
+        "rollout_max_prompt_len",
+        "n_samples_per_prompt",
+        "rollout_temperature",
+        "rollout_top_p",
+        "rollout_top_k",
+        "rollout_max_response_len",
+        "rollout_stop",
+        "rollout_stop_token_ids",
+        "custom_generate_function_path",
+        "rm_type",
+        "custom_rm_path",
+        "group_rm",
+    ),
+    # With another value here, samples are of use, but whole rollouts are not repeated.
+    BATCH_FLAGS: (
+        "rollout_batch_size",
+        "over_sampling_batch_size",
+        "partial_rollout",
+        "mask_offpolicy_in_partial_rollout",
+        "rollout_function_path",
+        "dynamic_sampling_filter_path",
+        "rollout_sample_filter_path",
+        "buffer_filter_path",
+    ),
+}
+
+_LATE_HOOKS = ("dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path")
+_HOOKS = ("custom_generate_function_path", "custom_rm_path", "rollout_sample_hook_path", *_LATE_HOOKS)
+
+
+def config_fingerprint(args: Namespace) -> dict[str, dict[str, str]]:
+    """Return the flags, as text, that must be the same for samples of an earlier process to be of use."""
+    return {part: {name: str(getattr(args, name)) for name in names} for part, names in _FINGERPRINT_FLAGS.items()}
+
+
+class UserCode(NamedTuple):
+    """The moments at which user code may edit lists of a sample in place."""
+
+    before_record: bool = True
+    """Between two records, so each list is compared again."""
+    after_finish: bool = True
+    """Between the end of a group and the end of its rollout."""
+    while_waiting: bool = True
+    """While an answer waits to be written, so its lists are copied first."""
+
+
+def user_code(args: Namespace) -> UserCode:
+    """Return what the hooks of this run may do."""
+    late = (getattr(args, name) for name in ("rollout_function_path", *_LATE_HOOKS))
+    return UserCode(
+        before_record=any(getattr(args, name) for name in _HOOKS),
+        after_finish=any(path and not path.startswith("slime.") for path in late),
+        while_waiting=bool(args.rollout_sample_hook_path),
+    )
+
+
+class Issued(NamedTuple):
+    """A group in the hands of the rollout function."""
+
+    indices: list[int]
+    """``Sample.index`` of each execution; with the group's number, the name of the execution."""
+    fields: list[dict[str, Any]]
+    """The fields of each sample when it was issued."""
+    segment: int
+    """The oldest segment that may hold a record of it."""
+
+
+class _Event(NamedTuple):
+    """An event on its way to the writer."""
+
+    kind: Kind
+    head: dict[str, Any]
+    entries: Sequence[tuple[Any, Snapshots, dict[str, Any] | None]] = ()
+    """``(key, samples, fields as issued)`` of each execution in the record."""
+    forget: Sequence[Any] | None = ()
+    """Executions whose next record must not build on earlier ones; None: all of them."""
+    blob: bytes = b""
+
+
+class NoJournal:
+    """The rollout path's methods of a journal that keeps nothing: evaluations, and runs without a ledger."""
+
+    def record_response(self, sample: Sample, entry: Any) -> None:
+        """Do nothing."""
+
+    def record_finished(self, group: list[Any]) -> None:
+        """Do nothing."""
+
+    def record_filtered(self, group: list[Any], reason: str | None) -> None:
+        """Do nothing."""
+
+
+class Journal(NoJournal):
+    """Everything that a process writes down.
+
+    Invariant: a group named by ``record_issued`` is open until it is returned, filtered, handed over or discarded.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fingerprint: Mapping[str, Any],
+        user_code: UserCode = UserCode(),  # noqa: B008  immutable
+        flush_s: float = 0.02,
+        timeout_s: float = 60.0,
+        segment_bytes: int = SEGMENT_BYTES,
+        is_threaded: bool = True,
+    ) -> None:
+        """Open ``folder`` for a new process.
+
+        Args:
+            fingerprint: see ``config_fingerprint``; recovery compares it.
+            user_code: by default, user code may edit samples at any time.
+            flush_s, timeout_s, segment_bytes, is_threaded: see ``JournalWriter``.
+        """
+        self.rollout_id = -1
+        self.open: dict[int, Issued] = {}
+        self._fingerprint = dict(fingerprint)
+        self._user_code = user_code
+        self._encoder = EntryEncoder(trust_identity=not user_code.before_record)
+        self.writer = JournalWriter(
+            folder,
+            self._frame,
+            flush_s=flush_s,
+            timeout_s=timeout_s,
+            segment_bytes=segment_bytes,
+            is_threaded=is_threaded,
+        )
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        self.writer.close()
+
+    # The rollout path
+
+    def record_issued(self, num_wanted: int, groups: list[list[Sample]], recovered: Iterable[bool]) -> None:
+        """Record that the data source was asked for ``num_wanted`` groups and gave ``groups``.
+
+        Args:
+            recovered: for each group, whether samples of an earlier process were put in.
+        """
+        described: list[list[Any] | None] = []
+        for group, is_recovered in zip(groups, recovered, strict=True):
+            name = group_name(group)
+            if name is None or name in self.open:
+                described.append(None)
+                continue
+            samples = [snapshot(entry).samples[0] for entry in group]
+            fields = [sample.values for sample in samples]
+            issued = Issued([values["index"] for values in fields], fields, self.writer.number)
+            self.open[name] = issued
+            described.append([name, issued.indices, prompt_start(samples[0].values["prompt"]), is_recovered])
+        self._record(Kind.ISSUED, wanted=num_wanted, groups=described)
+
+    def record_response(self, sample: Sample, entry: Any) -> None:
+        """Record that the generate function made ``entry`` of ``sample``; hooks and reward are still to come."""
+        issued = self.open.get(sample.group_index)  # type: ignore[arg-type]
+        if issued is None or sample.index not in issued.indices:
+            return
+        key = (sample.group_index, sample.index)
+        fields = issued.fields[issued.indices.index(sample.index)]
+        head = {"t": time.time(), "r": self.rollout_id, "g": sample.group_index, "i": [sample.index]}
+        # The hooks come right after this; the other records are made when they have run.
+        samples = snapshot(entry, copy_lists=self._user_code.while_waiting, pack_now=True)
+        self.writer.put(_Event(Kind.RESPONSE, head, [(key, samples, fields)]))
+
+    def record_finished(self, group: list[Any]) -> None:
+        """Record that every execution of the group is answered and rewarded."""
+        self._record_group(Kind.FINISHED, group)
+
+    def record_filtered(self, group: list[Any], reason: str | None) -> None:
+        """Record that the group is not trained."""
+        name = group_name(group)
+        issued = self.open.pop(name, None) if name is not None else None
+        if issued is not None:
+            keys = [(name, index) for index in issued.indices]
+            self._record(Kind.FILTERED, forget=keys, g=name, reason=str(reason))
+
+    def record_returned(self, groups: list[list[Any]]) -> None:
+        """Record that the data source takes groups back."""
+        for group in groups:
+            self._record_group(Kind.RETURNED, group)
+            name = group_name(group)
+            if name is not None:
+                self.open.pop(name, None)
+
+    # The rollout manager
+
+    def record_start(self, start_rollout_id: int, *, first_segment: int) -> None:
+        """Record the rollout that this process begins with, and the first segment that it has read."""
+        self._record(Kind.LIFE, start=start_rollout_id, first=first_segment, facts=self._fingerprint)
+        self.writer.flush()
+
+    def record_begin(self, rollout_id: int) -> int:
+        """Record that a rollout is about to be generated; return the segment that its records begin in."""
+        number = self.writer.rotate()
+        self.rollout_id = rollout_id
+        self._record(Kind.BEGIN, forget=None)  # A recovery that begins here must not need earlier records.
+        return number
+
+    def record_batch(
+        self, rollout_id: int, groups: list[Any], metrics: Mapping[str, Any] | None, *, keeps_open: bool
+    ) -> None:
+        """Record ``groups`` as the train data of the rollout; return when that is written.
+
+        Args:
+            keeps_open: whether the rollout function goes on with the other open groups in its next rollout;
+                otherwise it has dropped them.
+        """
+        seen: set[int | None] = set()
+        for group in groups:
+            is_flat = isinstance(group, Sample)
+            name = group_name([group] if is_flat else group)
+            self._record_group(Kind.HANDED, [group] if is_flat else group, is_known=name not in seen, flat=is_flat)
+            seen.add(name)
+        for name in seen - {None}:
+            self.open.pop(name, None)  # type: ignore[arg-type]
+        if not keeps_open:
+            if self.open:
+                self._record(Kind.DISCARDED, groups=sorted(self.open))
+            self.open.clear()
+        blob = try_pickle(dict(metrics or {})) or pickle.dumps({})
+        self._record(Kind.BATCH, blob=blob, rollout=rollout_id, num_groups=len(groups), keeps_open=keeps_open)
+        self.writer.flush()
+
+    def record_replayed(self, rollout_id: int) -> None:
+        """Record that the rollout's train data came from the journal."""
+        self._record(Kind.REPLAYED, rollout=rollout_id)
+
+    def record_trained(self, rollout_id: int) -> None:
+        """Record that the optimizer took the rollout's steps."""
+        self._record(Kind.TRAINED, rollout=rollout_id)
+
+    def record_saved(self, rollout_id: int, first_segment: int) -> None:
+        """Record that the checkpoint after ``rollout_id`` needs the segments from ``first_segment`` on."""
+        self._record(Kind.SAVED, rollout=rollout_id, first=first_segment)
+        self.writer.flush(sync=True)
+
+    def record_published(self, rollout_id: int, first_segment: int) -> None:
+        """Record that the tracker names that checkpoint."""
+        self._record(Kind.PUBLISHED, rollout=rollout_id, first=first_segment)
+
+    # Making records
+
+    def _record(self, kind: Kind, *, forget: Sequence[Any] | None = (), blob: bytes = b"", **values: Any) -> None:
+        head = {"t": time.time(), "r": self.rollout_id, **values}
+        self.writer.put(_Event(kind, head, forget=forget, blob=blob))
+
+    def _record_group(self, kind: Kind, group: list[Any], *, is_known: bool = True, **values: Any) -> None:
+        name = group_name(group)
+        issued = self.open.get(name) if name is not None and is_known else None
+        if issued is not None and len(issued.indices) == len(group):
+            keys: list[Any] = [(name, index) for index in issued.indices]
+            bases: list[dict[str, Any] | None] = list(issued.fields)
+            indices: list[int] | None = issued.indices
+        else:
+            keys, bases, indices = [None] * len(group), [None] * len(group), None
+        pack_now = kind is Kind.FINISHED and self._user_code.before_record
+        entries = [
+            (key, snapshot(entry, pack_now=pack_now), base)
+            for key, entry, base in zip(keys, group, bases, strict=True)
+        ]
+        head = {"t": time.time(), "r": self.rollout_id, "g": name, "i": indices, **values}
+        is_last = kind in (Kind.RETURNED, Kind.HANDED) and indices is not None
+        self.writer.put(_Event(kind, head, entries, forget=keys if is_last else ()))
+
+    def _frame(self, event: _Event) -> bytes:
+        chunks: list[bytes] = [event.blob] if event.blob else []
+        head = event.head
+        if event.entries:
+            is_final = event.kind is Kind.HANDED and not self._user_code.after_finish
+            described = []
+            for key, samples, base in event.entries:
+                description, data = self._encoder.encode(key, samples, base, is_final=is_final)
+                described.append(description)
+                chunks += data
+            head["entries"] = described
+        if event.forget is None or event.forget:
+            self._encoder.forget(event.forget)
+        return pack_frame(event.kind, head, b"".join(chunks))
+
+
+def group_name(group: Any) -> int | None:
+    """Return ``group_index`` of the group's first sample; None when the data source gives no numbers."""
+    entry = group
+    while isinstance(entry, list):
+        if not entry:
+            return None
+        entry = entry[0]
+    name = entry.group_index
+    return name if isinstance(name, int) and isinstance(entry.index, int) else None
+
+
+def prompt_start(prompt: Any) -> str:
+    """Return the part of a prompt that ISSUED shows: of messages, the last one."""
+    if isinstance(prompt, list):
+        prompt = str(prompt[-1].get("content", "")) if prompt and isinstance(prompt[-1], dict) else ""
+    return str(prompt)[:PROMPT_CHARS]
