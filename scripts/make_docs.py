@@ -1,4 +1,4 @@
-"""Write docs/flags.md and docs/hooks.md from the tables in slime/arguments; ``--check`` only compares.
+"""Write docs/flags.md and docs/hooks.md from the flags of slime/flags and the tables in slime/arguments; ``--check`` only compares.
 
 .venv/bin/python scripts/make_docs.py [--check]
 """
@@ -16,15 +16,15 @@ sys.path.insert(0, str(REPO))
 
 from slime.arguments.hook_checks import call_of  # noqa: E402
 from slime.arguments.hooks import HOOKS, Hook  # noqa: E402
-from slime.arguments.not_yet import NOT_YET  # noqa: E402
 from slime.arguments.parser import build_parser  # noqa: E402
+from slime.arguments.unsupported import NOT_YET  # noqa: E402
 
 FROM_SGLANG = ("sglang engine", "sglang router")
 """Groups that mirror the installed SGLang; its own help lists their flags."""
 
 FLAGS_HEAD = """# Flags
 
-Written by `scripts/make_docs.py`; edit the help texts in `slime/arguments/` instead.
+Written by `scripts/make_docs.py`; edit the help texts in `slime/flags/` instead.
 
 `python train.py` takes the flags of slime, of Megatron and of SGLang in one command. A flag that nobody knows is an
 error that names the nearest one; flags cannot be abbreviated; of a repeated flag the last one counts.

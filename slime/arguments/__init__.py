@@ -7,8 +7,8 @@ it.  slime itself writes to it here and nowhere else; facts that only the runnin
 ``record_runtime``.  The order:
 
 1. one parser for slime's, Megatron's and SGLang's flags; an unknown flag is an error that names the nearest known one,
-2. ``--custom-config-path`` and ``--megatron-config-path`` are laid over the flags (overlay.py, roles.py),
-3. flags whose feature does not exist yet are refused (not_yet.py), historical ones are noted (historical.py),
+2. ``--custom-config-path`` and ``--megatron-config-path`` are laid over the flags (overlay.py),
+3. flags whose feature does not exist yet are refused, historical ones are logged (unsupported.py),
 4. derived values are filled in (resolve.py), then Megatron's and SGLang's own; for a critic too (critic.py),
 5. combinations, files and plug-ins are checked (validate.py), before any GPU or engine is taken.
 """
@@ -19,11 +19,10 @@ import logging
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from slime.arguments.critic import check_critic_layout, critic_flags, finish_critic, resolve_critic
-from slime.arguments.historical import note_historical
-from slime.arguments.not_yet import refuse_missing_features
-from slime.arguments.overlay import apply_overlay
+from slime.arguments.overlay import apply_overlay, apply_role_overrides
 from slime.arguments.parser import (
     AddArguments,
     add_slime_arguments,
@@ -35,9 +34,9 @@ from slime.arguments.parser import (
     split_engine_flags,
 )
 from slime.arguments.resolve import resolve
-from slime.arguments.roles import apply_role_overrides
-from slime.arguments.runtime import args_to_resume, record_runtime
+from slime.arguments.unsupported import note_historical, refuse_missing_features
 from slime.arguments.validate import validate
+from slime.utils.errors import ConfigError
 
 __all__ = [
     "args_to_resume",
@@ -49,6 +48,24 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+RUNTIME_FACTS = frozenset(
+    {
+        "num_rollout",
+        "num_rollout_per_epoch",
+        "start_rollout_id",
+        "rollout_num_gpus",
+        "sglang_model_routers",
+        "rollout_num_engines",
+        "sglang_router_ip",
+        "sglang_router_port",
+        "run_folder",
+        "tb_experiment_name",
+        "update_weight_start_version",
+        "wandb_run_id",
+    }
+)
+"""The attributes that ``record_runtime`` may set."""
 
 
 def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:
@@ -120,3 +137,42 @@ def _validate_backends(args: Namespace) -> None:
         from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 
         validate_sglang_arguments(args)
+
+
+def record_runtime(args: Namespace, **facts: Any) -> None:
+    """Set attributes of ``args``, and of the critic's, that only the running job can know: a router's address.
+
+    Raises:
+        ConfigError: a name is not in ``RUNTIME_FACTS``; add it there first.
+    """
+    unknown = sorted(set(facts) - RUNTIME_FACTS)
+    if unknown:
+        raise ConfigError(
+            f"record_runtime does not know {', '.join(unknown)}; the facts it records are RUNTIME_FACTS of "
+            "slime/arguments/__init__.py."
+        )
+    for role_args in (args, args.critic_args):
+        if role_args is not None:
+            for name, value in facts.items():
+                setattr(role_args, name, value)
+
+
+def args_to_resume(args: Namespace, *, weight_version: int, is_saved: bool) -> Namespace:
+    """What a trainer gets that takes the place of one of the same run (``--release-train``).
+
+    Args:
+        args: of the run; they stay as they are.
+        weight_version: of the last push, above which the new trainer counts on.
+        is_saved: a checkpoint of this run is in ``--save``, from which the new trainer goes on; otherwise it starts as
+            the first one did.
+    """
+    resumed = Namespace(**vars(args))
+    resumed.update_weight_start_version = weight_version
+    if is_saved:
+        resumed.load = args.save
+        resumed.ckpt_step = None
+        resumed.finetune = False
+        resumed.no_load_optim = args.no_save_optim and not args.use_stateless_adam
+        resumed.no_load_rng = False
+        resumed.start_rollout_id = None
+    return resumed

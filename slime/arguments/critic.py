@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.checkpoint_paths import TRACKER, has_finished_save, inspect_checkpoint, is_iteration_folder
-from slime.arguments.not_yet import refuse_missing_features
+from slime.arguments.overlay import ROLES_FLAG, load_role_overrides, set_overrides
 from slime.arguments.resolve import resolve
-from slime.arguments.roles import FLAG, load_role_overrides, set_overrides
+from slime.arguments.unsupported import refuse_missing_features
+from slime.flags.checkpoint import TRACKER, has_finished_save, inspect_checkpoint, is_iteration_folder
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def _always(critic: Namespace, settings: Mapping[str, Any]) -> None:
         if critic.role_overrides.get(name, value) != value:
             logger.warning(
                 "%s: %s of the critic is %r, which has no effect: it is always %r.",
-                FLAG, name, critic.role_overrides[name], value,
+                ROLES_FLAG, name, critic.role_overrides[name], value,
             )  # fmt: skip
         setattr(critic, name, value)
 
@@ -178,11 +178,11 @@ def check_critic_flags(args: Namespace) -> Iterator[str]:
             and Path(mine).resolve() == Path(actors).resolve()
         ):
             yield (
-                f"{FLAG}: save of the critic is {mine}, the folder of the actor's checkpoints, which have the same "
-                f"names; leave it out (it is {FOLDER} in --save by default) or name another folder."
+                f"{ROLES_FLAG}: save of the critic is {mine}, the folder of the actor's checkpoints, which have the "
+                f"same names; leave it out (it is {FOLDER} in --save by default) or name another folder."
             )
     if critic.save is None and args.save is not None:
-        yield f"{FLAG}: save of the critic is empty while --save is {args.save}; both are saved or neither."
+        yield f"{ROLES_FLAG}: save of the critic is empty while --save is {args.save}; both are saved or neither."
     differing = [
         name
         for name in _SCHEDULE
@@ -191,7 +191,7 @@ def check_critic_flags(args: Namespace) -> Iterator[str]:
     for name in differing:
         mine, actors = critic.role_overrides[name], getattr(args, name)
         yield (
-            f"{FLAG}: {name} of the critic is {mine} and of the actor {actors}; both "
+            f"{ROLES_FLAG}: {name} of the critic is {mine} and of the actor {actors}; both "
             "roles train on the same micro-batches: give it as a flag."
         )
 
@@ -210,9 +210,9 @@ def check_critic_layout(args: Namespace) -> None:
         mine, actors = getattr(critic, name), getattr(args, name)
         if mine != actors:
             raise ConfigError(
-                f"{FLAG}: {name} of the critic is {mine} and of the actor {actors}, but its values go from rank to "
-                "rank, so both must be the same. Change tensor_model_parallel_size and pipeline_model_parallel_size "
-                "together so that their product stays, or drop the overrides."
+                f"{ROLES_FLAG}: {name} of the critic is {mine} and of the actor {actors}, but its values go from rank "
+                "to rank, so both must be the same. Change tensor_model_parallel_size and "
+                "pipeline_model_parallel_size together so that their product stays, or drop the overrides."
             )
 
 
@@ -226,12 +226,12 @@ def check_critic_files(args: Namespace) -> None:
     if critic is None or critic.load is None or critic.load == args.load:
         return
     try:
-        inspect_checkpoint(critic.load, f"{FLAG}: load of the critic", step=critic.ckpt_step)
+        inspect_checkpoint(critic.load, f"{ROLES_FLAG}: load of the critic", step=critic.ckpt_step)
     except ConfigError as error:
         if critic.finetune:
             raise
         raise ConfigError(
             f"The actor resumes after rollout {critic.ckpt_step}, so the critic must have a checkpoint of it. {error} "
             "To begin with a new critic instead, give it weights to start from: overrides {ref_load: FOLDER} of the "
-            f"role critic in {FLAG}, for instance --ref-load of the actor."
+            f"role critic in {ROLES_FLAG}, for instance --ref-load of the actor."
         ) from error

@@ -1,4 +1,4 @@
-"""Does a plug-in import, and can it be called as its protocol says?
+"""Checks of plug-ins: each imports, and can be called as its protocol says.
 
 Plug-ins of the rollout side are imported and checked on the driver, before anything starts.  Those of the trainer may
 need a GPU to import: on the driver their source is read instead (``check_source``); the trainer's processes check the
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.arguments.hooks import HOOKS, Hook
+from slime.flags.config import backend_flags
 from slime.utils.errors import HookError
 
 DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
@@ -35,7 +36,7 @@ def check_hooks_on_driver(args: Namespace) -> None:
             check_import(hook, path, where)
         else:
             check_source(hook, path, where)
-    check_spec_source(getattr(args, "spec", None))
+    check_spec_source(backend_flags(args).spec)
 
 
 def check_spec_source(spec: list[str] | None) -> None:
@@ -71,7 +72,7 @@ def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
         value = getattr(args, hook.dest)
         for path in [value] if isinstance(value, str) else value or []:
             yield hook, path, hook.flag
-    for dataset in getattr(args, "eval_datasets", None) or []:
+    for dataset in args.eval_datasets:
         for hook in HOOKS:
             path = getattr(dataset, hook.dest, None) if hook.flag in OF_EVAL_DATASET else None
             if path is not None and path != getattr(args, hook.dest):

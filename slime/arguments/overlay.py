@@ -1,4 +1,17 @@
-"""``--custom-config-path``: a YAML file laid over the flags before anything is derived from them."""
+"""YAML files laid over the flags before anything is derived from them.
+
+``--custom-config-path`` sets attributes of ``args``, those of flags and others that plug-ins read.
+``--megatron-config-path`` overrides the trainer's flags by role:
+
+    megatron:
+      - name: policy
+        role: actor
+        overrides: {lr: 1e-6, tensor_model_parallel_size: 2}
+
+Both roles start from the command line, and a role's overrides are set before anything is derived from it, so that they
+are resolved and checked like flags.  What a critic is beyond that is in critic.py; overrides of a critic that is not
+there are logged.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +24,17 @@ from typing import Any, cast
 
 import yaml
 
+from slime.algorithms.advantages import get_estimator
 from slime.arguments.parser import Parser, add_slime_arguments
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+ROLES_FLAG = "--megatron-config-path"
+ROLES = ("actor", "critic")
+ENTRY_KEYS = frozenset({"name", "role", "overrides", "args"})
+IGNORED = ("num_nodes", "num_gpus_per_node")
+"""Sizes of a role's cluster; every role has the actor's."""
 
 
 def load_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
@@ -76,10 +96,10 @@ def _choices_by_attribute() -> dict[str, Collection[Any]]:
 
 def _checked(choices: Mapping[str, Collection[Any]], args: Namespace, name: str, value: Any, source: str) -> Any:
     """``value`` in the type of the flag it overrides; refused when the flag has choices and it is none of them."""
-    value = as_type_of(getattr(args, name, None), value, source=source)
+    value = as_type_of(vars(args).get(name), value, source=source)
     allowed = choices.get(name)
-    strangers = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
-    if allowed is not None and any(v not in allowed for v in strangers):
+    chosen = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
+    if allowed is not None and any(v not in allowed for v in chosen):
         raise ConfigError(f"{source} is {value!r}; it must be one of {', '.join(map(str, allowed))}.")
     return value
 
@@ -97,3 +117,73 @@ def as_type_of(current: Any, value: Any, *, source: str) -> Any:
     except ValueError as error:
         kind = "whole number" if isinstance(current, int) else "number"
         raise ConfigError(f"{source} is {value!r}; a {kind} is needed, as in {current!r}.") from error
+
+
+def load_role_overrides(path: str) -> dict[str, dict[str, Any]]:
+    """Role -> attributes to override, as the file says.
+
+    Raises:
+        ConfigError: the file is missing or malformed, or names a role that does not exist, or one twice.
+    """
+    entries = load_yaml_mapping(path, ROLES_FLAG).get("megatron")
+    if not isinstance(entries, list):
+        raise ConfigError(f"{ROLES_FLAG}: {path} needs a list under the key megatron, with one entry for each role.")
+    by_role: dict[str, dict[str, Any]] = {}
+    for position, entry in enumerate(entries):
+        role, overrides = _read_entry(entry, f"{ROLES_FLAG}: {path}, entry {position}")
+        if role in by_role:
+            raise ConfigError(f"{ROLES_FLAG}: {path} has two entries for the role {role}; one is allowed.")
+        by_role[role] = overrides
+    return by_role
+
+
+def apply_role_overrides(args: Namespace) -> None:
+    """Set the actor's overrides on ``args``.
+
+    Raises:
+        ConfigError: the file is wrong, or overrides an attribute that no flag has.
+    """
+    if args.megatron_config_path is None:
+        return
+    by_role = load_role_overrides(args.megatron_config_path)
+    if "critic" in by_role and not get_estimator(args.advantage_estimator).needs_values:
+        logger.info("%s: there is no critic, so its overrides are not used.", ROLES_FLAG)
+    set_overrides(args, "actor", by_role.get("actor", {}))
+
+
+def set_overrides(args: Namespace, role: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Set a role's overrides on ``args``; gives those that were set, by attribute.
+
+    Raises:
+        ConfigError: an attribute that no flag has, or a text for a number.
+    """
+    given: dict[str, Any] = {}
+    for key, value in overrides.items():
+        name = str(key).replace("-", "_")
+        if name in IGNORED:
+            logger.info("%s: %s of a role is not used; every role has the actor's GPUs.", ROLES_FLAG, name)
+            continue
+        if not hasattr(args, name):
+            similar = difflib.get_close_matches(name, vars(args), n=1)
+            hint = f" Did you mean {similar[0]}?" if similar else ""
+            raise ConfigError(f"{ROLES_FLAG}: the {role}'s override {key} is no attribute of args.{hint}")
+        given[name] = as_type_of(getattr(args, name), value, source=f"{ROLES_FLAG}: {key} of the {role}")
+        setattr(args, name, given[name])
+    return given
+
+
+def _read_entry(entry: Any, where: str) -> tuple[str, dict[str, Any]]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} is {entry!r}; an entry has the keys name, role and overrides.")
+    unknown_keys = sorted(set(entry) - ENTRY_KEYS)
+    if unknown_keys:
+        raise ConfigError(f"{where} has the key {unknown_keys[0]}; an entry has the keys name, role and overrides.")
+    role = entry.get("role")
+    if role not in ROLES:
+        raise ConfigError(f"{where} has the role {role!r}; it must be actor or critic.")
+    if "overrides" in entry and "args" in entry:
+        raise ConfigError(f"{where} has both overrides and args, two names of one thing; keep overrides.")
+    overrides = entry.get("overrides", entry.get("args")) or {}
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"{where} has overrides {overrides!r}; a mapping of attributes to values is needed.")
+    return role, overrides

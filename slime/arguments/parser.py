@@ -1,51 +1,80 @@
-"""One parser for the flags of slime, Megatron and SGLang together."""
+"""One parser for the flags of slime, Megatron and SGLang together, and what it says to flags that it does not have."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import logging
 import re
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from slime.arguments.algorithm import add_algorithm_arguments
-from slime.arguments.cluster import add_cluster_arguments
-from slime.arguments.data import add_data_arguments
-from slime.arguments.debug import add_debug_arguments
-from slime.arguments.distillation import add_distillation_arguments
-from slime.arguments.eval import add_eval_arguments
-from slime.arguments.fault_tolerance import add_fault_tolerance_arguments
-from slime.arguments.historical import add_historical_arguments
-from slime.arguments.hook_flags import add_hook_arguments
-from slime.arguments.observability import add_observability_arguments
-from slime.arguments.reward import add_reward_arguments
-from slime.arguments.rollout import add_rollout_arguments
-from slime.arguments.train import add_train_arguments
-from slime.arguments.unknown_flags import is_flag, nearest, note_repeated, refuse_unknown
-from slime.arguments.weight_sync import add_weight_sync_arguments
+from slime.arguments.hooks import add_hook_arguments
+from slime.arguments.unsupported import add_historical_arguments
+from slime.flags.algorithm import add_algorithm_arguments, add_distillation_arguments
+from slime.flags.cluster import add_cluster_arguments, add_fault_tolerance_arguments
+from slime.flags.data import add_data_arguments, add_eval_arguments
+from slime.flags.debug import add_debug_arguments
+from slime.flags.observability import add_observability_arguments
+from slime.flags.reward import add_reward_arguments
+from slime.flags.rollout import add_rollout_arguments
+from slime.flags.train import add_train_arguments
+from slime.flags.weight_sync import add_weight_sync_arguments
 from slime.utils.errors import ConfigError
 
-__all__ = [
-    "ENGINE_FLAGS",
-    "ENGINE_PREFIXES",
-    "AddArguments",
-    "Parser",
-    "add_slime_arguments",
-    "build_parser",
-    "engine_flags_are_idle",
-    "is_flag",
-    "nearest",
-    "note_repeated",
-    "refuse_unknown",
-    "reset_arg",
-    "split_engine_flags",
-]
+logger = logging.getLogger(__name__)
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+
+GROUPS: tuple[Callable[[argparse.ArgumentParser], None], ...] = (
+    add_cluster_arguments,
+    add_train_arguments,
+    add_rollout_arguments,
+    add_data_arguments,
+    add_eval_arguments,
+    add_algorithm_arguments,
+    add_distillation_arguments,
+    add_reward_arguments,
+    add_fault_tolerance_arguments,
+    add_weight_sync_arguments,
+    add_hook_arguments,
+    add_observability_arguments,
+    add_debug_arguments,
+    add_historical_arguments,
+)
+"""What declares slime's own flags, in the order of docs/flags.md."""
 
 ENGINE_PREFIXES = ("--sglang-", "--router-")
 """Flags of the engines and of their router; other code may not use these prefixes."""
 ENGINE_FLAGS = ("--prefill-num-servers",)
 """Flags of the engines without the prefix."""
+
+SAID_OTHERWISE = {
+    "--sglang-tp-size": "GPUs of an engine are --rollout-num-gpus-per-engine (times 1 / --sglang-pp-size)",
+    "--sglang-tensor-parallel-size": "GPUs of an engine are --rollout-num-gpus-per-engine",
+    "--sglang-tp": "GPUs of an engine are --rollout-num-gpus-per-engine",
+    "--sglang-model-path": "the engines serve --hf-checkpoint, or what --sglang-config says",
+    "--sglang-model": "the engines serve --hf-checkpoint, or what --sglang-config says",
+    "--sglang-trust-remote-code": "it is always on",
+    "--sglang-random-seed": "the engines' seeds follow from --seed",
+    "--sglang-enable-memory-saver": "it follows from --offload-rollout, which --colocate turns on",
+    "--sglang-port": "slime chooses free ports",
+    "--sglang-nccl-port": "slime chooses free ports",
+    "--sglang-nnodes": "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "--sglang-node-rank": "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "--sglang-dist-init-addr": "slime chooses it when the engines start",
+    "--sglang-base-gpu-id": "it follows from the placement of the engines",
+    "--sglang-gpu-id-step": "it follows from the placement of the engines",
+    "--sglang-skip-server-warmup": "it is always on",
+    "--sglang-enable-return-routed-experts": "it follows from --use-rollout-routing-replay",
+    "--sglang-config-file": "a file that lays out engines is --sglang-config",
+}
+"""Flags that people expect and slime does not have, because another flag says the same; how to say it."""
+
+_DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u2212]")
+"""What text processors make of a hyphen or of two."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,20 +92,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_slime_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag that slime itself owns to ``parser``."""
-    add_cluster_arguments(parser)
-    add_train_arguments(parser)
-    add_rollout_arguments(parser)
-    add_data_arguments(parser)
-    add_eval_arguments(parser)
-    add_algorithm_arguments(parser)
-    add_distillation_arguments(parser)
-    add_reward_arguments(parser)
-    add_fault_tolerance_arguments(parser)
-    add_weight_sync_arguments(parser)
-    add_hook_arguments(parser)
-    add_observability_arguments(parser)
-    add_debug_arguments(parser)
-    add_historical_arguments(parser)
+    for add_arguments in GROUPS:
+        add_arguments(parser)
 
 
 def build_parser(*, with_engine_flags: bool, add_custom_arguments: AddArguments | None = None) -> Parser:
@@ -127,3 +144,118 @@ def split_engine_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if not skipping:
             kept.append(token)
     return kept, left_out
+
+
+def is_flag(token: str) -> bool:
+    """True for ``--name`` and ``-n``, false for values, negative numbers included."""
+    return bool(re.match(r"--?[A-Za-z]", token))
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names most like ``name``, the best first; none when nothing is like it."""
+    candidates = [option for option in known if option.startswith("--")]
+    name = name.replace("_", "-").lower()
+    # An engine's flag without the prefix is the likeliest slip of all.
+    prefixed = [option for prefix in ("--sglang", "--router") if (option := prefix + name[1:]) in candidates]
+    return (prefixed + difflib.get_close_matches(name, candidates, n=count, cutoff=0.72))[:count]
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str], leftover: Sequence[str]) -> None:
+    """Raise for what ``parse_known_args`` left over, naming the nearest known flags.
+
+    Raises:
+        ConfigError: one line for each unknown flag, and one for each value that belongs to no flag.
+    """
+    if not leftover:
+        return
+    unknown = list(dict.fromkeys(token.split("=", 1)[0] for token in leftover if is_flag(token)))
+    dashed = list(dict.fromkeys(token for token in leftover if _is_dashed(token)))
+    lines = [_unknown_flag_line(name, parser._option_string_actions) for name in unknown]
+    lines += [_dashed_line(token, parser._option_string_actions) for token in dashed]
+    lines += [
+        f"{value!r} belongs to no flag: {flag} takes no more values. Quote values that contain spaces."
+        for flag, value in _stray_values(argv, leftover, {*unknown, *dashed})
+    ]
+    raise ConfigError("\n".join(lines))
+
+
+def note_repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Log one line for each flag that is given several times with different values; argparse takes the last."""
+    for names, values in _values_by_flag(parser, argv).items():
+        if len(set(values)) > 1:
+            shown = ", then ".join(" ".join(value) or "nothing" for value in values)
+            logger.info("%s is given %d times (%s); the last one counts.", names, len(values), shown)
+
+
+def _values_by_flag(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, list[tuple[str, ...]]]:
+    """Flag -> the values of each time that it is given; without flags whose values add up."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for flag, values in _groups(argv):
+        action = parser._option_string_actions.get(flag)
+        if action is not None and not isinstance(action, argparse._AppendAction):
+            # --x and --no-x are two values of one flag.
+            said = (flag,) if isinstance(action, argparse.BooleanOptionalAction) else tuple(values)
+            found.setdefault(action.option_strings[0], []).append(said)
+    return found
+
+
+def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with the words up to the next one."""
+    flag: str | None = None
+    values: list[str] = []
+    for token in argv:
+        if is_flag(token):
+            if flag is not None:
+                yield flag, values
+            flag, equals, value = token.partition("=")
+            values = [value] if equals else []
+        else:
+            values.append(token)
+    if flag is not None:
+        yield flag, values
+
+
+def _unknown_flag_line(name: str, known: Iterable[str]) -> str:
+    if name in SAID_OTHERWISE:
+        return f"{name} is not a flag: {SAID_OTHERWISE[name]}. Leave it out."
+    similar = nearest(name, known)
+    if similar:
+        return f"{name} is not a flag. Did you mean {' or '.join(similar)}?"
+    return f"{name} is not a flag, and none is like it. See docs/flags.md, or train.py --help."
+
+
+def _is_dashed(token: str) -> bool:
+    return bool(_DASH.match(token)) and any(letter.isalpha() for letter in token)
+
+
+def _dashed_line(token: str, known: Iterable[str]) -> str:
+    name = "--" + _DASH.sub("", token, count=1).split("=", 1)[0]
+    meant = name if name in known else (nearest(name, known, 1) or [name])[0]
+    dash = next(letter for letter in token if letter != "-")
+    return (
+        f"{token!r} begins with a dash that is no hyphen ({unicodedata.name(dash).lower()}, U+{ord(dash):04X}), as "
+        f"documents print it; type two hyphens: {meant}."
+    )
+
+
+def _stray_values(argv: Sequence[str], leftover: Sequence[str], unknown: set[str]) -> list[tuple[str, str]]:
+    """Pairs of (flag before it, value) for leftover values that do not follow an unknown flag."""
+    strays = Counter(token for token in leftover if not is_flag(token) and token not in unknown)
+    followed: list[tuple[str, str]] = []
+    flag = "the command"
+    for token in argv:
+        if is_flag(token):
+            flag = token.split("=", 1)[0]
+        elif token in unknown:
+            flag = token
+        elif flag in unknown:
+            strays[token] -= 1
+        else:
+            followed.append((flag, token))
+    # A value that stands twice is a stray where it stands last: the first one fed its flag.
+    found = []
+    for flag, token in reversed(followed):
+        if strays[token] > 0:
+            strays[token] -= 1
+            found.append((flag, token))
+    return found[::-1]

@@ -1,4 +1,4 @@
-"""Are the files that the flags name there, and are they what they should be?
+"""Checks of the files that the flags name: they are there, and they are what they should be.
 
 Read only; large checkpoints are judged by their index, data files row by row.
 """
@@ -15,8 +15,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.checkpoint_paths import check_huggingface_folder, inspect_checkpoint
-from slime.arguments.validate_run import OWN_ROLLOUTS
+from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
+from slime.flags.config import backend_flags
+from slime.flags.rollout import OWN_ROLLOUTS
 from slime.rollout.rm_hub import BOXED_PREFIX
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import read_format
@@ -90,7 +91,7 @@ def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
     is_stretched = any(isinstance(rope, dict) and rope.get(key) is not None for key in ("factor", "long_factor"))
     if not isinstance(positions, int) or is_stretched or args.debug_train_only:
         return
-    if getattr(args, "sglang_context_length", None) is not None:
+    if backend_flags(args).sglang_context_length is not None:
         return  # the user has said how far the engines may go
     for flag, length in (
         ("--rollout-max-response-len", args.rollout_max_response_len),
@@ -112,9 +113,8 @@ def _check_packages(args: Namespace) -> None:
         if wanted and importlib.util.find_spec(package) is None:
             raise ConfigError(f"{flag}: the package {package} is not installed; pip install {package}, or drop it.")
 
-    deepep = getattr(args, "sglang_enable_deepep_moe", False) or (
-        getattr(args, "sglang_moe_a2a_backend", None) == "deepep"
-    )
+    engines = backend_flags(args)
+    deepep = engines.sglang_enable_deepep_moe or engines.sglang_moe_a2a_backend == "deepep"
     if deepep and importlib.util.find_spec("deep_ep") is None:
         raise ConfigError(
             "--sglang-moe-a2a-backend deepep (or --sglang-enable-deepep-moe) needs the package deep_ep, which is not "
@@ -235,8 +235,9 @@ def _check_epochs(args: Namespace, num_rows: int) -> None:
             f"--num-epoch {args.num_epoch} gives no rollout: --prompt-data has {num_rows} prompts, fewer than "
             f"--rollout-batch-size {args.rollout_batch_size}. Use a smaller batch, more data or --num-rollout."
         )
-    warmup = getattr(args, "lr_warmup_iters", 0)
-    if not args.global_batch_size or getattr(args, "lr_decay_iters", None) or args.debug_rollout_only:
+    schedule = backend_flags(args)
+    warmup = schedule.lr_warmup_iters
+    if not args.global_batch_size or schedule.lr_decay_iters or args.debug_rollout_only:
         return
     steps = rollouts * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     if warmup and warmup >= steps:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import ast
 import shlex
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 
 from slime.arguments import parse_flags
-from slime.arguments.historical import HISTORICAL
 from slime.arguments.hooks import HOOKS
-from slime.arguments.not_yet import NOT_YET
 from slime.arguments.parser import Parser, add_slime_arguments
+from slime.arguments.unsupported import HISTORICAL, NOT_YET
 from tests.contracts.seed_commands import SEED_COMMANDS
 from tests.contracts.source_tree import REPO, module_name, python_files, tree_of
 
-READS_IN_THE_FLAGS_PACKAGE = ("slime.arguments.resolve", "slime.arguments.overlay", "slime.arguments.roles")
-"""Modules of slime.arguments that act on a flag; checking one is not acting on it."""
+READS_IN_THE_FLAGS_PACKAGE = ("slime.arguments.resolve", "slime.arguments.overlay")
+"""Modules of slime.arguments that act on a flag; checking one is not acting on it, nor is declaring it."""
 
 READ_BY_A_COMPUTED_NAME = {
     "train_backend": "one choice so far; chosen by the parser",
@@ -32,6 +32,19 @@ def slime_flags() -> dict[str, str]:
     return {action.dest: action.option_strings[0] for action in parser._actions if action.dest != "help"}
 
 
+def deriving_nodes(tree: ast.Module) -> Iterator[ast.AST]:
+    """Every node of the functions ``derive_*`` of a group of flags, and of what they call in their file."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    wanted, found = [name for name in functions if name.startswith("derive_")], set()
+    while wanted:
+        name = wanted.pop()
+        found.add(name)
+        for node in ast.walk(functions[name]):
+            yield node
+            if isinstance(node, ast.Name) and node.id in functions and node.id not in {*found, *wanted}:
+                wanted.append(node.id)
+
+
 def names_read() -> set[str]:
     """Every attribute read anywhere, and every string that may be one (getattr, tables of names)."""
     found = set()
@@ -40,7 +53,8 @@ def names_read() -> set[str]:
         module = module_name(path)
         if module.startswith("slime.arguments") and module not in READS_IN_THE_FLAGS_PACKAGE:
             continue
-        for node in ast.walk(tree_of(path)):
+        tree = tree_of(path)
+        for node in deriving_nodes(tree) if module.startswith("slime.flags") else ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 found.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

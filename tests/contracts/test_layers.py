@@ -14,6 +14,7 @@ LAYERS = (  # lowest first; a package may import only from lower rows
     ("slime.utils",),
     ("slime.algorithms", "slime.observability"),
     ("slime.train_data", "slime.weights", "slime.agent"),
+    ("slime.flags",),
     ("slime.rollout", "slime.backends.train_worker"),
     ("slime.backends.sglang_utils", "slime.backends.megatron_utils"),
     ("slime.arguments",),
@@ -41,8 +42,13 @@ FENCES = {  # library -> who may import it
 NO_ARGS = ("slime.algorithms", "slime.train_data", "slime.weights")
 """Packages whose functions take numbers and configs, never the Namespace of flags."""
 
-WRITES_ARGS = ("slime.arguments", "slime.backends.megatron_utils.arguments", "slime.backends.sglang_utils.arguments")
-"""Who may set attributes of args: the flags' package, and the flag files of the backends on its behalf."""
+WRITES_ARGS = (
+    "slime.flags",
+    "slime.arguments",
+    "slime.backends.megatron_utils.arguments",
+    "slime.backends.sglang_utils.arguments",
+)
+"""Modules that may set attributes of args: the flags' packages, and the flag files of the backends on its behalf."""
 
 
 def inside(module: str, packages: tuple[str, ...]) -> bool:

@@ -36,6 +36,7 @@ PACKAGES = (
     "slime.weights",
     "slime.agent",
     "slime.backends.train_worker",
+    "slime.flags",
     "slime.rollout",
     "slime.arguments",
 )

@@ -10,7 +10,7 @@ from slime.algorithms.advantages import ESTIMATORS, get_estimator
 from slime.algorithms.kl import KL_KINDS
 from slime.algorithms.loss_types import ACTOR_LOSS_TYPES
 from slime.arguments import slime_validate_args
-from slime.arguments.choices import RegistryChoices
+from slime.flags.kinds import RegistryChoices
 from slime.utils.errors import ConfigError, HookError
 
 RLOO = "examples.custom_estimator.rloo.rloo"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments import parse_args
-from slime.arguments.validate_run import check_async_arguments
+from slime.arguments.cross_group import check_async_arguments
 from tests.unit.arguments import broken_files, broken_layouts, broken_settings, broken_words
 from tests.unit.arguments.broken_configurations import PROMPTS, Broken
 from tests.unit.scripts.test_model_files import PUBLISHED, model_args

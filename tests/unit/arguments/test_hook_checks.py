@@ -127,6 +127,7 @@ def test_the_trainers_plug_ins_are_not_imported_on_the_driver(plug_in):
 
 def no_hooks(**named: object) -> Namespace:
     values: dict[str, object] = {hook.dest: [] if hook.repeatable else None for hook in HOOKS}
+    values["eval_datasets"] = []
     return Namespace(**values | named)
 
 

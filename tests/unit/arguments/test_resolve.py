@@ -7,8 +7,8 @@ import copy
 import pytest
 
 from slime.arguments import args_to_resume
-from slime.arguments.checkpoint_paths import TRACKER
 from slime.arguments.resolve import resolve
+from slime.flags.checkpoint import TRACKER
 
 
 @pytest.fixture

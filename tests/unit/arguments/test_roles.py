@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.arguments import slime_validate_args
-from slime.arguments.roles import load_role_overrides
+from slime.arguments.overlay import load_role_overrides
 from slime.utils.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from slime.arguments import slime_validate_args
-from slime.arguments.checkpoint_paths import TRACKER
 from slime.arguments.resolve import resolve
 from slime.arguments.validate import CHECKS
+from slime.flags.checkpoint import TRACKER
 from slime.utils.errors import ConfigError, DataError, HookError
 
 DISTILLATION = "slime.rollout.on_policy_distillation"

@@ -18,7 +18,7 @@ from examples.eval_multi_task.make_data import make_data
 from examples.tiny_arithmetic.make_task import make_task
 from examples.tiny_tools.make_task import make_task as make_tools
 from slime.arguments import parse_args, parse_flags
-from slime.arguments.validate_run import check_async_arguments
+from slime.arguments.cross_group import check_async_arguments
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample

@@ -1,11 +1,40 @@
-"""Flags of rewards."""
+"""Rewards: the grader of a response, and what happens when it fails."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from typing import Any
 
-from slime.arguments.kinds import non_negative_int, positive_float
-from slime.rollout.rm_hub.policy import DEFAULT_MAX_FAILURES, DEFAULT_POLICY, DEFAULT_TIMEOUT_S, POLICIES
+from slime.flags.config import read_config
+from slime.flags.kinds import non_negative_int, positive_float
+
+FAILURE_POLICIES = ("zero", "failed", "raise")
+"""Of ``--rm-failure-policy``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How responses are graded."""
+
+    rm_type: str | None
+    rm_url: str | None
+    reward_key: str | None
+    eval_reward_key: str | None
+    group_rm: bool
+    rm_timeout_s: float
+    rm_failure_policy: str
+    rm_max_failures: int
+    custom_rm_path: str | None = None
+
+    def key(self, *, evaluation: bool) -> str | None:
+        """Return the entry of a dict reward that counts; None where rewards are numbers."""
+        return (self.eval_reward_key or self.reward_key) if evaluation else self.reward_key
+
+
+def reward_config(args: Any) -> RewardConfig:
+    """Return how ``args``, complete or not, says that responses are graded."""
+    return read_config(RewardConfig, args, add_reward_arguments)
 
 
 def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,19 +55,19 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rm-timeout-s",
         type=positive_float,
-        default=DEFAULT_TIMEOUT_S,
+        default=600.0,
         help="Seconds one grading may take, with all tries of the remote grader.",
     )
     group.add_argument(
         "--rm-failure-policy",
-        choices=POLICIES,
-        default=DEFAULT_POLICY,
+        choices=FAILURE_POLICIES,
+        default="zero",
         help="What a response gets whose grader hangs, raises or answers nonsense. zero: reward 0; failed: reward 0 "
         "and the status FAILED, and it does not train; raise: the run ends.",
     )
     group.add_argument(
         "--rm-max-failures",
         type=non_negative_int,
-        default=DEFAULT_MAX_FAILURES,
+        default=64,
         help="End the run when so many gradings in a row have failed; 0 never ends it.",
     )

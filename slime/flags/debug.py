@@ -1,10 +1,24 @@
-"""Flags to run one half of the job alone, record and replay its data, profile it, and check it in CI."""
+"""Debugging: one half of the job alone, recorded and replayed data, profiles, checks in CI."""
 
 from __future__ import annotations
 
 import argparse
+import string
+from argparse import Namespace
+from collections.abc import Iterator
 
-from slime.arguments.kinds import non_negative_int, number_in, positive_int
+from slime.flags.kinds import non_negative_int, number_in, positive_int
+
+_TEMPLATE_FIELDS = {
+    "save_debug_rollout_data": {"rollout_id"},
+    "load_debug_rollout_data": {"rollout_id"},
+    "load_forge_rollout_data": {"rollout_id"},
+    "save_debug_train_data": {"rollout_id", "rank"},
+    "save_hf": {"rollout_id"},
+    "ci_save_grad_norm": {"role", "rollout_id", "step_id"},
+    "ci_load_grad_norm": {"role", "rollout_id", "step_id"},
+}
+"""Flag of a file -> what may stand in braces in it."""
 
 
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,3 +119,51 @@ def _add_ci(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ci-save-grad-norm", default=None, metavar="TEMPLATE", help="File for gradient norms.")
     group.add_argument("--ci-load-grad-norm", default=None, metavar="TEMPLATE", help="File of norms to compare with.")
+
+
+def derive_debug_modes(args: Namespace) -> None:
+    """Run without engines where data are replayed, and name both dumps of --dump-details."""
+    if args.load_debug_rollout_data is not None:
+        args.debug_train_only = True
+    if args.dump_details is not None:
+        args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.pt"
+        args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
+
+
+def check_modes(args: Namespace) -> Iterator[str]:
+    """Yield one message for each pair of modes or precisions that exclude each other."""
+    if args.debug_rollout_only and args.debug_train_only:
+        asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
+        yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
+    if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
+        yield "--load-debug-rollout-data-subsample needs --load-debug-rollout-data, which says what is subsampled."
+    precisions = [flag for flag in ("fp32", "bf16", "fp16") if getattr(args, flag)]
+    if len(precisions) > 1:
+        yield f"{' and '.join('--' + p for p in precisions)} contradict each other; give one of them."
+
+
+def check_ci(args: Namespace) -> Iterator[str]:
+    """Yield one message for each flag of the CI checks without --ci-test."""
+    for flag in ("ci_disable_kl_checker", "ci_save_grad_norm", "ci_load_grad_norm"):
+        if getattr(args, flag) and not args.ci_test:
+            yield f"--{flag.replace('_', '-')} belongs to the checks of --ci-test; add that flag or drop this one."
+
+
+def check_dump_templates(args: Namespace) -> Iterator[str]:
+    """Yield one message for each file name whose braces cannot be filled."""
+    for name, fields in _TEMPLATE_FIELDS.items():
+        template = getattr(args, name)
+        if template is None:
+            continue
+        try:
+            strangers = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None} - fields
+        except ValueError as error:
+            strangers = {str(error)}
+        if strangers:
+            allowed = " and ".join("{" + field + "}" for field in sorted(fields))
+            yield f"--{name.replace('_', '-')} is {template!r}; in braces it may only have {allowed}."
+    if args.save_debug_rollout_data and args.save_debug_rollout_data == args.save_debug_train_data:
+        yield (
+            f"--save-debug-rollout-data and --save-debug-train-data are both {args.save_debug_rollout_data}; they "
+            "would overwrite each other."
+        )

@@ -1,20 +1,97 @@
-"""What lies in a checkpoint folder, told apart by its files alone; nothing is loaded."""
+"""Checkpoints: where weights come from and go to, from which of them a run starts, and what a folder holds.
+
+Folders are told apart by their files alone; nothing is loaded.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-from collections.abc import Iterable
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slime.flags.kinds import non_negative_int, positive_int
 from slime.utils.errors import ConfigError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Written last by a save: its presence means that the save it names is complete."""
 LFS_NOTE = b"version https://git-lfs"
 """How the note begins that git leaves in the place of a large file."""
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoints group to ``parser``."""
+    group = parser.add_argument_group("checkpoints", "Where weights come from and go to.")
+    group.add_argument(
+        "--model-name",
+        default=None,
+        help="Which name converter the model takes; default: the model type of --hf-checkpoint's config.",
+    )
+    group.add_argument(
+        "--hf-checkpoint",
+        default=None,
+        metavar="DIR",
+        help="Hugging Face folder: config and tokenizer, the engines' first weights and their quantisation.",
+    )
+    group.add_argument(
+        "--ref-load",
+        default=None,
+        metavar="DIR",
+        help="The reference model's checkpoint (Megatron or Hugging Face); the actor's start when --load is empty.",
+    )
+    group.add_argument(
+        "--ref-ckpt-step", type=non_negative_int, default=None, help="Its iteration; default the latest."
+    )
+    group.add_argument(
+        "--load",
+        default=None,
+        metavar="DIR",
+        help="The actor's checkpoint. When it holds no finished save, training starts from --ref-load.",
+    )
+    group.add_argument(
+        "--save", default=None, metavar="DIR", help="Folder for checkpoints, data position and metrics."
+    )
+    group.add_argument("--save-interval", type=positive_int, default=None, help="Rollouts from one save to the next.")
+    group.add_argument("--async-save", action="store_true", help="Write checkpoints while training goes on.")
+    group.add_argument(
+        "--no-save-optim", action="store_true", default=False, help="Leave the optimizer's state out of checkpoints."
+    )
+    group.add_argument(
+        "--save-hf",
+        default=None,
+        metavar="TEMPLATE",
+        help="Folder for a Hugging Face export beside each save; {rollout_id} in it is replaced.",
+    )
+
+
+def derive_starting_point(args: Namespace) -> None:
+    """Go on from --load when a run saved there; else start anew, from a converted model there or the reference."""
+    if has_finished_save(args.load) and not is_release(args.load):
+        return
+    args.no_load_optim = True
+    args.no_load_rng = True
+    args.finetune = True
+    is_file = args.load is not None and Path(args.load).is_file()  # left for the check to name
+    if not is_huggingface_folder(args.load) and not is_release(args.load) and not is_file:
+        args.load = args.ref_load
+        if args.ref_ckpt_step is not None:
+            args.ckpt_step = args.ref_ckpt_step
+    if args.start_rollout_id is None:
+        args.start_rollout_id = 0
+
+
+def check_saves(args: Namespace) -> Iterator[str]:
+    """Yield one message for each flag of saves that has no folder to save to."""
+    if args.save is None:
+        for flag in ("save_interval", "save_hf", "async_save", "no_save_optim"):
+            if getattr(args, flag) and not (flag == "no_save_optim" and args.use_stateless_adam):
+                yield f"--{flag.replace('_', '-')} needs --save, the folder of the checkpoints."
+    elif args.save_hf is not None and args.save_interval is None:
+        yield "--save-hf writes beside each save; give --save-interval too."
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
-"""Value types of flags that argparse does not have."""
+"""Value types and choices of flags that argparse does not have."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from slime.algorithms.registry import Registry
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -89,3 +91,16 @@ def top_k(text: str) -> int:
     if value < 1 and value != -1:
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens to draw from; give 1 or more, or -1 for all")
     return value
+
+
+class RegistryChoices:
+    """``choices=`` of a flag; what argparse and the pages list are the names, in the registry's order."""
+
+    def __init__(self, registry: Registry[Any]) -> None:
+        self._registry = registry
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, str) and self._registry.takes(value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._registry)

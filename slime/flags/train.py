@@ -1,4 +1,4 @@
-"""Flags of the trainer itself: precision, memory, which parameters learn, where its checkpoints lie.
+"""Training: precision, memory, which parameters learn.
 
 The model's shape and the parallel layout are Megatron's flags, added by ``slime.backends.megatron_utils.arguments``.
 """
@@ -6,14 +6,22 @@ The model's shape and the parallel layout are Megatron's flags, added by ``slime
 from __future__ import annotations
 
 import argparse
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Iterator
 
-from slime.arguments.kinds import json_object, non_negative_float, non_negative_int, positive_int
+from slime.flags.checkpoint import add_checkpoint_arguments
+from slime.flags.cluster import is_for_cuda
+from slime.flags.kinds import json_object, non_negative_float, non_negative_int, positive_int
+
+logger = logging.getLogger(__name__)
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the training, checkpoint and multi-token-prediction groups to ``parser``."""
     _add_backend(parser)
-    _add_checkpoint(parser)
+    add_checkpoint_arguments(parser)
     _add_parameters(parser)
     _add_mtp(parser)
     _add_alignment(parser)
@@ -94,50 +102,6 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("checkpoints", "Where weights come from and go to.")
-    group.add_argument(
-        "--model-name",
-        default=None,
-        help="Which name converter the model takes; default: the model type of --hf-checkpoint's config.",
-    )
-    group.add_argument(
-        "--hf-checkpoint",
-        default=None,
-        metavar="DIR",
-        help="Hugging Face folder: config and tokenizer, the engines' first weights and their quantisation.",
-    )
-    group.add_argument(
-        "--ref-load",
-        default=None,
-        metavar="DIR",
-        help="The reference model's checkpoint (Megatron or Hugging Face); the actor's start when --load is empty.",
-    )
-    group.add_argument(
-        "--ref-ckpt-step", type=non_negative_int, default=None, help="Its iteration; default the latest."
-    )
-    group.add_argument(
-        "--load",
-        default=None,
-        metavar="DIR",
-        help="The actor's checkpoint. When it holds no finished save, training starts from --ref-load.",
-    )
-    group.add_argument(
-        "--save", default=None, metavar="DIR", help="Folder for checkpoints, data position and metrics."
-    )
-    group.add_argument("--save-interval", type=positive_int, default=None, help="Rollouts from one save to the next.")
-    group.add_argument("--async-save", action="store_true", help="Write checkpoints while training goes on.")
-    group.add_argument(
-        "--no-save-optim", action="store_true", default=False, help="Leave the optimizer's state out of checkpoints."
-    )
-    group.add_argument(
-        "--save-hf",
-        default=None,
-        metavar="TEMPLATE",
-        help="Folder for a Hugging Face export beside each save; {rollout_id} in it is replaced.",
-    )
-
-
 def _add_parameters(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("trained parameters", "Which parameters learn. Patterns are searched in names.")
     group.add_argument(
@@ -195,3 +159,34 @@ def _add_alignment(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--megatron-deepgemm-moe-forward-modules", nargs="+", default=None, help="Suffixes of their modules that do."
     )
+
+
+def check_trained_parameters(args: Namespace) -> Iterator[str]:
+    """Yield one message for each list of parameter names that cannot work."""
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        yield "--only-train-params-name-list and --freeze-params-name-list contradict each other; give one of them."
+    for flag in ("only_train_params_name_list", "freeze_params_name_list"):
+        for pattern in getattr(args, flag) or []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"--{flag.replace('_', '-')}: {pattern!r} is no regular expression: {error}."
+
+
+def check_stateless_adam(args: Namespace) -> Iterator[str]:
+    """Yield one message for each flag that contradicts --use-stateless-adam."""
+    if not args.use_stateless_adam:
+        return
+    if args.save is not None and not args.no_save_optim:
+        yield "--use-stateless-adam keeps nothing that a checkpoint could hold; add --no-save-optim."
+    if args.reset_optimizer_states:
+        yield "--reset-optimizer-states is about moments, and --use-stateless-adam has none; drop one of them."
+
+
+def derive_precision(args: Namespace) -> None:
+    """Use bf16 with CUDA and fp32 without, unless one was asked for."""
+    if not (args.fp32 or args.bf16 or args.fp16):
+        cuda = is_for_cuda(args)
+        args.bf16 = cuda
+        args.fp32 = not cuda
+        logger.info("Precision: %s (say --fp32, --bf16 or --fp16 for another)", "bf16" if cuda else "fp32: no CUDA")

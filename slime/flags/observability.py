@@ -1,4 +1,4 @@
-"""Flags of logs: Weights & Biases, TensorBoard, extra metrics."""
+"""Logs: Weights & Biases, TensorBoard, extra metrics."""
 
 from __future__ import annotations
 

@@ -1,10 +1,18 @@
-"""Flags of generation: sampling, over-sampling, partial rollouts, how results travel to the trainer."""
+"""Rollouts: sampling, over-sampling, partial and stale groups, the ledger."""
 
 from __future__ import annotations
 
 import argparse
+from argparse import Namespace
+from collections.abc import Iterator
 
-from slime.arguments.kinds import non_negative_int, number_in, positive_float, positive_int, top_k
+from slime.flags.kinds import non_negative_int, number_in, positive_float, positive_int, top_k
+
+OWN_ROLLOUTS = (
+    "slime.rollout.sglang_rollout.generate_rollout",
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+)
+"""Rollout functions that take ``--n-samples-per-prompt`` answers and grade them with ``--rm-type``."""
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,3 +162,40 @@ def _add_ledger(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         help="Seconds that writing the ledger may fail (a full disk) before the job is ended.",
     )
+
+
+def derive_lengths(args: Namespace) -> None:
+    """Leave room for at least one token of response in a limited context."""
+    if args.rollout_max_context_len is not None:
+        if args.rollout_max_prompt_len is None:
+            args.rollout_max_prompt_len = args.rollout_max_context_len - 1
+        if args.eval_max_context_len is None:
+            args.eval_max_context_len = args.rollout_max_context_len
+
+
+def check_length_of_the_run(args: Namespace) -> Iterator[str]:
+    """Yield a message when nothing says how many rollouts there are."""
+    if args.num_rollout is None and args.num_epoch is None:
+        yield "Neither --num-rollout nor --num-epoch is given: say how long to train."
+    if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
+        yield (
+            "--num-epoch counts passes over the data set, but --disable-rollout-global-dataset leaves none; "
+            "give --num-rollout."
+        )
+
+
+def check_sampling(args: Namespace) -> Iterator[str]:
+    """Yield one message for each sampling flag that cannot work."""
+    if args.rollout_temperature <= 0:
+        yield (
+            f"--rollout-temperature is {args.rollout_temperature}; it must be above 0, because the trainer divides "
+            "its logits by it. For greedy evals use --eval-temperature 0."
+        )
+    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
+    if context is not None and prompt > context - 1:
+        yield (
+            f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}; "
+            f"it must be at most {context - 1}."
+        )
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        yield "--mask-offpolicy-in-partial-rollout masks what partial rollouts carry over; add --partial-rollout."

@@ -1,0 +1,285 @@
+"""Algorithm: the policy gradient, its advantages, clipping, KL, off-policy corrections and distillation."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from argparse import Namespace
+from collections.abc import Iterator
+
+from slime.algorithms.advantages import ESTIMATORS, get_estimator
+from slime.algorithms.kl import KL_KINDS
+from slime.algorithms.loss_types import ACTOR_LOSS_TYPES, LOSS_TYPES
+from slime.algorithms.policy_losses import CISPO
+from slime.flags.kinds import RegistryChoices, non_negative_float, non_negative_int, number_in, positive_int
+
+logger = logging.getLogger(__name__)
+
+
+def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the loss, advantage, KL and off-policy groups to ``parser``."""
+    _add_loss(parser)
+    _add_advantages(parser)
+    _add_kl(parser)
+    _add_off_policy(parser)
+
+
+def _add_loss(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("loss", "What an optimizer step minimises.")
+    group.add_argument("--loss-type", choices=ACTOR_LOSS_TYPES, default="policy_loss", help="Which loss.")
+    group.add_argument(
+        "--eps-clip", type=non_negative_float, default=0.2, help="Ratios below 1 minus this gain nothing."
+    )
+    group.add_argument(
+        "--eps-clip-high",
+        type=non_negative_float,
+        default=None,
+        help="Ratios above 1 plus this gain nothing. Default: --eps-clip.",
+    )
+    group.add_argument(
+        "--eps-clip-c",
+        type=float,
+        default=None,
+        help="Dual clip, above 1: bounds the loss of bad tokens. Default off.",
+    )
+    group.add_argument(
+        "--value-clip", type=non_negative_float, default=0.2, help="Trust region of the critic's values."
+    )
+    group.add_argument("--entropy-coef", type=float, default=0.0, help="Weight of the entropy bonus.")
+    group.add_argument(
+        "--calculate-per-token-loss",
+        action="store_true",
+        help="Mean over all tokens of the batch, instead of the mean over samples of their token means.",
+    )
+    group.add_argument(
+        "--use-rollout-entropy", action="store_true", help="Also compute the entropy in the log-prob pass, for logs."
+    )
+
+
+def _add_advantages(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("advantages", "From rewards to the weight of each token.")
+    group.add_argument(
+        "--advantage-estimator",
+        choices=RegistryChoices(ESTIMATORS),
+        default="grpo",
+        help="Which estimator; ppo has a critic. Or the import path of your own (docs/customization.md).",
+    )
+    group.add_argument(
+        "--disable-compute-advantages-and-returns",
+        dest="compute_advantages_and_returns",
+        action="store_false",
+        default=True,
+        help="Skip advantages; for SFT and losses that use none.",
+    )
+    group.add_argument("--gamma", type=number_in(0.0, 1.0), default=1.0, help="Discount per token, in [0, 1].")
+    group.add_argument("--lambd", type=number_in(0.0, 1.0), default=1.0, help="Lambda of GAE, in [0, 1].")
+    group.add_argument("--normalize-advantages", action="store_true", help="Whiten advantages over the whole batch.")
+    group.add_argument(
+        "--disable-grpo-std-normalization",
+        dest="grpo_std_normalization",
+        action="store_false",
+        default=True,
+        help="Subtract the group's mean reward, but do not divide by its deviation (Dr. GRPO).",
+    )
+    group.add_argument(
+        "--disable-rewards-normalization",
+        dest="rewards_normalization",
+        action="store_false",
+        default=True,
+        help="Use rewards as they are, without the group's mean and deviation.",
+    )
+    group.add_argument(
+        "--num-critic-only-steps", type=non_negative_int, default=0, help="First rollouts that train only the critic."
+    )
+
+
+def _add_kl(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("KL", "How the policy is held near the reference model (--ref-load).")
+    group.add_argument(
+        "--kl-coef", type=non_negative_float, default=0.0, help="Weight of the KL penalty inside the reward."
+    )
+    group.add_argument("--use-kl-loss", action="store_true", help="Add a KL term to the loss; loads the reference.")
+    group.add_argument("--kl-loss-coef", type=non_negative_float, default=0.0, help="Weight of that term.")
+    group.add_argument("--kl-loss-type", choices=RegistryChoices(KL_KINDS), default="k1", help="Estimator of the KL.")
+    group.add_argument("--use-unbiased-kl", action="store_true", help="Weight the KL term by the importance ratio.")
+    group.add_argument(
+        "--ref-update-interval",
+        type=positive_int,
+        default=None,
+        help="Rollouts after which the reference becomes the actor.",
+    )
+
+
+def _add_off_policy(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("off-policy", "Corrections where the engine and the trainer disagree.")
+    group.add_argument(
+        "--use-rollout-logprobs", action="store_true", help="Take the old log-probs from the engine, not the trainer."
+    )
+    group.add_argument(
+        "--use-tis", action="store_true", help="Truncated importance sampling between engine and trainer."
+    )
+    group.add_argument("--tis-clip", type=non_negative_float, default=2.0, help="Upper bound of its weights.")
+    group.add_argument("--tis-clip-low", type=non_negative_float, default=0, help="Lower bound of its weights.")
+    group.add_argument(
+        "--get-mismatch-metrics",
+        action="store_true",
+        help="Log the metrics of --custom-tis-function-path without applying it.",
+    )
+    group.add_argument("--use-opsm", action="store_true", help="Mask whole sequences that drifted too far off-policy.")
+    group.add_argument(
+        "--opsm-delta", type=float, default=1e-4, help="KL (nats per token) above which they are masked."
+    )
+    group.add_argument(
+        "--use-routing-replay",
+        action="store_true",
+        help="Training uses the experts that the pass over the old policy chose (docs/routing_replay.md).",
+    )
+    group.add_argument(
+        "--use-rollout-routing-replay",
+        action="store_true",
+        help="Old log-probs and training use the experts that the engine chose; implies --use-routing-replay.",
+    )
+
+
+def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the distillation group to ``parser``."""
+    group = parser.add_argument_group("distillation", "On-policy distillation from a teacher.")
+    group.add_argument("--use-opd", action="store_true", help="Add the reverse KL to a teacher to the advantages.")
+    group.add_argument(
+        "--opd-type", choices=["sglang", "megatron"], default=None, help="Where the teacher runs: engine or trainer."
+    )
+    group.add_argument("--opd-kl-coef", type=float, default=1.0, help="Weight of the reverse KL.")
+    group.add_argument(
+        "--opd-teacher-load", default=None, metavar="DIR", help="The teacher's checkpoint (--opd-type megatron only)."
+    )
+    group.add_argument("--opd-teacher-ckpt-step", type=non_negative_int, default=None, help="Its iteration.")
+
+
+def derive_critic(args: Namespace) -> None:
+    """Give an estimator that needs values (PPO) a critic, of the actor's size."""
+    args.use_critic = get_estimator(args.advantage_estimator).needs_values
+    args.critic_num_nodes = args.actor_num_nodes
+    args.critic_num_gpus_per_node = args.actor_num_gpus_per_node
+
+
+def derive_algorithm(args: Namespace) -> None:
+    """Fill in the defaults that follow from other flags of the loss."""
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    if args.n_samples_per_prompt == 1 and args.grpo_std_normalization:
+        # One sample has no deviation to divide by.
+        args.grpo_std_normalization = False
+    if args.use_rollout_routing_replay:
+        args.use_routing_replay = True
+
+
+def check_loss(args: Namespace) -> Iterator[str]:
+    """Yield one message for each setting of the loss that cannot work."""
+    if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
+        yield (
+            f"--loss-type is {args.loss_type} and --custom-loss-function-path is {args.custom_loss_function_path}; "
+            "a loss of your own takes both --loss-type custom_loss and the path."
+        )
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        yield f"--eps-clip-c is {args.eps_clip_c}; it must be above 1, or it would clip on-policy tokens."
+    if get_estimator(args.advantage_estimator).needs_whitening and not args.normalize_advantages:
+        yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        yield (
+            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL twice; "
+            "one of them must be 0."
+        )
+    if not args.use_kl_loss and args.kl_loss_coef != 0:
+        yield f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss; add it or drop this one."
+    if not args.use_kl_loss and args.use_unbiased_kl:
+        yield "--use-unbiased-kl weights the KL loss; add --use-kl-loss."
+    makes_advantages = args.custom_convert_samples_to_train_data_path or args.rollout_data_postprocess_path
+    if LOSS_TYPES[args.loss_type].needs_advantages and not (args.compute_advantages_and_returns or makes_advantages):
+        yield (
+            f"--loss-type {args.loss_type} needs advantages, and --disable-compute-advantages-and-returns leaves "
+            "none; drop that flag, or choose --loss-type sft_loss."
+        )
+    if args.enable_mtp_training and not args.mtp_num_layers:
+        yield "--enable-mtp-training needs --mtp-num-layers: say how many layers the model has."
+
+
+def check_off_policy(args: Namespace) -> Iterator[str]:
+    """Yield one message for each off-policy correction that cannot work."""
+    if args.use_rollout_logprobs and args.use_tis:
+        yield (
+            "--use-rollout-logprobs takes the engine's log-probs as the old ones, so there is nothing left for "
+            "--use-tis to correct; choose one of them."
+        )
+    if args.get_mismatch_metrics and args.custom_tis_function_path is None:
+        yield "--get-mismatch-metrics logs what --custom-tis-function-path computes; give that path."
+    rejects = vars(args).get("use_rs", False)  # a key of --custom-config-path; see MIS in docs/algorithms.md
+    if args.custom_tis_function_path is not None and not (args.use_tis or args.get_mismatch_metrics or rejects):
+        yield "--custom-tis-function-path is called only with --use-tis or --get-mismatch-metrics; add one of them."
+    if args.custom_tis_function_path is None and rejects:
+        yield "use_rs of --custom-config-path rejects by what --custom-tis-function-path says; give that path."
+    if args.tis_clip_low > args.tis_clip:
+        yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; the bounds are swapped."
+
+
+def check_distillation(args: Namespace) -> Iterator[str]:
+    """Yield one message for each distillation flag that is missing or without effect."""
+    if not args.use_opd:
+        for flag in ("opd_type", "opd_teacher_load", "opd_teacher_ckpt_step"):
+            if getattr(args, flag) is not None:
+                yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --use-opd."
+        return
+    if not args.compute_advantages_and_returns or args.loss_type == "sft_loss":
+        yield "--use-opd changes the advantages, and there are none: drop --disable-compute-advantages-and-returns."
+    if args.opd_type is None:
+        yield "--use-opd needs --opd-type: sglang for a teacher behind --rm-url, megatron for one in the trainer."
+    elif args.opd_type == "megatron":
+        if args.opd_teacher_load is None:
+            yield "--opd-type megatron loads the teacher in the trainer; name its checkpoint: --opd-teacher-load."
+    else:
+        for flag in ("opd_teacher_load", "opd_teacher_ckpt_step"):
+            if getattr(args, flag) is not None:
+                yield (
+                    f"--{flag.replace('_', '-')} is {getattr(args, flag)}, but with --opd-type sglang the teacher's "
+                    "server loads it; drop the flag, or use --opd-type megatron."
+                )
+        own = "slime.rollout.on_policy_distillation.reward_func"
+        if args.custom_rm_path == own and args.rm_url is None:
+            yield f"--custom-rm-path {own} asks the teacher at --rm-url, which is not given."
+
+
+def check_reference(args: Namespace) -> Iterator[str]:
+    """Yield a message for a reference model that is refreshed but not used."""
+    if args.ref_update_interval is not None and not (args.use_kl_loss or args.kl_coef != 0):
+        yield "--ref-update-interval refreshes a reference model that is not there; add --use-kl-loss or --kl-coef."
+
+
+def check_routing_replay(args: Namespace) -> Iterator[str]:
+    """Yield a message for a replay of experts that nothing records."""
+    records = args.use_routing_replay and not args.use_rollout_routing_replay
+    if records and not args.compute_advantages_and_returns:
+        yield (
+            "--use-routing-replay writes experts down in the pass over the old policy, which "
+            "--disable-compute-advantages-and-returns leaves out; drop one of them."
+        )
+
+
+def advise_algorithm(args: Namespace) -> None:
+    """Log settings that work, but may not be what was meant."""
+    if args.use_critic and args.num_rollout is not None and 0 < args.num_rollout <= args.num_critic_only_steps:
+        logger.warning(
+            "--num-critic-only-steps %d of %d rollouts: the actor never trains.",
+            args.num_critic_only_steps,
+            args.num_rollout,
+        )
+    estimator = get_estimator(args.advantage_estimator)
+    if args.kl_coef != 0 and not estimator.uses_kl and args.custom_advantage_function_path is None:
+        logger.warning(
+            "--kl-coef %g is logged, but takes no part in the advantages of --advantage-estimator %s. Hold the policy "
+            "near the reference with --use-kl-loss and --kl-loss-coef.",
+            args.kl_coef,
+            args.advantage_estimator,
+        )
+    if estimator.policy_loss is CISPO and args.eps_clip_c is not None:
+        logger.warning("--eps-clip-c has no effect on CISPO, whose weights are bounded from both sides already.")
+    if estimator.policy_loss is CISPO and args.eps_clip < 1:
+        logger.warning("CISPO bounds its weights from below at 1 - --eps-clip = %g; usual is 0.", 1 - args.eps_clip)

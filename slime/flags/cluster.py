@@ -1,0 +1,244 @@
+"""Cluster: which GPUs exist and who owns them, deadlines of the job, health checks of the engines.
+
+Training owns ``A = actor_num_nodes * actor_num_gpus_per_node`` GPUs, the engines ``rollout_num_gpus``.  With
+``--colocate`` both are the same GPUs and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+
+from slime.flags.config import backend_flags
+from slime.flags.kinds import non_negative_float, non_negative_int, number_in, positive_float, positive_int
+from slime.flags.rollout import OWN_ROLLOUTS
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the cluster group to ``parser``."""
+    group = parser.add_argument_group("cluster", "Which GPUs the trainer and the engines use.")
+    group.add_argument("--actor-num-nodes", type=non_negative_int, default=1, help="Nodes the trainer runs on.")
+    group.add_argument(
+        "--actor-num-gpus-per-node", type=non_negative_int, default=8, help="GPUs the trainer takes on each of them."
+    )
+    group.add_argument(
+        "--rollout-num-gpus",
+        type=non_negative_int,
+        default=None,
+        help="GPUs of all engines together. With --colocate it defaults to the trainer's GPUs; 0 starts only routers.",
+    )
+    group.add_argument(
+        "--rollout-num-gpus-per-engine",
+        type=positive_int,
+        default=1,
+        help="GPUs of one engine (its tensor-parallel times pipeline-parallel size).",
+    )
+    group.add_argument(
+        "--num-gpus-per-node", type=positive_int, default=8, help="GPUs of one node on the engines' side."
+    )
+    group.add_argument(
+        "--colocate", action="store_true", help="Trainer and engines share their GPUs and take turns on them."
+    )
+    group.add_argument(
+        "--offload", action="store_true", help="Short for --offload-train and --offload-rollout together."
+    )
+    group.add_argument(
+        "--offload-train",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Put the trainer's GPU memory aside while engines generate. Default: on with --colocate, else off.",
+    )
+    group.add_argument(
+        "--offload-rollout",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Release the engines' GPU memory while the trainer works. Default: on with --colocate, else off.",
+    )
+    group.add_argument(
+        "--distributed-backend",
+        choices=["nccl", "gloo"],
+        default=None,
+        help="torch.distributed backend of the trainer. Default: nccl with CUDA, gloo without.",
+    )
+    group.add_argument(
+        "--distributed-timeout-minutes", type=positive_int, default=10, help="Minutes until a collective is given up."
+    )
+    group.add_argument(
+        "--cluster-wait-timeout-s",
+        type=positive_float,
+        default=600.0,
+        help="Seconds to wait for the cluster to grant the GPUs before the job is given up.",
+    )
+    group.add_argument(
+        "--engine-start-timeout-s",
+        type=positive_float,
+        default=1800.0,
+        help="Seconds an engine may take from its start to its first healthy answer.",
+    )
+    group.add_argument(
+        "--rollout-timeout-s", type=positive_float, default=86400.0, help="Seconds one rollout or one eval may take."
+    )
+    group.add_argument(
+        "--train-timeout-s",
+        type=positive_float,
+        default=21600.0,
+        help="Seconds one training step, one save or one load of the trainer may take.",
+    )
+    group.add_argument(
+        "--weight-update-timeout-s", type=positive_float, default=1800.0, help="Seconds one weight push may take."
+    )
+    group.add_argument(
+        "--shutdown-timeout-s",
+        type=positive_float,
+        default=20.0,
+        help="Seconds that engines, routers and trainers get to end by themselves before they are killed.",
+    )
+
+
+def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the fault tolerance group to ``parser``."""
+    group = parser.add_argument_group("fault tolerance", "What happens when an engine dies.")
+    group.add_argument(
+        "--use-fault-tolerance", action="store_true", help="Watch the engines and start dead ones again."
+    )
+    group.add_argument(
+        "--rollout-health-check-interval", type=positive_float, default=30.0, help="Seconds between two checks."
+    )
+    group.add_argument(
+        "--rollout-health-check-timeout", type=positive_float, default=30.0, help="Seconds an engine has to answer."
+    )
+    group.add_argument(
+        "--rollout-health-check-first-wait",
+        type=non_negative_float,
+        default=0.0,
+        help="Seconds of grace after each resume.",
+    )
+    group.add_argument(
+        "--rollout-stall-timeout-s",
+        type=number_in(0, math.inf),
+        default=600.0,
+        help="Without fault tolerance: seconds without a token from an engine that is asked for one, after which the "
+        "run ends and names it. 0 never ends it.",
+    )
+
+
+NODE_GPUS = 8
+"""GPUs of a node that --debug-rollout-only fills before it takes another."""
+
+
+def has_cuda() -> bool:
+    """Return True when this process can see a CUDA GPU."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.cuda.is_available()
+
+
+def is_for_cuda(args: Namespace) -> bool:
+    """Return True where the run has GPUs; a plan is always one of a run that has."""
+    return has_cuda() or args.plan is not None
+
+
+def derive_distributed_backend(args: Namespace) -> None:
+    """Use NCCL with CUDA, gloo without."""
+    if args.distributed_backend is None:
+        args.distributed_backend = "nccl" if is_for_cuda(args) else "gloo"
+
+
+def derive_cluster(args: Namespace) -> None:
+    """Fill in who owns which GPUs, and which side offloads while the other works."""
+    _offload_shorthand(args)
+    _rollout_only_cluster(args)
+    _train_only_cluster(args)
+    _colocation(args)
+
+
+def _offload_shorthand(args: Namespace) -> None:
+    """--offload stands for both sides, and is gone afterwards."""
+    if args.offload:
+        args.offload_train = True
+        args.offload_rollout = True
+    del args.offload
+
+
+def _rollout_only_cluster(args: Namespace) -> None:
+    """Without a trainer its GPUs are the engines'; nothing is shared, nothing takes turns."""
+    if not args.debug_rollout_only:
+        return
+    if args.colocate and args.rollout_num_gpus is None and not args.rollout_external:
+        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.rollout_num_gpus is not None:
+        args.actor_num_gpus_per_node = min(NODE_GPUS, args.rollout_num_gpus)
+        args.actor_num_nodes = (
+            args.rollout_num_gpus // args.actor_num_gpus_per_node if args.actor_num_gpus_per_node else 0
+        )
+    args.colocate = False
+    args.offload_train = False
+    args.offload_rollout = False
+
+
+def _train_only_cluster(args: Namespace) -> None:
+    """Without engines there is nothing to take turns with."""
+    if args.debug_train_only:
+        args.rollout_num_gpus = 0 if args.rollout_num_gpus is None else args.rollout_num_gpus
+        args.offload_train = bool(args.offload_train)
+        args.offload_rollout = False
+
+
+def _colocation(args: Namespace) -> None:
+    """Shared GPUs are handed over by offloading; separate GPUs need none of it."""
+    if args.colocate:
+        if args.release_train:
+            args.offload_train = False
+            args.offload_rollout = True
+        if args.rollout_num_gpus is None:
+            args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    args.offload_train = args.colocate if args.offload_train is None else args.offload_train
+    args.offload_rollout = args.colocate if args.offload_rollout is None else args.offload_rollout
+    if args.use_critic:
+        args.offload_train = True
+    if args.offload_train:
+        args.disable_grad_buffers_cpu_backup = True
+        args.disable_param_buffers_cpu_backup = True
+
+
+def check_gpus(args: Namespace) -> Iterator[str]:
+    """Yield one message for each number of GPUs or nodes that cannot work."""
+    actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if actor_gpus == 0 and not args.debug_rollout_only:
+        yield (
+            f"--actor-num-nodes {args.actor_num_nodes} times --actor-num-gpus-per-node {args.actor_num_gpus_per_node} "
+            "leaves no GPU to train on; both must be at least 1, except with --debug-rollout-only."
+        )
+    if args.debug_train_only:
+        return
+    if args.rollout_num_gpus is None:
+        yield "--rollout-num-gpus is not given: say how many GPUs the engines get, or share them with --colocate."
+        return
+    if args.rollout_external:
+        if args.colocate:
+            yield (
+                "--rollout-external-engine-addrs and --colocate exclude each other: the GPUs of external engines are "
+                "not this job's. Drop --colocate."
+            )
+        return
+    if args.rollout_num_gpus == 0 and args.rollout_function_path in OWN_ROLLOUTS:
+        yield (
+            "--rollout-num-gpus 0 leaves no GPU for the engines, which --rollout-function-path asks; give at least "
+            "--rollout-num-gpus-per-engine, or share the trainer's GPUs with --colocate."
+        )
+    per_engine = args.rollout_num_gpus_per_engine
+    if backend_flags(args).sglang_config is None and args.rollout_num_gpus % per_engine:
+        yield (
+            f"--rollout-num-gpus {args.rollout_num_gpus} is not a multiple of --rollout-num-gpus-per-engine "
+            f"{per_engine}: GPUs would be left over."
+        )
+    if per_engine > args.num_gpus_per_node and per_engine % args.num_gpus_per_node:
+        yield (
+            f"--rollout-num-gpus-per-engine {per_engine} is no whole number of nodes of --num-gpus-per-node "
+            f"{args.num_gpus_per_node} GPUs; an engine over several nodes takes all of their GPUs."
+        )

@@ -1,0 +1,71 @@
+"""Configs from a namespace: the one place that reads ``args`` with defaults.
+
+``args`` from ``parse_args`` is complete, and code that gets it reads ``args.x``.  Plug-ins and tests may call an entry
+point with a small namespace of their own; such an entry point asks for the config of its group of flags, in which what
+the namespace lacks has the default of the flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+AddFlags = Callable[[argparse.ArgumentParser], None]
+Config = TypeVar("Config")
+
+
+def read_config(config_class: type[Config], args: Any, *groups: AddFlags) -> Config:
+    """Return a ``config_class`` whose fields are the attributes of ``args`` with the same names.
+
+    Args:
+        config_class: a frozen dataclass.
+        args: a namespace, complete or not.
+        groups: what declares the flags; an attribute that is missing has the default of its flag, and where no flag
+            has that name (a plug-in's path, a flag of the engines) the default of the field.
+
+    Raises:
+        TypeError: a field that neither ``args`` nor a flag nor the class gives a value.
+    """
+    values = {}
+    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
+        if hasattr(args, field.name):
+            values[field.name] = getattr(args, field.name)
+            continue
+        for group in groups:
+            if field.name in (defaults := flag_defaults(group)):
+                values[field.name] = defaults[field.name]
+    return config_class(**values)
+
+
+@functools.cache
+def flag_defaults(group: AddFlags) -> Mapping[str, Any]:
+    """Return attribute -> default, of every flag that ``group`` declares."""
+    parser = argparse.ArgumentParser(add_help=False)
+    group(parser)
+    return MappingProxyType(vars(parser.parse_args([])))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackendFlags:
+    """Flags of the engines and of Megatron that slime's own rules look at.
+
+    They have the values of this class where they were not parsed: the engines' flags in a run without engines.
+    """
+
+    sglang_config: str | None = None
+    sglang_context_length: int | None = None
+    sglang_enable_deepep_moe: bool = False
+    sglang_moe_a2a_backend: str | None = None
+    context_parallel_size: int = 1
+    lr_warmup_iters: int = 0
+    lr_decay_iters: int | None = None
+    spec: list[str] | None = None
+
+
+def backend_flags(args: Any) -> BackendFlags:
+    """Return the flags of the engines and of Megatron that slime's own rules look at."""
+    return read_config(BackendFlags, args)

@@ -1,0 +1,207 @@
+"""Data: prompts, batches of optimizer steps, and what is evaluated.
+
+What an evaluation has no flag of its own for is taken from the rollout's flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Iterator
+
+from slime.flags.kinds import json_object, non_negative_float, non_negative_int, number_in, positive_int, top_k
+
+LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the data and batching groups to ``parser``."""
+    _add_prompts(parser)
+    _add_batching(parser)
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts", "Where prompts come from and what the columns are called.")
+    group.add_argument(
+        "--prompt-data",
+        default=None,
+        metavar="FILE",
+        help="Prompts: .jsonl (one JSON object a line) or .parquet; FILE@[a:b] takes rows a to b-1.",
+    )
+    group.add_argument(
+        "--disable-rollout-global-dataset",
+        dest="rollout_global_dataset",
+        action="store_false",
+        default=True,
+        help="The rollout function brings its own data; no data set is loaded, and none is saved.",
+    )
+    group.add_argument("--input-key", default="input", help="Column of the prompt.")
+    group.add_argument("--label-key", default=None, help="Column of the label that a reward is computed from.")
+    group.add_argument("--metadata-key", default="metadata", help="Column of each row's metadata object.")
+    group.add_argument("--tool-key", default="tools", help="Column of each row's tool definitions.")
+    group.add_argument(
+        "--multimodal-keys",
+        type=json_object,
+        default=None,
+        metavar="JSON",
+        help='Columns of images, videos and audio: \'{"image": "images"}\'.',
+    )
+    group.add_argument(
+        "--apply-chat-template", action="store_true", help="Render each prompt with the tokenizer's chat template."
+    )
+    group.add_argument(
+        "--apply-chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="Extra arguments of the chat template.",
+    )
+    group.add_argument("--rollout-shuffle", action="store_true", help="Shuffle the prompts anew for each epoch.")
+    group.add_argument(
+        "--loss-mask-type",
+        choices=LOSS_MASK_TYPES,
+        default="qwen",
+        help="Chat template whose assistant turns SFT trains on.",
+    )
+
+
+def _add_batching(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("batching", "How samples are cut into optimizer steps and micro-batches.")
+    group.add_argument(
+        "--global-batch-size", type=positive_int, default=None, help="Rollouts (samples) of one optimizer step."
+    )
+    group.add_argument(
+        "--num-steps-per-rollout",
+        type=positive_int,
+        default=None,
+        help="Optimizer steps of one rollout; sets --global-batch-size.",
+    )
+    group.add_argument(
+        "--micro-batch-size",
+        type=positive_int,
+        default=1,
+        help="Samples of one micro-batch; without effect under --use-dynamic-batch-size.",
+    )
+    group.add_argument(
+        "--use-dynamic-batch-size",
+        action="store_true",
+        help="Pack samples into micro-batches by tokens (--max-tokens-per-gpu). Recommended; the loss is the same.",
+    )
+    group.add_argument(
+        "--max-tokens-per-gpu",
+        type=positive_int,
+        default=None,
+        help="Tokens of one micro-batch on one GPU; a longer sample gets a micro-batch of its own.",
+    )
+    group.add_argument(
+        "--balance-data", action="store_true", help="Spread the samples so that data-parallel ranks have equal work."
+    )
+    group.add_argument(
+        "--balance-by-flops",
+        action="store_true",
+        help="Balance micro-batches by computed FLOPs instead of tokens; needs --use-dynamic-batch-size.",
+    )
+
+
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the evaluation group to ``parser``."""
+    group = parser.add_argument_group("evaluation", "Held-out data, and how it is sampled.")
+    group.add_argument("--eval-interval", type=positive_int, default=None, help="Rollouts from one eval to the next.")
+    group.add_argument(
+        "--eval-prompt-data",
+        nargs="+",
+        default=None,
+        metavar="NAME PATH",
+        help="Pairs of name and file. A single value is the file of a data set named aime.",
+    )
+    group.add_argument(
+        "--eval-config",
+        default=None,
+        metavar="YAML",
+        help="Data sets with settings of their own: `eval: {defaults: {...}, datasets: [{name, path, ...}]}`.",
+    )
+    group.add_argument(
+        "--skip-eval-before-train", action="store_true", help="No eval of the weights that training starts from."
+    )
+    group.add_argument("--eval-input-key", default=None, help="Column of the prompt, for eval.")
+    group.add_argument("--eval-label-key", default=None, help="Column of the label, for eval.")
+    group.add_argument("--eval-tool-key", default=None, help="Column of the tools, for eval.")
+    group.add_argument("--n-samples-per-eval-prompt", type=positive_int, default=1, help="Responses to each prompt.")
+    group.add_argument(
+        "--eval-temperature", type=non_negative_float, default=None, help="Temperature, for eval; 0 is greedy."
+    )
+    group.add_argument(
+        "--eval-top-p", type=number_in(0.0, 1.0, low_open=True), default=None, help="Nucleus, for eval, in (0, 1]."
+    )
+    group.add_argument("--eval-top-k", type=top_k, default=None, help="Tokens to draw from, for eval; -1 means all.")
+    group.add_argument(
+        "--eval-max-response-len", type=positive_int, default=None, help="Tokens a response may have, for eval."
+    )
+    group.add_argument(
+        "--eval-max-prompt-len", type=positive_int, default=None, help="Longer eval prompts (tokens) are left out."
+    )
+    group.add_argument(
+        "--eval-min-new-tokens",
+        type=non_negative_int,
+        default=None,
+        help="Tokens a response must have at least, for eval.",
+    )
+    group.add_argument(
+        "--eval-max-context-len",
+        type=positive_int,
+        default=None,
+        help="Tokens of prompt and response together, for eval. Default: --rollout-max-context-len.",
+    )
+
+
+def derive_batch_sizes(args: Namespace) -> None:
+    """Fill in the samples of one optimizer step and the prompts submitted at a time."""
+    if args.balance_by_flops:
+        args.balance_data = True  # balancing micro-batches by FLOPs balances ranks too
+    if args.rollout_batch_size is None:
+        return
+    if args.num_steps_per_rollout is not None and args.global_batch_size is None:
+        args.global_batch_size = args.rollout_batch_size * args.n_samples_per_prompt // args.num_steps_per_rollout
+    if args.over_sampling_batch_size is None:
+        args.over_sampling_batch_size = args.rollout_batch_size
+
+
+def check_batches(args: Namespace) -> Iterator[str]:
+    """Yield one message for each batch size that is missing or does not fit the others."""
+    if args.rollout_batch_size is None:
+        yield "--rollout-batch-size is not given: say how many prompts one rollout has."
+        return
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
+    steps, batch = args.num_steps_per_rollout, args.global_batch_size
+    if args.over_sampling_batch_size < args.rollout_batch_size:
+        yield (
+            f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
+            f"{args.rollout_batch_size}; it must be at least as large."
+        )
+    if args.debug_rollout_only:
+        return
+    if batch is None:
+        yield "Neither --global-batch-size nor --num-steps-per-rollout is given: say how many samples a step takes."
+        return
+    if steps is not None and batch != samples // steps:
+        yield (
+            f"--global-batch-size {batch} disagrees with --num-steps-per-rollout {steps}: {product} = {samples} "
+            f"samples in {steps} steps make {samples // steps} a step. Drop one of the two flags."
+        )
+    elif batch == 0:
+        yield f"--num-steps-per-rollout {steps} is more than the {samples} samples of a rollout ({product})."
+    elif batch > samples and args.load_debug_rollout_data is None:
+        yield f"--global-batch-size {batch} is more than the {samples} samples of a rollout ({product})."
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu: say how many tokens a micro-batch may have."
+    if args.balance_by_flops and not args.use_dynamic_batch_size:
+        yield "--balance-by-flops balances packed micro-batches, so it needs --use-dynamic-batch-size."
+
+
+def check_eval(args: Namespace) -> Iterator[str]:
+    """Yield one message for each flag of evaluations that names no data, or names them twice."""
+    if args.eval_interval is not None and not args.eval_datasets:
+        yield "--eval-interval needs data: give --eval-prompt-data NAME PATH or --eval-config."
+    if args.eval_prompt_data is not None and args.eval_config is not None:
+        yield "--eval-prompt-data and --eval-config both name data sets; give one of them."
