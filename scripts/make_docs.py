@@ -1,4 +1,4 @@
-"""Write docs/flags.md and docs/hooks.md from the flags of slime/flags and the tables in slime/arguments; ``--check`` only compares.
+"""Write docs/flags.md and docs/hooks.md from slime/flags and slime/arguments; ``--check`` only compares.
 
 .venv/bin/python scripts/make_docs.py [--check]
 """

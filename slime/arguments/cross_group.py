@@ -42,8 +42,6 @@ def check_rewards(args: Namespace) -> Iterator[str]:
             f"--reward-key {args.reward_key} chooses an entry of a dict, but --rm-type {args.rm_type} gives a number. "
             "Drop --reward-key, or use a grader that gives a dict (dapo, remote_rm, --custom-rm-path)."
         )
-    if name == "remote_rm" and args.rm_url is None:
-        yield "--rm-type remote_rm needs --rm-url, the address of the grader."
 
 
 def _grader(rm_type: str, where: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from slime.flags.checkpoint import derive_starting_point
 from slime.flags.cluster import derive_cluster, derive_distributed_backend
 from slime.flags.data import derive_batch_sizes
 from slime.flags.debug import derive_debug_modes
+from slime.flags.reward import derive_reward
 from slime.flags.rollout import derive_lengths
 from slime.flags.train import derive_precision
 from slime.flags.weight_sync import derive_released_trainer, derive_weight_push_failure
@@ -46,8 +47,6 @@ def _eval(args: Namespace) -> None:
 
     if args.eval_function_path is None:
         args.eval_function_path = args.rollout_function_path
-    if args.eval_reward_key is None:
-        args.eval_reward_key = args.reward_key
     args.eval_datasets = eval_datasets_from_args(args)
 
 
@@ -69,6 +68,7 @@ STEPS = (
     derive_algorithm,
     derive_lengths,
     _hook_lists,
+    derive_reward,
     _eval,
     derive_starting_point,
 )

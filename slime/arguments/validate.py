@@ -23,6 +23,7 @@ from slime.flags.checkpoint import check_saves
 from slime.flags.cluster import check_gpus
 from slime.flags.data import check_batches, check_eval
 from slime.flags.debug import check_ci, check_dump_templates, check_modes
+from slime.flags.reward import check_reward
 from slime.flags.rollout import check_length_of_the_run, check_sampling
 from slime.flags.train import check_stateless_adam, check_trained_parameters
 from slime.flags.weight_sync import check_weight_flags
@@ -35,6 +36,7 @@ CHECKS = (
     check_batches,
     check_sampling,
     check_rewards,
+    check_reward,
     check_loss,
     check_off_policy,
     check_distillation,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import read_config
 from slime.flags.kinds import non_negative_int, positive_float
 
+BOXED_PREFIX = "boxed_"
+"""Of a grader's name: the boxed answer is graded."""
 FAILURE_POLICIES = ("zero", "failed", "raise")
 """Of ``--rm-failure-policy``."""
 
@@ -71,3 +75,17 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
         default=64,
         help="End the run when so many gradings in a row have failed; 0 never ends it.",
     )
+
+
+def derive_reward(args: Namespace) -> None:
+    """Fill in the entry of a dict reward that eval reports."""
+    if args.eval_reward_key is None:
+        args.eval_reward_key = args.reward_key
+
+
+def check_reward(args: Namespace) -> Iterator[str]:
+    """Yield one message for each grading flag that is missing."""
+    if args.rm_type is None or args.custom_rm_path is not None:
+        return
+    if args.rm_type.removeprefix(BOXED_PREFIX) == "remote_rm" and args.rm_url is None:
+        yield "--rm-type remote_rm needs --rm-url, the address of the grader."

@@ -1,0 +1,104 @@
+"""Adding a flag touches one file: the example of CONTRIBUTING.md, tried on a copy of ``slime/flags/reward.py``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.source_tree import REPO
+
+pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, on a busy machine
+
+EDITS = {
+    # a line of the file -> what the flag puts before it
+    '    group.add_argument("--rm-url"': """\
+    group.add_argument(
+        "--rm-patience-s", type=positive_float, default=None, help="Seconds a grader may think. Default: a tenth."
+    )
+""",
+    "    rm_timeout_s: float": """\
+    rm_patience_s: float | None
+""",
+    "    if args.eval_reward_key is None:": """\
+    if args.rm_patience_s is None:
+        args.rm_patience_s = args.rm_timeout_s / 10
+""",
+    "    if args.rm_type is None or args.custom_rm_path is not None:": """\
+    if args.rm_patience_s > args.rm_timeout_s:
+        yield f"--rm-patience-s {args.rm_patience_s:g} is above --rm-timeout-s {args.rm_timeout_s:g}; lower it."
+""",
+}
+"""Declared, handed on, derived, checked."""
+PROGRAM = """
+import json, sys
+from argparse import Namespace
+from slime.arguments.parser import Parser, add_slime_arguments
+from slime.arguments.resolve import resolve
+from slime.arguments.validate import CHECKS
+from slime.flags.reward import reward_config
+from slime.utils.errors import ConfigError
+
+parser = Parser()
+add_slime_arguments(parser)
+megatron = dict(bf16=False, fp16=False, ckpt_step=None, no_load_optim=False, no_load_rng=False, finetune=False)
+
+def complete(*words):
+    words = ["--num-rollout", "1", "--rollout-batch-size", "1", *words]
+    args = parser.parse_args(words, namespace=Namespace(**megatron))
+    args.critic_args = None
+    resolve(args)
+    return args
+
+wrong = complete("--rm-patience-s", "900")
+action = next(a for a in parser._actions if a.dest == "rm_patience_s")
+print(json.dumps({
+    "documented": action.help,
+    "parsed": complete("--rm-patience-s", "7").rm_patience_s,
+    "derived": complete("--rm-timeout-s", "50").rm_patience_s,
+    "checked": [message for check in CHECKS for message in check(wrong) if "patience" in message],
+    "config": reward_config(complete("--rm-patience-s", "7")).rm_patience_s,
+    "config of a small namespace": reward_config(Namespace(rm_type="math")).rm_patience_s,
+}))
+"""
+
+
+def with_flag(source: str) -> str:
+    """Return the text of reward.py with a new flag in it."""
+    for line, added in EDITS.items():
+        assert source.count(line) == 1, f"{source.count(line)} lines begin with {line!r}"
+        source = source.replace(line, added + line)
+    return source
+
+
+def copy_by_links(source: Path, target: Path, edited: Path) -> None:
+    """Link every file of a package, but the one that is edited and the folders above it."""
+    target.mkdir(parents=True)
+    for entry in source.iterdir():
+        if entry.name == "__pycache__" or entry == edited:
+            continue
+        if entry in edited.parents:
+            copy_by_links(entry, target / entry.name, edited)
+        else:
+            (target / entry.name).symlink_to(entry)
+
+
+def test_a_flag_is_parsed_derived_checked_documented_and_handed_on_by_one_file(tmp_path):
+    edited = REPO / "slime/flags/reward.py"
+    copy_by_links(REPO / "slime", tmp_path / "slime", edited)
+    (tmp_path / "slime/flags/reward.py").write_text(with_flag(edited.read_text()))
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == {
+        "documented": "Seconds a grader may think. Default: a tenth.",
+        "parsed": 7.0,
+        "derived": 5.0,
+        "checked": ["--rm-patience-s 900 is above --rm-timeout-s 600; lower it."],
+        "config": 7.0,
+        "config of a small namespace": None,
+    }
