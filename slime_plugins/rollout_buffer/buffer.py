@@ -118,7 +118,7 @@ class GeneratorProcess:
         """Run the generator with ``data``; its process id."""
         with self._lock:
             self._stop()
-            words = ["-m", "slime_plugins.rollout_buffer.run_generator", str(generator.file), json.dumps(data)]
+            words = ["-m", "slime_plugins.rollout_buffer.registry", str(generator.file), json.dumps(data)]
             # A group of its own, so that its workers end with it.
             self._process = subprocess.Popen([sys.executable, *words], start_new_session=True)
             logger.info("Generator %s runs as process %d.", generator.task_type, self._process.pid)

@@ -1,8 +1,12 @@
-"""Finds generators, and fills in what a generator leaves to the default."""
+"""Generators: find them, fill in the defaults of one, and run one in its own process.
+
+python -m slime_plugins.rollout_buffer.registry FILE JSON     ``run_rollout`` of FILE with the settings in JSON
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -91,3 +95,8 @@ def load_generators(folders: Iterable[Path] = ()) -> dict[str, Generator]:
             )
         found |= of_folder
     return found
+
+
+if __name__ == "__main__":
+    generator_file, settings = sys.argv[1:3]
+    load_module(Path(generator_file)).run_rollout(json.loads(settings))

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_plugins.models.glm5.indexer import choose_keys, index_scores
+from slime_plugins.models.glm5.indexer import PackedStream, choose_keys, index_scores
 from slime_plugins.models.glm5.sparse_attention import sparse_attention
-from slime_plugins.models.glm5.stream import PackedStream
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

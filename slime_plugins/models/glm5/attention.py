@@ -36,9 +36,8 @@ from slime.backends.megatron_utils.layers.latent_attention import (
     latent_attention_spec,
 )
 from slime.backends.megatron_utils.layers.rotary import rotate_pairs
-from slime_plugins.models.glm5.indexer import IndexerSettings, choose_keys, rotate_last
+from slime_plugins.models.glm5.indexer import IndexerSettings, PackedStream, choose_keys, rotate_last
 from slime_plugins.models.glm5.sparse_attention import sparse_attention
-from slime_plugins.models.glm5.stream import PackedStream
 
 INDEXER_MODULES = ("wq_b", "wk", "weights_proj", "k_norm")
 """Submodules of self-attention that belong to the indexer."""

@@ -1,12 +1,74 @@
-"""Qwen3-Next: three of four layers are gated delta nets, every fourth is attention with an output gate.
+"""The layers of Qwen3-Next: a gated delta net in three of four, attention with an output gate in the fourth.
 
-layers.py            the layers: our decoder block with some self-attentions replaced
+    --spec slime_plugins.models.qwen3_next get_qwen3_next_spec --attention-output-gate --apply-layernorm-1p
+
+Which layers have which attention, and the sizes of the delta nets, stand in megatron-core's own fields, which slime
+fills from config.json of ``--hf-checkpoint``; everything else is the decoder block that the flags describe, the layer
+inside of an MTP layer included.
+
 gated_delta_net.py   linear attention by the gated delta rule, in every parallel layout
 delta_rule.py        the rule itself, chunk by chunk in plain torch, or by the kernels of ``fla``
-packed_rows.py       where the tokens of packed sequences lie in chunks and in the convolution's input
-head_exchange.py     context parallelism: all tokens of some heads instead of some tokens of all heads
+packed_rows.py       index tensors of packed sequences: chunks, and the input of the convolution
 """
 
-from slime_plugins.models.qwen3_next.layers import check_stages, get_qwen3_next_spec
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from slime.backends.megatron_utils.flags.linear_arguments import linear_layers
+from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
+from slime.utils.errors import ConfigError
+from slime_plugins.models.qwen3_next.gated_delta_net import gated_delta_net_spec
 
 __all__ = ["check_stages", "get_qwen3_next_spec"]
+
+
+def get_qwen3_next_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
+    """The layers of this pipeline stage.
+
+    Args:
+        args: not read; part of what ``--spec`` calls with.
+        config: ``linear_attention_freq`` says which layers have linear attention.
+        vp_stage: which virtual stage of this rank.
+
+    Raises:
+        ConfigError: it says nothing.
+    """
+    check_stages(args, config)
+    block = get_block_spec(config, vp_stage)
+    is_linear = linear_layers(config.linear_attention_freq, config.num_layers)
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    block.layer_specs = [
+        with_delta_net(layer) if is_linear[offset + index] else layer for index, layer in enumerate(block.layer_specs)
+    ]
+    return block
+
+
+def check_stages(args: Namespace, config: TransformerConfig) -> None:
+    """Called by slime with the flags, before a GPU is taken.
+
+    Raises:
+        ConfigError: nothing says which layers have linear attention.
+    """
+    if config.linear_attention_freq is None:
+        raise ConfigError(
+            "--linear-attention-freq is not given, and no --hf-checkpoint whose config.json says which layers have "
+            "linear attention; give one of them."
+        )
+
+
+def with_delta_net(layer: ModuleSpec) -> ModuleSpec:
+    """The layer with linear attention in place of its own."""
+    names = dict(layer.submodules.sharded_state_dict_keys_map)
+    # On disk the norm belongs to the projection that follows, as TransformerEngine has it.
+    names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    parts = replace(layer.submodules, self_attention=gated_delta_net_spec(), sharded_state_dict_keys_map=names)
+    return replace(layer, submodules=parts)

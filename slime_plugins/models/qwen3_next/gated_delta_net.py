@@ -8,7 +8,7 @@
 megatron-core's own layer knows neither packed sequences nor context parallelism, and runs on CUDA only.
 
 A key head with its value heads is the unit of all cuts: tensor parallelism deals them out, context parallelism deals
-those of a rank out once more (``head_exchange.py``).  All parameters therefore hold what belongs to one key head
+those of a rank out once more (:func:`heads_for_tokens`).  All parameters therefore hold what belongs to one key head
 together, key head after key head.
 
 Shapes: s = tokens of this tensor-parallel rank under sequence parallelism, else t; t = tokens of this context-parallel
@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.backends.megatron_utils import cpu_platform
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -34,7 +35,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -47,8 +48,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 
 from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule
-from slime_plugins.models.qwen3_next.head_exchange import heads_for_tokens, natural_order, tokens_for_heads
-from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
+from slime_plugins.models.qwen3_next.packed_rows import PackedRows, cumulative_lengths, rows_or_zeros
 
 _CUT_OVER_TENSOR_RANKS = ("conv_weight", "A_log", "dt_bias")
 """Parameters of the layer itself, all cut along their first dimension."""
@@ -263,3 +263,57 @@ def _cut_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter
     parameter = torch.nn.Parameter(torch.empty(*shape, **_factory(config)))
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter
+
+
+# Context parallelism of a layer that needs whole sequences: ranks trade tokens for heads and back (all-to-all).
+#
+# A context-parallel rank holds chunks ``r`` and ``2 cp - 1 - r`` of every sequence, for all of its heads.  A
+# recurrence needs the tokens in order; so each rank takes a share of the heads, for all tokens, and gives the outputs
+# back.
+#
+# Shapes: t = tokens of this rank, T = t * cp tokens of the whole stream, h = heads that the ranks share, w = any
+# width.
+
+
+def heads_for_tokens(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[t, h, w] of every rank to [T, h / cp, w]: all tokens, in their natural order, of this rank's share of heads.
+
+    Args:
+        x: heads in their order; cp must divide their number.
+        order: of :func:`natural_order`.
+        group: the context-parallel ranks.
+    """
+    shares = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    return all_to_all(group, shares).index_select(0, order)
+
+
+def tokens_for_heads(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse of :func:`heads_for_tokens`."""
+    by_rank = torch.empty_like(order)
+    by_rank[order] = torch.arange(order.numel(), device=order.device)
+    shares = all_to_all(group, x.index_select(0, by_rank).contiguous())
+    return shares.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
+
+
+def natural_order(packed_seq_params: Any, cp_size: int) -> Tensor:
+    """[T] where each token of the stream lies in the ranks' parts, one part behind the other; kept on its argument."""
+    cached = vars(packed_seq_params).get("natural_order")
+    if cached is None:
+        cu = cumulative_lengths(packed_seq_params)
+        cached = zigzag_places(cu.tolist(), cp_size).to(cu.device)
+        packed_seq_params.natural_order = cached
+    return cached
+
+
+def zigzag_places(offsets: list[int], cp_size: int) -> Tensor:
+    """[T] for sequences that begin at ``offsets`` (the last is the end), each a multiple of 2 * cp_size long."""
+    per_rank = offsets[-1] // cp_size
+    places = []
+    for begin, end in zip(offsets, offsets[1:], strict=False):
+        size = (end - begin) // (2 * cp_size)
+        for chunk in range(2 * cp_size):
+            rank = min(chunk, 2 * cp_size - 1 - chunk)
+            is_second = chunk >= cp_size
+            first = rank * per_rank + begin // cp_size + is_second * size
+            places.append(torch.arange(first, first + size))
+    return torch.cat(places)
