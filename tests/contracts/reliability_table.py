@@ -407,7 +407,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=REWARDS,
         waits="Sample for its reward, whoever gives it (built-in, --custom-rm-path, a server, a group's)",
-        code=("slime.rollout.rm_hub.policy.within", "slime.rollout.rm_hub.grader_threads.GraderThreads.run"),
+        code=("slime.rollout.rm_hub.policy.within", "slime.rollout.rm_hub.policy.GraderThreads.run"),
         bounds=("--rm-timeout-s",),
         deadline="for a built-in grader from when its thread begins",
         raises="TimeoutError",
@@ -687,7 +687,7 @@ UNTIMED = {
     "slime.rollout.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",
     "slime.rollout.on_policy_distillation.reward_func: asyncio.gather": "every request has REQUEST_TIMEOUT_S",
     "slime.rollout.rm_hub.batched_async_rm: asyncio.gather": "every grading has --rm-timeout-s",
-    "slime.rollout.rm_hub.grader_threads._Worker.run: self._waiting.get": "a daemon thread without work",
+    "slime.rollout.rm_hub.policy._Worker.run: self._waiting.get": "a daemon thread without work",
     "slime.rollout.staleness.VersionClock.look: asyncio.gather": "every request has CONTROL_TIMEOUT_S",
     "slime_plugins.rollout_buffer.generator.base_generator.Worker.run: asyncio.gather": "every post is timed",
     "slime_plugins.rollout_buffer.generator.base_generator.run_rollout: worker.join": "the service ends the generator",

@@ -17,13 +17,11 @@ from typing import Any
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.rollout.rm_hub.grader_threads import GRADER_THREADS
 from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
+from slime.rollout.rm_hub.math_utils import compute_math_verify_reward, grade_answer_verl
 from slime.rollout.rm_hub.math_utils import extract_answer as extract_boxed_answer
-from slime.rollout.rm_hub.math_utils import grade_answer_verl
-from slime.rollout.rm_hub.math_verify import compute_math_verify_reward
-from slime.rollout.rm_hub.policy import grade_by_policy, timeout_s_of, within
+from slime.rollout.rm_hub.policy import GRADER_THREADS, grade_by_policy, timeout_s_of, within
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

@@ -8,12 +8,14 @@ Source: MATH, arXiv:2103.03874; the PRM800K grader, arXiv:2305.20050.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import re
 from typing import Any
 
-from slime.rollout.rm_hub.symbolic import is_zero
+from slime.rollout.rm_hub.symbolic import is_same_by_math_verify, is_zero
+from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -242,3 +244,27 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     truth = truth_of_label(ground_truth)
     given = extract_answer(solution_str)
     return truth is not None and given is not None and is_same_answer(given, truth)
+
+
+# ``--rm-type math_verify``: Hugging Face's math-verify decides, in place of the two normal forms of ``math_utils``.
+#
+# More generous than ``--rm-type math``: unreduced fractions (``\frac{2}{4}``), powers (``10^{2}``), sets and intervals
+# in other spellings count as equal.  It has a type of its own, so that rewards of the other types stay what they were.
+
+
+INSTALL_MATH_VERIFY = "--rm-type math_verify needs the package math-verify: pip install 'math-verify[antlr4_13_2]'"
+
+
+def is_math_verify_installed() -> bool:
+    """Return True when math-verify can be imported."""
+    return importlib.util.find_spec("math_verify") is not None
+
+
+def compute_math_verify_reward(response: str, label: Any) -> int:
+    """1 when the last box of the response holds the label, else 0."""
+    if not is_math_verify_installed():
+        raise ConfigError(INSTALL_MATH_VERIFY)
+    truth, given = truth_of_label(label), extract_answer(response)
+    if truth is None or given is None:
+        return 0
+    return int(given == truth or is_same_by_math_verify(f"${truth}$", f"${given}$"))

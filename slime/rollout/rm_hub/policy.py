@@ -1,7 +1,7 @@
-"""What one response may cost that cannot be graded: its own reward, not the run.
+"""The failure policy of graders, and the threads that slow graders run in.
 
-A grader that hangs (``--rm-timeout-s``), raises, or answers something that is no reward is noted in the log and in
-``sample.metadata["reward_error"]``; the response then gets what ``--rm-failure-policy`` says:
+A grader that hangs (``--rm-timeout-s``), raises, or returns something that is no reward costs its response, not the
+run: the error goes to the log and to ``sample.metadata["reward_error"]``, and ``--rm-failure-policy`` decides:
 
     zero     reward 0, and it trains
     failed   reward 0, status FAILED, and it does not train (``remove_sample``)
@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import queue
+import threading
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -31,12 +33,12 @@ DEFAULT_POLICY = "zero"
 DEFAULT_MAX_FAILURES = 64
 
 _MISTAKES = (ConfigError, HookError, NotImplementedError, ImportError)
-"""What is wrong for every response alike."""
+"""Errors that every response would meet: they always end the run."""
 _NUM_TRACEBACKS = 3
 
 
 class FailureCount:
-    """Failed calls in a row, and the first of them."""
+    """Number of failed calls, in a row and in total, and the first error of the row."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
@@ -44,12 +46,12 @@ class FailureCount:
         self.first: BaseException | None = None
 
     def succeeded(self) -> None:
-        """A response was graded."""
+        """Record a response that was graded: the row ends."""
         self.in_a_row = 0
         self.first = None
 
     def failed(self, error: BaseException) -> None:
-        """One was not."""
+        """Record a response that was not."""
         self.first = self.first or error
         self.in_a_row += 1
         self.total += 1
@@ -60,12 +62,12 @@ FAILURES = FailureCount()
 
 
 def timeout_s_of(args: Namespace) -> float:
-    """Seconds that one grading may take."""
+    """Return the deadline of one grading in seconds."""
     return getattr(args, "rm_timeout_s", DEFAULT_TIMEOUT_S)
 
 
 async def within(timeout_s: float, call: Awaitable[Any]) -> Any:
-    """What ``call`` gives, waited for no longer than ``timeout_s`` even when it does not let itself be cancelled.
+    """Await ``call`` for at most ``timeout_s``, even when it swallows its cancellation.
 
     Raises:
         TimeoutError: it did not come.
@@ -88,11 +90,11 @@ async def grade_by_policy(
     *,
     may_vary: bool = True,
 ) -> Sequence[Any]:
-    """The rewards that ``grade`` gives to ``samples``, or those of ``--rm-failure-policy``.
+    """Return the rewards that ``grade`` gives to ``samples``, or those of ``--rm-failure-policy``.
 
     Args:
         args: the run's arguments.
-        samples: what is graded.
+        samples: to grade.
         grade: gives one reward for each sample.
         may_vary: the form of a reward may differ from one response to the next, so it is checked.
 
@@ -105,10 +107,10 @@ async def grade_by_policy(
     except _MISTAKES:
         raise
     except Exception as error:
-        _note(args, samples, error)
+        _record_failure(args, samples, error)
         return [_failed_reward(args, sample, error) for sample in samples]
     if rewards is None or len(rewards) != len(samples):
-        return rewards  # whoever asked says what is wrong with the function
+        return rewards  # the caller checks the shape, and names the function
     graded = []
     for sample, reward in zip(samples, rewards, strict=True):
         problem = problem_with_reward(args, reward) if may_vary else None
@@ -117,13 +119,13 @@ async def grade_by_policy(
             graded.append(reward)
         else:
             failure = ValueError(problem)
-            _note(args, [sample], failure)
+            _record_failure(args, [sample], failure)
             graded.append(_failed_reward(args, sample, failure))
     return graded
 
 
 def problem_with_reward(args: Namespace, reward: Any) -> str | None:
-    """Why training could not go on with a reward; None when it can.
+    """Return why training cannot go on with a reward; None when it can.
 
     What is neither a number nor a dict is left to ``--custom-reward-post-process-path``, which may know it.
     """
@@ -150,7 +152,7 @@ def _reward_keys(args: Namespace) -> list[str]:
     return list(dict.fromkeys(name for name in names if name))
 
 
-def _note(args: Namespace, samples: Sequence[Sample], error: Exception) -> None:
+def _record_failure(args: Namespace, samples: Sequence[Sample], error: Exception) -> None:
     """Log a failure; end the run when the policy or their number says so."""
     FAILURES.failed(error)
     limit = getattr(args, "rm_max_failures", DEFAULT_MAX_FAILURES)
@@ -181,3 +183,108 @@ def _failed_reward(args: Namespace, sample: Sample, error: Exception) -> Any:
         sample.remove_sample = True
     keys = _reward_keys(args)
     return dict.fromkeys(keys, 0.0) if keys else 0.0
+
+
+# Threads for slow graders.  The deadline of a grading begins when its thread takes it.
+#
+# A thread cannot be stopped.  One whose grading is overdue is replaced: it ends after that grading, if ever, and a new
+# one joins the pool, so that hanging gradings do not use it up.  All are daemons: none holds up the exit.
+
+
+NUM_THREADS = 8
+
+
+class _Grading:
+    """One call of a grader, with the futures that its caller awaits."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args = args
+        self.loop = asyncio.get_running_loop()
+        self.started: asyncio.Future[_Worker] = self.loop.create_future()
+        self.result: asyncio.Future[Any] = self.loop.create_future()
+
+    def resolve(self, future: asyncio.Future[Any], value: Any, error: BaseException | None = None) -> None:
+        """Set a future from another thread; its caller may have left."""
+
+        def set_once() -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        try:
+            self.loop.call_soon_threadsafe(set_once)
+        except RuntimeError:
+            logger.debug("The event loop ended before the grading %s did.", self.function)
+
+
+class _Worker(threading.Thread):
+    """A thread that takes gradings from the queue until it is replaced."""
+
+    def __init__(self, waiting: queue.SimpleQueue[_Grading]) -> None:
+        super().__init__(name="grader", daemon=True)
+        self._waiting = waiting
+        self.is_replaced = False
+
+    def run(self) -> None:
+        while not self.is_replaced:
+            grading = self._waiting.get()
+            grading.resolve(grading.started, self)
+            try:
+                value = grading.function(*grading.args)
+            except BaseException as error:  # raised where the grading is awaited
+                grading.resolve(grading.result, None, error)
+            else:
+                grading.resolve(grading.result, value)
+
+
+class GraderThreads:
+    """A pool of ``num_threads`` threads, started with the first grading.
+
+    Invariant: ``num_threads`` threads have not been replaced, so every grading begins at some time.
+    """
+
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._num_threads = num_threads
+        self._waiting: queue.SimpleQueue[_Grading] = queue.SimpleQueue()
+        self._workers: list[_Worker] = []
+        self._lock = threading.Lock()
+
+    async def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+        """Run ``function(*args)`` in a thread; returns or raises what it does.
+
+        Raises:
+            TimeoutError: it did not return within ``timeout_s`` of its start.  The time before is not counted: it is
+                bounded by the deadlines of those that came first.
+        """
+        self._fill()
+        grading = _Grading(function, args)
+        self._waiting.put(grading)
+        worker = await grading.started
+        try:
+            return await asyncio.wait_for(grading.result, timeout_s)
+        except TimeoutError:
+            if grading.result.done() and not grading.result.cancelled():
+                raise  # the grader's own
+            self._replace(worker)
+            raise TimeoutError(f"no result within {timeout_s:g} s") from None
+
+    def _fill(self) -> None:
+        with self._lock:
+            while len(self._workers) < self._num_threads:
+                worker = _Worker(self._waiting)
+                self._workers.append(worker)
+                worker.start()
+
+    def _replace(self, worker: _Worker) -> None:
+        with self._lock:
+            worker.is_replaced = True
+            if worker in self._workers:
+                self._workers.remove(worker)
+
+
+GRADER_THREADS = GraderThreads()
+"""The pool of this process."""

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from slime.rollout import rm_hub
-from slime.rollout.rm_hub import async_rm, batched_async_rm, math_verify, policy, remote
+from slime.rollout.rm_hub import async_rm, batched_async_rm, math_utils, policy, remote
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.rollout.rm_hub.grader_threads import GraderThreads
+from slime.rollout.rm_hub.policy import GraderThreads
 from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.types import Sample
 
@@ -226,7 +226,7 @@ def test_a_reward_server_that_is_down_costs_the_response(monkeypatch):
 def test_math_verify_is_used_where_it_is_installed():
     flags = args(rm_type="math_verify", rm_timeout_s=120.0)
     sample = Sample(response="so \\boxed{\\frac{2}{4}}", label="\\frac{1}{2}")
-    if math_verify.is_installed():
+    if math_utils.is_math_verify_installed():
         assert asyncio.run(async_rm(flags, sample)) == 1
         assert asyncio.run(async_rm(flags, Sample(response="\\boxed{3}", label="4"))) == 0
     else:
