@@ -17,7 +17,6 @@ FACADES = (
     "slime.utils.ppo_utils",
     "slime.utils.dp_schedule",
     "slime.utils.eval_config",
-    "slime.utils.memory_utils",
     "slime.utils.routing_replay",
     "slime.utils.reloadable_process_group",
     "slime.utils.trace_utils",
@@ -28,14 +27,8 @@ FACADES = (
     "slime.utils.logging_utils",
     "slime.utils.profile_utils",
     "slime.utils.external_utils.command_utils",
-    "slime.observability.rollout_data_utils",
-    "slime.observability.train_data_utils",
-    "slime.observability.train_metric_utils",
-    "slime.ray.rollout_validation",
-    "slime.backends.megatron_utils.megatron_to_hf.processors",
-    "slime.backends.megatron_utils.kernels.fp8_kernel",
 )
-"""Old import paths that only pass on names from where the code lives now; they may import upwards."""
+"""Old import paths, for code written for slime: each passes on names from where the code is, and may import upwards."""
 
 
 def python_files(repo: Path = REPO) -> Iterator[Path]:

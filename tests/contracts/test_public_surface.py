@@ -68,8 +68,6 @@ PUBLIC: dict[str, str] = {
     "slime.backends.megatron_utils.loss": "get_log_probs_and_entropy get_values policy_loss_function "
     "value_loss_function sft_loss_function vanilla_tis_function icepop_function compute_advantages_and_returns",
     "slime.backends.megatron_utils.megatron_to_hf": "convert_to_hf",
-    "slime.backends.megatron_utils.megatron_to_hf.processors": "quantize_params",
-    "slime.backends.megatron_utils.kernels.fp8_kernel": "blockwise_cast_to_fp8_triton",
     "slime.agent.adapters": "AnthropicAdapter BaseAdapter OpenAIAdapter",
     "slime.agent.adapters.common": "TurnRecord Session Reply flatten_content tool_call_dict manager_finish_reason "
     "sid_from_bearer sid_from_body call_sglang_generate",

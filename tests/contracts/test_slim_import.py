@@ -54,7 +54,6 @@ NEEDS_MORE = (
     "slime.weights.kernels.triton_fp8",
     "slime.weights.kernels.triton_tiles",
     # old paths of modules that live in a backend
-    "slime.utils.memory_utils",
     "slime.utils.routing_replay",
     "slime.utils.reloadable_process_group",
 )
