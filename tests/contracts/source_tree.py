@@ -28,7 +28,7 @@ FACADES = (
     "slime.utils.profile_utils",
     "slime.utils.external_utils.command_utils",
 )
-"""Old import paths, for code written for slime: each passes on names from where the code is, and may import upwards."""
+"""Old import paths that code written for slime uses; each passes on names from the code, and may import upwards."""
 
 
 def python_files(repo: Path = REPO) -> Iterator[Path]:
