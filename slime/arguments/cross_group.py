@@ -13,7 +13,7 @@ from slime.algorithms.advantages import GroupConfig, get_estimator
 from slime.flags.algorithm import advise_algorithm
 from slime.flags.config import backend_flags
 from slime.flags.rollout import OWN_ROLLOUTS
-from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES, math_verify
+from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES, math_utils
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ def _grader(rm_type: str, where: str) -> Iterator[str]:
             f"{where} {rm_type} is no grader. {hint}There are {', '.join(RM_TYPES)}, each also with the prefix "
             f"{BOXED_PREFIX}; your own goes into --custom-rm-path."
         )
-    if name == "math_verify" and not math_verify.is_installed():
-        yield f"{where} {rm_type}: {math_verify.HOW_TO_INSTALL}"
+    if name == "math_verify" and not math_utils.is_math_verify_installed():
+        yield f"{where} {rm_type}: {math_utils.INSTALL_MATH_VERIFY}"
 
 
 def check_rollout_functions(args: Namespace) -> Iterator[str]:
