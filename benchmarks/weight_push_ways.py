@@ -78,7 +78,7 @@ class OwnLoader:
     def load(self, index: int, flat: Tensor) -> None:
         """Load what this bucket completes."""
         bucket = self.manifest.buckets[index]
-        complete = self.held.add(bucket, flat, {piece.name for piece in bucket.pieces})
+        complete = self.held.add(bucket, flat, {piece.name for piece in bucket.slices})
         with torch.no_grad():
             self.model.load_weights(complete.tensors)  # type: ignore[operator]
 
@@ -316,7 +316,7 @@ def run_format(
 ) -> list[dict[str, Any]]:
     """All pairs for one format of the engine."""
     from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets
-    from slime.backends.megatron_utils.update_weight.sources.headers import hf_headers
+    from slime.backends.megatron_utils.update_weight.sources.gather import hf_headers
     from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
     from slime.weights.quantize.offline_rules import is_quantized_offline
 

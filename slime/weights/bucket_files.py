@@ -17,7 +17,7 @@ def read_bucket(layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifes
 
     Args:
         layout: what ``read_layout`` found in the folder of the version.
-        bucket: of the manifest; its pieces are whole tensors.
+        bucket: of the manifest; its slices are whole tensors.
         manifest: of the push.
 
     Raises:
@@ -26,15 +26,15 @@ def read_bucket(layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifes
     """
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     view = flat.numpy().data
-    for piece in bucket.pieces:
-        entry = manifest.by_name[piece.name]
-        stored = layout.get(piece.name)
+    for part in bucket.slices:
+        entry = manifest.by_name[part.name]
+        stored = layout.get(part.name)
         if stored is None or (stored.dtype, stored.shape) != (STORED_DTYPES.get(entry.dtype), entry.shape):
             found = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)} in {stored.file}"
-            raise WeightSyncError(f"{piece.name} shall be {entry.dtype} {list(entry.shape)}, and on disk is {found}")
-        if piece.shape != entry.shape:
-            raise WeightSyncError(f"a bucket from disk wants the part {list(piece.shape)} of {piece.name}")
-        _read_into(stored, view[piece.offset : piece.offset + entry.num_bytes])
+            raise WeightSyncError(f"{part.name} shall be {entry.dtype} {list(entry.shape)}, and on disk is {found}")
+        if part.slice.sizes != entry.shape:
+            raise WeightSyncError(f"a bucket from disk wants the part {list(part.slice.sizes)} of {part.name}")
+        _read_into(stored, view[part.offset : part.offset + entry.num_bytes])
     return flat
 
 

@@ -1,8 +1,7 @@
 """What a push of weights consists of: which tensors, in which buckets, where in each bucket.
 
 The manifest is made once for a layout and sent ahead of the bytes; the buckets themselves are flat.  A tensor may come
-in several pieces (a trainer rank sends the slices that it holds), each a rectangle of the whole tensor, stored
-row-major at its offset.
+in several slices (a trainer rank sends those that it holds), each stored row-major at its offset in the bucket.
 """
 
 from __future__ import annotations
@@ -15,31 +14,35 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from slime.utils.errors import WeightSyncError
 from slime.weights.named_tensors import dtype_name
+from slime.weights.tensor_slice import TensorSlice
 
 ALIGNMENT = 256
-"""Pieces start at multiples of this many bytes, so that every kernel may read them in its widest words."""
+"""Slices start at multiples of this many bytes, so that every kernel may read them in its widest words."""
 
 
 def align(offset: int) -> int:
-    """The next offset at which a piece may start."""
+    """Round up to the next offset at which a slice may start."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A rectangle of one HF tensor, in a bucket."""
+class BucketSlice:
+    """A slice of one HF tensor, in a bucket."""
 
     name: str
     """HF name of the whole tensor."""
     offset: int
     """First byte in the bucket; a multiple of :data:`ALIGNMENT`."""
-    start: tuple[int, ...]
-    """First index in each dimension of the whole tensor."""
-    shape: tuple[int, ...]
-    """Extent in each dimension."""
+    slice: TensorSlice
+
+    def view(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """The slice in the bucket ``flat`` (uint8) as a tensor of its own sizes."""
+        size = self.slice.num_elements * dtype.itemsize
+        return flat[self.offset : self.offset + size].view(dtype).view(self.slice.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class BucketEntry:
     """One flat buffer of the push."""
 
     num_bytes: int
-    pieces: tuple[Piece, ...]
+    slices: tuple[BucketSlice, ...]
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class Manifest:
     """All tensors and buckets of a push.
 
     Raises:
-        WeightSyncError: a piece lies outside its tensor or its bucket, or names a tensor that is not listed; the
-            pieces of a tensor do not add up to it.
+        WeightSyncError: a slice lies outside its tensor or its bucket, or names a tensor that is not listed; the
+            slices of a tensor do not add up to it.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -84,30 +87,25 @@ class Manifest:
         entries = {tensor.name: tensor for tensor in self.tensors}
         covered = dict.fromkeys(entries, 0)
         for index, bucket in enumerate(self.buckets):
-            for piece in bucket.pieces:
-                entry = entries.get(piece.name)
+            for item in bucket.slices:
+                entry, part = entries.get(item.name), item.slice
                 if entry is None:
-                    raise WeightSyncError(f"bucket {index} holds a piece of {piece.name}, which the manifest lacks")
-                ends = [begin + extent for begin, extent in zip(piece.start, piece.shape, strict=True)]
-                is_inside = len(ends) == len(entry.shape) and all(
-                    end <= size for end, size in zip(ends, entry.shape, strict=True)
-                )
-                if not is_inside:
+                    raise WeightSyncError(f"bucket {index} holds a slice of {item.name}, which the manifest lacks")
+                if not part.is_within(entry.shape):
                     raise WeightSyncError(
-                        f"{piece.name} has the shape {list(entry.shape)}; bucket {index} holds the piece "
-                        f"{list(piece.shape)} at {list(piece.start)}"
+                        f"{item.name} has the shape {list(entry.shape)}; bucket {index} holds the slice "
+                        f"{list(part.sizes)} at {list(part.offsets)}"
                     )
-                size = math.prod(piece.shape)
-                if piece.offset + size * entry.torch_dtype.itemsize > bucket.num_bytes:
+                if item.offset + part.num_elements * entry.torch_dtype.itemsize > bucket.num_bytes:
                     raise WeightSyncError(
-                        f"the piece of {piece.name} at byte {piece.offset} ends behind bucket {index} of "
+                        f"the slice of {item.name} at byte {item.offset} ends behind bucket {index} of "
                         f"{bucket.num_bytes} bytes"
                     )
-                covered[piece.name] += size
+                covered[item.name] += part.num_elements
         for tensor in self.tensors:
             if covered[tensor.name] != math.prod(tensor.shape):
                 raise WeightSyncError(
-                    f"the pieces of {tensor.name} have {covered[tensor.name]} elements together; its shape is "
+                    f"the slices of {tensor.name} have {covered[tensor.name]} elements together; its shape is "
                     f"{list(tensor.shape)}"
                 )
 
@@ -121,10 +119,10 @@ class Manifest:
         return {tensor.name: tensor for tensor in self.tensors}
 
     def segments(self, bucket_index: int) -> list[tuple[int, int]]:
-        """First byte and number of bytes of each piece of a bucket, which its digest is taken over in this order."""
+        """First byte and number of bytes of each slice of a bucket, which its digest is taken over in this order."""
         return [
-            (piece.offset, math.prod(piece.shape) * self.by_name[piece.name].torch_dtype.itemsize)
-            for piece in self.buckets[bucket_index].pieces
+            (item.offset, item.slice.num_elements * self.by_name[item.name].torch_dtype.itemsize)
+            for item in self.buckets[bucket_index].slices
         ]
 
     def to_json(self) -> str:
@@ -133,7 +131,7 @@ class Manifest:
             {
                 "tensors": [[t.name, t.shape, t.dtype] for t in self.tensors],
                 "buckets": [
-                    [bucket.num_bytes, [[p.name, p.offset, p.start, p.shape] for p in bucket.pieces]]
+                    [bucket.num_bytes, [[s.name, s.offset, s.slice.offsets, s.slice.sizes] for s in bucket.slices]]
                     for bucket in self.buckets
                 ],
             },
@@ -149,9 +147,12 @@ class Manifest:
             buckets=tuple(
                 BucketEntry(
                     size,
-                    tuple(Piece(name, offset, tuple(start), tuple(shape)) for name, offset, start, shape in pieces),
+                    tuple(
+                        BucketSlice(name, offset, TensorSlice(tuple(offsets), tuple(sizes)))
+                        for name, offset, offsets, sizes in slices
+                    ),
                 )
-                for size, pieces in content["buckets"]
+                for size, slices in content["buckets"]
             ),
         )
 
@@ -159,12 +160,12 @@ class Manifest:
 def pack_whole(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[list[TensorEntry], BucketEntry]:
     """A bucket of whole tensors, one behind the other."""
     entries: list[TensorEntry] = []
-    pieces: list[Piece] = []
+    slices: list[BucketSlice] = []
     end = 0
     for name, shape, dtype in tensors:
         entry = TensorEntry(name, tuple(shape), dtype_name(dtype))
         start = align(end)
         entries.append(entry)
-        pieces.append(Piece(name, start, (0,) * len(shape), tuple(shape)))
+        slices.append(BucketSlice(name, start, TensorSlice.whole(shape)))
         end = start + entry.num_bytes
-    return entries, BucketEntry(end, tuple(pieces))
+    return entries, BucketEntry(end, tuple(slices))

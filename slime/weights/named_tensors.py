@@ -10,6 +10,8 @@ from torch import Tensor
 
 from slime.utils.errors import ConfigError
 
+Header = tuple[str, tuple[int, ...], torch.dtype]
+"""HF name, shape and dtype of a tensor as it travels."""
 NamedTensors = list[tuple[str, Tensor]]
 """HF name and full (unsharded) tensor, in the order in which they were made."""
 

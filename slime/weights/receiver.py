@@ -139,7 +139,7 @@ class WeightReceiver(Protocol):
         """``wait`` gives ``{"push_id", "buckets", "problems"}`` for what the engine would serve.
 
         ``buckets``: digest of each bucket of the manifest as 16 hexadecimal digits (``slime.weights.digest``:
-        ``combine`` over the digests of its pieces, in the manifest's order), "" for one that did not arrive.
+        ``combine`` over the digests of its slices, in the manifest's order), "" for one that did not arrive.
         ``problems``: what keeps the engine from serving these weights, one sentence each, over all its ranks.
         """
 

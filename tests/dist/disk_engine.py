@@ -129,10 +129,10 @@ class DiskEngine:
         assert self._manifest is not None
         buckets = []
         for bucket in self._manifest.buckets:
-            sizes = {p.name: math.prod(p.shape) for p in bucket.pieces}
-            assert all(sizes[p.name] == math.prod(self._manifest.by_name[p.name].shape) for p in bucket.pieces)
+            sizes = {p.name: p.slice.num_elements for p in bucket.slices}
+            assert all(sizes[p.name] == math.prod(self._manifest.by_name[p.name].shape) for p in bucket.slices)
             held = [
-                torch.frombuffer(bytearray(self.held[p.name]) or NO_BYTES, dtype=torch.uint8) for p in bucket.pieces
+                torch.frombuffer(bytearray(self.held[p.name]) or NO_BYTES, dtype=torch.uint8) for p in bucket.slices
             ]
             buckets.append(f"{combine(digest_bytes(data) for data in held):016x}")
         self._is_acknowledged = True

@@ -31,7 +31,7 @@ from torch import Tensor
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.channel import WeightChannel
 from slime.weights.digest import combine, digest_tensor
-from slime.weights.manifest import Manifest, Piece
+from slime.weights.manifest import Manifest
 
 HALL_TIMEOUT_S = 60
 FAULTY_BUCKET = 1
@@ -243,16 +243,16 @@ class HoldingEngine:
 
     def load(self, bucket_index: int, flats: list[Tensor], *, is_faulty: bool) -> None:
         assert self.manifest is not None
-        pieces = self.manifest.buckets[bucket_index].pieces
+        slices = self.manifest.buckets[bucket_index].slices
         if is_faulty and self.fault == "loses receive":
             return
         for held, flat in zip(self.held, flats, strict=True):
-            for position, piece in enumerate(pieces):
-                if is_faulty and position == len(pieces) // 2:
+            for position, part in enumerate(slices):
+                if is_faulty and position == len(slices) // 2:
                     self.at("receive:during")
-                place = _part(held[piece.name], piece)
+                place = part.slice.of(held[part.name])
                 length = place.numel() * place.element_size()
-                data = flat[piece.offset : piece.offset + length].clone()
+                data = flat[part.offset : part.offset + length].clone()
                 if is_faulty and position == 0 and self.fault == "corrupts receive":
                     data[0] ^= 1
                 place.copy_(data.view(place.dtype).view(place.shape))
@@ -264,7 +264,7 @@ class HoldingEngine:
         self.require(push_id)
         buckets = []
         for index, bucket in enumerate(self.manifest.buckets):
-            digests = {combine(digest_tensor(_part(held[p.name], p)) for p in bucket.pieces) for held in self.held}
+            digests = {combine(digest_tensor(p.slice.of(held[p.name])) for p in bucket.slices) for held in self.held}
             if len(digests) > 1:
                 self.problems.append(f"the GPUs hold different bytes of bucket {index}")
             buckets.append(f"{min(digests):016x}" if index in self.loaded else "")
@@ -312,10 +312,6 @@ class HoldingEngine:
     def require(self, push_id: str) -> None:
         if push_id != self.push_id:
             raise WeightSyncError(f"asked about push {push_id}, the one begun last is {self.push_id}")
-
-
-def _part(tensor: Tensor, piece: Piece) -> Tensor:
-    return tensor[tuple(slice(begin, begin + size) for begin, size in zip(piece.start, piece.shape, strict=True))]
 
 
 def _all_at_once(work: list[Callable[[], None]]) -> None:

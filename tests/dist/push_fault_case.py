@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.update_weight.update_weight_from_tensor impor
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import WeightSyncError
 from slime.weights.digest import combine, digest_tensor
-from slime.weights.manifest import BucketEntry, Manifest, Piece, TensorEntry, pack_whole
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, pack_whole
 from tests.dist.fault_engine import FaultyEngine, start_engine
 
 SHAPES = {
@@ -80,12 +80,12 @@ class FixedBuckets:
             index = self._own[step]
             bucket = self.manifest.buckets[index]
             flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-            for piece in bucket.pieces:
+            for piece in bucket.slices:
                 self._lay(flat, piece, weights[piece.name])
             yield index, flat
 
     @staticmethod
-    def _lay(flat: Tensor, piece: Piece, tensor: Tensor) -> None:
+    def _lay(flat: Tensor, piece: BucketSlice, tensor: Tensor) -> None:
         data = tensor.contiguous().view(-1).view(torch.uint8)
         flat[piece.offset : piece.offset + data.numel()] = data
 

@@ -47,7 +47,7 @@ class Trained(Pusher):
     def digests(self) -> list[str]:
         """Of the trainer's own bytes."""
         return [
-            f"{combine(digest_bytes(torch.from_numpy(self.current[piece.name])) for piece in bucket.pieces):016x}"
+            f"{combine(digest_bytes(torch.from_numpy(self.current[piece.name])) for piece in bucket.slices):016x}"
             for bucket in self.manifest().buckets
         ]
 
@@ -107,7 +107,7 @@ def test_a_copy_that_was_damaged_unseen_is_not_acknowledged_as_the_trainers(
     held, sent = engine.acknowledge_weight_update("push")["buckets"], pusher.digests()
     assert [index for index in range(3) if held[index] != sent[index]] == [
         index for index, bucket in enumerate(pusher.manifest().buckets)
-        if "model.norm.weight" in {piece.name for piece in bucket.pieces}
+        if "model.norm.weight" in {piece.name for piece in bucket.slices}
     ]  # fmt: skip
     engine.pull_weights(1, rebuild=True)
     engine.begin_weight_update(pusher.manifest().to_json(), "again")

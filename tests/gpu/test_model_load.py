@@ -44,8 +44,8 @@ def test_three_pushes_of_different_weights(name, layout):
             moved = flat.cuda()
             load.load(index, moved)
             torch.cuda.synchronize()
-            pieces = manifest.buckets[index].pieces
-            sizes = [torch.Size(p.shape).numel() * manifest.by_name[p.name].torch_dtype.itemsize for p in pieces]
+            pieces = manifest.buckets[index].slices
+            sizes = [p.slice.num_elements * manifest.by_name[p.name].torch_dtype.itemsize for p in pieces]
             table = DigestTable([p.offset for p in pieces], sizes, "cuda")
             assert f"{combine(as_unsigned(table.run(moved))):016x}" == digests(manifest, flats)[index]
             moved.fill_(255)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from slime.weights.digest import combine, digest_bytes
-from slime.weights.manifest import BucketEntry, Manifest, Piece, TensorEntry, align, pack_whole
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align, pack_whole
 from slime.weights.named_tensors import dtype_name
+from slime.weights.tensor_slice import TensorSlice
 
-Cut = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A rectangle of a tensor: name, first index, extents."""
+NamedSlice = tuple[str, TensorSlice]
+"""Name of a tensor, and a slice of it."""
 
 
 def whole_buckets(tensors: Mapping[str, Tensor], num_buckets: int = 1) -> Manifest:
@@ -31,29 +32,29 @@ def whole_buckets(tensors: Mapping[str, Tensor], num_buckets: int = 1) -> Manife
 
 def cut_buckets(tensors: Mapping[str, Tensor], num_parts: int = 2) -> Manifest:
     """As shards come: bucket ``i`` holds part ``i`` of every matrix, by rows and columns in turn; the rest whole."""
-    cuts: list[list[Cut]] = [[] for _ in range(num_parts)]
+    cuts: list[list[NamedSlice]] = [[] for _ in range(num_parts)]
     for number, (name, tensor) in enumerate(tensors.items()):
         dim = number % max(tensor.dim(), 1)
         if tensor.dim() < 2 or tensor.shape[dim] < num_parts:
-            cuts[0].append((name, (0,) * tensor.dim(), tuple(tensor.shape)))
+            cuts[0].append((name, TensorSlice.whole(tensor.shape)))
             continue
         edges = [tensor.shape[dim] * part // num_parts for part in range(num_parts + 1)]
         for part in range(num_parts):
             start, shape = [0] * tensor.dim(), list(tensor.shape)
             start[dim], shape[dim] = edges[part], edges[part + 1] - edges[part]
-            cuts[part].append((name, tuple(start), tuple(shape)))
+            cuts[part].append((name, TensorSlice(tuple(start), tuple(shape))))
     return manifest_of(tensors, cuts)
 
 
-def manifest_of(tensors: Mapping[str, Tensor], cuts: Sequence[Sequence[Cut]]) -> Manifest:
-    """Buckets of the given rectangles."""
+def manifest_of(tensors: Mapping[str, Tensor], cuts: Sequence[Sequence[NamedSlice]]) -> Manifest:
+    """Buckets of the given slices."""
     entries = tuple(TensorEntry(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items())
     buckets = []
     for part in cuts:
         pieces, end = [], 0
-        for name, start, shape in part:
-            piece = Piece(name, align(end), start, shape)
-            end = piece.offset + torch.Size(shape).numel() * tensors[name].element_size()
+        for name, sliced in part:
+            piece = BucketSlice(name, align(end), sliced)
+            end = piece.offset + sliced.num_elements * tensors[name].element_size()
             pieces.append(piece)
         buckets.append(BucketEntry(end, tuple(pieces)))
     return Manifest(entries, tuple(buckets))
@@ -64,11 +65,8 @@ def fill(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     flats = []
     for bucket in manifest.buckets:
         flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-        for piece in bucket.pieces:
-            part = tensors[piece.name]
-            for dim, (begin, extent) in enumerate(zip(piece.start, piece.shape, strict=True)):
-                part = part.narrow(dim, begin, extent)
-            data = part.contiguous().view(-1).view(torch.uint8)
+        for piece in bucket.slices:
+            data = piece.slice.of(tensors[piece.name]).contiguous().view(-1).view(torch.uint8)
             flat[piece.offset : piece.offset + data.numel()] = data
         flats.append(flat)
     return flats
@@ -78,7 +76,7 @@ def digests(manifest: Manifest, flats: Sequence[Tensor]) -> list[str]:
     """What an engine that received these buffers acknowledges."""
     words = []
     for bucket, flat in zip(manifest.buckets, flats, strict=True):
-        sizes = [torch.Size(p.shape).numel() * manifest.by_name[p.name].torch_dtype.itemsize for p in bucket.pieces]
-        parts = [digest_bytes(flat[p.offset : p.offset + size]) for p, size in zip(bucket.pieces, sizes, strict=True)]
+        sizes = [p.slice.num_elements * manifest.by_name[p.name].torch_dtype.itemsize for p in bucket.slices]
+        parts = [digest_bytes(flat[p.offset : p.offset + size]) for p, size in zip(bucket.slices, sizes, strict=True)]
         words.append(f"{combine(parts):016x}")
     return words

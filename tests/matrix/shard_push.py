@@ -32,8 +32,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, BucketSource
 from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
-from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
-from slime.backends.megatron_utils.update_weight.sources.shard_collect import CollectedBuckets
+from slime.backends.megatron_utils.update_weight.sources.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.utils.distributed_utils import get_gloo_group, init_gloo_group
 from slime.weights.manifest import Manifest
 from slime.weights.quantize import Quantizer
@@ -205,8 +204,8 @@ def differences(source: BucketSource, expected: dict[str, Tensor]) -> list[str]:
 
 def _equal(manifest: Manifest, index: int, data: bytes, other: bytes) -> bool:
     """Whether two bodies of a bucket have the same pieces; what lies between them does not matter."""
-    for piece in manifest.buckets[index].pieces:
-        end = piece.offset + math.prod(piece.shape) * manifest.by_name[piece.name].torch_dtype.itemsize
+    for piece in manifest.buckets[index].slices:
+        end = piece.offset + math.prod(piece.slice.sizes) * manifest.by_name[piece.name].torch_dtype.itemsize
         if data[piece.offset : end] != other[piece.offset : end]:
             return False
     return True
@@ -221,12 +220,11 @@ def _compare(manifest: Manifest, buckets: dict[int, bytes], expected: dict[str, 
     times = {n: torch.zeros(t.shape, dtype=torch.int32) for n, t in expected.items()}
     for index, entry in enumerate(manifest.buckets):
         data = torch.frombuffer(bytearray(buckets[index]), dtype=torch.uint8)
-        for piece in entry.pieces:
+        for piece in entry.slices:
             whole = made[piece.name]
-            place = tuple(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True))
-            size = math.prod(piece.shape) * whole.dtype.itemsize
-            part = data[piece.offset : piece.offset + size].view(whole.dtype).view(piece.shape)
-            whole.view(torch.uint8).view(*whole.shape, -1)[place].copy_(part.view(torch.uint8).view(*piece.shape, -1))
+            place, sizes = piece.slice.index, piece.slice.sizes
+            part = piece.view(data, whole.dtype)
+            whole.view(torch.uint8).view(*whole.shape, -1)[place].copy_(part.view(torch.uint8).view(*sizes, -1))
             times[piece.name][place] += 1
     for name, tensor in expected.items():
         if not bool((times[name] == 1).all()):

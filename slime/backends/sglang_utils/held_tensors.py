@@ -1,4 +1,4 @@
-"""Whole tensors out of the pieces that buckets bring, for loaders that want whole ones, and some of them together."""
+"""Whole tensors out of the slices that buckets bring, for loaders that want whole ones, and some of them together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slime.weights.manifest import BucketEntry, Manifest, Piece
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest
 
 LIMIT_BYTES = 2 << 30
 """Memory that waiting tensors may take on each GPU."""
@@ -26,7 +26,7 @@ class Complete:
     assembled: NamedTensors = field(default_factory=list)
     """Tensors that came in several buckets, or waited for a partner."""
     refused: set[str] = field(default_factory=set)
-    """Tensors of which this bucket brought a piece that is not kept, for want of memory."""
+    """Tensors of which this bucket brought a slice that is not kept, for want of memory."""
 
     @property
     def tensors(self) -> NamedTensors:
@@ -34,10 +34,10 @@ class Complete:
 
 
 class HeldTensors:
-    """Collects pieces until a tensor, and all that must be loaded with it, is complete.
+    """Collects slices until a tensor, and all that must be loaded with it, is complete.
 
     Invariant: what waits is a copy, because the bucket that brought it will be overwritten.  A group of tensors is
-    kept as a whole or refused as a whole, when the first piece of it comes.
+    kept as a whole or refused as a whole, when the first slice of it comes.
 
     Args:
         manifest: the tensors of the push.
@@ -56,21 +56,21 @@ class HeldTensors:
         self._num_bytes = 0
 
     def add(self, bucket: BucketEntry, flat: Tensor, names: Collection[str]) -> Complete:
-        """Take those pieces of a bucket that belong to ``names``."""
+        """Take those slices of a bucket that belong to ``names``."""
         result = Complete()
-        pieces = [piece for piece in bucket.pieces if piece.name in names]
-        whole = {piece.name for piece in pieces if piece.shape == self._entries[piece.name].shape}
+        parts = [part for part in bucket.slices if part.name in names]
+        whole = {part.name for part in parts if part.slice.sizes == self._entries[part.name].shape}
         touched: dict[str, None] = {}
-        for piece in pieces:
-            group = self._group(piece.name)
-            view = piece_view(piece, flat, self._entries[piece.name].torch_dtype)
+        for part in parts:
+            group = self._group(part.name)
+            view = part.view(flat, self._entries[part.name].torch_dtype)
             if group <= whole:
-                result.direct.append((piece.name, view))
+                result.direct.append((part.name, view))
             elif self._keeps(group):
-                self._insert(piece, view)
-                touched[piece.name] = None
+                self._insert(part, view)
+                touched[part.name] = None
             else:
-                result.refused.add(piece.name)
+                result.refused.add(part.name)
         for name in touched:
             group = self._group(name)
             if name in self._held and not any(self._missing[member] for member in group):
@@ -100,15 +100,12 @@ class HeldTensors:
         self._missing.update({name: math.prod(self._entries[name].shape) for name in group})
         return True
 
-    def _insert(self, piece: Piece, view: Tensor) -> None:
-        if piece.name not in self._held:
-            entry = self._entries[piece.name]
-            self._held[piece.name] = torch.empty(entry.shape, dtype=entry.torch_dtype, device=view.device)
-        place = self._held[piece.name]
-        for dim, (begin, extent) in enumerate(zip(piece.start, piece.shape, strict=True)):
-            place = place.narrow(dim, begin, extent)
-        place.copy_(view)
-        self._missing[piece.name] -= view.numel()
+    def _insert(self, part: BucketSlice, view: Tensor) -> None:
+        if part.name not in self._held:
+            entry = self._entries[part.name]
+            self._held[part.name] = torch.empty(entry.shape, dtype=entry.torch_dtype, device=view.device)
+        part.slice.of(self._held[part.name]).copy_(view)
+        self._missing[part.name] -= view.numel()
 
     def _drop(self, group: frozenset[str]) -> None:
         self._num_bytes -= self._bytes_of(group)
@@ -117,9 +114,3 @@ class HeldTensors:
 
     def _bytes_of(self, group: frozenset[str]) -> int:
         return sum(self._entries[name].num_bytes for name in group)
-
-
-def piece_view(piece: Piece, flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """The piece as a tensor of its own shape, in the bucket."""
-    size = math.prod(piece.shape) * dtype.itemsize
-    return flat[piece.offset : piece.offset + size].view(dtype).view(piece.shape)

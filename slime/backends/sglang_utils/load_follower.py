@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.weights.manifest import TensorEntry
-from slime.weights.strided import Layout, NotRectangularError, StridedCopy, box_written, clip
+from slime.weights.tensor_slice import NotRectangularError, StridedCopy, StridedSlice, clip, slice_written
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ class LoadTrace:
 
 
 @dataclass
-class _Part:
+class _Source:
     """Elements of a temporary tensor and where they come from."""
 
     name: str
@@ -94,8 +94,9 @@ class _Origin:
     name: str = ""
     """Set when it is an HF tensor itself."""
     dtype: torch.dtype | None = None
-    layout: Layout | None = None
-    parts: list[_Part] = field(default_factory=list)
+    whole: StridedSlice | None = None
+    """How it would lie in memory."""
+    parts: list[_Source] = field(default_factory=list)
     opaque: frozenset[str] = frozenset()
     """Names of the tensors that it was computed from in a way that is not followed."""
 
@@ -122,7 +123,7 @@ class Follower(TorchDispatchMode):
     def source(self, entry: TensorEntry) -> Tensor:
         """A stand-in for an HF tensor."""
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device=META)
-        self._remember(tensor, _Origin(entry.name, tensor.dtype, Layout.row_major(entry.shape)))
+        self._remember(tensor, _Origin(entry.name, tensor.dtype, StridedSlice.whole(entry.shape)))
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,14 +242,14 @@ class Follower(TorchDispatchMode):
 
     def _parts(
         self, origin: _Origin, copy: StridedCopy, source: Tensor, target_dtype: torch.dtype
-    ) -> list[_Part] | None:
+    ) -> list[_Source] | None:
         """The copy as copies from HF tensors; None when that cannot be said."""
-        if origin.opaque or origin.layout is None or origin.dtype is None:
+        if origin.opaque or origin.whole is None or origin.dtype is None:
             return None
         if source.dtype.itemsize != origin.dtype.itemsize:
             return None  # a view as numbers of another width
         if origin.name:
-            return [_Part(origin.name, copy, source.dtype)]
+            return [_Source(origin.name, copy, source.dtype)]
         parts, count = [], 0
         for part in origin.parts:
             if source.dtype != origin.dtype and part.dtype != origin.dtype:
@@ -256,13 +257,13 @@ class Follower(TorchDispatchMode):
             if source.dtype == origin.dtype and not _casts_alike(part.dtype, source.dtype, target_dtype):
                 return None
             try:
-                box = box_written(part.copy, origin.layout)
-                cuts = clip(copy, origin.layout, box)
+                held = slice_written(part.copy, origin.whole)
+                clipped = clip(copy, origin.whole, held)
             except NotRectangularError:
                 return None
             dtype = part.dtype if source.dtype == origin.dtype else source.dtype
-            parts += [_Part(part.name, cut, dtype) for cut in cuts]
-            count += sum(cut.num_elements for cut in cuts)
+            parts += [_Source(part.name, one, dtype) for one in clipped]
+            count += sum(one.num_elements for one in clipped)
         return parts if count == copy.num_elements else None
 
     def _fill_temporary(self, target: Tensor, copy: StridedCopy, origin: _Origin, source: Tensor) -> None:
@@ -270,7 +271,7 @@ class Follower(TorchDispatchMode):
         if parts is None or held.names or target.numel() * target.element_size() != target.untyped_storage().nbytes():
             self._remember(target, _Origin(opaque=held.names | origin.names))
         else:
-            self._remember(target, _Origin("", target.dtype, Layout(tuple(target.shape), target.stride()), parts))
+            self._remember(target, _Origin("", target.dtype, StridedSlice.whole(target.shape, target.stride()), parts))
 
     def _follow_copy(self, result: Tensor, source: Tensor) -> None:
         if source.device != META:  # a copy of real numbers, for a device that is meta here
@@ -282,7 +283,7 @@ class Follower(TorchDispatchMode):
         if any(source.device != META for source in sources):
             self._mark_opaque([result], sources)
             return
-        origin, start = _Origin("", result.dtype, Layout(tuple(result.shape), result.stride())), 0
+        origin, start = _Origin("", result.dtype, StridedSlice.whole(result.shape, result.stride())), 0
         for index, source in enumerate(sources):
             if packet is aten.stack:
                 place = result.select(dim, index)

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from slime.backends.sglang_utils.load_follower import LoadTrace, Write
 from slime.backends.sglang_utils.load_trace import trace_load
 from slime.weights.kernels.copy_table import CopyItem
-from slime.weights.manifest import BucketEntry, Manifest, Piece
-from slime.weights.strided import Box, Layout, NotRectangularError, StridedCopy, box_written, clip, merged
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest
+from slime.weights.tensor_slice import (
+    NotRectangularError,
+    StridedCopy,
+    StridedSlice,
+    TensorSlice,
+    clip,
+    merged,
+    slice_written,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -122,20 +130,20 @@ class LoadPlan:
     def items(self, bucket: BucketEntry, names: Collection[str] | None = None) -> list[PlannedItem]:
         """The copies that load a bucket, or only some of its tensors."""
         found = []
-        for piece in bucket.pieces:
-            if names is not None and piece.name not in names:
+        for part in bucket.slices:
+            if names is not None and part.name not in names:
                 continue
-            for write in self.writes.get(piece.name, ()):
-                found += [PlannedItem(piece.name, item) for item in self._items_of(piece, write)]
+            for write in self.writes.get(part.name, ()):
+                found += [PlannedItem(part.name, item) for item in self._items_of(part, write)]
         return found
 
-    def _items_of(self, piece: Piece, write: Write) -> list[CopyItem]:
-        shape = self.manifest.by_name[piece.name].shape
-        if piece.shape == shape:
+    def _items_of(self, part: BucketSlice, write: Write) -> list[CopyItem]:
+        shape = self.manifest.by_name[part.name].shape
+        if part.slice.sizes == shape:
             copies = [write.copy]
         else:
-            copies = clip(write.copy, Layout.row_major(shape), Box.row_major(piece.start, piece.shape))
-        return [_item(copy, write, piece.offset) for copy in map(merged, copies)]
+            copies = clip(write.copy, StridedSlice.whole(shape), StridedSlice.packed(part.slice))
+        return [_item(copy, write, part.offset) for copy in map(merged, copies)]
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
@@ -143,9 +151,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     return tuple((name, p.data_ptr(), tuple(p.shape), p.stride(), p.dtype) for name, p in model.named_parameters())
 
 
-def _item(copy: StridedCopy, write: Write, piece_offset: int) -> CopyItem:
+def _item(copy: StridedCopy, write: Write, slice_offset: int) -> CopyItem:
     target = write.target.as_strided(copy.shape, copy.to_strides, copy.to_offset)
-    offset = piece_offset + copy.from_offset * write.source_dtype.itemsize
+    offset = slice_offset + copy.from_offset * write.source_dtype.itemsize
     return CopyItem(target, offset, copy.from_strides, write.source_dtype)
 
 
@@ -188,13 +196,13 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
 
 def _count(parameter: Tensor, writes: Sequence[Write], excused: Sequence[Tensor]) -> tuple[int, int]:
     """Elements of a parameter that nothing writes, and those that are written more than once."""
-    whole = Layout(tuple(parameter.shape), parameter.stride())
+    whole = StridedSlice.whole(parameter.shape, parameter.stride())
     try:
-        boxes = [_box(parameter, write.copy, whole) for write in writes]
-        others = [_box(parameter, _copy_to(target), whole) for target in excused]
+        written = [_slice_of(parameter, write.copy, whole) for write in writes]
+        others = [_slice_of(parameter, _copy_to(target), whole) for target in excused]
     except NotRectangularError:
         return _count_each(parameter, [write.copy for write in writes], excused)
-    return _count_cells(tuple(parameter.shape), boxes, others)
+    return _count_cells(tuple(parameter.shape), written, others)
 
 
 def _copy_to(target: Tensor) -> StridedCopy:
@@ -202,36 +210,38 @@ def _copy_to(target: Tensor) -> StridedCopy:
     return StridedCopy(tuple(target.shape), int(target.storage_offset()), target.stride(), 0, zeros)
 
 
-def _box(parameter: Tensor, copy: StridedCopy, whole: Layout) -> Box:
+def _slice_of(parameter: Tensor, copy: StridedCopy, whole: StridedSlice) -> TensorSlice:
     offset = copy.to_offset - int(parameter.storage_offset())
     if offset < 0:
         raise NotRectangularError
     moved = StridedCopy(copy.shape, offset, copy.to_strides, copy.from_offset, copy.from_strides)
-    return box_written(moved, whole)
+    return slice_written(moved, whole).slice
 
 
-def _count_cells(shape: tuple[int, ...], boxes: Sequence[Box], excused: Sequence[Box]) -> tuple[int, int]:
-    """The boxes' edges cut the parameter into cells that are in a box as a whole or not at all."""
+def _count_cells(
+    shape: tuple[int, ...], written: Sequence[TensorSlice], excused: Sequence[TensorSlice]
+) -> tuple[int, int]:
+    """The slices' edges cut the parameter into cells that are in a slice as a whole or not at all."""
     cuts: list[list[int]] = []
     for dim, size in enumerate(shape):
         edges = {0, size}
-        for box in (*boxes, *excused):
-            edges |= {box.start[dim], box.start[dim] + box.shape[dim]}
+        for part in (*written, *excused):
+            edges |= {part.offsets[dim], part.offsets[dim] + part.sizes[dim]}
         cuts.append(sorted(edges))
     position = [{edge: index for index, edge in enumerate(edges)} for edges in cuts]
     count = torch.zeros([len(edges) - 1 for edges in cuts], dtype=torch.int32)
     covered = torch.zeros_like(count, dtype=torch.bool)
 
-    def cells_of(box: Box) -> tuple[slice, ...]:
+    def cells_of(part: TensorSlice) -> tuple[slice, ...]:
         return tuple(
-            slice(position[dim][box.start[dim]], position[dim][box.start[dim] + box.shape[dim]])
+            slice(position[dim][part.offsets[dim]], position[dim][part.offsets[dim] + part.sizes[dim]])
             for dim in range(len(shape))
         )
 
-    for box in boxes:
-        count[cells_of(box)] += 1
-    for box in excused:
-        covered[cells_of(box)] = True
+    for part in written:
+        count[cells_of(part)] += 1
+    for part in excused:
+        covered[cells_of(part)] = True
     volume = torch.ones_like(count, dtype=torch.int64)
     for dim, sorted_edges in enumerate(cuts):
         extents = torch.tensor([high - low for low, high in itertools.pairwise(sorted_edges)])
@@ -241,7 +251,7 @@ def _count_cells(shape: tuple[int, ...], boxes: Sequence[Box], excused: Sequence
 
 
 def _count_each(parameter: Tensor, copies: Sequence[StridedCopy], excused: Sequence[Tensor]) -> tuple[int, int]:
-    """Element by element, for what is no rectangle; one byte of host memory an element."""
+    """Element by element, for what is no slice; one byte of host memory an element."""
     span = parameter.untyped_storage().nbytes() // parameter.element_size()
     count = torch.zeros(span, dtype=torch.uint8)
     for copy in copies:

@@ -11,7 +11,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.held_tensors import Complete, HeldTensors, NamedTensors, piece_view
+from slime.backends.sglang_utils.held_tensors import Complete, HeldTensors, NamedTensors
 from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
 from slime.backends.sglang_utils.weight_check import differing_names, find_poison_in, poison
 from slime.utils.errors import WeightSyncError
@@ -64,7 +64,7 @@ class ModelLoad:
         """Take one bucket; on a GPU the work may not be done when this returns."""
         plan, held = self._begun()
         bucket = plan.manifest.buckets[index]
-        names = {piece.name for piece in bucket.pieces}
+        names = {part.name for part in bucket.slices}
         with torch.no_grad():
             if self._is_proven:
                 if index not in self._tables:
@@ -79,7 +79,7 @@ class ModelLoad:
         refused = sorted(complete.refused & plan.stock.keys())
         if refused:
             self.problems.append(
-                f"{len(refused)} tensors ({', '.join(refused[:3])}) come in pieces, must be whole for the engine's "
+                f"{len(refused)} tensors ({', '.join(refused[:3])}) come in slices, must be whole for the engine's "
                 "loader, and take more memory than waiting tensors may"
             )
         self._loaded.add(index)
@@ -156,8 +156,8 @@ def packed(named_tensors: NamedTensors) -> tuple[BucketEntry, Tensor]:
     """Whole tensors in a bucket of their own."""
     _, bucket = pack_whole((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named_tensors)
     flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=named_tensors[0][1].device)
-    for piece, (_, tensor) in zip(bucket.pieces, named_tensors, strict=True):
-        piece_view(piece, flat, tensor.dtype).copy_(tensor)
+    for part, (_, tensor) in zip(bucket.slices, named_tensors, strict=True):
+        part.view(flat, tensor.dtype).copy_(tensor)
     return bucket, flat
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from slime.weights.kernels.cast_table import check_bucket
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True, slots=True)
 class CopyItem:
@@ -104,9 +106,19 @@ class CopyTable:
 
 def differing_bytes(item: CopyItem, flat: Tensor) -> Tensor:
     """The count of one item, in plain torch."""
-    held = item.dst.detach().contiguous().view(-1).view(torch.uint8)
-    expected = source_view(item, flat).to(device=item.dst.device, dtype=item.dst.dtype)
-    return (held != expected.contiguous().view(-1).view(torch.uint8)).sum()
+    held, expected = item.dst.detach(), source_view(item, flat)
+    if held.device.type == "cpu" and held.dtype == expected.dtype and _are_equal(held, expected):
+        return torch.zeros((), dtype=torch.int64)
+    expected = expected.to(device=held.device, dtype=held.dtype)
+    return (held.contiguous().view(-1).view(torch.uint8) != expected.contiguous().view(-1).view(torch.uint8)).sum()
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare the bytes of two tensors of one shape and dtype without temporary ones."""
+    if all(t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in (one, other)):
+        return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
+    word = _WORDS[one.element_size()]
+    return torch.equal(one.view(word), other.view(word))
 
 
 def source_view(item: CopyItem, flat: Tensor) -> Tensor:

@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 
 from slime.utils.errors import ConfigError
-from slime.weights.named_tensors import NamedTensors
+from slime.weights.named_tensors import Header, NamedTensors
 from slime.weights.quantize.config import IgnoredModules, read_format
 from slime.weights.quantize.formats import Shape, WeightFormat
 from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline
 
 logger = logging.getLogger(__name__)
-
-Header = tuple[str, Shape, torch.dtype]
-"""Name, shape and dtype of a tensor as it travels."""
 
 
 class Quantizer:

@@ -101,14 +101,14 @@ def test_a_plan_lays_whole_tensors_out_without_passing_the_limit_or_parting_a_un
         [("e", (1,), torch.uint8)],
     ]
     tensors, buckets = plan_buckets(units, 1024)
-    assert [[piece.name for piece in bucket.pieces] for bucket in buckets] == [
+    assert [[piece.name for piece in bucket.slices] for bucket in buckets] == [
         ["a", "b", "b.scale"],
         ["c"],
         ["d"],
         ["e"],
     ]
     assert [entry.name for entry in tensors] == ["a", "b", "b.scale", "c", "d", "e"]
-    assert [piece.offset for piece in buckets[0].pieces] == [0, 256, 512]
+    assert [piece.offset for piece in buckets[0].slices] == [0, 256, 512]
     assert [bucket.num_bytes for bucket in buckets] == [516, 300, 2000, 1]
     Manifest(tuple(tensors), tuple(buckets))
 

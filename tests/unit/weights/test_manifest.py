@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import ALIGNMENT, BucketEntry, Manifest, Piece, TensorEntry, pack_whole
+from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, TensorEntry, pack_whole
+from slime.weights.tensor_slice import TensorSlice
 
 
 def two_halves(second_start: int = 2) -> Manifest:
     tensor = TensorEntry("w", (4, 3), "float32")
-    pieces = (Piece("w", 0, (0, 0), (2, 3)), Piece("w", ALIGNMENT, (second_start, 0), (2, 3)))
+    pieces = (
+        BucketSlice("w", 0, TensorSlice((0, 0), (2, 3))),
+        BucketSlice("w", ALIGNMENT, TensorSlice((second_start, 0), (2, 3))),
+    )
     return Manifest((tensor,), (BucketEntry(ALIGNMENT + 24, pieces),))
 
 
@@ -25,7 +29,7 @@ def test_text_form_is_read_back_and_names_the_layout():
 def test_whole_tensors_lie_behind_each_other_at_aligned_offsets():
     entries, bucket = pack_whole(iter([("a", (3,), torch.bfloat16), ("b", (2, 2), torch.float32)]))
     assert [entry.dtype for entry in entries] == ["bfloat16", "float32"]
-    assert [piece.offset for piece in bucket.pieces] == [0, ALIGNMENT]
+    assert [piece.offset for piece in bucket.slices] == [0, ALIGNMENT]
     assert bucket.num_bytes == ALIGNMENT + 16
     Manifest(tuple(entries), (bucket,))
 
@@ -38,15 +42,15 @@ def test_a_piece_outside_of_its_tensor_is_refused():
 def test_pieces_that_do_not_make_up_the_tensor_are_refused():
     tensor = TensorEntry("w", (4, 3), "float32")
     with pytest.raises(WeightSyncError, match="6 elements together"):
-        Manifest((tensor,), (BucketEntry(24, (Piece("w", 0, (0, 0), (2, 3)),)),))
+        Manifest((tensor,), (BucketEntry(24, (BucketSlice("w", 0, TensorSlice((0, 0), (2, 3))),)),))
 
 
 def test_a_piece_behind_the_end_of_its_bucket_is_refused():
     tensor = TensorEntry("w", (4, 3), "float32")
     with pytest.raises(WeightSyncError, match="ends behind bucket 0"):
-        Manifest((tensor,), (BucketEntry(47, (Piece("w", 0, (0, 0), (4, 3)),)),))
+        Manifest((tensor,), (BucketEntry(47, (BucketSlice("w", 0, TensorSlice((0, 0), (4, 3))),)),))
 
 
 def test_a_piece_of_an_unlisted_tensor_is_refused():
     with pytest.raises(WeightSyncError, match="which the manifest lacks"):
-        Manifest((), (BucketEntry(48, (Piece("w", 0, (0, 0), (4, 3)),)),))
+        Manifest((), (BucketEntry(48, (BucketSlice("w", 0, TensorSlice((0, 0), (4, 3))),)),))

@@ -84,7 +84,7 @@ def test_a_bucket_is_put_together_from_files(folder):
     entries, bucket = pack_whole([(name, tuple(t.shape), t.dtype) for name, t in TENSORS.items()])
     manifest = Manifest(tuple(entries), (bucket,))
     flat = read_bucket(read_layout(folder), bucket, manifest)
-    for piece in bucket.pieces:
+    for piece in bucket.slices:
         entry = manifest.by_name[piece.name]
         data = bytes(flat[piece.offset : piece.offset + entry.num_bytes].tolist())
         assert data == TENSORS[piece.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -37,7 +37,7 @@ from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import HookError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.weights.hf_files import copy_assets
-from slime.weights.manifest import Piece
+from slime.weights.manifest import BucketSlice
 from slime.weights.receiver import WeightReceiver
 from slime.weights.shares import Shares
 from slime.weights.version_writer import (
@@ -104,8 +104,8 @@ class UpdateWeightFromDisk(WeightSender):
         """Write this rank's share of a bucket."""
         bucket = self.source.manifest.buckets[index]
         by_name = self.source.manifest.by_name
-        own = [piece for piece in bucket.pieces if self._shares.is_own(piece.name, by_name[piece.name].num_bytes)]
-        self._write_pieces(own, flat)
+        own = [part for part in bucket.slices if self._shares.is_own(part.name, by_name[part.name].num_bytes)]
+        self._write_slices(own, flat)
 
     def _push(self) -> PushReport:
         """As the base class, with allocations outside the memory saver: the model may be asleep."""
@@ -303,13 +303,13 @@ class UpdateWeightFromDisk(WeightSender):
         """Metadata of the version's index."""
         return {"version": version_text(self.weight_version), CHAIN: self._chain}
 
-    def _write_pieces(self, pieces: Sequence[Piece], flat: Tensor) -> None:
+    def _write_slices(self, slices: Sequence[BucketSlice], flat: Tensor) -> None:
         """Write whole tensors of a bucket."""
         by_name = self.source.manifest.by_name
-        for piece in pieces:
-            entry = by_name[piece.name]
-            data = flat[piece.offset : piece.offset + entry.num_bytes].to("cpu", copy=True)
-            self._writer.add(piece.name, as_tensor(data, entry.torch_dtype, entry.shape))
+        for part in slices:
+            entry = by_name[part.name]
+            data = flat[part.offset : part.offset + entry.num_bytes].to("cpu", copy=True)
+            self._writer.add(part.name, as_tensor(data, entry.torch_dtype, entry.shape))
             self._num_changed += entry.num_bytes
 
     def _after_commit(self, push: Push) -> None:

@@ -27,7 +27,7 @@ from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import DataError, WeightSyncError
 from slime.weights.delta import COMPRESSION, EncodedDelta
 from slime.weights.delta_base import DeltaBase
-from slime.weights.manifest import Manifest, Piece
+from slime.weights.manifest import BucketSlice, Manifest
 from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_bytes, read_layout
 from slime.weights.version_writer import PartWriter
 from slime.weights.versions import prune_before, version_folder, version_text
@@ -87,27 +87,27 @@ class UpdateWeightFromDiskDelta(UpdateWeightFromDisk):
             "checksum_format": self.args.update_weight_delta_checksum,
         }
 
-    def _write_pieces(self, pieces: Sequence[Piece], flat: Tensor) -> None:
+    def _write_slices(self, slices: Sequence[BucketSlice], flat: Tensor) -> None:
         by_name = self.source.manifest.by_name
         if self._is_next_whole:
-            super()._write_pieces(pieces, flat)
-            for piece in pieces:
-                size = by_name[piece.name].num_bytes
-                self._base.replace(piece.name, flat[piece.offset : piece.offset + size].to("cpu", copy=True).numpy())
+            super()._write_slices(slices, flat)
+            for part in slices:
+                size = by_name[part.name].num_bytes
+                self._base.replace(part.name, flat[part.offset : part.offset + size].to("cpu", copy=True).numpy())
             return
 
-        def encode(piece: Piece) -> EncodedDelta | None:
-            size = by_name[piece.name].num_bytes
-            if piece.name not in self._base and self._stored is not None:
-                self._base.seed(piece.name, read_bytes(self._stored[piece.name]))
-            return self._base.encode(piece.name, flat[piece.offset : piece.offset + size].cpu().numpy())
+        def encode(part: BucketSlice) -> EncodedDelta | None:
+            size = by_name[part.name].num_bytes
+            if part.name not in self._base and self._stored is not None:
+                self._base.seed(part.name, read_bytes(self._stored[part.name]))
+            return self._base.encode(part.name, flat[part.offset : part.offset + size].cpu().numpy())
 
         with ThreadPoolExecutor(self._workers) as pool:
-            for piece, encoded in zip(pieces, pool.map(encode, pieces), strict=True):
+            for part, encoded in zip(slices, pool.map(encode, slices), strict=True):
                 if encoded is not None:
                     self._num_changed += encoded.num_changed
                     blob = torch.frombuffer(bytearray(encoded.blob), dtype=torch.uint8)
-                    self._writer.add(piece.name, blob, note=encoded.checksum)
+                    self._writer.add(part.name, blob, note=encoded.checksum)
 
     def _after_commit(self, push: Push) -> None:
         if self._base_version == self.weight_version:

@@ -21,8 +21,7 @@ from slime.backends.megatron_utils.update_weight.engines.remote_engines import R
 from slime.backends.megatron_utils.update_weight.protocol.push import Push, PushReport
 from slime.backends.megatron_utils.update_weight.sender import WeightSender
 from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, BucketSource
-from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
-from slime.backends.megatron_utils.update_weight.sources.shard_collect import CollectedBuckets
+from slime.backends.megatron_utils.update_weight.sources.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.weights.receiver import WeightReceiver
 
 

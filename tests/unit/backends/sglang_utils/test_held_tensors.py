@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from slime.backends.sglang_utils.held_tensors import HeldTensors
+from slime.weights.tensor_slice import TensorSlice
 from tests.loaded_model.buckets import cut_buckets, fill, manifest_of, whole_buckets
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(8.0).view(2, 4) + 100, "c": torch.tensor(7.0)}
@@ -51,7 +52,11 @@ def test_partners_wait_for_each_other():
 
 def test_what_did_not_come_is_named():
     manifest = manifest_of(
-        TENSORS, [[("a", (0, 0), (3, 2)), ("b", (0, 0), (2, 4)), ("c", (), ())], [("a", (0, 2), (3, 2))]]
+        TENSORS,
+        [
+            [("a", TensorSlice((0, 0), (3, 2))), ("b", TensorSlice((0, 0), (2, 4))), ("c", TensorSlice((), ()))],
+            [("a", TensorSlice((0, 2), (3, 2)))],
+        ],
     )
     held = HeldTensors(manifest, PAIR)
     held.add(manifest.buckets[0], fill(manifest, TENSORS)[0], TENSORS)
@@ -76,7 +81,12 @@ def test_a_group_is_refused_as_a_whole():
 
 
 def test_memory_is_free_again_when_a_tensor_is_complete():
-    halves = [[("a", (0, 0), (3, 2))], [("a", (0, 2), (3, 2))], [("b", (0, 0), (1, 4))], [("b", (1, 0), (1, 4))]]
+    halves = [
+        [("a", TensorSlice((0, 0), (3, 2)))],
+        [("a", TensorSlice((0, 2), (3, 2)))],
+        [("b", TensorSlice((0, 0), (1, 4)))],
+        [("b", TensorSlice((1, 0), (1, 4)))],
+    ]
     tensors = {name: TENSORS[name] for name in "ab"}
     held = HeldTensors(manifest_of(tensors, halves), {}, limit_bytes=48)
     manifest = manifest_of(tensors, halves)

@@ -10,6 +10,7 @@ from slime.backends.sglang_utils.load_plan import LoadPlan
 from slime.backends.sglang_utils.load_trace import trace_load
 from slime.weights.kernels.copy_table import CopyTable
 from slime.weights.manifest import Manifest
+from slime.weights.tensor_slice import TensorSlice
 from tests.loaded_model.buckets import cut_buckets, fill, manifest_of, whole_buckets
 from tests.unit.backends.sglang_utils.toy_models import Computing, Fused, Joined, parameter
 
@@ -49,15 +50,15 @@ def test_whole_tensors_land_where_the_loader_puts_them(wire, held):
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
-def test_rectangles_land_where_the_whole_tensor_would(num_parts):
+def test_slices_land_where_the_whole_tensor_would(num_parts):
     model, tensors = Fused(), Fused.tensors()
     assert_loads_alike(model, cut_buckets(tensors, num_parts), tensors)
 
 
-def test_a_rectangle_of_rows_and_columns():
+def test_a_slice_of_rows_and_columns():
     model, tensors = Fused(), Fused.tensors()
-    rest = [(name, (0,) * t.dim(), tuple(t.shape)) for name, t in tensors.items() if name != "q"]
-    quarters = [("q", (r, c), (h, w)) for r, h in ((0, 5), (5, 3)) for c, w in ((0, 1), (1, 5))]
+    rest = [(name, TensorSlice.whole(t.shape)) for name, t in tensors.items() if name != "q"]
+    quarters = [("q", TensorSlice((r, c), (h, w))) for r, h in ((0, 5), (5, 3)) for c, w in ((0, 1), (1, 5))]
     assert_loads_alike(model, manifest_of(tensors, [quarters[:1], rest + quarters[1:]]), tensors)
 
 

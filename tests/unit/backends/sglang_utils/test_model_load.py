@@ -247,4 +247,4 @@ def test_too_much_to_hold_for_a_loader_that_computes_is_a_problem(monkeypatch):
     load = ModelLoad(Computing())
     load.model.decay = parameter(4, 1)
     problems = push(load, cut_buckets(tensors), tensors)
-    assert "1 tensors (decay) come in pieces, must be whole" in problems[0]
+    assert "1 tensors (decay) come in slices, must be whole" in problems[0]

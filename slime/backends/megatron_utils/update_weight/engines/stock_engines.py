@@ -38,15 +38,15 @@ def named_views(flat: Tensor, entry: BucketEntry, manifest: Manifest) -> NamedTe
         WeightSyncError: the bucket holds a part of a tensor.
     """
     tensors: NamedTensors = []
-    for piece in entry.pieces:
-        whole = manifest.by_name[piece.name]
-        if piece.shape != whole.shape:
+    for part in entry.slices:
+        whole = manifest.by_name[part.name]
+        if part.slice.sizes != whole.shape:
             raise WeightSyncError(
-                f"a bucket holds the part {list(piece.shape)} of {piece.name}, whose shape is {list(whole.shape)}; "
-                "only our own loader takes parts"
+                f"a bucket holds {list(part.slice.sizes)} of {part.name}, whose shape is {list(whole.shape)}; "
+                "only our own loader takes slices"
             )
-        data = flat[piece.offset : piece.offset + whole.num_bytes]
-        tensors.append((piece.name, data.view(whole.torch_dtype).view(whole.shape)))
+        data = flat[part.offset : part.offset + whole.num_bytes]
+        tensors.append((part.name, data.view(whole.torch_dtype).view(whole.shape)))
     return tensors
 
 

@@ -85,7 +85,7 @@ def _find_difference(
         return f"it acknowledged {len(held)} buckets of {len(manifest.buckets)}"
     for index, text in enumerate(held):
         if text != f"{sent[index]:016x}":
-            names = ", ".join(piece.name for piece in manifest.buckets[index].pieces[:SHOWN_NAMES])
+            names = ", ".join(part.name for part in manifest.buckets[index].slices[:SHOWN_NAMES])
             what = "nothing" if not text else f"the digest {text}"
             return (
                 f"it holds {what} for bucket {index} ({names}, ...), which was sent with the digest {sent[index]:016x}"

@@ -19,20 +19,22 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, iter_hf_tensors
-from slime.backends.megatron_utils.update_weight.sources.headers import StageHeaders, hf_headers
+from slime.backends.megatron_utils.update_weight.sources.gather import (
+    HostWeights,
+    StageHeaders,
+    hf_headers,
+    iter_hf_tensors,
+)
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import iter_units, plan_buckets
-from slime.weights.manifest import BucketEntry, Manifest, Piece, TensorEntry
-from slime.weights.named_tensors import dtype_name
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
+from slime.weights.named_tensors import Header, dtype_name
+from slime.weights.quantize import Quantizer
 
 NO_BUCKET = -1
 """Index of a step in which a rank has nothing to send, and only takes part in the others' collectives."""
-
-Header = tuple[str, tuple[int, ...], torch.dtype]
-"""HF name, shape and dtype of a tensor as it travels."""
 
 
 class BucketSource(Protocol):
@@ -50,16 +52,6 @@ class BucketSource(Protocol):
         buffer is valid at a time: until the next step.  The same bucket may come from several ranks (each engine GPU
         then takes the one of the trainer rank beside it); its bytes are then the same on all of them.
         """
-
-
-class Quantizer(Protocol):
-    """What a source asks of ``slime.weights.quantize``."""
-
-    def is_quantized(self, name: str) -> bool: ...
-
-    def outputs(self, name: str, shape: tuple[int, ...]) -> list[Header]: ...
-
-    def quantize(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]: ...
 
 
 class GatheredBuckets:
@@ -150,7 +142,7 @@ class GatheredBuckets:
                     yield index, flat
                 index = next(indices)
                 entry = self._manifest.buckets[index]
-                places = {piece.name: piece for piece in entry.pieces}
+                places = {part.name: part for part in entry.slices}
                 flat = buffer[: entry.num_bytes]
             assert flat is not None
             _lay(flat, places.pop(name, None), self._manifest.by_name.get(name), name, tensor)
@@ -177,7 +169,7 @@ class GatheredBuckets:
                 else:
                     yield from self._quantizer.quantize(name, tensor)
 
-    def _check_full(self, index: int, missing: dict[str, Piece]) -> None:
+    def _check_full(self, index: int, missing: dict[str, BucketSlice]) -> None:
         if missing:
             raise WeightSyncError(
                 f"bucket {index} shall hold {next(iter(missing))}, which did not come; the model's parameters have "
@@ -185,18 +177,18 @@ class GatheredBuckets:
             )
 
 
-def _lay(buffer: Tensor, piece: Piece | None, entry: TensorEntry | None, name: str, tensor: Tensor) -> None:
+def _lay(buffer: Tensor, part: BucketSlice | None, entry: TensorEntry | None, name: str, tensor: Tensor) -> None:
     """Copy a tensor to its place.
 
     Raises:
         WeightSyncError: the manifest has another tensor there.
     """
-    if piece is None or entry is None or (tuple(tensor.shape), dtype_name(tensor.dtype)) != (entry.shape, entry.dtype):
+    if part is None or entry is None or (tuple(tensor.shape), dtype_name(tensor.dtype)) != (entry.shape, entry.dtype):
         planned = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
         raise WeightSyncError(
             f"{name} came as {tensor.dtype} {list(tensor.shape)}, but the manifest of the push has {planned} in its "
             "place; the model's parameters have changed since its first push"
         )
     if tensor.numel():
-        place = buffer[piece.offset : piece.offset + entry.num_bytes].view(tensor.dtype).view(tensor.shape)
+        place = buffer[part.offset : part.offset + entry.num_bytes].view(tensor.dtype).view(tensor.shape)
         place.copy_(tensor)

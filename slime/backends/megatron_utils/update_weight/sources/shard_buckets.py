@@ -1,7 +1,7 @@
 """Buckets that every rank fills from its own parameters: nothing is gathered, and no tensor is handled by itself.
 
-Made once: what each rank holds of which HF tensor (``shard_offers``), who sends what (``shard_plan``), and for each
-bucket a table of all its rectangles.  A push is then one launch per bucket, which copies, casts or quantises straight
+Made once: what each rank holds of which HF tensor (``shard_slices``), who sends what (``shard_plan``), and for each
+bucket a table of all its slices.  A push is then one launch per bucket, which copies, casts or quantises straight
 from the parameters into the rank's one buffer.  That buffer stays where it is, so that engines map it once.
 
 Parameters for which this cannot be done (an fp8 block that two ranks share, quantisation other than by blocks) are
@@ -14,6 +14,7 @@ import logging
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -26,18 +27,18 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, GatheredBuckets
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
-from slime.backends.megatron_utils.update_weight.sources.shard_offers import ShardOffers
 from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
-    Offer,
     PlannedBucket,
     QuantizedBlocks,
     ShardPlan,
+    SliceHeader,
     plan_shards,
 )
+from slime.backends.megatron_utils.update_weight.sources.shard_slices import ShardSlices
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import SlimeError, WeightSyncError
 from slime.weights.kernels.cast_table import CastTable
-from slime.weights.manifest import ALIGNMENT, Manifest
+from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, align
 from slime.weights.quantize import Quantizer
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import BlockFp8
@@ -45,8 +46,8 @@ from slime.weights.quantize.formats import BlockFp8
 logger = logging.getLogger(__name__)
 
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
-_Told = tuple[int, list[tuple[str, Offer]], dict[str, str], str | None]
-"""A rank's stage, offers by parameter, parameters that it cannot send, and what went wrong."""
+_RankSlices = tuple[int, list[tuple[str, SliceHeader]], dict[str, str], str | None]
+"""A rank's stage, slices by parameter, parameters that it cannot send, and what went wrong."""
 
 
 class ShardBuckets:
@@ -62,7 +63,7 @@ class ShardBuckets:
         bucket_bytes: ``--update-weight-buffer-size``: the largest bucket of a rank, or with ``by_stage`` the most that
             the buckets of a turn have together.
         by_stage: one pipeline stage sends after the other, and the buckets of its ranks are joined on one of them
-            (``shard_collect``); otherwise all ranks send at the same time.
+            (:class:`CollectedBuckets`); otherwise all ranks send at the same time.
 
     Raises:
         WeightSyncError: a rank cannot tell what to send, or the ranks do not hold every tensor once and whole.
@@ -86,14 +87,14 @@ class ShardBuckets:
         self._blocks = quantized_blocks(quantizer)
         failure: SlimeError | None = None
         try:
-            self._offers = ShardOffers(args, model, model_name=model_name, dtype=dtype, blocks=self._blocks)
+            self._slices = ShardSlices(args, model, model_name=model_name, dtype=dtype, blocks=self._blocks)
         except SlimeError as error:  # the other ranks may find nothing wrong with theirs, and would wait
             failure = error
-        stages, offered, self.misfits = self._tell_all(by_stage, failure)
-        self._offers.leave_out(self.misfits)
+        stages, held, self.misfits = self._exchange(by_stage, failure)
+        self._slices.exclude(self.misfits)
         groups = [[rank for rank, stage in enumerate(stages) if stage == turn] for turn in sorted(set(stages))]
         self.plan: ShardPlan = plan_shards(
-            offered,
+            held,
             bucket_bytes=share_of(bucket_bytes, max(map(len, groups))) if by_stage else bucket_bytes,
             blocks=self._blocks,
             groups=groups,
@@ -123,7 +124,7 @@ class ShardBuckets:
                 for sentence in describe_misfits(self.misfits):
                     logger.info("%s", sentence)
         self.note_digests: Callable[[int, Tensor], None] | None = None
-        """Told the digests of each bucket's pieces, when set: they cost less while a bucket is filled than later."""
+        """Given the digests of each bucket's slices, when set: they cost less while a bucket is filled than later."""
         self._buffer: Tensor | None = None
         self._pointers: list[int] = []
         self._tables: list[CastTable] = []
@@ -133,29 +134,29 @@ class ShardBuckets:
         """All tensors and buckets; the gathered ones last."""
         return self._manifest
 
-    def _tell_all(
+    def _exchange(
         self, by_stage: bool, failure: SlimeError | None
-    ) -> tuple[list[int], list[list[Offer]], Mapping[str, str]]:
-        """Of every rank its pipeline stage (0 if the stages do not matter) and what it offers; and what nobody does.
+    ) -> tuple[list[int], list[list[SliceHeader]], Mapping[str, str]]:
+        """Exchange what the ranks hold: of each its pipeline stage (0 if these do not matter) and slices, and misfits.
 
-        A parameter that one rank cannot send by itself is offered by none.
+        A parameter that one rank cannot send by itself is sent so by none.
 
         Raises:
             WeightSyncError: a rank has failed.
         """
         stage = mpu.get_pipeline_model_parallel_rank() if by_stage else 0
-        own: _Told = (stage, [], {}, str(failure))
+        own: _RankSlices = (stage, [], {}, str(failure))
         if failure is None:
-            own = (stage, self._offers.offers(), self._offers.misfits, None)
+            own = (stage, self._slices.headers(), self._slices.misfits, None)
         group = get_gloo_group()
-        told: list[_Told] = [own] * dist.get_world_size(group)
-        dist.all_gather_object(told, own, group=group)
-        for rank, (*_, reason) in enumerate(told):
+        ranks: list[_RankSlices] = [own] * dist.get_world_size(group)
+        dist.all_gather_object(ranks, own, group=group)
+        for rank, (*_, reason) in enumerate(ranks):
             if reason is not None:
                 raise WeightSyncError(f"trainer rank {rank} cannot tell what it shall send: {reason}") from failure
-        misfits = {name: reason for _, _, found, _ in told for name, reason in found.items()}
-        offered = [[offer for name, offer in listed if name not in misfits] for _, listed, _, _ in told]
-        return [stage for stage, *_ in told], offered, misfits
+        misfits = {name: reason for _, _, found, _ in ranks for name, reason in found.items()}
+        held = [[header for name, header in listed if name not in misfits] for _, listed, _, _ in ranks]
+        return [stage for stage, *_ in ranks], held, misfits
 
     @torch.no_grad()
     def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
@@ -202,13 +203,13 @@ class ShardBuckets:
 
     def _refresh_tables(self, host_weights: HostWeights | None) -> None:
         """Make the tables, again when a parameter lies elsewhere than in the last push."""
-        pointers = [*map(Tensor.data_ptr, self._offers.tensors(host_weights))]
+        pointers = [*map(Tensor.data_ptr, self._slices.tensors(host_weights))]
         if pointers == self._pointers:
             return
         block = self._blocks.block if self._blocks is not None and self._blocks.block is not None else DEFAULT_BLOCK
         self._tables = [
             CastTable(
-                self._offers.items(bucket.parts, host_weights),
+                self._slices.items(bucket.slices, host_weights),
                 self._dtype,
                 block,
                 device=self._device,
@@ -220,12 +221,12 @@ class ShardBuckets:
 
 
 def share_of(num_bytes: int, num_ranks: int) -> int:
-    """What each of some ranks may put into a bucket of theirs, in whole places for pieces."""
+    """What each of some ranks may put into a bucket of theirs, in whole multiples of the alignment."""
     return max(num_bytes // num_ranks // ALIGNMENT * ALIGNMENT, min(num_bytes, ALIGNMENT))
 
 
 def quantized_blocks(quantizer: Quantizer | None) -> QuantizedBlocks | None:
-    """What rectangles need to know of the quantiser."""
+    """What slices need to know of the quantiser."""
     if quantizer is None:
         return None
     kind = quantizer.format
@@ -246,3 +247,91 @@ def describe_misfits(misfits: Mapping[str, str]) -> list[str]:
         f"{misfits[names[0]]}"
         for names in kinds.values()
     ]
+
+
+class CollectedBuckets:
+    """A source of buckets whose only sender is the first rank of each group; the others give it theirs.
+
+    The bucket of a turn is what the ranks of the group have in that turn, one behind the other in slots of equal size.
+
+    Args:
+        shards: what every rank fills, made ``by_stage``.
+        group: the ranks that send in one turn of ``shards``, on the device of the parameters.
+
+    Raises:
+        ValueError: ``group`` has other ranks than ``shards`` sends with.
+    """
+
+    def __init__(self, shards: ShardBuckets, group: dist.ProcessGroup) -> None:
+        if sorted(dist.get_process_group_ranks(group)) != sorted(shards.group_ranks):
+            raise ValueError(
+                f"ranks {list(shards.group_ranks)} send in one turn; the group to collect their buckets has "
+                f"{dist.get_process_group_ranks(group)}"
+            )
+        self.shards = shards
+        self._group = group
+        self._source_rank = shards.group_ranks[0]
+        self._own: list[tuple[int, int]] = []
+        """Index and slot size of the buckets of this rank's group."""
+        entries: list[BucketEntry] = []
+        for ranks in shards.plan.groups:
+            for turn in range(shards.plan.num_turns(ranks)):
+                slot, entry = _joined(shards.plan, ranks, turn)
+                if ranks == shards.group_ranks:
+                    self._own.append((len(entries), slot))
+                entries.append(entry)
+        self._num_joined = len(entries)
+        gathered = shards.manifest.buckets[len(shards.plan.manifest.buckets) :]
+        self._manifest = Manifest(shards.manifest.tensors, (*entries, *gathered))
+        self._joined: Tensor | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """All tensors and buckets, the same on all ranks."""
+        return self._manifest
+
+    @torch.no_grad()
+    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        """As ``BucketSource`` says; only the first rank of the group has buckets."""
+        is_source = dist.get_rank() == self._source_rank
+        nothing = self.shards.buffer()[:0]
+        for (index, slot), _ in zip(self._own, self.shards.iter_turns(), strict=True):
+            part = self.shards.buffer()[:slot]
+            if not is_source:
+                dist.gather(part, dst=self._source_rank, group=self._group)
+                yield NO_BUCKET, nothing
+                continue
+            joined = self._buffer()[: slot * len(self.shards.group_ranks)]
+            dist.gather(part, list(joined.split(slot)), dst=self._source_rank, group=self._group)
+            yield index, joined
+        num_own = len(self.shards.plan.manifest.buckets)
+        for index, flat in self.shards.iter_gathered():
+            if is_source:
+                yield index - num_own + self._num_joined, flat
+            else:
+                yield NO_BUCKET, nothing
+
+    def _buffer(self) -> Tensor:
+        if self._joined is None:
+            size = max((slot for _, slot in self._own), default=0) * len(self.shards.group_ranks)
+            self._joined = self.shards.buffer().new_empty(size)
+        return self._joined
+
+    def release(self) -> None:
+        """Give the buffers back; the next push makes them again."""
+        self._joined = None
+        self.shards.release()
+
+
+def _joined(plan: ShardPlan, ranks: Sequence[int], turn: int) -> tuple[int, BucketEntry]:
+    """Slot size and bucket of what ranks have in a turn; one whose buckets are all sent has an empty slot."""
+    present = [
+        (position, plan.manifest.buckets[plan.buckets[rank][turn].index])
+        for position, rank in enumerate(ranks)
+        if turn < len(plan.buckets[rank])
+    ]
+    slot = align(max(entry.num_bytes for _, entry in present))
+    slices: list[BucketSlice] = [
+        replace(part, offset=part.offset + slot * position) for position, entry in present for part in entry.slices
+    ]
+    return slot, BucketEntry(slot * len(ranks), tuple(slices))

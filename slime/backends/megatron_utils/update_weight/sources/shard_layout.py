@@ -5,7 +5,7 @@ they came from: ``convert_to_hf`` is given, instead of the parameter, the index 
 and so are the parts that tensor parallelism joins.  What comes out tells for each row and column of each HF tensor
 which rank holds it, in which row and column of its own part.
 
-An export that moves whole rows and whole columns is described by :class:`Rectangle`; any other is left to the senders
+An export that moves whole rows and whole columns is described by :class:`ShardSlice`; any other is left to the senders
 that gather (``gather.py``).
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import Rule
 from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, tensor_parallel_join
+from slime.weights.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowRuns:
     """``count`` rows of a parameter in an order that arithmetic describes.
 
     Row ``r`` of them is row ``first + (r // run) * stride + r % run`` of the parameter: runs of neighbours, a constant
@@ -38,18 +39,18 @@ class Rows:
     run: int
     stride: int
 
-    def between(self, begin: int, end: int) -> Iterator[Rows]:
-        """Rows ``begin .. end`` of these; a cut through a run makes pieces of its own of it."""
+    def between(self, begin: int, end: int) -> Iterator[RowRuns]:
+        """Rows ``begin .. end`` of these; a split through a run makes runs of their own of it."""
         while begin < end:
             number, offset = divmod(begin, self.run)
             first = self.first + number * self.stride + offset
             if offset or end - begin <= self.run:
                 count = min(self.run - offset, end - begin)
-                yield Rows(first, count, count, 0)
+                yield RowRuns(first, count, count, 0)
             else:
                 is_last_partial = (end - begin) % self.run
                 count = end - begin - is_last_partial
-                yield Rows(first, count, self.run, self.stride)
+                yield RowRuns(first, count, self.run, self.stride)
             begin += count
 
     def indices(self) -> list[int]:
@@ -58,54 +59,51 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
-    """A part of one HF tensor that this rank holds: row-major, ``rows`` one behind the other, from ``first_column``.
+class ShardSlice:
+    """A slice of one HF tensor that this rank holds: row-major, ``rows`` one behind the other, from ``first_column``.
 
     A vector counts as a matrix of one column: its elements are rows.
     """
 
     name: str
     whole_shape: tuple[int, ...]
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    slice: TensorSlice
     first_column: int
-    rows: tuple[Rows, ...]
+    rows: tuple[RowRuns, ...]
 
     @property
     def num_rows(self) -> int:
-        return self.shape[0]
+        return self.slice.sizes[0]
 
     @property
     def num_columns(self) -> int:
         """Elements of a row."""
-        return math.prod(self.shape[1:])
+        return math.prod(self.slice.sizes[1:])
 
     @property
-    def cut_unit(self) -> int:
-        """Rows of which a cut should leave multiples on both sides, so that it goes through no run."""
+    def row_unit(self) -> int:
+        """Rows of which a split should leave multiples on both sides, so that it goes through no run."""
         return math.lcm(*(rows.run for rows in self.rows if rows.count > rows.run))
 
-    def between(self, begin: int, end: int) -> Rectangle:
+    def between(self, begin: int, end: int) -> ShardSlice:
         """Its rows ``begin .. end``."""
         if (begin, end) == (0, self.num_rows):
             return self
-        pieces: list[Rows] = []
+        runs: list[RowRuns] = []
         position = 0
         for rows in self.rows:
             low, high = max(begin, position), min(end, position + rows.count)
             if low < high:
-                pieces.extend(rows.between(low - position, high - position))
+                runs.extend(rows.between(low - position, high - position))
             position += rows.count
-        start = (self.start[0] + begin, *self.start[1:])
-        return Rectangle(
-            self.name, self.whole_shape, start, (end - begin, *self.shape[1:]), self.first_column, tuple(pieces)
-        )
+        return ShardSlice(self.name, self.whole_shape, self.slice.rows(begin, end), self.first_column, tuple(runs))
 
     def is_on_blocks(self, block: tuple[int, int]) -> bool:
         """Whether its edges, and the seams between its ``rows``, lie on blocks of the HF tensor or on its end."""
-        if len(self.shape) != 2:
+        offsets, sizes = self.slice.offsets, self.slice.sizes
+        if len(sizes) != 2:
             return False
-        for start, extent, size, step in zip(self.start, self.shape, self.whole_shape, block, strict=True):
+        for start, extent, size, step in zip(offsets, sizes, self.whole_shape, block, strict=True):
             if start % step or ((start + extent) % step and start + extent != size):
                 return False
         return all(seam % block[0] == 0 for seam in self.seams())
@@ -119,18 +117,18 @@ class Rectangle:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How tensor parallelism cuts a parameter; ``dim`` None for one that every rank holds whole."""
+class TensorSplit:
+    """How tensor parallelism splits a parameter; ``dim`` None for one that every rank holds whole."""
 
     dim: int | None = None
     rank: int = 0
     size: int = 1
     is_gate_up: bool = False
-    """Gate and up are cut apart."""
+    """Gate and up are split apart."""
 
 
 class ShardLayout:
-    """Finds the rectangles of one parameter after the other; what is alike is worked out once.
+    """Finds the slices of one parameter after the other; what is alike is worked out once.
 
     Args:
         args: complete Megatron flags.
@@ -142,7 +140,7 @@ class ShardLayout:
         self._model_name = model_name
         self._map = find_weight_map(model_name)
         self._shape = ModelShape.from_args(args)
-        self._known: dict[tuple[Rule, tuple[int, ...], Cut], tuple[tuple[Rectangle, ...], ...] | None] = {}
+        self._known: dict[tuple[Rule, tuple[int, ...], TensorSplit], tuple[tuple[ShardSlice, ...], ...] | None] = {}
 
     def hf_tensors(self, name: str, whole_shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of what the export of a whole parameter gives.
@@ -154,44 +152,46 @@ class ShardLayout:
         converted = self._convert(name, torch.empty(tuple(whole_shape), device="meta"))
         return [(hf_name, tuple(tensor.shape)) for hf_name, tensor in converted]
 
-    def rectangles(self, name: str, part_shape: Sequence[int], cut: Cut) -> list[Rectangle] | None:
+    def slices(self, name: str, part_shape: Sequence[int], split: TensorSplit) -> list[ShardSlice] | None:
         """All that this rank's part holds of HF tensors.
 
         Args:
             name: in the whole model, with the number of the expert.
             part_shape: of what this rank holds.
-            cut: what it is a part of.
+            split: what it is a part of.
 
         Returns:
             in the order of ``convert_to_hf``; None when the export does more than move rows and columns.
         """
         whole_shape = list(part_shape)
-        if cut.dim is not None:
-            whole_shape[cut.dim] *= cut.size
+        if split.dim is not None:
+            whole_shape[split.dim] *= split.size
         hf_tensors = self.hf_tensors(name, whole_shape)
         if not hf_tensors:
             return []
         rule, _ = self._map.find(name, self._shape)
-        key = (rule, tuple(part_shape), cut)
+        key = (rule, tuple(part_shape), split)
         if key not in self._known:
-            self._known[key] = self._work_out(name, tuple(whole_shape), cut)
+            self._known[key] = self._work_out(name, tuple(whole_shape), split)
         templates = self._known[key]
         if templates is None:
             return None
         return [
-            Rectangle(hf_name, shape, found.start, found.shape, found.first_column, found.rows)
-            for (hf_name, shape), rectangles in zip(hf_tensors, templates, strict=True)
-            for found in rectangles
+            replace(found, name=hf_name, whole_shape=shape)
+            for (hf_name, shape), slices in zip(hf_tensors, templates, strict=True)
+            for found in slices
         ]
 
     def _convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return convert_to_hf(self._args, self._model_name, name, tensor)
 
-    def _work_out(self, name: str, whole_shape: tuple[int, ...], cut: Cut) -> tuple[tuple[Rectangle, ...], ...] | None:
-        """Per HF tensor, its rectangles (whose names do not count)."""
+    def _work_out(
+        self, name: str, whole_shape: tuple[int, ...], split: TensorSplit
+    ) -> tuple[tuple[ShardSlice, ...], ...] | None:
+        """Per HF tensor, its slices (whose names do not count)."""
         if len(whole_shape) not in (1, 2):
             return None
-        held = [_held_indices(size, dim, cut) for dim, size in enumerate(whole_shape)]
+        held = [_held_indices(size, dim, split) for dim, size in enumerate(whole_shape)]
         per_dim = [self._convert(name, _index_along(whole_shape, dim)) for dim in range(len(whole_shape))]
         result = []
         for outputs in zip(*per_dim, strict=True):
@@ -206,7 +206,7 @@ class ShardLayout:
                 for dim, (own, axis) in enumerate(zip(held, axes, strict=True))
                 if axis is not None
             ]
-            result.append(tuple(_rectangles(tuple(outputs[0][1].shape), ranges)))
+            result.append(tuple(_slices_of(tuple(outputs[0][1].shape), ranges)))
         return tuple(result)
 
 
@@ -236,14 +236,14 @@ def _axis_of(exported: Tensor, dim: int) -> Tensor | None:
     return axis
 
 
-def _held_indices(size: int, dim: int, cut: Cut) -> Tensor:
+def _held_indices(size: int, dim: int, split: TensorSplit) -> Tensor:
     """For each index of the whole parameter's dimension the index in this rank's part, -1 where another holds it."""
-    if dim != cut.dim:
+    if dim != split.dim:
         return torch.arange(size)
-    length = size // cut.size
-    parts = [torch.arange(length) + rank * length for rank in range(cut.size)]
-    joined = tensor_parallel_join(parts, dim=0, is_gate_up=cut.is_gate_up)
-    return torch.where(joined // length == cut.rank, joined % length, -1)
+    length = size // split.size
+    parts = [torch.arange(length) + rank * length for rank in range(split.size)]
+    joined = tensor_parallel_join(parts, dim=0, is_gate_up=split.is_gate_up)
+    return torch.where(joined // length == split.rank, joined % length, -1)
 
 
 def _contiguous(own: Tensor, *, joins: bool) -> list[tuple[int, Tensor]]:
@@ -262,20 +262,20 @@ def _contiguous(own: Tensor, *, joins: bool) -> list[tuple[int, Tensor]]:
     return [(begin, indices) for begin, indices in ranges if int(indices[0]) >= 0]
 
 
-def _rectangles(whole_shape: tuple[int, ...], ranges: list[list[tuple[int, Tensor]]]) -> Iterator[Rectangle]:
+def _slices_of(whole_shape: tuple[int, ...], ranges: list[list[tuple[int, Tensor]]]) -> Iterator[ShardSlice]:
     column_ranges = ranges[1] if len(ranges) == 2 else None
     for first_row, indices in ranges[0]:
         rows = tuple(_affine(indices))
         if column_ranges is None:
-            yield Rectangle("", whole_shape, (first_row,), (indices.numel(),), 0, rows)
+            yield ShardSlice("", whole_shape, TensorSlice((first_row,), (indices.numel(),)), 0, rows)
             continue
         for first, columns in column_ranges:
-            shape = (indices.numel(), columns.numel())
-            yield Rectangle("", whole_shape, (first_row, first), shape, int(columns[0]), rows)
+            part = TensorSlice((first_row, first), (indices.numel(), columns.numel()))
+            yield ShardSlice("", whole_shape, part, int(columns[0]), rows)
 
 
-def _affine(indices: Tensor) -> Iterator[Rows]:
-    """Row numbers as few :class:`Rows`, in their order."""
+def _affine(indices: Tensor) -> Iterator[RowRuns]:
+    """Row numbers as few :class:`RowRuns`, in their order."""
     breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1
     begins = [0, *breaks.tolist()]
     runs = [
@@ -294,4 +294,4 @@ def _affine(indices: Tensor) -> Iterator[Rows]:
                 break
             stride, previous, count = distance, begin, count + length
             position += 1
-        yield Rows(first, count, run, stride)
+        yield RowRuns(first, count, run, stride)

@@ -23,7 +23,7 @@ def test_parameters_that_are_gathered_are_named_once_for_all_layers() -> None:
 
 def test_ranks_whose_buckets_are_joined_share_one_buckets_size() -> None:
     assert share_of(4096, 4) == 1024
-    assert share_of(4096, 3) == 1280, "a whole number of places for pieces"
+    assert share_of(4096, 3) == 1280, "a whole number of places for slices"
     assert share_of(512, 4) == 256, "room for one piece at least"
     assert share_of(100, 4) == 100
 

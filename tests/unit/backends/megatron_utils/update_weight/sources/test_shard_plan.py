@@ -10,32 +10,33 @@ import torch
 
 from slime.backends.megatron_utils.update_weight.sources import shard_plan
 from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
-    Offer,
     QuantizedBlocks,
     ShardPlan,
+    SliceHeader,
     plan_shards,
 )
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights.quantize import Quantizer
 from slime.weights.quantize.formats import BlockFp8
+from slime.weights.tensor_slice import TensorSlice
 
 BF16 = torch.bfloat16
 
 
-def whole(name: str, *shape: int, unit: int = 1) -> Offer:
-    return Offer(name, shape, BF16, (0,) * len(shape), shape, unit)
+def whole(name: str, *shape: int, unit: int = 1) -> SliceHeader:
+    return SliceHeader(name, shape, BF16, TensorSlice.whole(shape), unit)
 
 
-def rows(name: str, begin: int, end: int, total: int, columns: int) -> Offer:
-    return Offer(name, (total, columns), BF16, (begin, 0), (end - begin, columns))
+def rows(name: str, begin: int, end: int, total: int, columns: int) -> SliceHeader:
+    return SliceHeader(name, (total, columns), BF16, TensorSlice((begin, 0), (end - begin, columns)))
 
 
 def times_sent(plan: ShardPlan) -> dict[str, Counter[int]]:
     """How many elements of each tensor are sent how often."""
     counts = {t.name: torch.zeros(t.shape, dtype=torch.int32) for t in plan.manifest.tensors}
     for bucket in plan.manifest.buckets:
-        for piece in bucket.pieces:
-            counts[piece.name][tuple(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True))] += 1
+        for piece in bucket.slices:
+            counts[piece.name][piece.slice.index] += 1
     return {name: Counter(count.flatten().tolist()) for name, count in counts.items()}
 
 
@@ -45,13 +46,13 @@ def bytes_of(plan: ShardPlan) -> list[int]:
 
 def test_what_only_one_rank_holds_that_rank_sends() -> None:
     plan = plan_shards([[rows("w", 0, 4, 8, 4)], [rows("w", 4, 8, 8, 4)]], bucket_bytes=10_000)
-    assert [bucket.pieces[0].start for bucket in plan.manifest.buckets] == [(0, 0), (4, 0)]
+    assert [bucket.slices[0].slice.offsets for bucket in plan.manifest.buckets] == [(0, 0), (4, 0)]
     assert [[bucket.index for bucket in owned] for owned in plan.buckets] == [[0], [1]]
     assert times_sent(plan) == {"w": Counter({1: 32})}
 
 
 def test_replicas_share_their_tensors_evenly_and_send_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_plan, "MIN_PIECE_BYTES", 1024)
+    monkeypatch.setattr(shard_plan, "MIN_SLICE_BYTES", 1024)
     offers = [whole("large", 256, 256), *(whole(f"w{i}", 16, 256) for i in range(9)), whole("norm", 256)]
     plan = plan_shards([offers] * 4, bucket_bytes=1 << 20)
     sent = bytes_of(plan)
@@ -75,7 +76,7 @@ def test_no_bucket_is_larger_than_allowed_and_a_large_tensor_is_cut() -> None:
 
 def test_cuts_leave_runs_whole() -> None:
     plan = plan_shards([[whole("q", 96, 64, unit=12)]], bucket_bytes=4096)
-    parts = [part for bucket in plan.buckets[0] for part in bucket.parts]
+    parts = [part for bucket in plan.buckets[0] for part in bucket.slices]
     assert [(part.begin, part.end) for part in parts] == [(0, 24), (24, 48), (48, 72), (72, 96)]
 
 
@@ -95,11 +96,11 @@ def test_a_matrix_and_its_scales_share_a_bucket() -> None:
         ("norm", (40,), "bfloat16"),
     ]
     for bucket in plan.manifest.buckets:
-        for piece in bucket.pieces:
+        for piece in bucket.slices:
             if piece.name == "w.weight":
-                (scales,) = (other for other in bucket.pieces if other.name == "w.weight_scale_inv")
-                assert piece.start[0] == 16 * scales.start[0]
-                assert scales.shape == (math.ceil(piece.shape[0] / 16), 3)
+                (scales,) = (other for other in bucket.slices if other.name == "w.weight_scale_inv")
+                assert piece.slice.offsets[0] == 16 * scales.slice.offsets[0]
+                assert scales.slice.sizes == (math.ceil(piece.slice.sizes[0] / 16), 3)
     assert len(plan.manifest.buckets) > 1
     assert all(set(counter) == {1} for counter in times_sent(plan).values())
 
@@ -118,7 +119,7 @@ def test_tensors_that_no_rank_holds_whole_are_an_error() -> None:
 
 
 def test_replicas_that_are_cut_differently_are_an_error() -> None:
-    with pytest.raises(WeightSyncError, match="ranks 0 and 1 hold different parts of w"):
+    with pytest.raises(WeightSyncError, match="ranks 0 and 1 hold different slices of w"):
         plan_shards([[rows("w", 0, 8, 8, 4)], [rows("w", 0, 4, 8, 4)]], bucket_bytes=10_000)
 
 

@@ -1,4 +1,4 @@
-"""What this rank can send without asking another: rectangles of HF tensors, and where their numbers are read."""
+"""Slices of HF tensors that this rank can send without asking another, and where their numbers are read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, is_gate_up, sent_dtype
-from slime.backends.megatron_utils.update_weight.sources.shard_layout import Cut, Rectangle, Rows, ShardLayout
-from slime.backends.megatron_utils.update_weight.sources.shard_plan import Offer, Part, QuantizedBlocks
+from slime.backends.megatron_utils.update_weight.sources.shard_layout import (
+    RowRuns,
+    ShardLayout,
+    ShardSlice,
+    TensorSplit,
+)
+from slime.backends.megatron_utils.update_weight.sources.shard_plan import PlannedSlice, QuantizedBlocks, SliceHeader
 from slime.weights.kernels.cast_table import CastItem, Kind
 from slime.weights.quantize.block_fp8 import num_blocks
 
@@ -26,18 +31,18 @@ SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A rectangle, and the parameter that it is a part of."""
+class _Held:
+    """A slice, and the parameter that it is read from."""
 
     shard: Shard
-    rectangle: Rectangle
+    slice: ShardSlice
     dtype: torch.dtype
     """As it travels, unless it is quantised."""
     is_quantized: bool
 
 
-class ShardOffers:
-    """This rank's rectangles, in the order of its parameters.
+class ShardSlices:
+    """This rank's slices, in the order of its parameters.
 
     Args:
         args: complete flags.
@@ -59,7 +64,7 @@ class ShardOffers:
         self._dtype, self._blocks = dtype, blocks
         self.misfits: dict[str, str] = {}
         """:attr:`Shard.name` of the parameters that this rank cannot send by itself, and why."""
-        self._held: list[Held] = []
+        self._held: list[_Held] = []
         self._live: dict[str, Tensor] = {}
         layout = ShardLayout(args, model_name)
         config = unwrap_model(model[0]).config
@@ -73,55 +78,50 @@ class ShardOffers:
             if name in seen:  # chunks may share a parameter: the first one's counts
                 continue
             seen.add(name)
-            cut = _cut_of(shard, is_gated=config.gated_linear_unit)
+            split = _split_of(shard, is_gated=config.gated_linear_unit)
             self._live[shard.key] = shard.parameter
-            found = layout.rectangles(name, tuple(shard.tensor.shape), cut)
+            found = layout.slices(name, tuple(shard.tensor.shape), split)
             if found is None:
                 self.misfits[shard.name] = "its export does more than move rows and columns"
                 continue
-            for rectangle in found:
-                self._take(shard, rectangle)
-        self.leave_out(self.misfits)
+            for one in found:
+                self._take(shard, one)
+        self.exclude(self.misfits)
 
-    def _take(self, shard: Shard, rectangle: Rectangle) -> None:
+    def _take(self, shard: Shard, part: ShardSlice) -> None:
         held = shard.tensor.dtype
-        is_quantized = self._blocks is not None and self._blocks.is_quantized(rectangle.name)
-        if is_quantized and (reason := self._misfit(held, rectangle)):
+        is_quantized = self._blocks is not None and self._blocks.is_quantized(part.name)
+        if is_quantized and (reason := self._misfit(held, part)):
             self.misfits[shard.name] = reason
             return
-        self._held.append(Held(shard, rectangle, sent_dtype(shard.name, held, self._dtype), is_quantized))
+        self._held.append(_Held(shard, part, sent_dtype(shard.name, held, self._dtype), is_quantized))
 
-    def _misfit(self, held: torch.dtype, rectangle: Rectangle) -> str | None:
-        """Why this rank cannot quantise a rectangle by itself."""
+    def _misfit(self, held: torch.dtype, part: ShardSlice) -> str | None:
+        """Why this rank cannot quantise a slice by itself."""
         assert self._blocks is not None
         block = self._blocks.block
         if block is None:
-            return f"{rectangle.name} is not quantized by blocks"
+            return f"{part.name} is not quantized by blocks"
         if held != self._dtype:
-            return f"{rectangle.name} is rounded from {held} to {self._dtype} before it is quantized"
-        if not rectangle.is_on_blocks(block):
+            return f"{part.name} is rounded from {held} to {self._dtype} before it is quantized"
+        if not part.is_on_blocks(block):
             return (
-                f"a rank holds {list(rectangle.shape)} of {rectangle.name} from {list(rectangle.start)}, which does "
+                f"a rank holds {list(part.slice.sizes)} of {part.name} from {list(part.slice.offsets)}, which does "
                 f"not begin and end on blocks of {block[0]} x {block[1]}"
             )
         return None
 
-    def leave_out(self, misfits: Container[str]) -> None:
-        """Offer nothing of the parameters with these names: they travel another way."""
+    def exclude(self, misfits: Container[str]) -> None:
+        """Drop what belongs to the parameters with these names: they travel another way."""
         self._held = [held for held in self._held if held.shard.name not in misfits]
 
-    def offers(self) -> list[tuple[str, Offer]]:
-        """Name of the parameter and offer, by the position that :class:`Part` refers to."""
+    def headers(self) -> list[tuple[str, SliceHeader]]:
+        """Name of the parameter and header of each slice, by the position that :class:`PlannedSlice` refers to."""
         return [
             (
                 held.shard.name,
-                Offer(
-                    held.rectangle.name,
-                    held.rectangle.whole_shape,
-                    held.dtype,
-                    held.rectangle.start,
-                    held.rectangle.shape,
-                    held.rectangle.cut_unit,
+                SliceHeader(
+                    held.slice.name, held.slice.whole_shape, held.dtype, held.slice.slice, held.slice.row_unit
                 ),
             )
             for held in self._held
@@ -133,39 +133,39 @@ class ShardOffers:
             return list(self._live.values())
         return [host_weights[key] for key in self._live]
 
-    def items(self, parts: Sequence[Part], host_weights: HostWeights | None) -> list[CastItem]:
-        """What writes these parts into their bucket."""
+    def items(self, planned: Sequence[PlannedSlice], host_weights: HostWeights | None) -> list[CastItem]:
+        """What writes these slices into their bucket."""
         values: Mapping[str, Tensor] = self._live if host_weights is None else host_weights
-        return [item for part in parts for item in self._items_of(part, values)]
+        return [item for one in planned for item in self._items_of(one, values)]
 
-    def _items_of(self, part: Part, values: Mapping[str, Tensor]) -> Iterator[CastItem]:
-        held = self._held[part.offer]
+    def _items_of(self, planned: PlannedSlice, values: Mapping[str, Tensor]) -> Iterator[CastItem]:
+        held = self._held[planned.position]
         value = held.shard.part_of(values[held.shard.key]).detach()
-        rectangle = held.rectangle.between(part.begin, part.end)
+        part = held.slice.between(planned.begin, planned.end)
         kind: Kind = "copy" if value.dtype == held.dtype else "cast"
-        row_bytes = rectangle.num_columns * held.dtype.itemsize
+        row_bytes = part.num_columns * held.dtype.itemsize
         scale_row_bytes, block_rows = 0, 1
         if held.is_quantized:
             assert self._blocks is not None and self._blocks.block is not None
-            kind, row_bytes = self._blocks.kind, rectangle.num_columns
+            kind, row_bytes = self._blocks.kind, part.num_columns
             block_rows = self._blocks.block[0]
-            scale_row_bytes = num_blocks(1, rectangle.num_columns, self._blocks.block)[1] * SCALE_BYTES
+            scale_row_bytes = num_blocks(1, part.num_columns, self._blocks.block)[1] * SCALE_BYTES
         done = 0
-        for rows in rectangle.rows:
+        for rows in part.rows:
             scale_offset = None
-            if part.scale_offset is not None:
-                scale_offset = part.scale_offset + done // block_rows * scale_row_bytes
-            offset = part.offset + done * row_bytes
+            if planned.scale_offset is not None:
+                scale_offset = planned.scale_offset + done // block_rows * scale_row_bytes
+            offset = planned.offset + done * row_bytes
             if value.dim() == 1:
                 yield from _vector_items(value, rows, offset, kind, held.dtype)
             else:
-                first = rectangle.first_column
-                source = value[rows.first :, first : first + rectangle.num_columns]
+                first = part.first_column
+                source = value[rows.first :, first : first + part.num_columns]
                 yield CastItem(source, rows.run, rows.stride, rows.count, offset, kind, scale_offset)
             done += rows.count
 
 
-def _vector_items(value: Tensor, rows: Rows, offset: int, kind: Kind, dtype: torch.dtype) -> Iterator[CastItem]:
+def _vector_items(value: Tensor, rows: RowRuns, offset: int, kind: Kind, dtype: torch.dtype) -> Iterator[CastItem]:
     """Runs of a vector as the rows of a matrix; the last run may be shorter."""
     num_whole, rest = divmod(rows.count, rows.run)
     matrix = value.as_strided((num_whole, rows.run), (rows.stride or rows.run, 1), value.storage_offset() + rows.first)
@@ -176,8 +176,8 @@ def _vector_items(value: Tensor, rows: Rows, offset: int, kind: Kind, dtype: tor
         yield CastItem(value[None, begin : begin + rest], 1, 1, 1, offset, kind)
 
 
-def _cut_of(shard: Shard, *, is_gated: bool) -> Cut:
+def _split_of(shard: Shard, *, is_gated: bool) -> TensorSplit:
     group = tensor_parallel_group(shard)
     if shard.split_dim is None or group.size() == 1:
-        return Cut()
-    return Cut(shard.split_dim, group.rank(), group.size(), is_gate_up(shard, is_gated=is_gated))
+        return TensorSplit()
+    return TensorSplit(shard.split_dim, group.rank(), group.size(), is_gate_up(shard, is_gated=is_gated))

@@ -7,7 +7,15 @@ import itertools
 import pytest
 import torch
 
-from slime.weights.strided import Box, Layout, NotRectangularError, StridedCopy, box_written, clip, merged
+from slime.weights.tensor_slice import (
+    NotRectangularError,
+    StridedCopy,
+    StridedSlice,
+    TensorSlice,
+    clip,
+    merged,
+    slice_written,
+)
 
 
 def copy_between(to: torch.Tensor, frm: torch.Tensor) -> StridedCopy:
@@ -43,30 +51,32 @@ VIEWS = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_clipped_copies_are_the_whole_copy(name):
-    """Any rectangles that make up the tensor, each kept elsewhere, give what the tensor itself would."""
+    """Any slices that make up the tensor, each kept elsewhere, give what the tensor itself would."""
     source = torch.arange(12 * 6).view(12, 6)
     view = VIEWS[name](source)
     expected = torch.full((200,), -1)
-    target = expected.as_strided(view.shape, Layout.row_major(view.shape).strides, 7)
+    target = expected.as_strided(view.shape, StridedSlice.whole(view.shape).strides, 7)
     copy = copy_between(target, view)
     target.copy_(view)
     memory = torch.full((200,), -1)
     for (row, height), (column, width) in itertools.product([(0, 5), (5, 7)], [(0, 2), (2, 4)]):
-        box = source[row : row + height, column : column + width].reshape(-1)
-        cuts = clip(copy, Layout.row_major(source.shape), Box.row_major((row, column), (height, width)))
-        run(cuts, memory, box)
+        stored = source[row : row + height, column : column + width].reshape(-1)
+        cuts = clip(
+            copy, StridedSlice.whole(source.shape), StridedSlice.packed(TensorSlice((row, column), (height, width)))
+        )
+        run(cuts, memory, stored)
     assert torch.equal(memory, expected)
 
 
-def test_a_rectangle_beside_the_copy_gives_nothing():
+def test_a_slice_beside_the_copy_gives_nothing():
     copy = copy_between(torch.zeros(2, 6), torch.zeros(12, 6)[3:5])
-    assert clip(copy, Layout.row_major((12, 6)), Box.row_major((6, 0), (6, 6))) == []
+    assert clip(copy, StridedSlice.whole((12, 6)), StridedSlice.packed(TensorSlice((6, 0), (6, 6)))) == []
 
 
-def test_a_diagonal_is_no_rectangle():
+def test_a_diagonal_is_no_slice():
     copy = StridedCopy((6,), 0, (1,), 0, (7,))
     with pytest.raises(NotRectangularError):
-        clip(copy, Layout.row_major((12, 6)), Box.row_major((0, 0), (12, 6)))
+        clip(copy, StridedSlice.whole((12, 6)), StridedSlice.packed(TensorSlice((0, 0), (12, 6))))
 
 
 def test_merging_leaves_few_dimensions():
@@ -88,19 +98,19 @@ def test_merging_leaves_few_dimensions():
         ("flattened", (0, 0), (12, 6)),
     ],
 )
-def test_the_rectangle_that_a_copy_writes(name, start, shape):
+def test_the_slice_that_a_copy_writes(name, start, shape):
     target = torch.zeros(12, 6)
     view = VIEWS[name](target)
     source = torch.arange(view.numel()).view(view.shape)
-    box = box_written(copy_between(view, source), Layout.row_major((12, 6)))
-    assert (box.start, box.shape) == (start, shape)
+    held = slice_written(copy_between(view, source), StridedSlice.whole((12, 6)))
+    assert (held.slice.offsets, held.slice.sizes) == (start, shape)
     view.copy_(source)
-    rectangle = target[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
-    assert torch.equal(source.reshape(-1).as_strided(box.shape, box.strides, box.offset).float(), rectangle)
+    part = target[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
+    assert torch.equal(source.reshape(-1).as_strided(held.shape, held.strides, held.offset).float(), part)
 
 
-def test_what_is_no_single_rectangle_is_said_to_be_none():
+def test_what_is_no_single_slice_is_said_to_be_none():
     target = torch.zeros(12, 6)
     for view in (target[::2], target.view(3, 4, 6)[:, 1:3]):
         with pytest.raises(NotRectangularError):
-            box_written(copy_between(view, torch.zeros(view.shape)), Layout.row_major((12, 6)))
+            slice_written(copy_between(view, torch.zeros(view.shape)), StridedSlice.whole((12, 6)))

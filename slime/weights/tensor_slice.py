@@ -1,7 +1,7 @@
-"""Arithmetic of strided copies: which elements of one piece of memory go where in another.
+"""Slices of tensors, and the arithmetic of strided copies: which elements of one memory go where in another.
 
 A copy of a slice of a tensor into a slice of another is five lists of integers, and so are all copies that model
-loaders make out of narrow, chunk, transpose, view and cat.  Here they are cut where a rectangle ends.  No tensors.
+loaders make out of narrow, chunk, transpose, view and cat.  Here they are clipped to a slice.
 """
 
 from __future__ import annotations
@@ -11,14 +11,64 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 Ints = tuple[int, ...]
 
 MAX_CUTS = 4096
-"""Copies that one copy may fall into when a rectangle cuts through interleaved rows."""
+"""Copies that one copy may fall into when a slice cuts through interleaved rows."""
 
 
 class NotRectangularError(Exception):
-    """A view that is no rectangle of its tensor: diagonals, overlaps, rows that wrap around."""
+    """A view that is no slice of its tensor: diagonals, overlaps, rows that wrap around."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A rectangular slice of a tensor, as ``torch.distributed.checkpoint`` describes the chunks of one.
+
+    Both have one entry per dimension of the tensor and count elements.
+    """
+
+    offsets: Ints
+    """First index in each dimension."""
+    sizes: Ints
+    """Extent in each dimension."""
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> TensorSlice:
+        """The whole tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the extents; 1 for a scalar."""
+        return math.prod(self.sizes)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What selects the slice: ``tensor[s.index]``."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
+
+    def rows(self, begin: int, end: int) -> TensorSlice:
+        """Rows ``begin .. end`` of the slice, counted from its first."""
+        return TensorSlice((self.offsets[0] + begin, *self.offsets[1:]), (end - begin, *self.sizes[1:]))
+
+    def in_blocks(self, block: Sequence[int]) -> TensorSlice:
+        """The slice counted in blocks of so many elements in each dimension, the last of which may be smaller."""
+        offsets = tuple(begin // step for begin, step in zip(self.offsets, block, strict=True))
+        return TensorSlice(offsets, tuple(-(-size // step) for size, step in zip(self.sizes, block, strict=True)))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of the slice in the whole tensor."""
+        return tensor[self.index]
+
+    def is_within(self, shape: Sequence[int]) -> bool:
+        """Tell if a tensor of this shape has the slice."""
+        return len(self.sizes) == len(shape) and all(
+            begin >= 0 and begin + size <= extent
+            for begin, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +90,31 @@ class StridedCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a tensor lies in memory, from its first element on."""
+class StridedSlice:
+    """A slice of a tensor and how its elements lie in memory; a whole tensor is a slice of itself."""
 
-    shape: Ints
+    slice: TensorSlice
+    offset: int
+    """Of its first element, in elements."""
     strides: Ints
 
     @classmethod
-    def row_major(cls, shape: Sequence[int]) -> Layout:
-        return cls(tuple(shape), row_major_strides(shape))
+    def whole(cls, shape: Sequence[int], strides: Sequence[int] | None = None) -> StridedSlice:
+        """A whole tensor from its first element on; without ``strides`` row-major."""
+        return cls(TensorSlice.whole(shape), 0, row_major_strides(shape) if strides is None else tuple(strides))
+
+    @classmethod
+    def packed(cls, part: TensorSlice) -> StridedSlice:
+        """A slice that is stored by itself, row-major from offset 0."""
+        return cls(part, 0, row_major_strides(part.sizes))
+
+    @property
+    def shape(self) -> Ints:
+        """Extents of the slice."""
+        return self.slice.sizes
 
     def coordinates(self, offset: int) -> Ints:
-        """Index of the element at ``offset``.
+        """Index of the element of a whole tensor at ``offset``.
 
         Raises:
             NotRectangularError: no element lies there.
@@ -72,22 +135,6 @@ class Layout:
         if not fitting:
             raise NotRectangularError
         return max(fitting, key=lambda d: self.strides[d])
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangle of a tensor, and how its own elements lie in memory."""
-
-    start: Ints
-    shape: Ints
-    offset: int
-    """Of its first element."""
-    strides: Ints
-
-    @classmethod
-    def row_major(cls, start: Sequence[int], shape: Sequence[int]) -> Box:
-        """Elements packed one behind the other."""
-        return cls(tuple(start), tuple(shape), 0, row_major_strides(shape))
 
 
 def row_major_strides(shape: Sequence[int]) -> Ints:
@@ -131,30 +178,30 @@ def swapped(copy: StridedCopy) -> StridedCopy:
     return StridedCopy(copy.shape, copy.from_offset, copy.from_strides, copy.to_offset, copy.to_strides)
 
 
-def clip(copy: StridedCopy, whole: Layout, box: Box) -> list[StridedCopy]:
-    """The part of ``copy`` that reads from ``box``, reading it where the box's own elements lie.
+def clip(copy: StridedCopy, whole: StridedSlice, part: StridedSlice) -> list[StridedCopy]:
+    """Clip ``copy`` to what it reads from ``part``, read where the elements of ``part`` lie.
 
     Args:
         copy: reads from a tensor that lies as ``whole``.
-        whole: its layout.
-        box: a rectangle of the tensor, kept elsewhere.
+        whole: the tensor.
+        part: a slice of the tensor, kept elsewhere.
 
     Raises:
-        NotRectangularError: the copy reads something other than rectangles.
+        NotRectangularError: the copy reads something other than slices.
     """
     copy, start, dims = _along_dims(squeezed(copy), whole)
     return [
-        cut
+        clipped
         for single, first in _one_axis_a_dim(copy, start, dims, whole)
-        if (cut := _cut(single, first, whole, box)) is not None
+        if (clipped := _clip_one(single, first, whole, part)) is not None
     ]
 
 
-def box_written(copy: StridedCopy, whole: Layout) -> Box:
-    """The rectangle of a tensor that ``copy`` writes, lying where the copy reads from.
+def slice_written(copy: StridedCopy, whole: StridedSlice) -> StridedSlice:
+    """The slice of a tensor that ``copy`` writes, lying where the copy reads from.
 
     Raises:
-        NotRectangularError: it writes something other than one rectangle.
+        NotRectangularError: it writes something other than one slice.
     """
     back, start, dims = _along_dims(swapped(squeezed(copy)), whole)
     shape, strides = [1] * len(whole.shape), [0] * len(whole.shape)
@@ -170,10 +217,10 @@ def box_written(copy: StridedCopy, whole: Layout) -> Box:
             shape[dim] *= size
         else:
             raise NotRectangularError
-    return Box(start, tuple(shape), copy.from_offset, tuple(strides))
+    return StridedSlice(TensorSlice(start, tuple(shape)), copy.from_offset, tuple(strides))
 
 
-def _along_dims(copy: StridedCopy, whole: Layout) -> tuple[StridedCopy, Ints, list[int | None]]:
+def _along_dims(copy: StridedCopy, whole: StridedSlice) -> tuple[StridedCopy, Ints, list[int | None]]:
     """The copy with every axis along one dimension of what it reads: (copy, first index, dimension of each axis).
 
     An axis that runs over the end of a dimension into the next outer one (a flattened view) is split.  The dimension
@@ -204,7 +251,7 @@ def _along_dims(copy: StridedCopy, whole: Layout) -> tuple[StridedCopy, Ints, li
 
 
 def _one_axis_a_dim(
-    copy: StridedCopy, start: Ints, dims: list[int | None], whole: Layout
+    copy: StridedCopy, start: Ints, dims: list[int | None], whole: StridedSlice
 ) -> list[tuple[StridedCopy, Ints]]:
     """Copies of which no two axes run along the same dimension: the outer ones are written out."""
     outer = []
@@ -234,8 +281,9 @@ def _one_axis_a_dim(
     return result
 
 
-def _cut(copy: StridedCopy, start: Ints, whole: Layout, box: Box) -> StridedCopy | None:
-    """The part inside ``box`` of a copy with one axis a dimension; None when there is none."""
+def _clip_one(copy: StridedCopy, start: Ints, whole: StridedSlice, part: StridedSlice) -> StridedCopy | None:
+    """The part inside ``part`` of a copy with one axis a dimension; None when there is none."""
+    offsets, sizes = part.slice.offsets, part.slice.sizes
     first = list(start)
     shape, frm, to_offset = list(copy.shape), [0] * len(copy.shape), copy.to_offset
     for axis, stride in enumerate(copy.from_strides):
@@ -243,16 +291,16 @@ def _cut(copy: StridedCopy, start: Ints, whole: Layout, box: Box) -> StridedCopy
             continue
         dim = whole.dim_of(stride)
         step = stride // whole.strides[dim]
-        low = max(0, -(-(box.start[dim] - start[dim]) // step))
-        high = min(shape[axis], -(-(box.start[dim] + box.shape[dim] - start[dim]) // step))
+        low = max(0, -(-(offsets[dim] - start[dim]) // step))
+        high = min(shape[axis], -(-(offsets[dim] + sizes[dim] - start[dim]) // step))
         if low >= high:
             return None
         first[dim] += low * step
         to_offset += low * copy.to_strides[axis]
-        shape[axis], frm[axis] = high - low, step * box.strides[dim]
-    from_offset = box.offset
+        shape[axis], frm[axis] = high - low, step * part.strides[dim]
+    from_offset = part.offset
     for dim, index in enumerate(first):
-        if not box.start[dim] <= index < box.start[dim] + box.shape[dim]:
+        if not offsets[dim] <= index < offsets[dim] + sizes[dim]:
             return None
-        from_offset += (index - box.start[dim]) * box.strides[dim]
+        from_offset += (index - offsets[dim]) * part.strides[dim]
     return StridedCopy(tuple(shape), to_offset, copy.to_strides, from_offset, tuple(frm))
