@@ -1,6 +1,7 @@
 # The two commands: `make demo` and `make test`.  Each makes .venv first when it is missing or its pins have changed.
 
-.PHONY: test-dist demo test faults matrix algorithms push-matrix install check
+# `make docs` builds the site of docs/ into site/.
+.PHONY: docs test-dist demo test faults matrix algorithms push-matrix install check
 
 demo: install
 	@scripts/demo.sh
@@ -35,6 +36,10 @@ algorithms: install
 # Every way to push weights into SGLang's models, with the digests: mode x quantisation x trainer layout x engine size.
 push-matrix: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.push_matrix
+
+docs: install
+	@.venv/bin/python scripts/make_docs.py
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --clean
 
 check: install
 	@scripts/check

@@ -1,4 +1,6 @@
-"""Write docs/flags.md and docs/hooks.md from slime/flags and slime/arguments; ``--check`` only compares.
+"""Write docs/flags.md and docs/hooks.md from slime/flags and slime/arguments, and docs/results.md from benchmarks/results.
+
+``--check`` writes nothing and fails when a page is out of date.
 
 .venv/bin/python scripts/make_docs.py [--check]
 """
@@ -14,6 +16,7 @@ from pathlib import Path
 REPO = Path(__file__).parents[1]
 sys.path.insert(0, str(REPO))
 
+from benchmarks import results_page  # noqa: E402
 from slime.arguments.hook_checks import call_of  # noqa: E402
 from slime.arguments.hooks import HOOKS, Hook  # noqa: E402
 from slime.arguments.parser import build_parser  # noqa: E402
@@ -86,7 +89,16 @@ def _cell(text: str) -> str:
 
 def hooks_page() -> str:
     """docs/hooks.md."""
-    return "\n".join([HOOKS_HEAD, *(_hook_section(hook) for hook in HOOKS)])
+    return "\n".join([HOOKS_HEAD, _hook_table(), *(_hook_section(hook) for hook in HOOKS)])
+
+
+def _hook_table() -> str:
+    firsts = [str(inspect.getdoc(hook.protocol)).partition("\n")[0] for hook in HOOKS]
+    rows = [
+        f"| [`{hook.flag}`](#{hook.flag}) | {hook.side} | {_cell(first)} |"
+        for hook, first in zip(HOOKS, firsts, strict=True)
+    ]
+    return "\n".join(["| flag | side | purpose |", "|---|---|---|", *rows, ""])
 
 
 def _hook_section(hook: Hook) -> str:
@@ -112,6 +124,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     """Every generated file with its content."""
     yield REPO / "docs/flags.md", flags_page()
     yield REPO / "docs/hooks.md", hooks_page()
+    yield REPO / "docs/results.md", results_page.page()
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from slime.planning.parameters import layer_parameters, mtp_parameters
 from slime.planning.trainer_memory import CONTEXT_BYTES, GIB
 
 ENGINE_ASLEEP_BYTES = int(1.0 * GIB)
-"""A released engine: context, communicators, what is never given back (measured, docs/verified_gpu.md)."""
+"""A released engine: context, communicators, what is never given back (measured, docs/results.md)."""
 DEFAULT_MEM_FRACTION = 0.86
 """About what SGLang takes by itself on 80 GB when ``--sglang-mem-fraction-static`` is not given."""
 BLOCK_SCALE_BYTES = 4 / (128 * 128)

@@ -19,7 +19,7 @@ from slime.planning.stages import StageChunk
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.5 * GIB)
-"""CUDA's context and loaded kernels of one process (measured, docs/verified_gpu.md)."""
+"""CUDA's context and loaded kernels of one process (measured, docs/results.md)."""
 FIRST_COMMUNICATOR_BYTES = int(0.78 * GIB)
 COMMUNICATOR_BYTES = int(0.5 * GIB)
 """NCCL's buffers of the first process group of a rank, and of each further one that is used (measured)."""

@@ -5,7 +5,7 @@
     python -m tests.algorithms --variants gspo,tis      cells of some variants
     python -m tests.algorithms --layouts cp2,dp2_cp2    ... in some layouts
     python -m tests.algorithms --quick                  without what takes seconds for each bug
-    python -m tests.algorithms --write-docs             the tables of docs/algorithms.md
+    python -m tests.algorithms --write-docs             records the results
     python -m tests.algorithms --end-to-end -- --device gpu     then the tiny task's real job with each algorithm;
                                                         what stands behind -- goes to python -m tests.e2e.algorithms
 
@@ -20,7 +20,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.algorithms.tables import PAGE, mutation_table, oracle_table, with_table
+from benchmarks import results_page
+from tests.algorithms.tables import mutation_table, oracle_table
 from tests.matrix.pool import RankPool
 from tests.mutations.museum import MUSEUM
 from tests.mutations.runner import run_museum
@@ -85,7 +86,7 @@ def main() -> int:
     parser.add_argument("--variants", type=words, default=[], help="names of tests/oracle/variants.py, with commas")
     parser.add_argument("--layouts", type=words, default=[], help="likewise")
     parser.add_argument("--quick", action="store_true", help="without the bugs that take seconds each")
-    parser.add_argument("--write-docs", action="store_true", help="fill the tables of docs/algorithms.md")
+    parser.add_argument("--write-docs", action="store_true", help="write benchmarks/results/algorithms_*.json")
     parser.add_argument("--end-to-end", action="store_true", help="then python -m tests.e2e.algorithms")
     own, others = sys.argv[1:], []
     if "--" in own:
@@ -106,10 +107,8 @@ def main() -> int:
         print(f"\n{table}\n", flush=True)
     print("\n".join(wrong) if wrong else "everything agrees, everything is caught", flush=True)
     if options.write_docs:
-        page = PAGE.read_text()
         for name, table in tables.items():
-            page = with_table(page, name, table)
-        PAGE.write_text(page)
+            results_page.record(f"algorithms_{name}", table)
     code = 1 if wrong else 0
     if options.end_to_end:
         # What stands behind a second -- are flags of every job: ours come first.

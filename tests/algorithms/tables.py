@@ -1,4 +1,4 @@
-"""The numbers of the proof as tables of a page: printed, and put into docs/algorithms.md between their marks."""
+"""The numbers of the proof as tables of a page: printed, and recorded as results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from pathlib import Path
 from tests.mutations.runner import Outcome
 from tests.oracle.agreement import BOUNDS, Errors
 from tests.oracle.trainer import Cell
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
-END = "<!-- end of table -->"
 
 Results = Mapping[Cell, Errors]
 
@@ -55,7 +52,9 @@ def oracle_table(results: Results, differences: Mapping[str, float], difference_
     return "\n\n".join(
         [
             intro,
+            "## variants",
             markdown(["variant", *kinds, "finite differences"], by_variant),
+            "## layouts",
             markdown(["layout", "cells", *kinds], by_layout),
         ]
     )
@@ -73,7 +72,9 @@ def mutation_table(outcomes: Sequence[Outcome]) -> str:
         ]
         for outcome in outcomes
     ]
-    return f"{caught} of {len(outcomes)} are caught.\n\n" + markdown(["bug", "in", "caught by", "caught"], rows)
+    return f"{caught} of {len(outcomes)} are caught.\n\n## mutations\n\n" + markdown(
+        ["bug", "in", "caught by", "caught"], rows
+    )
 
 
 def _name_of(check: str) -> str:
@@ -100,17 +101,3 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def with_table(page: str, name: str, table: str) -> str:
-    """The page with the table between its marks.
-
-    Raises:
-        ValueError: the page has no such marks.
-    """
-    begin = f"<!-- table: {name} -->"
-    before, found, after = page.partition(begin)
-    _, end, rest = after.partition(END)
-    if not found or not end:
-        raise ValueError(f"the page has no {begin} with {END} behind it")
-    return f"{before}{begin}\n{table}\n{END}{rest}"

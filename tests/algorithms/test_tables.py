@@ -1,27 +1,13 @@
-"""The tables of the proof, and their place in the page."""
+"""The tables of the proof."""
 
 import math
 
-import pytest
 import torch
 
-from tests.algorithms.tables import PAGE, markdown, mutation_table, oracle_table, with_table
+from tests.algorithms.tables import markdown, mutation_table, oracle_table
 from tests.mutations.mutation import Mutation
 from tests.mutations.runner import Outcome, Verdict
 from tests.oracle.agreement import Errors, relative_error
-
-
-def test_the_page_has_a_place_for_every_table():
-    page = PAGE.read_text()
-    for name in ("oracle", "mutations", "end to end"):
-        assert "| x |" in with_table(page, name, "| x |")
-    with pytest.raises(ValueError, match="no <!-- table: other -->"):
-        with_table(page, "other", "")
-
-
-def test_a_table_replaces_the_one_before_and_nothing_else():
-    page = "a\n<!-- table: t -->\nold\n<!-- end of table -->\nb\n"
-    assert with_table(page, "t", "new") == "a\n<!-- table: t -->\nnew\n<!-- end of table -->\nb\n"
 
 
 def test_worst_errors_stand_in_the_table_and_failures_are_counted():

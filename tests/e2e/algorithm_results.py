@@ -12,7 +12,6 @@ from typing import Any
 from examples.tiny_arithmetic.summary import GREEDY, SAMPLED, Curve, curve, eval_curve
 from slime.observability.metrics_file import FILE_NAME, read_records
 
-START_MARK, END_MARK = "<!-- table: end to end -->", "<!-- end of table -->"
 LOWER_TARGET = 0.90
 """What the tiny task was made for; the column stands beside the one of ``--target``."""
 MISMATCH_METRICS = ("tis", "tis_abs", "tis_clipfrac", "ois")
@@ -169,7 +168,7 @@ def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str
 
 
 def _settings(runs: Sequence[RunResult]) -> list[str]:
-    lines = ["| algorithm | flags beside those of `scripts/run-tiny-cpu.sh` | why |", "|---|---|---|"]
+    lines = ["## Flags", "", "| algorithm | flags beside those of `scripts/run-tiny-cpu.sh` | why |", "|---|---|---|"]
     for group in by_variant(runs).values():
         run = group[0]
         lines.append(f"| {run.title} | `{' '.join(run.flags)}` | {run.why}{_measured(group)} |")
@@ -187,21 +186,6 @@ def _measured(group: Sequence[RunResult]) -> str:
         mean = {name: statistics.fmean(one[name] for one in weights) for name in weights[0]}
         parts.append(f"mean abs(weight - 1) {mean['tis_abs']:.3f}, {mean['tis_clipfrac']:.1%} of the weights cut")
     return f" ({'; '.join(parts)})" if parts else ""
-
-
-def fill_page(page: Path, text: str, picture: str) -> None:
-    """Put table and picture between the marks of the page; what stood there is replaced.
-
-    Raises:
-        ValueError: the page has no mark.
-    """
-    content = page.read_text()
-    if START_MARK not in content:
-        raise ValueError(f"{page} has no line {START_MARK}, so there is no place for the table")
-    before, _, behind = content.partition(START_MARK)
-    rest = behind.partition(END_MARK)[2] if END_MARK in behind else behind
-    filled = f"{START_MARK}\n\n![accuracy and reward of every run]({picture})\n\n{text}\n\n{END_MARK}"
-    page.write_text(before + filled + rest)
 
 
 # The picture

@@ -32,12 +32,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results_page
 from tests.e2e import algorithm_results
 from tests.e2e.algorithm_jobs import REPO, Recipe, Run
 from tests.e2e.algorithm_results import RunResult
 from tests.e2e.algorithm_variants import VARIANTS, Variant, select
 
-PAGE, PICTURE = REPO / "docs" / "algorithms.md", "algorithm_curves.png"
+PICTURE = "algorithm_curves.png"
 POLL_S = 1.0
 
 
@@ -145,8 +146,8 @@ def report(about: dict[str, Any], runs: list[RunResult], out: Path, *, write_doc
     else:
         algorithm_results.draw(out / "curves.png", about, runs)
     if write_docs:
-        shutil.copyfile(out / "curves.png", PAGE.parent / PICTURE)
-        algorithm_results.fill_page(PAGE, text, PICTURE)
+        shutil.copyfile(out / "curves.png", REPO / "docs" / PICTURE)
+        results_page.record("algorithms_end_to_end", text, hardware=about["machine"])
     problems = algorithm_results.misses(runs, about["target"])
     for problem in problems:
         print(f"MISSED {problem}", flush=True)
@@ -182,7 +183,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="then stop and report what there is")
     parser.add_argument("--starts", type=int, default=1, help="how often a job that fails is started in all")
     parser.add_argument("--keep-checkpoints", action="store_true", help="also of runs that are done")
-    parser.add_argument("--write-docs", action="store_true", help=f"fill docs/{PAGE.name} and docs/{PICTURE}")
+    parser.add_argument(
+        "--write-docs",
+        action="store_true",
+        help=f"write benchmarks/results/algorithms_end_to_end.json and docs/{PICTURE}",
+    )
     parser.add_argument("--from", dest="source", type=Path, help="a results.json: report it, run nothing")
     parser.add_argument("flags", nargs="*", help="more flags for every job, after --")
     options = parser.parse_args(arguments)

@@ -173,16 +173,3 @@ def test_numbers_survive_their_file(tmp_path: Path) -> None:
     json.loads((tmp_path / "results.json").read_text())
     algorithm_results.draw(tmp_path / "curves.png", again_about, [*again, result(seed=2)])
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-
-
-def test_the_marked_place_of_a_page_is_filled_and_filled_again(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{algorithm_results.START_MARK}\nbehind\n")
-    algorithm_results.fill_page(page, "first", "p.png")
-    algorithm_results.fill_page(page, "second", "p.png")
-    text = page.read_text()
-    assert "first" not in text
-    assert [word for word in text.split() if word in ("before", "second", "behind")] == ["before", "second", "behind"]
-    page.write_text("no mark")
-    with pytest.raises(ValueError, match="no line <!-- table: end to end -->"):
-        algorithm_results.fill_page(page, "text", "p.png")

@@ -4,7 +4,7 @@
     python -m tests.matrix --family qwen3 --check gradients   # one check of one family, no layouts
     python -m tests.matrix --family glm5 --layout TP2         # one layout, no checks
     python -m tests.matrix --fast                             # what the suite runs
-    python -m tests.matrix --write-docs                       # and put the tables into docs/
+    python -m tests.matrix --write-docs                       # and record the results
 
 The exit status is 1 when a cell fails, or when none was run.
 """
@@ -35,9 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="layouts in bf16 instead of fp32, with a wider bound")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="families checked at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the cells there, beside those of earlier runs")
-    parser.add_argument(
-        "--write-docs", action="store_true", help="put the tables into docs/models.md and parallelism.md"
-    )
+    parser.add_argument("--write-docs", action="store_true", help="write benchmarks/results/matrix.json")
     parser.add_argument("--list", action="store_true", help="name families, checks and layouts, and run nothing")
     return parser.parse_args(argv)
 
@@ -80,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         everything = load_cases()
         flags = {name: (*layout.flags, *layout.loss_flags) for name, layout in LAYOUTS.items()}
         results = docs.result_tables(known, everything, FULL_FAMILIES, LAYOUTS)
-        docs.write_pages({**results, **docs.reference_tables(everything, flags)})
+        docs.record({**results, **docs.reference_tables(everything, flags)})
     return int(not cells or not all(cell.passed for cell in cells))
 
 

@@ -61,7 +61,7 @@ class FamilyCase:
     has_experts: bool = False
     """Whether expert-parallel layouts make sense."""
     about: str = ""
-    """What is awkward about it, in a few words, for docs/models.md."""
+    """What is awkward about it, in a few words, for docs/results.md."""
 
     @property
     def vocab_size(self) -> int:

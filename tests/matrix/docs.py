@@ -1,22 +1,12 @@
-"""The measured matrix as tables: printed at the end of a run, and put into the documents with ``--write-docs``."""
+"""The measured matrix as tables: printed at the end of a run, and recorded as results with ``--write-docs``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
+from benchmarks import results_page
 from tests.matrix.case import FamilyCase
-from tests.matrix.report import CHECKS, Cell, format_number, replace_between_markers
-
-PAGES = Path(__file__).resolve().parents[2] / "docs"
-PAGE_OF = {
-    # table -> the page in which it stands between its markers
-    "families": "models.md",
-    "checks": "models.md",
-    "families in layouts": "parallelism.md",
-    "layouts in full": "parallelism.md",
-    "flags of the layouts": "parallelism.md",
-}
+from tests.matrix.report import CHECKS, Cell, format_number
 
 Places = Mapping[tuple[str, str], Cell]
 """Cells by family and column."""
@@ -61,15 +51,9 @@ def reference_tables(cases: Mapping[str, FamilyCase], flags: Mapping[str, Sequen
     }
 
 
-def write_pages(tables: Mapping[str, str]) -> None:
-    """Put the tables between their markers in the pages.
-
-    Raises:
-        ValueError: a page has no such markers.
-    """
-    for name, table in tables.items():
-        path = PAGES / PAGE_OF[name]
-        path.write_text(replace_between_markers(path.read_text(), name, table))
+def record(tables: Mapping[str, str]) -> None:
+    """Replace the tables of benchmarks/results/matrix.json."""
+    results_page.record("matrix", "\n\n".join(f"## {name}\n\n{table}" for name, table in tables.items()))
 
 
 def _places(cells: Iterable[Cell], kind: str) -> Places:

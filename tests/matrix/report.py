@@ -60,18 +60,3 @@ def summary(cells: Iterable[Cell]) -> str:
     failed = [cell for cell in cells if not cell.passed]
     lines = [cell.describe() for cell in failed]
     return "\n".join([*lines, f"{len(cells) - len(failed)} of {len(cells)} cells passed"])
-
-
-def replace_between_markers(page: str, name: str, text: str) -> str:
-    """The page with ``text`` between the lines ``<!-- matrix: name -->`` and ``<!-- end of matrix: name -->``.
-
-    Raises:
-        ValueError: the page has no such lines.
-    """
-    begin, end = f"<!-- matrix: {name} -->", f"<!-- end of matrix: {name} -->"
-    for marker in (begin, end):
-        if marker not in page:
-            raise ValueError(f"no line {marker!r} in the page")
-    before, rest = page.split(begin, 1)
-    _, after = rest.split(end, 1)
-    return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"

@@ -4,7 +4,7 @@
     python -m tests.push_matrix --full                            # every family that SGLang can build on a CPU
     python -m tests.push_matrix --family qwen3 --layout TP2 --mode mixed
     python -m tests.push_matrix --fast                            # what the suite runs
-    python -m tests.push_matrix --write-docs                      # and put the table into docs/weight_sync.md
+    python -m tests.push_matrix --write-docs                      # and record the results
 
 A cell is two pushes from a Megatron trainer on gloo ranks into SGLang's own model classes, one process for each engine
 rank.  It is OK when the engine's parameters, digested under its own names, are those that SGLang's own loader makes of
@@ -21,6 +21,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks import results_page
 from tests.matrix.case import load_cases
 from tests.push_matrix.cells import (
     ENGINE_SIZES,
@@ -34,8 +35,6 @@ from tests.push_matrix.cells import (
     run_cells,
     table,
 )
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "weight_sync.md"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="every family that SGLang can build on a CPU")
     parser.add_argument("--fast", action="store_true", help="the slice that the test suite runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells there, too")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/weight_sync.md")
+    parser.add_argument("--write-docs", action="store_true", help="write benchmarks/results/push_matrix.json")
     return parser.parse_args(argv)
 
 
@@ -84,9 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
     if options.write_docs:
-        from tests.matrix.report import replace_between_markers
-
-        PAGE.write_text(replace_between_markers(PAGE.read_text(), "pushes", text))
+        results_page.record("push_matrix", f"## pushes\n\n{text}")
     return int(not cells or bool(failed))
 
 

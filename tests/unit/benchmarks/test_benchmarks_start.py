@@ -20,7 +20,7 @@ from tests.contracts.source_tree import REPO
 
 FOLDER = REPO / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
-PARTS = {"demo_step", "model_shapes", "phase_table"}
+PARTS = {"demo_step", "model_shapes", "phase_table", "results_page"}
 """Modules that programs import."""
 OF_TRAINING = {"plan_memory", "step_phases", "train_mfu", "weight_push_engine", "weight_push_ways"}
 """Programs with flags of train.py: each has a test below."""

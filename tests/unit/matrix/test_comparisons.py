@@ -10,7 +10,7 @@ import torch
 from tests.matrix.case import FamilyCase, gradients_by_checkpoint_name, load_cases
 from tests.matrix.comparisons import differing_tensors, gradient_errors
 from tests.matrix.docs import result_tables
-from tests.matrix.report import Cell, replace_between_markers, summary
+from tests.matrix.report import Cell, summary
 
 
 def test_the_error_of_a_gradient_is_relative_to_its_own_norm() -> None:
@@ -69,14 +69,6 @@ def test_tables_have_families_down_or_layouts_down_where_there_are_many() -> Non
     assert tables["checks"].splitlines()[2:] == ["| qwen3 | **5.0e-01** | equal |"]
     assert tables["families in layouts"].splitlines()[2:] == ["| mimo | 3.0e-06 |", "| qwen3 | 1.0e-06 |"]
     assert tables["layouts in full"].splitlines()[2:] == ["| TP2 | 1.0e-06 |", "| PP4 | 2.0e-06 |"]
-
-
-def test_a_table_replaces_what_stands_between_its_markers() -> None:
-    page = "before\n<!-- matrix: checks -->\nold\n<!-- end of matrix: checks -->\nafter\n"
-    page = replace_between_markers(page, "checks", "| new |\n")
-    assert page == "before\n<!-- matrix: checks -->\n\n| new |\n\n<!-- end of matrix: checks -->\nafter\n"
-    with pytest.raises(ValueError, match="no line '<!-- matrix: layouts -->'"):
-        replace_between_markers(page, "layouts", "")
 
 
 def test_the_gradients_of_a_plain_reference_keep_their_names() -> None:

@@ -1,0 +1,203 @@
+"""Measurements as data: read and write ``benchmarks/results/*.json``, and make docs/results.md of them.
+
+A file holds one run: title, group, date, hardware, versions, command, commit (null where it is not known), notes, and
+the tables of what was measured.  ``scripts/make_docs.py`` writes the page; the programs of tests/ that measure whole
+tables replace theirs with ``record`` (``--write-docs``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+FOLDER = REPO / "benchmarks" / "results"
+NOT_RUN = FOLDER / "not_run.json"
+GROUPS = (
+    "Whole jobs",
+    "Speed and memory of training",
+    "Rollout",
+    "Weight push",
+    "Checkpoints and quantization",
+    "Planning",
+    "Correctness",
+)
+"""Sections of the page, in order."""
+KEYS = {"title", "group", "date", "hardware", "versions", "command", "commit", "notes", "tables"}
+OPTIONAL = {"picture"}
+SHOWN = ("torch", "megatron-core", "sglang", "ray")
+"""Versions that the page has room for; the files have all."""
+VERSIONED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")
+_NUMBER = re.compile(r"-?\d{1,3}(?:,\d{3})+|-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+HEAD = """# Results
+
+Written by `scripts/make_docs.py` from `benchmarks/results/*.json`, one file a run; edit those. The last section lists
+what has not been run. `benchmarks/README.md` lists the benchmarks, and CONTRIBUTING.md the test commands.
+"""
+
+
+def load(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
+    """Return every run by its file's name.
+
+    Raises:
+        ValueError: a file lacks a key, has one too many or names no group of the page.
+    """
+    runs = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name == NOT_RUN.name:
+            continue
+        run = json.loads(path.read_text(encoding="utf-8"))
+        if KEYS - run.keys() or run.keys() - KEYS - OPTIONAL:
+            raise ValueError(f"{path.name}: keys are {sorted(run)}; needed are {sorted(KEYS)}")
+        if run["group"] not in GROUPS:
+            raise ValueError(f"{path.name}: group {run['group']!r} is none of {', '.join(GROUPS)}")
+        runs[path.stem] = run
+    return runs
+
+
+def save(name: str, run: Mapping[str, Any], folder: Path = FOLDER) -> None:
+    """Write one run; a row stays on one line."""
+    text = json.dumps({**run, "tables": []}, indent=1, ensure_ascii=False)
+    tables = ",\n".join(_table_json(table) for table in run["tables"])
+    text = text.replace('"tables": []', f'"tables": [\n{tables}\n ]') if tables else text
+    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _table_json(table: Mapping[str, Any]) -> str:
+    rows = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in table["rows"])
+    title, columns = (json.dumps(table[key], ensure_ascii=False) for key in ("title", "columns"))
+    return f'  {{\n   "title": {title},\n   "columns": {columns},\n   "rows": [\n{rows}\n   ]\n  }}'
+
+
+def record(name: str, markdown: str, folder: Path = FOLDER, *, hardware: str = "") -> None:
+    """Replace tables and notes of an existing run with those of ``markdown``; the rest describes this machine, now.
+
+    Tables whose titles ``markdown`` does not have stay.
+
+    Raises:
+        FileNotFoundError: there is no such run; its title, group and command are written by hand first.
+    """
+    run = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    notes, tables = parse(markdown)
+    new = {table["title"] for table in tables}
+    kept = [table for table in run["tables"] if table["title"] not in new]
+    run |= {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": hardware or find_hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "notes": notes or run["notes"],
+        "tables": [*tables, *kept],
+    }
+    save(name, run, folder)
+
+
+def parse(markdown: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Split text into its paragraphs and its tables; a heading (``#``) before a table is its title."""
+    notes: list[str] = []
+    tables: list[dict[str, Any]] = []
+    title = ""
+    for block in re.split(r"\n\s*\n", markdown.strip()):
+        lines = block.strip().split("\n")
+        if lines[0].startswith("#"):
+            title = lines[0].lstrip("# ")
+        elif lines[0].startswith("|"):
+            columns, _, *rows = ([_cell(word) for word in _cells(line)] for line in lines)
+            tables.append({"title": title, "columns": [str(word) for word in columns], "rows": rows})
+            title = ""
+        elif not lines[0].startswith(("![", "<!--")):
+            notes.append(" ".join(line.strip() for line in lines))
+    return notes, tables
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def _cell(text: str) -> str | int | float:
+    plain = text.removeprefix("**").removesuffix("**")
+    if not _NUMBER.fullmatch(plain):
+        return plain
+    plain = plain.replace(",", "")
+    return int(plain) if re.fullmatch(r"-?\d+", plain) else float(plain)
+
+
+def find_hardware() -> str:
+    """Name this machine's GPUs, else its CPU cores."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return f"{os.cpu_count()} CPU cores"
+    found = [name.strip() for name in names if name.strip()]
+    return f"{len(found)} {found[0]}"
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of the packages that decide a measurement."""
+    found = {}
+    for package in VERSIONED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Return the commit of the tree, or None outside of git."""
+    words = ["git", "-C", str(REPO), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def page(folder: Path = FOLDER) -> str:
+    """Return docs/results.md."""
+    runs = load(folder)
+    parts = [HEAD]
+    for group in GROUPS:
+        parts.append(f"## {group}\n")
+        parts += [_section(name, run) for name, run in runs.items() if run["group"] == group]
+    missing = json.loads((folder / NOT_RUN.name).read_text(encoding="utf-8"))["not_run"]
+    parts.append("## Not run\n\n" + "\n".join(f"* {line}" for line in missing) + "\n")
+    return "\n".join(parts)
+
+
+def _section(name: str, run: Mapping[str, Any]) -> str:
+    software = ", ".join(f"{key} {run['versions'][key]}" for key in run["versions"] if key.lower() in SHOWN)
+    when = f"{run['date']}, commit {run['commit']}" if run["commit"] else run["date"]
+    lines = [f"### {run['title']}\n", f"{when}. {run['hardware']}. {software}. File `{name}.json`.\n"]
+    if run["command"]:
+        lines.append(f"```\n{run['command']}\n```\n")
+    lines += [f"{note}\n" for note in run["notes"]]
+    if "picture" in run:
+        lines.append(f"![{run['title']}]({run['picture']})\n")
+    for table in run["tables"]:
+        if table["title"]:
+            lines.append(f"**{table['title']}**\n")
+        lines.append(_markdown(table["columns"], table["rows"]) + "\n")
+    return "\n".join(lines)
+
+
+def _markdown(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    shown = [[_shown(cell) for cell in row] for row in rows]
+    head = list(columns)
+    numeric = [bool(shown) and all(re.match(r"[-<~]?[\d.]|-$|$", row[i]) for row in shown) for i in range(len(head))]
+    rule = ["---:" if right else "---" for right in numeric]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *shown])
+
+
+def _shown(cell: Any) -> str:
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return f"{cell:,}"
+    return str(cell).replace("|", "\\|")
