@@ -1,4 +1,4 @@
-"""Write docs/flags.md and docs/hooks.md from slime/flags and slime/arguments, and docs/results.md from benchmarks/results.
+"""Write docs/flags.md, docs/hooks.md (from slime/flags, slime/arguments) and docs/results.md (benchmarks/results).
 
 ``--check`` writes nothing and fails when a page is out of date.
 
