@@ -74,11 +74,9 @@ from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.observability.logging_utils import configure_logger, finish_tracking  # noqa: E402
 from slime.ray.rollout_data import check_fan_out, flatten, schedule_config, train_data_from_samples  # noqa: E402
 from slime.ray.rollout_logging import log_rollout  # noqa: E402
-from slime.rollout.abort import abort  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.rm_hub import async_rm  # noqa: E402
-from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
-from slime.rollout.state import GenerateState  # noqa: E402
+from slime.rollout.sglang_rollout import GenerateState, abort, generate_rollout  # noqa: E402
 from slime.train_data.schedule import build_dp_schedule  # noqa: E402
 from slime.train_data.split import split_by_rank  # noqa: E402
 from slime.utils.async_utils import run  # noqa: E402

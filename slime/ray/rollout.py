@@ -23,8 +23,8 @@ from slime.ray.rollout_logging import log_eval, log_rollout
 from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.checkpoint_position import CheckpointPosition
+from slime.rollout.context import NoJournal, RunState, use_run
 from slime.rollout.ledger.ledger import open_ledger
-from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
@@ -49,6 +49,7 @@ class RolloutManager(EngineFleet, Watched):
         # Everything below happens while the engines boot.
         self.ledger = open_ledger(args, load_function(args.data_source_path)(args))
         self.data_source = self.ledger.data_source
+        self.run = use_run(RunState(self.ledger.journal))
         self.generate_rollout = load_function(args.rollout_function_path)
         self.eval_rollout = load_function(args.eval_function_path)
         self._position = CheckpointPosition(self.ledger)
@@ -76,7 +77,7 @@ class RolloutManager(EngineFleet, Watched):
         """
         start = time.monotonic()
         self.rollout_id = rollout_id
-        set_current_rollout_id(rollout_id)
+        self.run.begin(rollout_id)
         self._position.begin(rollout_id)
         self._begin_watching()
         groups, metrics = self._make_samples(rollout_id)
@@ -118,7 +119,7 @@ class RolloutManager(EngineFleet, Watched):
         if self.args.debug_train_only:
             return {}
         start = time.monotonic()
-        set_current_rollout_id(rollout_id)
+        self.run.begin(rollout_id)
         self._begin_watching()
         output = self._watching_engines(
             lambda: call_rollout_fn(self.eval_rollout, self.args, rollout_id, self.data_source, evaluation=True)
@@ -152,6 +153,7 @@ class RolloutManager(EngineFleet, Watched):
     def dispose(self) -> None:
         """Stop engines and routers in an orderly way."""
         self._stop_fleet()
+        self.run.journal = NoJournal()
         self.ledger.close()
         finish_tracking(self.args)
 

@@ -7,12 +7,16 @@ running generation, and an abort that waits for one of these to end would wait f
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from typing import Any
 
 import aiohttp
 
-from slime.utils.errors import EngineError
+from slime.rollout.config import RolloutConfig
+from slime.utils.errors import EngineError, ProcessError
+
+logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 30.0
 
@@ -76,3 +80,86 @@ async def control_post(url: str, payload: Any) -> None:
 async def close_control_client() -> None:
     """Close the control connections of the running event loop."""
     await _control.close()
+
+
+async def worker_urls(config: RolloutConfig) -> list[str]:
+    """Return the engines that the router knows."""
+    answer = await control_get(f"{config.router_url}/workers")
+    return [worker["url"] for worker in answer.get("workers", [])]
+
+
+async def abort_engines(config: RolloutConfig) -> None:
+    """Ask every engine to end all its requests; one that does not answer is logged and left to its monitor.
+
+    The engines are asked directly, because routers do not pass ``/abort_request`` on; the router only names them.
+    """
+
+    async def abort_one(url: str) -> None:
+        try:
+            await control_post(f"{url}/abort_request", {"abort_all": True})
+        except ProcessError as error:
+            logger.warning("Engine %s did not take the abort: %s", url, error)
+
+    await asyncio.gather(*(abort_one(url) for url in await worker_urls(config)))
+
+
+async def engine_loads(config: RolloutConfig) -> dict[str, int | None]:
+    """Return the number of requests that each engine holds; None where it does not say."""
+
+    async def load_of(url: str) -> int | None:
+        try:
+            return count_requests(await control_get(f"{url}/v1/loads?include=core"))
+        except (ProcessError, KeyError, TypeError, ValueError) as error:
+            logger.debug("Engine %s does not tell its load: %s", url, error)
+            return None
+
+    urls = await worker_urls(config)
+    return dict(zip(urls, await asyncio.gather(*(load_of(url) for url in urls)), strict=True))
+
+
+async def busy_engines(config: RolloutConfig) -> str:
+    """Return the engines that hold requests, as ``url (count)`` for an error; empty when none does."""
+    try:
+        loads = await asyncio.wait_for(engine_loads(config), timeout=10)
+    except (ProcessError, TimeoutError) as error:
+        return f"unknown, the router did not answer ({error})"
+    return ", ".join(f"{url} ({'unknown' if n is None else n})" for url, n in loads.items() if n != 0)
+
+
+def count_requests(loads: Any) -> int:
+    """Count the requests in an answer of ``/v1/loads``: an entry per data-parallel rank, in a list or under ``loads``.
+
+    Raises:
+        ValueError: an entry has none of the known counters.
+    """
+    if isinstance(loads, dict):
+        loads = loads["loads"] if "loads" in loads else [loads]
+    total = 0
+    for entry in loads:
+        for name in ("num_reqs", "num_total_reqs", "total_reqs"):
+            if name in entry:
+                total += entry[name]
+                break
+        else:
+            if "num_running_reqs" not in entry:
+                raise ValueError(f"no request count in {entry}")
+            total += entry["num_running_reqs"] + entry.get("num_waiting_reqs", 0)
+    return total
+
+
+async def engine_versions(config: RolloutConfig) -> list[str]:
+    """Return the weight version of each engine that tells one."""
+
+    async def ask(url: str) -> Any:
+        try:
+            return (await control_get(f"{url}/model_info")).get("weight_version")
+        except (ProcessError, AttributeError) as error:
+            logger.debug("Engine %s does not tell its weight version: %s", url, error)
+            return None
+
+    try:
+        urls = await worker_urls(config)
+    except ProcessError as error:
+        logger.debug("The engines' weight version is not known: %s", error)
+        return []
+    return [version for version in await asyncio.gather(*map(ask, urls)) if version is not None]

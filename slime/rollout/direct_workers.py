@@ -17,15 +17,14 @@ import hashlib
 import logging
 import random
 import time
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from typing import Any
 
+from slime.rollout.config import RolloutConfig
 from slime.rollout.control_client import control_get
-from slime.rollout.engine_faults import request_retries, tolerates_faults
 from slime.utils.errors import EngineError, ProcessError
 from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post
 from slime.utils.misc import SingletonMeta
@@ -58,7 +57,7 @@ PREFIX_TOKENS = 64
 
 
 def lost_fields(payload: dict[str, Any]) -> list[str]:
-    """The fields of a ``/generate`` payload that the PyPI router loses and that change the answer."""
+    """Return the fields of a ``/generate`` payload that the PyPI router loses and that change the answer."""
     lost = [name for name, value in payload.items() if value is not None and name not in ROUTER_KEEPS_FIELDS]
     params = payload.get("sampling_params") or {}
     keeps = ROUTER_KEEPS_SAMPLING_PARAMS | HARMLESS_TO_LOSE
@@ -68,7 +67,7 @@ def lost_fields(payload: dict[str, Any]) -> list[str]:
 
 @cache
 def _router_passes_everything() -> bool:
-    """True for slime's fork of the router, which hands unknown fields on."""
+    """Return True for slime's fork of the router, which hands unknown fields on."""
     try:
         return "slime" in metadata.version("sglang-router")
     except metadata.PackageNotFoundError:
@@ -76,7 +75,7 @@ def _router_passes_everything() -> bool:
 
 
 def router_would_drop(payload: dict[str, Any]) -> bool:
-    """True when the payload must not pass the installed router."""
+    """Return True when the payload must not pass the installed router."""
     return bool(lost_fields(payload)) and not _router_passes_everything()
 
 
@@ -85,14 +84,14 @@ class NotForWorkers(EngineError):
 
 
 class WorkerPicker(metaclass=SingletonMeta):
-    """Chooses a worker of the router's list.  Invariant: ``in_flight`` counts our own unanswered requests."""
+    """Choice of a worker of the router's list.  Invariant: ``in_flight`` counts our own unanswered requests."""
 
-    def __init__(self, args: Namespace) -> None:
-        self._list_url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
-        self._policy = getattr(args, "router_policy", None) or "least_loaded"
-        self._abs_threshold = getattr(args, "router_balance_abs_threshold", None) or 10
-        self._rel_threshold = getattr(args, "router_balance_rel_threshold", None) or 1.2
-        self._random = random.Random(getattr(args, "rollout_seed", 0))
+    def __init__(self, config: RolloutConfig) -> None:
+        self._list_url = f"{config.router_url}/workers"
+        self._policy = config.router_policy or "least_loaded"
+        self._abs_threshold = config.router_balance_abs_threshold or 10
+        self._rel_threshold = config.router_balance_rel_threshold or 1.2
+        self._random = random.Random(config.rollout_seed)
         self._urls: list[str] = []
         self._listed_at = float("-inf")
         self._next = 0
@@ -101,7 +100,7 @@ class WorkerPicker(metaclass=SingletonMeta):
             logger.warning("Requests that bypass the router go to the least loaded worker, not by %s.", self._policy)
 
     async def urls(self, *, refresh: bool = False) -> list[str]:
-        """The regular workers; asked again after five seconds."""
+        """Return the regular workers; asked again after five seconds."""
         if refresh or time.monotonic() - self._listed_at > _WORKER_LIST_MAX_AGE_S:
             workers = (await control_get(self._list_url)).get("workers", [])
             special = [w["url"] for w in workers if w.get("worker_type", "regular") != "regular"]
@@ -116,7 +115,7 @@ class WorkerPicker(metaclass=SingletonMeta):
         return self._urls
 
     def choose(self, urls: list[str], routing_key: str | None, prefix: Sequence[int] | str = ()) -> str:
-        """One of ``urls`` by the policy.
+        """Choose one of ``urls`` by the policy.
 
         Args:
             urls: the workers that may be asked.
@@ -141,7 +140,7 @@ class WorkerPicker(metaclass=SingletonMeta):
         return min(urls, key=lambda url: self.in_flight[url])
 
     def _is_overloaded(self, home: str, urls: list[str]) -> bool:
-        """The router's own rule (``--router-balance-abs-threshold``, ``--router-balance-rel-threshold``)."""
+        """Apply the router's own rule (``--router-balance-abs-threshold``, ``--router-balance-rel-threshold``)."""
         load, least = self.in_flight[home], min(self.in_flight[url] for url in urls)
         return load - least > self._abs_threshold and load > self._rel_threshold * least
 
@@ -162,16 +161,16 @@ def _announce(fields: tuple[str, ...]) -> None:
     logger.warning("Requests with %s go straight to the workers: sglang-router would drop these.", ", ".join(fields))
 
 
-async def post_to_worker(args: Namespace, payload: dict[str, Any], *, routing_key: str | None) -> Any:
+async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, routing_key: str | None) -> Any:
     """Post ``/generate`` to a worker; when that one fails, to another, a bounded number of times.
 
     Raises:
         EngineError: there is no worker, or every attempt failed.
     """
     _announce(tuple(lost_fields(payload)))
-    picker = WorkerPicker(args)
+    picker = WorkerPicker(config)
     prefix = _prefix(payload)
-    attempts = max(_ATTEMPTS, request_retries(args)) if tolerates_faults(args) else _ATTEMPTS
+    attempts = max(_ATTEMPTS, config.request_retries) if config.use_fault_tolerance else _ATTEMPTS
     failed: list[str] = []
     last_error: ProcessError | None = None
     for attempt in range(attempts):

@@ -10,22 +10,19 @@ import asyncio
 import copy
 import logging
 import uuid
-from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slime.rollout.abort import timeout_error
 from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.config import RolloutConfig
+from slime.rollout.context import RolloutContext
+from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.generate_group import restart_if_broken, restart_point
 from slime.rollout.groups import Entry, is_finished, leaf_samples
 from slime.rollout.prompt_dataset import Dataset
-from slime.rollout.replaceable import entry_points
-from slime.rollout.waiting import DEFAULT_ROLLOUT_TIMEOUT_S, DeadlineExceeded, LongWait, cancel_all
+from slime.rollout.waiting import DeadlineExceeded, LongWait, cancel_all, deadline_error
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.types import Sample
-
-if TYPE_CHECKING:
-    from slime.rollout.eval_config import EvalDatasetConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +33,15 @@ _datasets: dict[Any, Dataset] = {}
 """Loaded evaluation sets: they are the same in every evaluation."""
 
 
-async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
-    """All of ``args.eval_datasets`` at once.
-
-    Returns:
-        ``data[name] = {"rewards": [...], "truncated": [...], "samples": [...]}``, in the order of the prompts.
-
-    Raises:
-        ConfigError: ``--group-rm`` is set, which has no meaning for single answers.
-        EngineError: no engine answered.
-        DeadlineError: ``--rollout-timeout-s`` passed.
-    """
-    if args.group_rm:
+async def evaluate_all(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOutput:
+    """Evaluate all of ``args.eval_datasets`` at once; ``eval_rollout`` of ``slime.rollout.sglang_rollout`` is this."""
+    if context.config.group_rm:
         raise ConfigError(
             "--group-rm is set, and evaluation grades each answer by itself. Turn evaluation off "
             "(--eval-interval), or give the evaluation a function of its own with --eval-function-path."
         )
-    tasks = [
-        asyncio.create_task(eval_rollout_single_dataset(args, rollout_id, config)) for config in args.eval_datasets
-    ]
+    call = context.entry_points.eval_rollout_single_dataset
+    tasks = [asyncio.create_task(call(context.args, rollout_id, config)) for config in context.args.eval_datasets]
     try:
         results = await asyncio.gather(*tasks)
     finally:
@@ -62,23 +49,24 @@ async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data={name: result for part in results for name, result in part.items()})
 
 
-async def eval_rollout_single_dataset(
-    args: Namespace, rollout_id: int, dataset_cfg: EvalDatasetConfig
+async def evaluate_dataset(
+    context: RolloutContext, rollout_id: int, dataset_cfg: EvalDatasetConfig
 ) -> dict[str, dict[str, list[Any]]]:
-    """One data set: ``{name: {"rewards", "truncated", "samples"}}``.
+    """Evaluate one data set: ``{name: {"rewards", "truncated", "samples"}}``.
 
     Rewards are numbers: of a reward that is a dict, the entry ``--eval-reward-key`` (else ``--reward-key``).
     """
-    samples = _samples_of(args, dataset_cfg)
-    params = eval_sampling_params(args, dataset_cfg)
+    config = context.config
+    samples = _samples_of(context, dataset_cfg)
+    params = eval_sampling_params(config, dataset_cfg)
     num_copies = dataset_cfg.n_samples_per_eval_prompt
     tasks = [
-        asyncio.create_task(_evaluate(args, sample, _params_of_copy(args, params, position % num_copies)))
+        asyncio.create_task(_evaluate(context, sample, _params_of_copy(config, params, position % num_copies)))
         for position, sample in enumerate(samples)
     ]
-    await _wait_for_all(args, rollout_id, dataset_cfg.name, tasks)
+    await _wait_for_all(config, rollout_id, dataset_cfg.name, tasks)
     leaves = [leaf for task in tasks for leaf in leaf_samples(task.result())]
-    key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
+    key = config.eval_reward_key or config.reward_key
     return {
         dataset_cfg.name: {
             "rewards": [_reward_number(leaf, key, dataset_cfg.name) for leaf in leaves],
@@ -88,8 +76,8 @@ async def eval_rollout_single_dataset(
     }
 
 
-def eval_sampling_params(args: Namespace, dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
-    """The ``sampling_params`` of one data set; stop and detokenizer options fall back to the ``--rollout-*`` flags."""
+def eval_sampling_params(config: RolloutConfig, dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
+    """Make the ``sampling_params`` of a data set; stop and detokenizer options fall back to ``--rollout-*`` flags."""
 
     def first_set(value: Any, fallback: Any) -> Any:
         return fallback if value is None else value
@@ -99,9 +87,9 @@ def eval_sampling_params(args: Namespace, dataset_cfg: EvalDatasetConfig) -> dic
         "top_p": dataset_cfg.top_p,
         "top_k": dataset_cfg.top_k,
         "max_new_tokens": dataset_cfg.max_response_len,
-        "stop": first_set(dataset_cfg.stop, args.rollout_stop),
-        "stop_token_ids": first_set(dataset_cfg.stop_token_ids, args.rollout_stop_token_ids),
-        "skip_special_tokens": first_set(dataset_cfg.skip_special_tokens, args.rollout_skip_special_tokens),
+        "stop": first_set(dataset_cfg.stop, config.rollout_stop),
+        "stop_token_ids": first_set(dataset_cfg.stop_token_ids, config.rollout_stop_token_ids),
+        "skip_special_tokens": first_set(dataset_cfg.skip_special_tokens, config.rollout_skip_special_tokens),
         "no_stop_trim": first_set(dataset_cfg.no_stop_trim, True),
         "spaces_between_special_tokens": False,
     }
@@ -111,17 +99,17 @@ def eval_sampling_params(args: Namespace, dataset_cfg: EvalDatasetConfig) -> dic
     return params
 
 
-def _params_of_copy(args: Namespace, params: Mapping[str, Any], copy_index: int) -> dict[str, Any]:
-    """Parameters of the ``copy_index``-th answer to a prompt: its own copy, and its own seed when deterministic."""
+def _params_of_copy(config: RolloutConfig, params: Mapping[str, Any], copy_index: int) -> dict[str, Any]:
+    """Copy the parameters for the ``copy_index``-th answer to a prompt, with a seed of its own when deterministic."""
     own = copy.deepcopy(dict(params))
-    if getattr(args, "sglang_enable_deterministic_inference", False):
-        own["sampling_seed"] = args.rollout_seed + copy_index
+    if config.sglang_enable_deterministic_inference:
+        own["sampling_seed"] = config.rollout_seed + copy_index
     return own
 
 
-def _samples_of(args: Namespace, dataset_cfg: EvalDatasetConfig) -> list[Sample]:
-    """A fresh sample for every answer wanted, prompt by prompt."""
-    dataset = _load_dataset(args, dataset_cfg)
+def _samples_of(context: RolloutContext, dataset_cfg: EvalDatasetConfig) -> list[Sample]:
+    """Make a fresh sample for every answer wanted, prompt by prompt."""
+    dataset = _load_dataset(context, dataset_cfg)
     samples: list[Sample] = []
     for number, prompt in enumerate(dataset.samples):
         for _ in range(dataset_cfg.n_samples_per_eval_prompt):
@@ -136,8 +124,9 @@ def _samples_of(args: Namespace, dataset_cfg: EvalDatasetConfig) -> list[Sample]
     return samples
 
 
-def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig) -> Dataset:
-    """The data set of a config, read once."""
+def _load_dataset(context: RolloutContext, dataset_cfg: EvalDatasetConfig) -> Dataset:
+    """Return the data set of a config, read once."""
+    args = context.args
     key = (
         dataset_cfg.cache_key,
         args.hf_checkpoint,
@@ -147,7 +136,7 @@ def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig) -> Dataset:
         args.eval_max_prompt_len,
     )
     if key not in _datasets:
-        state = entry_points().GenerateState(args)
+        state = context.state()
         _datasets[key] = Dataset(
             dataset_cfg.path,
             state.tokenizer,
@@ -164,12 +153,12 @@ def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig) -> Dataset:
     return _datasets[key]
 
 
-async def _evaluate(args: Namespace, sample: Sample, params: dict[str, Any]) -> Entry:
-    """One graded answer; an answer that an engine broke off is continued, a few times."""
+async def _evaluate(context: RolloutContext, sample: Sample, params: dict[str, Any]) -> Entry:
+    """Generate and grade one answer; an answer that an engine broke off is continued, a few times."""
     start: Entry = sample
     for _ in range(MAX_SAMPLE_ATTEMPTS):
-        before = restart_point(args, start)
-        entry = await entry_points().generate_and_rm(args, start, dict(params), evaluation=True)
+        before = restart_point(context.config, start)
+        entry = await context.entry_points.generate_and_rm(context.args, start, dict(params), evaluation=True)
         if is_finished(entry):
             return entry
         start = restart_if_broken(entry, before)
@@ -179,21 +168,22 @@ async def _evaluate(args: Namespace, sample: Sample, params: dict[str, Any]) -> 
     )
 
 
-async def _wait_for_all(args: Namespace, rollout_id: int, name: str, tasks: list[asyncio.Task[Entry]]) -> None:
-    timeout_s = getattr(args, "rollout_timeout_s", DEFAULT_ROLLOUT_TIMEOUT_S)
-    wait = LongWait(f"eval {name} at rollout {rollout_id}", len(tasks), timeout_s=timeout_s)
+async def _wait_for_all(config: RolloutConfig, rollout_id: int, name: str, tasks: list[asyncio.Task[Entry]]) -> None:
+    wait = LongWait(f"eval {name} at rollout {rollout_id}", len(tasks), timeout_s=config.rollout_timeout_s)
     try:
         await wait.all_completed(tasks, lambda: (sum(task.done() for task in tasks), "answers"))
     except DeadlineExceeded:
         num_done = sum(task.done() for task in tasks)
-        raise await timeout_error(args, f"The evaluation of {name}", wait, num_done, len(tasks)) from None
+        pending = f"{len(tasks) - num_done} answers pending"
+        what = f"The evaluation of {name}"
+        raise await deadline_error(config, what, wait, num_done=num_done, pending=pending) from None
     finally:
         wait.close()
         await cancel_all(task for task in tasks if not task.done())
 
 
 def _reward_number(sample: Sample, key: str | None, name: str) -> Any:
-    """The number to average."""
+    """Return the number to average."""
     if key is None or not isinstance(sample.reward, dict):
         return sample.reward
     if key not in sample.reward:

@@ -1,76 +1,95 @@
 """Generation that never stops: groups are in flight across rollouts and weight pushes.
 
-    producer:  data source -> requests in flight -> filter -> ready          all the time, also while the trainer works
-    collect:   oldest ready groups, --rollout-batch-size of them             once a rollout
+    producer:  data source -> spare -> pool (in flight -> kept)      all the time, also while the trainer works
+    collect:   the oldest kept groups, --rollout-batch-size of them  once a rollout
 
 Use it with ``train_async.py``.  A push aborts what is in flight; the tokens drawn so far are kept, and the group goes
-on with the new weights at once.  Finished groups that are not needed yet stay ready for the next rollout.
+on with the new weights at once.  Finished groups that are not needed yet stay in the pool for the next rollout.
 
 ``--max-staleness N`` bounds how many weight versions lie between the oldest token of a group and its training:
 
-* the producer issues no group that could only be trained too late (back-pressure on the engines);
+* the producer starts no group that could only be trained too late (back-pressure on the engines);
 * a rollout waits for groups that later rollouts could not train in time (back-pressure on the trainer);
 * what is too old all the same, because an earlier job left it behind, meets ``--stale-group-policy``.
 
 The data source is asked only while ``collect`` runs.  Its position can therefore be saved between two rollouts; groups
 that are in flight then are kept in the ledger.
-
-The producer is in ``async_producer.py``; here is the rollout's side: waiting, hooks, metrics, and the worker's life.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from argparse import Namespace
+from collections import deque
 from typing import Any, cast
 
-from slime.rollout.abort import IDLE_WAIT_S, engine_loads
-from slime.rollout.async_producer import AsyncProducer
+from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.groups import Group, first_index
-from slime.rollout.replaceable import entry_points
-from slime.rollout.staleness import StalenessBound
-from slime.rollout.waiting import DEFAULT_ROLLOUT_TIMEOUT_S, LongWait
+from slime.rollout.config import rollout_config
+from slime.rollout.context import begin_rollout
+from slime.rollout.groups import Group, is_finished, leaf_samples
+from slime.rollout.pool import GroupPool
+from slime.rollout.sglang_rollout import IDLE_WAIT_S
+from slime.rollout.staleness import num_groups_allowed, num_groups_due
+from slime.rollout.waiting import LongWait, cancel_all
 from slime.utils.async_utils import get_async_loop, run
-from slime.utils.errors import ConfigError, DeadlineError, ProcessError
+from slime.utils.errors import ConfigError
 from slime.utils.http_utils import get_rollout_num_engines
 
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
 
 POLL_S = 1.0
-"""How often a rollout looks again for groups and failures, though nothing came back."""
+"""How often the producer looks for a new weight version while the bound holds it back."""
 
 
 class AsyncRolloutWorker:
-    """One job's producer, and the rollouts that take from it, on the background event loop."""
+    """One job's producer of groups, and the rollouts that take from it, on the background event loop.
+
+    Invariant: a group taken from the data source is in ``spare``, in the pool, in a batch that was taken, or back in
+    the data source.
+    """
 
     def __init__(self, args: Namespace, data_buffer: Any, concurrency: int | None = None) -> None:
         """Make a worker; ``start`` begins.
 
         Args:
+            data_buffer: the data source; asked only while ``collect`` runs.
             concurrency: groups in flight, and requests at a time; by default what the engines take together.
         """
         self.args = args
         self.data_buffer = data_buffer
-        self.bound = StalenessBound(args)
-        concurrency = concurrency or args.sglang_server_concurrency * get_rollout_num_engines(args)
-        self.producer = AsyncProducer(args, data_buffer, self.bound, concurrency=concurrency)
+        self.pool = GroupPool(begin_rollout(args, sglang_rollout), pushes_interrupt=True)
+        self.config = self.pool.config
+        self.bound = self.pool.bound
+        self.spare: deque[Group] = deque()
+        """Taken from the data source and not started yet."""
+        self._concurrency = concurrency or args.sglang_server_concurrency * get_rollout_num_engines(args)
+        self._held_back_s = 0.0
+        self._may_ask_source = False
+        self._source_is_dry = False
+        self._producer: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to produce.  Call it on the background loop; a second call does nothing."""
-        self.producer.start()
+        if self._producer is None:
+            self._producer = asyncio.get_running_loop().create_task(self._produce())
 
     async def stop(self) -> None:
         """Cancel the producer and every request."""
-        await self.producer.stop()
+        producer, self._producer = self._producer, None
+        await cancel_all([producer] if producer else [])
+        await self.pool.close()
 
     def get_queue_size(self) -> int:
-        """Finished groups that wait for a rollout."""
-        return len(self.producer.ready)
+        """Return the number of finished groups that wait for a rollout."""
+        return len(self.pool.kept)
+
+    # The rollout
 
     async def collect(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """The next ``--rollout-batch-size`` groups, the oldest first chosen, sorted by their samples' ``index``.
+        """Return the ``--rollout-batch-size`` oldest groups, sorted by their samples' ``index``, once they are kept.
 
         Raises:
             EngineError: an engine failed.
@@ -78,64 +97,137 @@ class AsyncRolloutWorker:
             DataError: the data source has no more groups, or gives malformed ones.
             ConfigError: ``--max-staleness`` cannot be kept with this training loop.
         """
-        await self.producer.begin_rollout(rollout_id)
+        pool = self.pool
+        pool.rollout_id = rollout_id
+        await self.bound.clock.refresh(rollout_id)
+        self._may_ask_source = True
+        self.start()
+        pool.room.set()
         began = time.monotonic()
         try:
-            batch = await self._wait_for_batch(rollout_id)
+            await self._wait_for_batch(rollout_id)
             waited_s = time.monotonic() - began
-            self._call_end_hooks(batch)
-            metrics = {
-                "rollout/groups/kept": len(batch),
+            batch, metrics = pool.take_batch(self.data_buffer.get_samples)
+            held_back_s, self._held_back_s = self._held_back_s, 0.0
+            metrics |= {
+                "rollout/groups/interrupted": metrics["rollout/groups/resubmitted"],
+                "rollout/groups/in_flight": len(pool.in_flight),
+                "rollout/groups/ready": len(pool.kept),
                 "perf/time_rollout_wait_s": waited_s,
-                **self.producer.take_metrics(),
-                **self.bound.metrics(batch, rollout_id),
+                "perf/time_rollout_held_back_s": held_back_s,
             }
-            self.producer.stock_up(rollout_id + 1)
+            self._stock_up(rollout_id + 1)
         finally:
-            self.producer.end_rollout()
+            self._may_ask_source = False
         return RolloutFnTrainOutput(samples=cast(Any, batch), metrics=metrics)
 
-    async def _wait_for_batch(self, rollout_id: int) -> list[Group]:
-        producer, target = self.producer, self.args.rollout_batch_size
-        timeout_s = getattr(self.args, "rollout_timeout_s", DEFAULT_ROLLOUT_TIMEOUT_S)
-        wait = LongWait(f"rollout {rollout_id}", target, timeout_s=timeout_s)
+    async def _wait_for_batch(self, rollout_id: int) -> None:
+        pool, target = self.pool, self.config.rollout_batch_size
+        wait = LongWait(f"rollout {rollout_id}", target, timeout_s=self.config.rollout_timeout_s)
         try:
             while True:
-                producer.raise_failure()
-                producer.settle_old(rollout_id)
-                num_due = producer.num_due(rollout_id)
-                if len(producer.ready) >= target and not num_due:
-                    break
-                producer.check_that_groups_can_come(rollout_id)
-                if wait.remaining_s <= 0:
-                    raise await self._timeout_error(wait, rollout_id)
-                await producer.wait_for_news(min(POLL_S, wait.remaining_s))
-                in_flight = f"{len(producer.flights)} groups in flight, {num_due} of them due"
-                wait.show(min(len(producer.ready), target), in_flight)
+                pool.raise_failure()
+                pool.apply_staleness()
+                num_due = self._num_due()
+                if len(pool.kept) >= target and not num_due:
+                    return
+                self._check_that_groups_can_come()
+                await pool.next_finished(wait, f"{num_due} of them due")
         finally:
             wait.close()
-        return sorted(producer.take(target), key=first_index)
 
-    async def _timeout_error(self, wait: LongWait, rollout_id: int) -> DeadlineError:
-        try:
-            loads = await asyncio.wait_for(engine_loads(self.args), timeout=10)
-            busy = ", ".join(f"{url} ({'unknown' if n is None else n})" for url, n in loads.items() if n != 0)
-        except (ProcessError, TimeoutError) as error:
-            busy = f"unknown, the router did not answer ({error})"
-        return DeadlineError(
-            f"Rollout {rollout_id} did not end within {wait.timeout_s:.0f} s: {len(self.producer.ready)} of "
-            f"{self.args.rollout_batch_size} groups are ready, {len(self.producer.flights)} in flight; engines that "
-            f"hold requests: {busy or 'none'}. Look at the logs of these engines, or raise --rollout-timeout-s."
+    def _num_due(self) -> int:
+        """Return how many groups in flight later rollouts could not train in time: this one must wait for them."""
+        return num_groups_due(
+            self.bound,
+            rollout_id=self.pool.rollout_id,
+            in_flight=[flight.min_version for flight in self.pool.in_flight.values()],
+            kept=[kept.min_version for kept in self.pool.kept],
+            batch_size=self.config.rollout_batch_size,
         )
 
-    def _call_end_hooks(self, batch: list[Group]) -> None:
-        """The two hooks that see a whole rollout."""
-        seen = self.producer.ready.take_seen()
-        if path := getattr(self.args, "rollout_sample_filter_path", None):
-            entry_points().load_function(path)(self.args, batch)
-        if path := getattr(self.args, "rollout_all_samples_process_path", None):
-            function = entry_points().load_function(path)
-            function(self.args, sorted(seen, key=first_index), self.data_buffer.get_samples)
+    def _check_that_groups_can_come(self) -> None:
+        """Raise when nothing is in flight and nothing can be started.
+
+        Raises:
+            DataError: the data source has no more groups.
+            ConfigError: ``--max-staleness`` cannot be kept with this training loop.
+        """
+        if self.pool.in_flight:
+            return
+        if self._source_is_dry and not self.spare:
+            raise self.pool.no_groups_error()
+        if self._is_held_back() and len(self.pool.kept) < self.config.rollout_batch_size:
+            clock, rollout_id = self.bound.clock, self.pool.rollout_id
+            raise ConfigError(
+                f"--max-staleness {self.bound.limit} cannot be kept: rollout {rollout_id} is trained with weight "
+                f"version {clock.trained_at(rollout_id)}, which the engines get only after it (they have "
+                f"{clock.current}). train_async.py needs --max-staleness 1 or more."
+            )
+
+    # The producer
+
+    async def _produce(self) -> None:
+        """Start groups whenever there is room, until the worker is stopped or something fails."""
+        try:
+            while True:
+                await self._fill()
+                self.pool.room.clear()
+                began = time.monotonic()
+                is_held_back = self.bound.limit is not None and self._is_held_back()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S if is_held_back else None):
+                        await self.pool.room.wait()
+                if is_held_back:
+                    self._held_back_s += time.monotonic() - began
+                    await self.bound.clock.refresh()
+        except Exception as error:  # handed to whoever waits for groups
+            self.pool.fail(error)
+
+    async def _fill(self) -> None:
+        """Start groups while engines, queue and staleness bound have room for them."""
+        pool, group_size = self.pool, self.config.n_samples_per_prompt
+        unfinished = sum(not is_finished(s) for f in pool.in_flight.values() for s in leaf_samples(f.group))
+        while not pool.has_failed and not self._is_held_back() and len(pool.kept) < self._concurrency:
+            is_full = pool.in_flight and unfinished + group_size > self._concurrency
+            if is_full or len(pool.in_flight) >= self._concurrency or not self.spare and not self._ask_source(1):
+                return
+            group = self.spare.popleft()
+            unfinished += sum(not is_finished(entry) for entry in group)
+            await pool.submit([group])
+
+    def _is_held_back(self) -> bool:
+        """Return True when one more group could only be trained too late, or after the last rollout."""
+        return self.pool.num_outstanding >= self._num_allowed()
+
+    def _num_allowed(self) -> float:
+        return num_groups_allowed(
+            self.bound,
+            next_rollout_id=self.pool.rollout_id,
+            num_rollout=self.config.num_rollout,
+            batch_size=self.config.rollout_batch_size,
+        )
+
+    def _ask_source(self, num_groups: int) -> bool:
+        """Move groups from the data source to ``spare``; False when there are none, or it must not be asked now."""
+        if not self._may_ask_source:
+            return False
+        groups = self.data_buffer.get_samples(num_groups)
+        self._source_is_dry = not groups
+        self.pool.admit(groups)
+        self.spare.extend(groups)
+        return bool(groups)
+
+    def _stock_up(self, next_rollout_id: int) -> None:
+        """Take prompts for the time until ``next_rollout_id`` begins, when the data source must be left alone."""
+        self.pool.rollout_id = next_rollout_id
+        batch_size, num_rollout = self.config.rollout_batch_size, self.config.num_rollout
+        room = self._num_allowed() + batch_size  # the push to come makes room for a batch more
+        if num_rollout is not None:
+            room = min(room, (num_rollout - next_rollout_id) * batch_size)
+        count = min(batch_size, room - self.pool.num_outstanding) - len(self.spare)
+        if count > 0:
+            self._ask_source(int(count))
 
 
 _WORKERS: list[AsyncRolloutWorker] = []
@@ -143,7 +235,7 @@ _WORKERS: list[AsyncRolloutWorker] = []
 
 
 def _worker_of(args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
-    """The process's worker; a new one for another data source."""
+    """Return the process's worker; a new one for another data source."""
     for worker in _WORKERS:
         if worker.data_buffer is data_buffer:
             return worker
@@ -156,7 +248,7 @@ def _worker_of(args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
 def generate_rollout_fully_async(
     args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """The next batch of a generation that goes on in the background.
+    """Return the next batch of a generation that goes on in the background.
 
     Raises:
         ConfigError: asked to evaluate.
@@ -166,7 +258,7 @@ def generate_rollout_fully_async(
             "generate_rollout_fully_async cannot evaluate; set "
             "--eval-function-path slime.rollout.sglang_rollout.generate_rollout."
         )
-    timeout_s = getattr(args, "rollout_timeout_s", DEFAULT_ROLLOUT_TIMEOUT_S) + 2 * IDLE_WAIT_S
+    timeout_s = rollout_config(args).rollout_timeout_s + 2 * IDLE_WAIT_S
     return run(_worker_of(args, data_buffer).collect(rollout_id), timeout_s)
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
+from slime.rollout.config import RolloutConfig
+from slime.rollout.context import RolloutContext
 from slime.rollout.direct_workers import post_to_worker, router_would_drop
-from slime.rollout.engine_faults import NONSENSE_WAIT_S, nonsense_patience_s, request_retries
-from slime.rollout.replaceable import entry_points
 from slime.utils.errors import DataError, EngineError, ProcessError
 from slime.utils.http_utils import post
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
@@ -25,18 +25,14 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-
-def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
-    """The URL of ``endpoint`` at the router of one served model; the default router when the name has none."""
-    routers = getattr(args, "sglang_model_routers", None) or {}
-    ip, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
-    return f"http://{ip}:{port}{endpoint}"
+BAD_ANSWER_WAIT_S = 2.0
+"""Between an answer that cannot be used and the next try."""
 
 
 def _prepare_prompt_ids(
     sample: Sample, tokenizer: Any, processor: Any, encode: Callable[[str], list[int]] | None = None
 ) -> list[int]:
-    """The token ids to send: what the sample holds already, else its prompt, tokenised (by ``encode`` where given).
+    """Return the token ids to send: those of the sample, else its prompt, tokenised (by ``encode`` where given).
 
     Multimodal prompts go through the processor, whose other outputs (pixels, grids) stay on the sample for the
     trainer.
@@ -61,14 +57,14 @@ def _prepare_prompt_ids(
 
 
 def _first_row(input_ids: Any) -> list[int]:
-    """The only row of a processor's batch, as a list."""
+    """Return the only row of a processor's batch, as a list."""
     rows = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
     return list(rows[0]) if rows and isinstance(rows[0], list) else rows
 
 
-def _payload(args: Namespace, sample: Sample, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+def _payload(config: RolloutConfig, sample: Sample, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
     payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
-    if getattr(args, "use_rollout_routing_replay", False):
+    if config.use_rollout_routing_replay:
         payload["return_routed_experts"] = True
     images = (sample.multimodal_inputs or {}).get("images")
     if images:
@@ -80,9 +76,9 @@ def _payload(args: Namespace, sample: Sample, input_ids: list[int], params: dict
 
 
 def request_payload(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], state: Any
+    config: RolloutConfig, sample: Sample, sampling_params: dict[str, Any], state: Any
 ) -> dict[str, Any] | None:
-    """The body of ``/generate`` for what is left of the sample; None when nothing is, and it is TRUNCATED.
+    """Return the body of ``/generate`` for what is left of the sample; None when nothing is, and it is TRUNCATED.
 
     Raises:
         DataError: the sample is neither pending nor aborted.
@@ -103,24 +99,18 @@ def request_payload(
         if params["max_new_tokens"] <= 0:
             sample.status = Sample.Status.TRUNCATED
             return None
-    return _payload(args, sample, input_ids, params)
+    return _payload(config, sample, input_ids, params)
 
 
-async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fill ``sample`` with one answer of the engine: tokens, log-probs, text, status.
-
-    Returns the same object.  Its status ends as COMPLETED (stop), TRUNCATED (length) or ABORTED (stopped by us).
-
-    Raises:
-        EngineError: no engine answered, after the retries of the HTTP client, or the answer is not usable.
-    """
-    state = entry_points().GenerateState(args)
-    payload = request_payload(args, sample, sampling_params, state)
+async def answer_sample(context: RolloutContext, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fill ``sample`` with one answer of the engine; ``slime.rollout.sglang_rollout.generate`` is this."""
+    config, state = context.config, context.state()
+    payload = request_payload(config, sample, sampling_params, state)
     if payload is None:
         return sample
     try:
         with trace_span(sample, "sglang_generate") as span:
-            output = await _ask(args, sample, payload, is_over=lambda: state.aborted)
+            output = await _ask(config, sample, payload, is_over=lambda: state.aborted)
             span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
     except ProcessError:
         if not state.aborted:
@@ -129,45 +119,47 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         logger.warning("Sample %s lost its engine during the abort; it keeps its earlier tokens.", sample.index)
         sample.status = Sample.Status.ABORTED
         return sample
-    _append_output(args, sample, output)
+    append_output(context.args, sample, output)
     return sample
 
 
 async def _ask(
-    args: Namespace, sample: Sample, payload: dict[str, Any], *, is_over: Callable[[], bool]
+    config: RolloutConfig, sample: Sample, payload: dict[str, Any], *, is_over: Callable[[], bool]
 ) -> dict[str, Any]:
-    """An engine's answer that can be used.
+    """Return an engine's answer that can be used.
 
-    With fault tolerance one that cannot is met with another try, until the monitor has found the engine that gives it.
+    With fault tolerance one that cannot is met with another try, until the monitor has evicted the engine.
 
     Raises:
         EngineError: no engine answered, or the answers stayed unusable.
     """
-    give_up_s = time.monotonic() + nonsense_patience_s(args)
+    deadline_s = time.monotonic() + config.bad_answer_patience_s
     while True:
-        output = await _send(args, sample, payload)
+        output = await _send(config, sample, payload)
         problem = _problem_with(output)
         if problem is None:
             return output
-        if is_over() or time.monotonic() >= give_up_s:
+        if is_over() or time.monotonic() >= deadline_s:
             raise EngineError(f"The answer to sample {sample.index} cannot be used: {problem}")
         logger.warning("The answer to sample %s cannot be used, asking again: %s", sample.index, problem)
-        await asyncio.sleep(NONSENSE_WAIT_S)
+        await asyncio.sleep(BAD_ANSWER_WAIT_S)
 
 
-async def _send(args: Namespace, sample: Sample, payload: dict[str, Any]) -> Any:
+async def _send(config: RolloutConfig, sample: Sample, payload: dict[str, Any]) -> Any:
     """Post through the router, or straight to a worker when the router would lose a field that matters."""
     if router_would_drop(payload):
-        return await post_to_worker(args, payload, routing_key=sample.session_id)
-    headers = {}
-    if getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id:
-        headers["X-SMG-Routing-Key"] = sample.session_id
-    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    return await post(url, payload, request_retries(args), headers=headers, decode=decode_generate_answer)
+        return await post_to_worker(config, payload, routing_key=sample.session_id)
+    return await post(
+        f"{config.router_url}/generate",
+        payload,
+        config.request_retries,
+        headers=config.routing_headers(sample.session_id),
+        decode=decode_generate_answer,
+    )
 
 
 def _problem_with(output: Any) -> str | None:
-    """Why an answer of ``/generate`` cannot be used; None when it can."""
+    """Return why an answer of ``/generate`` cannot be used; None when it can."""
     if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
         return (
             f"it is {str(output)[:300]!r}; /generate must give an object with 'text' and 'meta_info'. Look at the log "
@@ -179,7 +171,7 @@ def _problem_with(output: Any) -> str | None:
     return None
 
 
-def _append_output(args: Namespace, sample: Sample, output: Any) -> None:
+def append_output(args: Namespace, sample: Sample, output: Any) -> None:
     """Append one engine answer to the sample."""
     if problem := _problem_with(output):
         raise EngineError(f"The answer to sample {sample.index} cannot be used: {problem}")

@@ -1,7 +1,7 @@
 """One prompt's siblings: generate each, run the sample hooks, then the reward.
 
-``generate_and_rm`` does it for one execution, ``generate_and_rm_group`` for all executions of a prompt at once.  Both
-are looked up in ``slime.rollout.sglang_rollout`` at every call, so that plug-ins may replace them.
+``run_execution`` is the ``generate_and_rm`` of ``slime.rollout.sglang_rollout``, ``run_group`` its
+``generate_and_rm_group``.  They reach each other through the context's entry points, which plug-ins may replace.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import asyncio
 import copy
 import random
 import uuid
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 from slime.observability.trace_utils import trace_next_attempt, trace_span
-from slime.rollout import ledger
+from slime.rollout.config import RolloutConfig
+from slime.rollout.context import RolloutContext
 from slime.rollout.groups import Entry, Group, is_finished, leaf_samples
-from slime.rollout.replaceable import entry_points
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks, current_rollout_id
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.waiting import cancel_all
 from slime.utils.errors import HookError
 from slime.utils.misc import copy_plain, parameters_of
@@ -27,58 +26,63 @@ from slime.utils.types import Sample
 _ANSWERED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
-def mask_earlier_tokens(args: Namespace, entry: Entry) -> None:
-    """Zero the loss mask of tokens that older weights drew, with ``--mask-offpolicy-in-partial-rollout``.
-
-    ``num_untrained_calls`` notes how many entries of ``weight_versions`` drew nothing that is trained.
-    """
-    is_masking = args.partial_rollout and args.mask_offpolicy_in_partial_rollout
+def mask_earlier_tokens(context: RolloutContext, entry: Entry) -> None:
+    """Zero the loss mask of tokens that older weights drew, with ``--mask-offpolicy-in-partial-rollout``."""
+    config = context.config
+    is_masking = config.partial_rollout and config.mask_offpolicy_in_partial_rollout
     for sample in leaf_samples(entry):
         # What the ledger recovered into the rollout that drew it has the mask that it had there.
-        is_settled = is_masking and sample.__dict__.pop("recovered_in_rollout", -1) == current_rollout_id()
-        if is_masking and sample.response_length > 0 and not is_settled:
+        is_masked = False
+        if sample.recovered_in_rollout is not None:
+            is_masked = sample.recovered_in_rollout == context.run.rollout_id
+            sample.recovered_in_rollout = None
+        if is_masking and sample.response_length > 0 and not is_masked:
             sample.loss_mask = [0] * sample.response_length
         elif sample.response_length > 0 or not sample.weight_versions:
             continue
-        sample.num_untrained_calls = len(sample.weight_versions)  # type: ignore[attr-defined]
+        sample.num_untrained_calls = len(sample.weight_versions)
 
 
-async def generate_and_rm(
-    args: Namespace, sample: Entry, sampling_params: dict[str, Any], evaluation: bool = False
+async def run_execution(
+    context: RolloutContext, entry: Entry, sampling_params: dict[str, Any], *, evaluation: bool
 ) -> Entry:
-    """One execution with its reward: a Sample, or the list of Samples that a custom generate function made of it.
+    """Generate and reward one execution: a Sample, or the list of Samples that a custom generate function makes of it.
 
     An entry that is answered already is not generated again; an aborted one comes back without a reward.  With
-    ``--group-rm`` rewards are left to ``generate_and_rm_group``.
+    ``--group-rm`` rewards are left to ``run_group``.
     """
-    mask_earlier_tokens(args, sample)
-    if isinstance(sample, list) or sample.status in _ANSWERED:
-        return await _reward(args, sample)
-    if sample.status is Sample.Status.ABORTED:
-        trace_next_attempt(sample)
-    with trace_span(sample, "generate_and_rm"):
-        return await _execute(args, sample, sampling_params, evaluation)
+    mask_earlier_tokens(context, entry)
+    if isinstance(entry, list) or entry.status in _ANSWERED:
+        return await _reward(context, entry)
+    if entry.status is Sample.Status.ABORTED:
+        trace_next_attempt(entry)
+    with trace_span(entry, "generate_and_rm"):
+        return await _execute(context, entry, sampling_params, evaluation)
 
 
-async def _execute(args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
+async def _execute(
+    context: RolloutContext, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Entry:
     """Generate, when it is the sample's turn; then hooks and reward."""
-    state = entry_points().GenerateState(args)
+    state = context.state()
     async with state.semaphore:
         if state.aborted:
             sample.status = Sample.Status.ABORTED
             return sample
         with state.dp_rank_context():
-            entry = await _call_generate(args, sample, sampling_params, evaluation)
+            entry = await _call_generate(context, sample, sampling_params, evaluation)
     if not evaluation:
-        ledger.response(sample, entry)
-    entry = await apply_rollout_sample_hooks(args, entry, evaluation=evaluation)
-    return await _reward(args, entry)
+        context.journal.record_response(sample, entry)
+    entry = await apply_rollout_sample_hooks(context.args, entry, evaluation=evaluation)
+    return await _reward(context, entry)
 
 
-async def _call_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Entry:
-    """The sample's own generate function, else ``--custom-generate-function-path``, else the built-in one."""
-    points = entry_points()
-    path = sample.generate_function_path or args.custom_generate_function_path
+async def _call_generate(
+    context: RolloutContext, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Entry:
+    """Call the sample's own generate function, else ``--custom-generate-function-path``, else the built-in one."""
+    args, points = context.args, context.entry_points
+    path = sample.generate_function_path or context.config.custom_generate_function_path
     if path is None:
         return await points.generate(args, sample, sampling_params)
     function: Callable[..., Any] = points.load_function(path)
@@ -92,34 +96,34 @@ async def _call_generate(args: Namespace, sample: Sample, sampling_params: dict[
     return entry
 
 
-async def _reward(args: Namespace, entry: Entry) -> Entry:
+async def _reward(context: RolloutContext, entry: Entry) -> Entry:
     """Reward the samples that have none, unless the whole group is rewarded at once or the entry was aborted.
 
     An answer that the ledger recovered may not have been seen by the sample hooks yet.
     """
-    if any([sample.__dict__.pop("hooks_are_due", False) for sample in leaf_samples(entry)]):
-        entry = await apply_rollout_sample_hooks(args, entry)
-    if args.group_rm:
-        return entry
     leaves = list(leaf_samples(entry))
-    if any(sample.status == Sample.Status.ABORTED for sample in leaves):
+    if any(sample.hooks_are_due for sample in leaves):
+        for sample in leaves:
+            sample.hooks_are_due = False
+        entry = await apply_rollout_sample_hooks(context.args, entry)
+        leaves = list(leaf_samples(entry))
+    if context.config.group_rm or any(sample.status == Sample.Status.ABORTED for sample in leaves):
         return entry
-    points = entry_points()
     if isinstance(entry, Sample):
         if entry.reward is None:
             with trace_span(entry, "reward_model"):
-                entry.reward = await points.async_rm(args, entry)
+                entry.reward = await context.entry_points.async_rm(context.args, entry)
         return entry
     unrewarded = [sample for sample in leaves if sample.reward is None]
     if unrewarded:
-        await assign_rewards(args, unrewarded)
+        await assign_rewards(context, unrewarded)
     return entry
 
 
-async def assign_rewards(args: Namespace, samples: list[Sample]) -> None:
+async def assign_rewards(context: RolloutContext, samples: list[Sample]) -> None:
     """Reward samples in one call of ``batched_async_rm``."""
-    with trace_span(samples, "group_reward_model" if args.group_rm else "reward_model"):
-        rewards = await entry_points().batched_async_rm(args, samples)
+    with trace_span(samples, "group_reward_model" if context.config.group_rm else "reward_model"):
+        rewards = await context.entry_points.batched_async_rm(context.args, samples)
     if rewards is None or len(rewards) != len(samples):
         count = "nothing" if rewards is None else f"{len(rewards)} rewards"
         raise HookError(
@@ -130,27 +134,28 @@ async def assign_rewards(args: Namespace, samples: list[Sample]) -> None:
         sample.reward = reward
 
 
-async def generate_and_rm_group(
-    args: Namespace, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+async def run_group(
+    context: RolloutContext, group: Group, sampling_params: dict[str, Any], *, evaluation: bool
 ) -> Group:
-    """All executions of one prompt, at once; rewarded together with ``--group-rm``.
+    """Run all executions of one prompt at once; they are rewarded together with ``--group-rm``.
 
     A group whose samples are all finished (kept surplus of an earlier rollout) sends no request and keeps its masks.
     When the rollout is aborted, what is unfinished comes back as it stands.
     """
-    state = entry_points().GenerateState(args)
+    state = context.state()
+    is_graded_whole = context.config.group_rm
     if state.aborted:
         return group
     if is_finished(group):
-        if not args.group_rm:
-            group = list(await asyncio.gather(*(_reward(args, entry) for entry in group)))
+        if not is_graded_whole:
+            group = list(await asyncio.gather(*(_reward(context, entry) for entry in group)))
     else:
         with trace_span(group, "generate_and_rm_group"):
-            group = await _generate_entries(args, group, sampling_params, evaluation)
-    if args.group_rm and not state.aborted and is_finished(group):
+            group = await _run_entries(context, group, sampling_params, evaluation)
+    if is_graded_whole and not state.aborted and is_finished(group):
         leaves = list(leaf_samples(group))
         if any(sample.reward is None for sample in leaves):
-            await assign_rewards(args, leaves)
+            await assign_rewards(context, leaves)
     return group
 
 
@@ -162,19 +167,21 @@ def _new_session_id() -> str:
     return str(uuid.UUID(int=_session_bits.getrandbits(128), version=4))
 
 
-async def _generate_entries(args: Namespace, group: Group, sampling_params: dict[str, Any], evaluation: bool) -> Group:
-    """Run ``generate_and_rm`` on every entry, each with its own sampling parameters and session."""
-    deterministic = getattr(args, "sglang_enable_deterministic_inference", False)
+async def _run_entries(
+    context: RolloutContext, group: Group, sampling_params: dict[str, Any], evaluation: bool
+) -> Group:
+    """Run every entry, each with its own sampling parameters and session."""
+    config = context.config
     before: list[Sample | None] = []
     tasks = []
     for position, entry in enumerate(group):
         for sample in leaf_samples(entry):
             sample.session_id = sample.session_id or _new_session_id()
-        before.append(restart_point(args, entry))
+        before.append(restart_point(config, entry))
         params = copy_plain(sampling_params)
-        if deterministic:
-            params["sampling_seed"] = args.rollout_seed + position
-        call = entry_points().generate_and_rm(args, entry, params, evaluation=evaluation)
+        if config.sglang_enable_deterministic_inference:
+            params["sampling_seed"] = config.rollout_seed + position
+        call = context.entry_points.generate_and_rm(context.args, entry, params, evaluation=evaluation)
         tasks.append(asyncio.create_task(call))
     try:
         entries = await asyncio.gather(*tasks)
@@ -183,9 +190,9 @@ async def _generate_entries(args: Namespace, group: Group, sampling_params: dict
     return [restart_if_broken(entry, start) for entry, start in zip(entries, before, strict=True)]
 
 
-def restart_point(args: Namespace, entry: Entry) -> Sample | None:
-    """The sample as it is before a custom generate function gets it; None where the built-in one runs."""
-    if isinstance(entry, list) or not (entry.generate_function_path or args.custom_generate_function_path):
+def restart_point(config: RolloutConfig, entry: Entry) -> Sample | None:
+    """Return the sample as it is before a custom generate function gets it; None where the built-in one runs."""
+    if isinstance(entry, list) or not (entry.generate_function_path or config.custom_generate_function_path):
         return None
     snapshot = copy.copy(entry)
     for name, value in vars(entry).items():
@@ -195,7 +202,7 @@ def restart_point(args: Namespace, entry: Entry) -> Sample | None:
 
 
 def restart_if_broken(entry: Entry, start: Sample | None) -> Entry:
-    """An interrupted fan-out cannot be continued from its parts: go back to the sample that it started from."""
+    """Return the sample that an interrupted fan-out started from: it cannot be continued from its parts."""
     if start is None or isinstance(entry, Sample) or is_finished(entry):
         return entry
     start.status = Sample.Status.ABORTED

@@ -7,29 +7,16 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slime.rollout.config import rollout_config
+from slime.rollout.context import current_run
 from slime.utils.errors import HookError
 from slime.utils.misc import load_function, parameters_of
 from slime.utils.types import Sample
 
-_CURRENT: dict[str, int | None] = {"rollout_id": None, "first_rollout_id": None}
-"""The rollout in progress, and the first of this process; hooks run deep inside generation, which carries neither."""
-
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
-    """Name the rollout that hooks are told of from now on."""
-    _CURRENT["rollout_id"] = rollout_id
-    if rollout_id is None or _CURRENT["first_rollout_id"] is None:
-        _CURRENT["first_rollout_id"] = rollout_id
-
-
-def first_rollout_id() -> int | None:
-    """The rollout that this process began with; None before the first, or when rollouts are not announced."""
-    return _CURRENT["first_rollout_id"]
-
-
-def current_rollout_id() -> int | None:
-    """The rollout in progress; None before the first."""
-    return _CURRENT["rollout_id"]
+    """Announce the rollout that hooks are told of from now on; None forgets those before."""
+    current_run().begin(rollout_id)
 
 
 async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation: bool = False, **kwargs: Any) -> Any:
@@ -38,7 +25,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     Args:
         args: the run's arguments; ``rollout_sample_hook_path`` lists the hooks.
         value: a sample, or a list of samples as a fan-out generate function returns.
-        evaluation: whether the samples are of an evaluation.
+        evaluation: True for samples of an evaluation.
         kwargs: further facts for hooks that ask for them by name; ``rollout_id`` is among them in any case.
 
     Returns:
@@ -47,12 +34,12 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     Raises:
         HookError: a hook returned neither a sample nor None.
     """
-    paths = getattr(args, "rollout_sample_hook_path", None) or []
+    paths = rollout_config(args).rollout_sample_hook_path or []
     if not paths:
         return value
     if isinstance(value, list):
         return [await apply_rollout_sample_hooks(args, item, evaluation=evaluation, **kwargs) for item in value]
-    facts = {"rollout_id": _CURRENT["rollout_id"], "evaluation": evaluation, **kwargs}
+    facts = {"rollout_id": current_run().rollout_id, "evaluation": evaluation, **kwargs}
     for path in [paths] if isinstance(paths, str) else paths:
         hook = load_function(path)
         returned = hook(args, value, **_accepted(hook, facts))
@@ -65,7 +52,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
 
 
 def _accepted(hook: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``facts`` that the hook has a parameter for."""
+    """Return those of ``facts`` that the hook has a parameter for."""
     parameters = parameters_of(hook)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(facts)

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
+from slime.rollout import sglang_rollout
+from slime.rollout.config import RolloutConfig
+from slime.rollout.context import RolloutContext, context_of
 from slime.rollout.direct_workers import WorkerPicker, router_would_drop
-from slime.rollout.engine_faults import request_retries
-from slime.rollout.generate import _append_output, request_payload
-from slime.rollout.replaceable import entry_points
+from slime.rollout.generate import append_output, request_payload
 from slime.rollout.waiting import cancel_all
 from slime.utils.errors import ConfigError, EngineError, ProcessError
 from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post_for_events
@@ -48,19 +49,21 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
     Raises:
         EngineError: no engine answered, after as many attempts as the built-in generate makes.
     """
-    if getattr(args, "sglang_incremental_streaming_output", False):
+    context = context_of(args, sglang_rollout)
+    config = context.config
+    if config.sglang_incremental_streaming_output:
         raise ConfigError(
             "--sglang-incremental-streaming-output makes events that do not repeat what came before; "
             "generate_streaming needs those that do. Drop the flag."
         )
-    state = entry_points().GenerateState(args)
-    for attempt in range(request_retries(args) + 1):
-        payload = request_payload(args, sample, sampling_params, state)
+    state = context.state()
+    for attempt in range(config.request_retries + 1):
+        payload = request_payload(config, sample, sampling_params, state)
         if payload is None:
             return sample
         try:
             with trace_span(sample, "sglang_generate_stream") as span:
-                output = await _read_stream(args, sample, payload | {"stream": True}, state)
+                output = await _read_stream(context, sample, payload | {"stream": True}, state)
                 span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
         except ProcessError as error:
             if isinstance(error, HttpStatusError) and error.status not in RETRIED_STATUSES:
@@ -68,7 +71,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             if state.aborted:
                 sample.status = Sample.Status.ABORTED
                 return sample
-            if attempt == request_retries(args):
+            if attempt == config.request_retries:
                 raise
             logger.warning(
                 "The stream of sample %s broke; it goes on from %d tokens: %s",
@@ -78,14 +81,14 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             )
             await asyncio.sleep(RETRY_WAIT_S)
             continue
-        _append_output(args, sample, output)
+        append_output(args, sample, output)
         return sample
     raise AssertionError("the last attempt returns or raises")
 
 
 @dataclass
 class _Stream:
-    """What has arrived of one answer."""
+    """The part of one answer that has arrived."""
 
     latest: bytes | None = None
     """The last event, which repeats all earlier ones; decoded only when the stream is over."""
@@ -97,20 +100,20 @@ class _Stream:
                 self.latest = event
 
 
-async def _read_stream(args: Namespace, sample: Sample, payload: dict[str, Any], state: Any) -> dict[str, Any]:
-    """The answer, as an aborted one if the rollout ended before it was complete.
+async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[str, Any], state: Any) -> dict[str, Any]:
+    """Return the answer, as an aborted one if the rollout ended before it was complete.
 
     When the stream breaks, what had arrived is appended to the sample before the error is raised.
     """
     stream = _Stream()
     try:
-        await _until_over(asyncio.create_task(stream.read(_events(args, sample, payload))), state)
+        await _until_over(asyncio.create_task(stream.read(_events(context.config, sample, payload))), state)
         output = _decode(stream.latest)
         if not state.aborted and not output["meta_info"].get("finish_reason"):
             raise EngineError(f"The stream of sample {sample.index} ended without a finish_reason.")
     except (ProcessError, asyncio.CancelledError):
         if stream.latest is not None:
-            _append_output(args, sample, _cut_off(_decode(stream.latest)))
+            append_output(context.args, sample, _cut_off(_decode(stream.latest)))
         raise
     return _cut_off(output)
 
@@ -138,15 +141,15 @@ def _decode(event: bytes | None) -> dict[str, Any]:
 
 
 def _cut_off(output: dict[str, Any]) -> dict[str, Any]:
-    """The same answer, as an aborted one if it is not finished."""
+    """Return the same answer, as an aborted one if it is not finished."""
     output["meta_info"]["finish_reason"] = output["meta_info"].get("finish_reason") or {"type": "abort"}
     return output
 
 
-async def _events(args: Namespace, sample: Sample, payload: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The events of the request, through the router, or from a worker when the router would lose a field."""
+async def _events(config: RolloutConfig, sample: Sample, payload: dict[str, Any]) -> AsyncIterator[bytes]:
+    """Yield the events of the request, through the router, or from a worker when the router would lose a field."""
     if router_would_drop(payload):
-        picker = WorkerPicker(args)
+        picker = WorkerPicker(config)
         urls = await picker.urls()
         if not urls:
             raise EngineError("The router lists no worker.")
@@ -159,10 +162,8 @@ async def _events(args: Namespace, sample: Sample, payload: dict[str, Any]) -> A
         finally:
             picker.in_flight[url] -= 1
         return
-    headers = {}
-    if getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id:
-        headers["X-SMG-Routing-Key"] = sample.session_id
-    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    headers = config.routing_headers(sample.session_id)
+    url = f"{config.router_url}/generate"
     async with contextlib.aclosing(post_for_events(url, payload, headers)) as events:
         async for event in events:
             yield event

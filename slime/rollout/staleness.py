@@ -1,4 +1,4 @@
-"""How old a sample is when it is trained, in weight versions; and what happens to one that is older than allowed.
+"""Staleness of samples in weight versions, and the policy for those that are older than allowed.
 
     staleness of a sample = version that the trainer holds when it trains the sample
                           - oldest version that drew a trained token of it
@@ -9,25 +9,21 @@ order of the training loops: a push after each ``--update-weights-interval`` rol
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from slime.rollout.abort import worker_urls
-from slime.rollout.control_client import control_get
+from slime.rollout.config import RolloutConfig
+from slime.rollout.control_client import engine_versions
 from slime.rollout.groups import Entry, Group, first_index, is_finished, leaf_samples
-from slime.rollout.sample_hooks import first_rollout_id
-from slime.utils.errors import ProcessError
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 
 def version_number(version: Any) -> int | None:
-    """A weight version as a number; None for one that no trainer of ours gave (an engine's ``"default"``)."""
+    """Return a weight version as a number; None for one that no trainer of ours gave (an engine's ``"default"``)."""
     try:
         return int(version)
     except (TypeError, ValueError):
@@ -35,7 +31,7 @@ def version_number(version: Any) -> int | None:
 
 
 def oldest_version(value: Entry | Iterable[Any]) -> int | None:
-    """The oldest version that drew a trained token of these samples; None when nothing of them is drawn yet.
+    """Return the oldest version that drew a trained token of these samples; None when nothing of them is drawn yet.
 
     Removed samples do not count, nor calls that drew nothing or whose tokens were masked later.
     """
@@ -43,14 +39,14 @@ def oldest_version(value: Entry | Iterable[Any]) -> int | None:
         number
         for sample in leaf_samples(value)
         if sample.response_length > 0 and not sample.remove_sample
-        for version in sample.weight_versions[sample.__dict__.get("num_untrained_calls", 0) :]
+        for version in sample.weight_versions[sample.num_untrained_calls :]
         if (number := version_number(version)) is not None
     ]
     return min(numbers, default=None)
 
 
 def back_to_prompt(entry: Entry) -> Sample:
-    """The sample as it was before anything was drawn, for an entry whose response is too old to be trained.
+    """Return the sample as it was before anything was drawn, for an entry whose response is too old to be trained.
 
     Of an execution that fanned out, the first part is taken; a custom generate function must be able to begin with it.
     """
@@ -68,11 +64,11 @@ def back_to_prompt(entry: Entry) -> Sample:
         "prefix_cache_info": fresh.prefix_cache_info,
         "weight_versions": [],
         "remove_sample": False,
+        "num_untrained_calls": 0,
     }
     for name in ("reward", "loss_mask", "teacher_log_probs", *_REPLAY):
         drawn[name] = None
     sample.__dict__.update(drawn)
-    sample.__dict__.pop("num_untrained_calls", None)
     return sample
 
 
@@ -80,46 +76,36 @@ _REPLAY = ("rollout_log_probs", "rollout_top_p_token_ids", "rollout_top_p_token_
 
 
 class VersionClock:
-    """Which weight version is in the engines, and which one the trainer will hold at each rollout.
+    """Count of weight versions: the one in the engines, and the one the trainer will hold at each rollout.
 
     Invariant: ``trained_at(k + n) - trained_at(k)`` is the number of pushes in between.  Versions are unknown (None)
     until an engine has named a number; without a trainer they stay so.
     """
 
-    def __init__(self, args: Namespace) -> None:
-        self._args = args
-        self._interval = max(getattr(args, "update_weights_interval", None) or 1, 1)
-        self._is_still = bool(getattr(args, "debug_rollout_only", False))
+    def __init__(self, config: RolloutConfig, first_rollout_id: int | None = None) -> None:
+        """Make a clock of a process that begins with ``first_rollout_id``, where that is known."""
+        self._config = config
+        self._interval = max(config.update_weights_interval or 1, 1)
+        self._is_still = config.debug_rollout_only
+        self._first_rollout_id = first_rollout_id
         self._offset: int | None = None
         self.current: int | None = None
         """The newest version known to be in the engines."""
 
-    async def look(self, rollout_id: int | None = None) -> None:
-        """Ask the engines for their version; one that does not answer is left out.
+    async def refresh(self, rollout_id: int | None = None) -> None:
+        """Ask the engines for their version; one that does not answer does not count.
 
         Args:
             rollout_id: the rollout that begins now; None between rollouts.
         """
         if self._is_still:
             return
-
-        async def ask(url: str) -> int | None:
-            try:
-                return version_number((await control_get(f"{url}/model_info")).get("weight_version"))
-            except (ProcessError, AttributeError) as error:
-                logger.debug("Engine %s does not tell its weight version: %s", url, error)
-                return None
-
-        try:
-            urls = await worker_urls(self._args)
-        except ProcessError as error:
-            logger.debug("The engines' weight version is not known: %s", error)
-            urls = []
-        known = [number for number in await asyncio.gather(*map(ask, urls)) if number is not None]
+        versions = await engine_versions(self._config)
+        known = [number for version in versions if (number := version_number(version)) is not None]
         self.observe(min(known, default=None), rollout_id)
 
     def observe(self, version: int | None, rollout_id: int | None = None) -> None:
-        """Engines held ``version``, at the beginning of rollout ``rollout_id`` if that is given."""
+        """Record that engines held ``version``, at the beginning of rollout ``rollout_id`` if that is given."""
         if self._is_still:
             return
         if version is not None:
@@ -127,8 +113,7 @@ class VersionClock:
         if rollout_id is None or self.current is None:
             return
         if self._offset is None:
-            first = first_rollout_id()
-            first = rollout_id if first is None else min(first, rollout_id)
+            first = rollout_id if self._first_rollout_id is None else min(self._first_rollout_id, rollout_id)
             # A loop that generates ahead has not pushed what the rollout before this one will train.
             pushed = 0 if rollout_id == first else (rollout_id - 1) // self._interval - first // self._interval
             self._offset = self.current - pushed - first // self._interval
@@ -137,11 +122,11 @@ class VersionClock:
         self.current = max(self.current, self._offset + (rollout_id - 1) // self._interval)
 
     def trained_at(self, rollout_id: int) -> int | None:
-        """The version that the trainer holds when it trains ``rollout_id``."""
+        """Return the version that the trainer holds when it trains ``rollout_id``."""
         return None if self._offset is None else self._offset + rollout_id // self._interval
 
     def last_rollout_within(self, version: int, max_staleness: int) -> int | None:
-        """The last rollout that may train tokens of ``version``."""
+        """Return the last rollout that may train tokens of ``version``."""
         if self._offset is None:
             return None
         return (version + max_staleness - self._offset + 1) * self._interval - 1
@@ -153,20 +138,21 @@ class StalenessBound:
     Without the flag everything is allowed, and only the ages are measured.
     """
 
-    def __init__(self, args: Namespace) -> None:
-        self.limit: int | None = getattr(args, "max_staleness", None)
-        self.policy: str = getattr(args, "stale_group_policy", None) or "regenerate"
-        self.clock = VersionClock(args)
+    def __init__(self, config: RolloutConfig, first_rollout_id: int | None = None) -> None:
+        self.limit = config.max_staleness
+        self.policy = config.stale_group_policy or "regenerate"
+        self.clock = VersionClock(config, first_rollout_id)
         self.counts: Counter[str] = Counter()
         self._warned = False
 
     def staleness(self, value: Any, rollout_id: int) -> int | None:
-        """Versions between the oldest trained token and the training of ``rollout_id``; None when not known."""
-        trained, oldest = self.clock.trained_at(rollout_id), oldest_version(value)
+        """Return the versions between the oldest trained token and the training of ``rollout_id``; None if unknown."""
+        trained = self.clock.trained_at(rollout_id)
+        oldest = None if trained is None else oldest_version(value)
         return None if trained is None or oldest is None else trained - oldest
 
     def is_too_old(self, value: Any, rollout_id: int) -> bool:
-        """Whether rollout ``rollout_id`` must not train this as it is."""
+        """Return True when rollout ``rollout_id`` must not train this as it is."""
         if self.limit is None:
             return False
         if self.clock.trained_at(rollout_id) is None and not self._warned:
@@ -175,11 +161,11 @@ class StalenessBound:
         age = self.staleness(value, rollout_id)
         return age is not None and age > self.limit
 
-    def settle(self, group: Group, rollout_id: int) -> bool:
+    def apply_policy(self, group: Group, rollout_id: int) -> bool:
         """Apply the policy to a group that is too old for ``rollout_id``.
 
         Returns:
-            Whether the group can be trained, its old samples masked.  If not, all its entries are prompts again.
+            True when the group can be trained, its old samples masked; False when all its entries are prompts again.
         """
         logger.warning(
             "The group of sample %d is %s weight versions old for rollout %d; --max-staleness is %s: %s.",
@@ -201,22 +187,17 @@ class StalenessBound:
         group[:] = [back_to_prompt(entry) for entry in group]
         return False
 
-    def mask_old(self, group: Group, rollout_id: int) -> None:
-        """With the policy ``mask``, take samples of a finished group that are too old out of the loss."""
-        if self.policy == "mask" and self.is_too_old(group, rollout_id):
-            self.settle(group, rollout_id)
-
     def screen(self, groups: Iterable[Group], rollout_id: int) -> None:
-        """Settle those of ``groups``, fresh from the data source, that are too old already.
+        """Apply the policy to those of ``groups``, fresh from the data source, that are too old already.
 
         Unfinished ones are left alone by the policy ``mask``: more of them is still to be drawn.
         """
         for group in groups:
             if (self.policy != "mask" or is_finished(group)) and self.is_too_old(group, rollout_id):
-                self.settle(group, rollout_id)
+                self.apply_policy(group, rollout_id)
 
     def metrics(self, groups: Iterable[Any], rollout_id: int) -> dict[str, float]:
-        """``rollout/staleness/*`` of the groups that are handed to training, and the counts since the last call."""
+        """Return ``rollout/staleness/*`` of groups that are handed to training, and the counts since the last call."""
         ages = [age for group in groups if (age := self.staleness(group, rollout_id)) is not None]
         record: dict[str, float] = {}
         if ages:
@@ -228,11 +209,51 @@ class StalenessBound:
         return record
 
 
-_BOUNDS: list[tuple[Namespace, StalenessBound]] = []
+def num_groups_allowed(
+    bound: StalenessBound, *, next_rollout_id: int, num_rollout: int | None, batch_size: int
+) -> float:
+    """Return how many groups may be under way when the engines draw with the present weights.
+
+    Every group has a last rollout: the last one that may train its oldest token.  No group may begin when those under
+    way fill every batch up to its last rollout.  Infinite without a bound.
+
+    Args:
+        next_rollout_id: the rollout that takes the next batch.
+        num_rollout: of the whole run, where that is known: nothing is drawn that no rollout would train.
+        batch_size: groups of a rollout.
+    """
+    last = float("inf") if num_rollout is None else max(num_rollout - 1, next_rollout_id)
+    version = bound.clock.current
+    if bound.limit is not None and version is not None:
+        within = bound.clock.last_rollout_within(version, bound.limit)
+        last = last if within is None else min(last, within)
+    return max(last - next_rollout_id + 1, 0) * batch_size
 
 
-def bound_of(args: Namespace) -> StalenessBound:
-    """The bound of this process's run, which counts the versions from the first rollout on."""
-    if not _BOUNDS or _BOUNDS[0][0] is not args:
-        _BOUNDS[:] = [(args, StalenessBound(args))]
-    return _BOUNDS[0][1]
+def num_groups_due(
+    bound: StalenessBound, *, rollout_id: int, in_flight: Iterable[int], kept: Iterable[int], batch_size: int
+) -> int:
+    """Return how many groups in flight the batch of ``rollout_id`` must wait for.
+
+    Batches take the oldest groups first.  One must wait until it has as many of the groups with last rollout j or
+    earlier as the batches after it, up to j, cannot take.
+
+    Args:
+        in_flight: the oldest weight version of each group that is under way; 0 where it is not known.
+        kept: the same of the finished ones.
+        batch_size: groups of a rollout.
+    """
+    if bound.limit is None or bound.clock.current is None:
+        return 0
+    flying, finished = (
+        Counter(bound.clock.last_rollout_within(version, bound.limit) for version in versions if version > 0)
+        for versions in (in_flight, kept)
+    )
+    due = num_flying = num_finished = 0
+    for last in sorted(key for key in flying.keys() | finished.keys() if key is not None):
+        num_flying += flying[last]
+        num_finished += finished[last]
+        num_later = max(last - rollout_id, 0) * batch_size
+        wanted = min(num_flying + num_finished - num_later, batch_size)
+        due = max(due, wanted - num_finished)
+    return due

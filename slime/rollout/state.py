@@ -1,4 +1,4 @@
-"""What all requests of a rollout process share: tokenizer, concurrency limit, sampling parameters, pending groups."""
+"""State that all requests of a process share: tokenizer, concurrency limit, sampling parameters, pending groups."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ import functools
 import gc
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slime.rollout.config import RolloutConfig, rollout_config
 from slime.rollout.groups import Group
-from slime.rollout.replaceable import entry_points
-from slime.rollout.waiting import FinishedTasks
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_processor, load_tokenizer
 
 
-def training_sampling_params(args: Namespace) -> dict[str, Any]:
-    """The ``sampling_params`` of a training request, from the ``--rollout-*`` flags."""
+def training_sampling_params(config: RolloutConfig) -> dict[str, Any]:
+    """Return the ``sampling_params`` of a training request."""
     params: dict[str, Any] = {
-        "temperature": args.rollout_temperature,
-        "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
-        "max_new_tokens": args.rollout_max_response_len,
-        "stop": args.rollout_stop,
-        "stop_token_ids": args.rollout_stop_token_ids,
-        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "temperature": config.rollout_temperature,
+        "top_p": config.rollout_top_p,
+        "top_k": config.rollout_top_k,
+        "max_new_tokens": config.rollout_max_response_len,
+        "stop": config.rollout_stop,
+        "stop_token_ids": config.rollout_stop_token_ids,
+        "skip_special_tokens": config.rollout_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
-    if args.rollout_top_p != 1.0:
+    if config.rollout_top_p != 1.0:
         # The trainer renormalises over the nucleus that the engine sampled from, so it needs the ids in it.
         params["custom_params"] = {"return_top_p_token_ids": True}
     return params
@@ -59,30 +58,31 @@ def _spare_the_collector(num_requests: int) -> None:
     atexit.register(gc.unfreeze)  # libraries that look for leaks at the end must find what they left
 
 
-class GenerateState(metaclass=SingletonMeta):
-    """One per process: the arguments of the first construction count, later ones are ignored.
+class RequestState(metaclass=SingletonMeta):
+    """What all requests of a process share; ``GenerateState`` of ``slime.rollout.sglang_rollout`` is one.
 
-    Invariant: ``remaining_batch_size`` is the number of groups in flight plus the number kept in this rollout.
+    The arguments of the first construction count, later ones are ignored.
     """
 
     def __init__(self, args: Namespace) -> None:
+        config = rollout_config(args)
         self.args = args
-        self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-        self.processor = load_processor(args.hf_checkpoint, trust_remote_code=True)
+        self.tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=True)
+        self.processor = load_processor(config.hf_checkpoint, trust_remote_code=True)
         num_requests = args.sglang_server_concurrency * get_rollout_num_engines(args)
         self.semaphore = asyncio.Semaphore(num_requests)
-        self.sampling_params = training_sampling_params(args)
+        self.sampling_params = training_sampling_params(config)
         self.group_sampling_seeds: list[int] | None = None
-        if getattr(args, "sglang_enable_deterministic_inference", False):
-            self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
-        self.dp_counts = [0] * (getattr(args, "sglang_dp_size", None) or 1)
+        if config.sglang_enable_deterministic_inference:
+            self.group_sampling_seeds = [config.rollout_seed + i for i in range(config.n_samples_per_prompt)]
+        self.dp_counts = [0] * (config.sglang_dp_size or 1)
         self.dp_rank = 0
         self._prompt_ids: OrderedDict[str, list[int]] = OrderedDict()
         self.reset()
         _spare_the_collector(num_requests)
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; do not change them.  Its siblings ask in a row, so those of a few are kept."""
+        """Return the tokens of a prompt; do not change them.  Siblings ask in a row, so those of a few are kept."""
         ids = self._prompt_ids.get(prompt)
         if ids is None:
             ids = self._prompt_ids[prompt] = self.tokenizer.encode(prompt, add_special_tokens=False)
@@ -93,16 +93,14 @@ class GenerateState(metaclass=SingletonMeta):
     def reset(self) -> None:
         """Forget the rollout that has just ended."""
         self.remaining_batch_size = 0
+        """Groups in flight and finished ones, of the rollout in progress."""
         self.pendings: set[asyncio.Task[Group]] = set()
         self.aborted = False
-        self.finished = FinishedTasks()
-        """Of ``pendings`` and tasks that were taken out of it, those that are done and were not looked at yet."""
-        self._submitted = 0
-        self._submission_of: dict[asyncio.Task[Group], int] = {}
+        self._num_started = 0
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:
-        """The data-parallel rank with the fewest requests, held for one request; also left in ``dp_rank``."""
+        """Hold the data-parallel rank with the fewest requests for one request; it is also left in ``dp_rank``."""
         rank = min(range(len(self.dp_counts)), key=self.dp_counts.__getitem__)
         self.dp_counts[rank] += 1
         self.dp_rank = rank
@@ -111,19 +109,13 @@ class GenerateState(metaclass=SingletonMeta):
         finally:
             self.dp_counts[rank] -= 1
 
-    def submit_generate_tasks(self, groups: Iterable[Group]) -> None:
-        """Start one task for each group, with its own copy of the sampling parameters."""
-        for group in groups:
-            generate_group = entry_points().generate_and_rm_group
-            task = asyncio.create_task(
-                generate_group(self.args, group, sampling_params=self.sampling_params.copy(), evaluation=False)
-            )
-            self.pendings.add(task)
-            self.finished.watch(task)
-            self._submission_of[task] = self._submitted
-            self._submitted += 1
-            self.remaining_batch_size += 1
+    def start_group(self, call: Coroutine[Any, Any, Group]) -> asyncio.Task[Group]:
+        """Start the task of a group."""
+        self._num_started += 1
+        task = asyncio.get_running_loop().create_task(call, name=f"group {self._num_started:012}")
+        self.pendings.add(task)
+        return task
 
-    def in_submission_order(self, tasks: Iterable[asyncio.Task[Group]]) -> list[asyncio.Task[Group]]:
-        """Tasks sorted by when they were started, so that ties between finished groups do not depend on hashing."""
-        return sorted(tasks, key=lambda task: self._submission_of.get(task, self._submitted))
+    def pending_in_order(self) -> list[asyncio.Task[Group]]:
+        """Return the pending tasks in the order in which they were started."""
+        return sorted(self.pendings, key=lambda task: task.get_name())

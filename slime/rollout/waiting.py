@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
-T = TypeVar("T")
+from slime.rollout.config import DEFAULT_ROLLOUT_TIMEOUT_S, RolloutConfig
+from slime.rollout.control_client import busy_engines
+from slime.utils.errors import DeadlineError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ROLLOUT_TIMEOUT_S = 86400.0
 LINE_INTERVAL_S = 15.0
 REDRAW_INTERVAL_S = 0.5
 CANCEL_WAIT_S = 30.0
@@ -22,36 +22,7 @@ _BAR_CELLS = 24
 
 
 class DeadlineExceeded(Exception):
-    """The wait's time is up.  Whoever waits turns it into an EngineError that says what was waited for."""
-
-
-class FinishedTasks:
-    """Tasks in the order in which they finish, at a price for each task that does not grow with their number.
-
-    ``asyncio.wait`` looks at every pending task each time it is called, which is quadratic in a loop over thousands.
-    """
-
-    def __init__(self) -> None:
-        self._finished: list[asyncio.Task[Any]] = []
-        self._some = asyncio.Event()
-
-    def watch(self, task: asyncio.Task[Any]) -> None:
-        """Take the task in once it is done."""
-        task.add_done_callback(self._add)
-
-    def _add(self, task: asyncio.Task[Any]) -> None:
-        self._finished.append(task)
-        self._some.set()
-
-    async def take(self, timeout_s: float) -> list[asyncio.Task[Any]]:
-        """All that finished and were not taken yet, as soon as there is one; empty after ``timeout_s`` seconds."""
-        if not self._finished:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._some.wait()
-        taken, self._finished = self._finished, []
-        self._some.clear()
-        return taken
+    """The end of a wait's time; whoever waits raises ``deadline_error`` in its place."""
 
 
 class LongWait:
@@ -111,25 +82,6 @@ class LongWait:
             self._stream.write("\n")
             self._stream.flush()
 
-    async def next_finished(
-        self, finished: FinishedTasks, progress: Callable[[], tuple[int, str]]
-    ) -> list[asyncio.Task[Any]]:
-        """The tasks that finished since the last call, as soon as there is one.
-
-        Args:
-            progress: gives the count and the detail of the progress line.
-
-        Raises:
-            DeadlineExceeded: none finished before the deadline.
-        """
-        while True:
-            if self.remaining_s <= 0:
-                raise DeadlineExceeded
-            done = await finished.take(min(self._interval_s, self.remaining_s))
-            self.show(*progress())
-            if done:
-                return done
-
     async def all_done(
         self, tasks: Iterable[asyncio.Task[Any]], progress: Callable[[], tuple[int, str]], *, wake_s: float
     ) -> None:
@@ -187,3 +139,15 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
             CANCEL_WAIT_S,
             next(iter(left)),
         )
+
+
+async def deadline_error(
+    config: RolloutConfig, what: str, wait: LongWait, *, num_done: int, pending: str
+) -> DeadlineError:
+    """Return the error for a wait whose deadline passed: how far it came, and which engines still hold requests."""
+    busy = await busy_engines(config)
+    return DeadlineError(
+        f"{what} did not end within {wait.timeout_s:.0f} s: {num_done} of {wait.total} are done, {pending}; "
+        f"engines that hold requests: {busy or 'none, so a custom generate or reward function is stuck'}. "
+        "Look at the logs of these engines, or raise --rollout-timeout-s."
+    )

@@ -31,7 +31,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402 - aft
 from slime.backends.megatron_utils.data import prepare_rollout_data  # noqa: E402
 from slime.backends.megatron_utils.routing_replay import RoutingReplay  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
-from slime.rollout.generate import _append_output, request_payload  # noqa: E402
+from slime.rollout.config import rollout_config  # noqa: E402
+from slime.rollout.generate import append_output, request_payload  # noqa: E402
 from slime.train_data.convert import samples_to_train_data  # noqa: E402
 from slime.train_data.routed_experts import RoutedShape  # noqa: E402
 from slime.utils.http_utils import init_http_client, post  # noqa: E402
@@ -81,13 +82,13 @@ async def ask(
 ) -> None:
     """Let the engine go on with a sample; with ``abort_after_s`` stop it on the way."""
     sampling = {"max_new_tokens": num_tokens + sample.response_length, "temperature": 1.0, "ignore_eos": True}
-    payload = request_payload(args, sample, sampling, Namespace(tokenizer=None, processor=None))
+    payload = request_payload(rollout_config(args), sample, sampling, Namespace(tokenizer=None, processor=None))
     assert payload is not None and payload["return_routed_experts"]
     answer = asyncio.create_task(post(f"{url}/generate", payload, 1, decode=decode_generate_answer))
     if abort_after_s is not None:
         await asyncio.sleep(abort_after_s)
         await post(f"{url}/abort_request", {"abort_all": True}, 1, decode=lambda body: body)
-    _append_output(args, sample, await answer)
+    append_output(args, sample, await answer)
 
 
 async def collect(args: Namespace, url: str) -> list[Sample]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.buffer import groups_from_state, groups_to_state
-from slime.rollout.ledger import use
+from slime.rollout.context import GroupJournal, NoJournal
 from slime.rollout.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.rollout.ledger.records import Kind, segment_number
 from slime.rollout.ledger.recovery import Recovery, SourceRecorder
@@ -62,6 +62,7 @@ class NoLedger:
 
     def __init__(self, source: Any) -> None:
         self.data_source = source
+        self.journal: GroupJournal = NoJournal()
 
     def start(self, start_rollout_id: int) -> None:
         """Do nothing."""
@@ -99,7 +100,7 @@ class Ledger(NoLedger):
         self._args = args
         self._folder = folder
         self._fingerprint = config_fingerprint(args)
-        self.journal = Journal(
+        self.journal: Journal = Journal(
             folder,
             fingerprint=self._fingerprint,
             user_code=user_code(args),
@@ -132,7 +133,6 @@ class Ledger(NoLedger):
                     found,
                 )
         self.journal.record_start(start_rollout_id, first_segment=first)
-        use(self.journal)
 
     def _find_position(self, start_rollout_id: int) -> tuple[int, list[Any]]:
         """Return the first segment to read, and the groups that were open when the checkpoint was made."""
@@ -218,8 +218,7 @@ class Ledger(NoLedger):
         logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, latest)
 
     def close(self) -> None:
-        """Write what is in memory and stop recording."""
-        use(None)
+        """Write what is in memory."""
         self.journal.close()
 
 

@@ -227,9 +227,9 @@ class Recovery:
             return entry  # An interrupted fan-out cannot be continued from its parts.
         for sample in leaf_samples(recovered):
             if state.rollout_id == rollout_id:
-                sample.__dict__["recovered_in_rollout"] = rollout_id
+                sample.recovered_in_rollout = rollout_id
             if index in state.generated:
-                sample.__dict__["hooks_are_due"] = True
+                sample.hooks_are_due = True
         return recovered
 
     def _load_entry(self, entry: Any, state: GroupState, index: int) -> Any:

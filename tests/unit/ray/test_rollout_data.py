@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from slime.ray.rollout_data import train_data_from_samples
-from slime.rollout.collector import DROPS_BEFORE_WARNING, MAX_GROUP_ATTEMPTS, GroupCollector
 from slime.utils.errors import DataError, HookError
 from slime.utils.types import Sample
 
@@ -46,10 +45,6 @@ def nothing(args, samples):
     return None
 
 
-def drops_all(args, group):
-    return False
-
-
 def path(function) -> str:
     return f"{__name__}.{function.__name__}"
 
@@ -76,30 +71,3 @@ def test_a_reward_that_is_no_number_is_shown(reward):
 def test_tokens_are_ids():
     with pytest.raises(DataError, match="sample 0 has the token 'c'; tokens are whole numbers"):
         train_data([sample(tokens=["a", "b", "c"])])
-
-
-def test_a_generate_function_that_sets_no_status_is_named():
-    class State:
-        remaining_batch_size = 1
-
-        def submit_generate_tasks(self, groups):
-            pass
-
-    args = Namespace(n_samples_per_prompt=1, custom_generate_function_path="mine.generate")
-    collector = GroupCollector(args, target=1)
-    group = [sample(status=Sample.Status.PENDING)]
-    for _ in range(MAX_GROUP_ATTEMPTS - 1):
-        collector.add(State(), group)
-    with pytest.raises(HookError, match="--custom-generate-function-path mine.generate .*status pending.* COMPLETED"):
-        collector.add(State(), group)
-
-
-def test_a_filter_that_keeps_nothing_is_said_now_and_then(caplog):
-    args = Namespace(n_samples_per_prompt=1, dynamic_sampling_filter_path=path(drops_all))
-    collector = GroupCollector(args, target=2)
-    state = Namespace(remaining_batch_size=10)
-    for _ in range(DROPS_BEFORE_WARNING * 2 * 2):
-        collector.add(state, [sample()])
-    warnings = [record.message for record in caplog.records if "kept none" in record.message]
-    assert len(warnings) == 2
-    assert "drops_all has dropped 16 groups" in warnings[0]

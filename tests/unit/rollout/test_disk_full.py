@@ -16,7 +16,6 @@ import pytest
 from slime.observability import logging_utils
 from slime.observability.rollout_dump import dump_rollout, load_rollout_dump
 from slime.observability.train_dump import save_train_dump
-from slime.rollout import ledger
 from slime.rollout.data_source import state_path
 from slime.rollout.ledger import segments as segments_module
 from slime.rollout.ledger.ledger import position_path
@@ -36,12 +35,6 @@ def full_disk(room_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.fixture(autouse=True)
-def no_ledger_afterwards():
-    yield
-    ledger.use(None)
 
 
 def test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole(tmp_path):

@@ -9,8 +9,8 @@ from argparse import Namespace
 
 import pytest
 
-from slime.rollout import engine_faults, generate, sglang_rollout
-from slime.rollout.engine_faults import DEFAULT_RETRIES, nonsense_patience_s, request_retries
+from slime.rollout import config, generate, sglang_rollout
+from slime.rollout.config import DEFAULT_RETRIES, RolloutConfig
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
@@ -50,7 +50,7 @@ def ask(args: Namespace, sample: Sample | None = None) -> Sample:
 
     async def once():
         try:
-            return await generate.generate(args, sample, {"max_new_tokens": 16, "temperature": 1.0})
+            return await sglang_rollout.generate(args, sample, {"max_new_tokens": 16, "temperature": 1.0})
         finally:
             await close_http_client()
 
@@ -59,7 +59,7 @@ def ask(args: Namespace, sample: Sample | None = None) -> Sample:
 
 @pytest.mark.parametrize("kind", ["garbage", "empty", "half"])
 def test_with_fault_tolerance_an_answer_that_cannot_be_used_is_asked_for_again(monkeypatch, kind):
-    monkeypatch.setattr(generate, "NONSENSE_WAIT_S", 0.01)
+    monkeypatch.setattr(generate, "BAD_ANSWER_WAIT_S", 0.01)
     with ScriptedEngine(Script(length=6, faults=[Fault(kind, times=2)])) as engine:
         sample = ask(flags(engine))
     assert sample.status is Sample.Status.COMPLETED and sample.response_length == 6
@@ -76,8 +76,8 @@ def test_without_it_such_an_answer_is_an_error_at_once(kind):
 
 
 def test_nonsense_without_an_end_is_an_error_when_the_monitor_has_had_its_time(monkeypatch):
-    monkeypatch.setattr(generate, "NONSENSE_WAIT_S", 0.01)
-    monkeypatch.setattr(engine_faults, "NONSENSE_MARGIN_S", 0.2)
+    monkeypatch.setattr(generate, "BAD_ANSWER_WAIT_S", 0.01)
+    monkeypatch.setattr(config, "BAD_ANSWER_MARGIN_S", 0.2)
     with ScriptedEngine(Script(faults=[Fault("garbage", times=10**6)])) as engine:
         args = flags(engine, rollout_health_check_interval=0.1, rollout_health_check_timeout=0.1)
         with pytest.raises(EngineError, match="cannot be used"):
@@ -106,13 +106,13 @@ def test_a_request_outlives_its_engine_and_keeps_what_the_sample_held():
 
 
 def test_requests_are_repeated_for_as_long_as_an_engine_may_take_to_start():
-    tolerant = Namespace(
+    tolerant = RolloutConfig(
         use_fault_tolerance=True,
         engine_start_timeout_s=600.0,
         rollout_health_check_interval=30.0,
         rollout_health_check_timeout=30.0,
     )
-    assert request_retries(tolerant) == DEFAULT_RETRIES + 660
-    assert nonsense_patience_s(tolerant) == 90.0
-    assert request_retries(Namespace()) == DEFAULT_RETRIES
-    assert nonsense_patience_s(Namespace()) == 0.0
+    assert tolerant.request_retries == DEFAULT_RETRIES + 660
+    assert tolerant.bad_answer_patience_s == 90.0
+    assert RolloutConfig().request_retries == DEFAULT_RETRIES
+    assert RolloutConfig().bad_answer_patience_s == 0.0

@@ -12,18 +12,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-from slime.rollout import async_producer, fully_async_rollout, state
 from slime.rollout import data_source as data_source_module
+from slime.rollout import fully_async_rollout, pool, state
 from slime.rollout.checkpoint_position import CheckpointPosition
+from slime.rollout.context import RunState, use_run
 from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.generate import generate
 from slime.rollout.groups import leaf_samples
 from slime.rollout.ledger.ledger import open_ledger
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DeadlineError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
@@ -115,7 +115,7 @@ def start_job(tmp_path, monkeypatch) -> Iterator[StartJob]:
     monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
     monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
     monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
-    for module in (async_producer, fully_async_rollout):
+    for module in (pool, fully_async_rollout):
         monkeypatch.setattr(module, "POLL_S", 0.05)
     GenerateState.clear_instances()
     WorkerPicker.clear_instances()
@@ -141,7 +141,7 @@ def start_job(tmp_path, monkeypatch) -> Iterator[StartJob]:
     fully_async_rollout._WORKERS.clear()
     run(close_http_client())
     run(close_control_client())
-    set_current_rollout_id(None)
+    use_run(RunState())
     for engine in engines:
         engine.stop()
 
@@ -189,7 +189,7 @@ def test_the_producer_stops_when_groups_could_only_be_trained_too_late(start_job
     # Rollout 0 is out; of what version 1 draws, rollouts 1 to 3 can train four groups each.  Two samples a group.
     assert len({p["rid"] if "rid" in p else k for k, p in enumerate(job.engine.payloads)}) <= 4 * 4 * 2
     worker = fully_async_rollout._WORKERS[0]
-    assert worker.get_queue_size() + len(worker.producer.flights) <= 3 * 4
+    assert worker.get_queue_size() + len(worker.pool.in_flight) <= 3 * 4
     job.generate(1)
     time.sleep(0.3)
     assert len(job.engine.payloads) <= 4 * 4 * 2, "no push came, so nothing may be added"
@@ -328,8 +328,8 @@ def drop_every_third(args: Any, group: list[Sample]) -> Any:
 def test_every_group_issued_is_trained_or_still_there(start_job):
     job = start_job(300, Script(length=straggling, seconds_per_token=0.001), max_staleness=2, rollout_batch_size=4)
     job.run_ahead(7)
-    producer = fully_async_rollout._WORKERS[0].producer
-    held = [f.group for f in producer.flights.values()] + producer.ready.groups + list(producer.spare)
+    worker = fully_async_rollout._WORKERS[0]
+    held = [item.group for item in [*worker.pool.in_flight.values(), *worker.pool.kept]] + list(worker.spare)
     names = job.trained_names() + Counter(group[0].group_index for group in held)
     assert names == Counter(range(job.source.sample_group_index))
 
@@ -346,7 +346,7 @@ async def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 def test_a_rollout_that_takes_too_long_says_which_engine_holds_requests(start_job):
     job = start_job(script=Script(length=5, hold_after=2), rollout_timeout_s=0.3)
-    with pytest.raises(DeadlineError, match=r"0 of 2 groups are ready.*--rollout-timeout-s") as caught:
+    with pytest.raises(DeadlineError, match=r"0 of 2 are done.*--rollout-timeout-s") as caught:
         job.generate(0)
     assert job.engine.url in str(caught.value)
 
@@ -427,6 +427,7 @@ class LedgeredJob(Job):
         self.ledger = open_ledger(args, self.source)
         self.source = self.ledger.data_source
         self.position = CheckpointPosition(self.ledger)
+        use_run(RunState(self.ledger.journal))
         self.start_rollout_id = start_rollout_id
         if start_rollout_id:
             self.source.load(start_rollout_id - 1)

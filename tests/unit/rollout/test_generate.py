@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from slime.rollout import direct_workers, sglang_rollout
-from slime.rollout.generate import _append_output, _payload, _prepare_prompt_ids, get_model_url
-from slime.rollout.generate_group import generate_and_rm
+from slime.rollout.config import RolloutConfig
+from slime.rollout.generate import _payload, _prepare_prompt_ids, append_output
+from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
 from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import FakeTokenizer
@@ -120,7 +121,7 @@ def test_messages_that_were_never_rendered_are_refused():
 def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
     monkeypatch.setattr("slime.rollout.generate.encode_image_for_rollout_engine", lambda image: f"data:{image}")
     sample = Sample(prompt="a", response="b", multimodal_inputs={"images": ["img"]})
-    payload = _payload(Namespace(use_rollout_routing_replay=True), sample, [1], {"n": 1})
+    payload = _payload(RolloutConfig(use_rollout_routing_replay=True), sample, [1], {"n": 1})
     assert payload == {
         "sampling_params": {"n": 1},
         "return_logprob": True,
@@ -133,12 +134,12 @@ def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
 @pytest.mark.parametrize("output", ["busy", {"text": "x"}, {"text": "x", "meta_info": {}}])
 def test_an_answer_without_its_parts_is_an_error(output):
     with pytest.raises(EngineError, match="meta_info|finish_reason"):
-        _append_output(Namespace(), Sample(), output)
+        append_output(Namespace(), Sample(), output)
 
 
 def test_an_answer_aborted_before_its_first_token_leaves_the_sample_as_it_was():
     sample = Sample(prompt="a", tokens=[97])
-    _append_output(Namespace(), sample, {"text": "", "meta_info": {"finish_reason": {"type": "abort"}}})
+    append_output(Namespace(), sample, {"text": "", "meta_info": {"finish_reason": {"type": "abort"}}})
     assert sample.status is Sample.Status.ABORTED and sample.tokens == [97] and sample.response_length == 0
 
 
@@ -163,8 +164,8 @@ def test_fields_that_the_router_loses_are_known(payload, lost):
 
 def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
     direct_workers.WorkerPicker.clear_instances()
-    args = Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing")
-    picker = direct_workers.WorkerPicker(args)
+    config = RolloutConfig(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing")
+    picker = direct_workers.WorkerPicker(config)
     keys = [str(i) for i in range(200)]
     before = {key: picker.choose(["a", "b", "c"], key) for key in keys}
     after = {key: picker.choose(["a", "b"], key) for key in keys}

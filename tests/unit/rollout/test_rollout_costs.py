@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.rollout import data_source as data_source_module
-from slime.rollout import sglang_rollout, state
+from slime.rollout import pool, state
 from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.groups import leaf_samples
@@ -79,20 +79,19 @@ def test_every_sample_tells_its_spans_from_the_inside_out(tokenizer, engine, tmp
 
 
 def test_a_wave_starts_in_pieces_between_which_other_work_is_done(tokenizer, engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(sglang_rollout, "STARTED_AT_ONCE", 4)
+    monkeypatch.setattr(pool, "STARTED_AT_ONCE", 4)
+    started: list[int] = []
     running: list[int] = []
-    pieces: list[int] = []
-    submit = GenerateState.submit_generate_tasks
+    start_group = GenerateState.start_group
 
-    def noting(self: GenerateState, groups: Any) -> None:
-        pieces.append(len(groups))
-        asyncio.get_running_loop().call_soon(lambda: running.append(len(pieces)))
-        submit(self, groups)
+    def recording(self: GenerateState, call: Any) -> Any:
+        started.append(len(started))
+        asyncio.get_running_loop().call_soon(lambda: running.append(len(started)))
+        return start_group(self, call)
 
-    monkeypatch.setattr(GenerateState, "submit_generate_tasks", noting)
+    monkeypatch.setattr(GenerateState, "start_group", recording)
     rollout(engine, tmp_path, list("abcdef"), n_samples_per_prompt=2)
-    assert pieces == [2, 2, 2]
-    assert running == [1, 2, 3]
+    assert running == [2, 2, 4, 4, 6, 6]
 
 
 def test_the_collector_is_left_with_more_room_than_requests_in_flight_take(tokenizer, engine, tmp_path):

@@ -46,7 +46,7 @@ def rollout(tmp_path, monkeypatch) -> Iterator[Rollout]:
         monkeypatch.setattr(module, "load_processor", lambda *a, **k: None)
     for module in (http_utils, sglang_streaming_rollout):
         monkeypatch.setattr(module, "RETRY_WAIT_S", 0.05)
-    monkeypatch.setattr(generate_module, "NONSENSE_WAIT_S", 0.05)
+    monkeypatch.setattr(generate_module, "BAD_ANSWER_WAIT_S", 0.05)
     monkeypatch.setattr(policy, "FAILURES", policy.FailureCount())
     engines: list[ScriptedEngine] = []
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from slime.rollout import sglang_streaming_rollout, state
-from slime.rollout.abort import abort_engines
-from slime.rollout.control_client import close_control_client
+from slime.rollout.config import rollout_config
+from slime.rollout.control_client import abort_engines, close_control_client
 from slime.rollout.direct_workers import WorkerPicker
-from slime.rollout.generate import generate
-from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, EngineError
@@ -80,7 +79,7 @@ def test_an_aborted_stream_keeps_its_tokens_and_goes_on_from_them(serve):
         task = asyncio.create_task(generate_streaming(args, sample, dict(PARAMS)))
         await until(lambda: engine.in_flight)
         await asyncio.sleep(0.1)
-        await abort_engines(args)
+        await abort_engines(rollout_config(args))
         await task
 
     run(interrupt())

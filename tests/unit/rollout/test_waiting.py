@@ -8,7 +8,7 @@ import io
 import pytest
 
 from slime.rollout import waiting
-from slime.rollout.waiting import DeadlineExceeded, FinishedTasks, LongWait, cancel_all
+from slime.rollout.waiting import DeadlineExceeded, LongWait, cancel_all
 
 
 class Clock:
@@ -60,7 +60,7 @@ def test_the_deadline_ends_the_wait_and_cancelling_ends_the_task():
         task = asyncio.create_task(asyncio.sleep(1000))
         wait = LongWait("x", 1, timeout_s=0.05, stream=io.StringIO())
         with pytest.raises(DeadlineExceeded):
-            await wait.next_finished(FinishedTasks(), lambda: (0, ""))
+            await wait.all_completed([task], lambda: (0, ""))
         await cancel_all([task])
         assert task.cancelled()
 
@@ -88,25 +88,6 @@ def test_a_wait_can_wake_before_anything_is_done():
         await wait.all_done([task], lambda: (0, ""), wake_s=0.01)
         assert not task.done()
         await cancel_all([task])
-
-    asyncio.run(main())
-
-
-def test_finished_tasks_are_taken_once_each_in_the_order_in_which_they_finish():
-    async def after(seconds: float) -> float:
-        await asyncio.sleep(seconds)
-        return seconds
-
-    async def main() -> None:
-        finished = FinishedTasks()
-        for seconds in (0.06, 0.0, 0.03):
-            finished.watch(asyncio.create_task(after(seconds)))
-        wait = LongWait("x", 3, stream=io.StringIO())
-        taken: list[float] = []
-        while len(taken) < 3:
-            taken += [task.result() for task in await wait.next_finished(finished, lambda: (0, ""))]
-        assert taken == [0.0, 0.03, 0.06]
-        assert await finished.take(0.01) == []
 
     asyncio.run(main())
 

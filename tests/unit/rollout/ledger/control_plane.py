@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.rollout import abort, fully_async_rollout, generate, sglang_rollout, staleness, state
+from slime.rollout import control_client, fully_async_rollout, generate, sglang_rollout, state
 from slime.rollout import data_source as data_source_module
-from slime.rollout import ledger as ledger_package
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.checkpoint_position import CheckpointPosition
+from slime.rollout.context import RunState, use_run
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.groups import first_index, leaf_samples
 from slime.rollout.ledger.ledger import TRACKER, Ledger
-from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -126,9 +125,8 @@ class Life:
         monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
         monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
         monkeypatch.setattr(generate, "post", self.post)
-        monkeypatch.setattr(abort, "control_post", self.abort_all)
-        monkeypatch.setattr(abort, "control_get", self.control_get)
-        monkeypatch.setattr(staleness, "control_get", self.control_get)
+        monkeypatch.setattr(control_client, "control_post", self.abort_all)
+        monkeypatch.setattr(control_client, "control_get", self.control_get)
         for module in (sglang_rollout, fully_async_rollout):
             monkeypatch.setattr(module, "run", lambda work, timeout: self.loop.run_until_complete(work))
         monkeypatch.setattr(fully_async_rollout, "get_async_loop", lambda: self.loop)
@@ -229,7 +227,7 @@ class Life:
             self.die()
             return False
         finally:
-            ledger_package.use(None)
+            use_run(RunState())
             self.world.num_steps = self.steps
             self.bury()
 
@@ -257,6 +255,7 @@ class Life:
         args, world = self.args, self.world
         source = RolloutDataSourceWithBuffer(args)
         self.ledger = Ledger(args, source, Path(args.save) / "ledger", is_threaded=False)
+        self.run_state = use_run(RunState(self.ledger.journal))
         self.watch_writes()
         source.load(args.start_rollout_id - 1)
         self.ledger.start(args.start_rollout_id)
@@ -277,7 +276,7 @@ class Life:
         world.final_state = source.state_dict()
 
     def generate(self, rollout_id: int) -> list[dict[str, Any]]:
-        set_current_rollout_id(rollout_id)
+        self.run_state.begin(rollout_id)
         self.do_some_chores()
         self.position.begin(rollout_id)
         self.do_some_chores()

@@ -1,0 +1,377 @@
+"""The pool of groups that both rollouts draw from.
+
+    submit -> in flight -> finished -> kept | stale | dropped
+                  ^            |                 |
+                  +-- cut off -+-- drawn again --+
+
+``GroupPolicy`` decides what becomes of a group, ``GroupPool`` holds the groups and their tasks.  The default rollout
+(``sglang_rollout``) submits until enough groups are kept and aborts the others; the fully asynchronous one
+(``fully_async_rollout``) keeps the pool filled across rollouts and never aborts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from slime.rollout.context import RolloutContext
+from slime.rollout.filter_hub.base_types import (
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.groups import Group, first_index, has_response, is_finished, leaf_samples
+from slime.rollout.staleness import oldest_version, version_number
+from slime.rollout.waiting import LongWait, cancel_all, deadline_error
+from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""Longest wait between two looks at groups, failures and the deadline."""
+STARTED_AT_ONCE = 64
+"""Samples whose requests are prepared before the event loop turns to other work; 10 to 20 ms."""
+MAX_NO_PROGRESS = 3
+"""How often in a row a group may come back unfinished from the same weights."""
+DROPS_BEFORE_WARNING = 8
+"""Batches that a filter may drop whole before the log says so."""
+
+
+@dataclass
+class InFlightGroup:
+    """A group whose requests are under way."""
+
+    group: Group
+    min_version: int
+    """Oldest weight version that its trained tokens may have; 0 where versions are not known."""
+    moment: tuple[int | None, int]
+    """Weight version and rollout when its requests were sent: a push may have come since either changed."""
+    num_tokens: int
+    no_progress: int
+
+
+@dataclass(order=True)
+class KeptGroup:
+    """A finished group that waits for its training; the order is that of training."""
+
+    min_version: int
+    """Oldest weight version of its trained tokens; 0 where versions are not known."""
+    number: int
+    group: Group = field(compare=False)
+
+
+class GroupPolicy:
+    """Decisions on single groups: admitted, dropped, stale, or stuck; with counts of them."""
+
+    def __init__(self, context: RolloutContext, *, pushes_interrupt: bool = False) -> None:
+        """Make a policy.
+
+        Args:
+            pushes_interrupt: True where pushes cut off what is in flight: a group that gained tokens is not stuck.
+        """
+        self.config = context.config
+        self._pushes_interrupt = pushes_interrupt
+        self.bound = context.run.bound(context.config)
+        self.counts: Counter[str] = Counter()
+        self.drops = MetricGatherer()
+        self._context = context
+        path = self.config.dynamic_sampling_filter_path
+        self._filter = context.entry_points.load_function(path) if path else None
+        self._num_dropped = self._num_kept = 0
+
+    def admit(self, group: Group, rollout_id: int) -> None:
+        """Check and count a group of the data source; one that is too old becomes a prompt again.
+
+        Raises:
+            DataError: it has not ``--n-samples-per-prompt`` entries.
+        """
+        if len(group) != self.config.n_samples_per_prompt:
+            raise DataError(
+                f"The data source gave a group of {len(group)} samples; --n-samples-per-prompt is "
+                f"{self.config.n_samples_per_prompt}. Look at --data-source-path and at what is put into its buffer."
+            )
+        self.bound.screen([group], rollout_id)
+        self.counts["issued"] += 1
+        if is_finished(group):
+            self.counts["reused"] += 1
+        elif has_response(group):
+            self.counts["continued"] += 1
+
+    def keeps(self, group: Group, *, num_outstanding: int) -> bool:
+        """Ask the dynamic filter about a finished group; a group that it drops is recorded with the reason.
+
+        Args:
+            num_outstanding: groups on their way to a rollout, this one included; a filter may depend on it.
+        """
+        self._context.journal.record_finished(group)
+        verdict = call_dynamic_filter(self._filter, self._context.args, group)
+        if not should_drop_dynamic_filter_output(
+            verdict, remaining_batch_size=num_outstanding, target_data_size=self.config.rollout_batch_size
+        ):
+            self._num_kept += 1
+            return True
+        self._context.journal.record_filtered(group, verdict.reason)
+        self.drops.on_dynamic_filter_drop(verdict.reason)
+        self.counts["dropped"] += 1
+        self._num_dropped += 1
+        if not self._num_kept and self._num_dropped % (DROPS_BEFORE_WARNING * self.config.rollout_batch_size) == 0:
+            logger.warning(
+                "--dynamic-sampling-filter-path %s has dropped %d groups and kept none (the last one: %s). If all "
+                "rewards are equal, look at the grader, at --rollout-max-response-len and at the data.",
+                self.config.dynamic_sampling_filter_path,
+                self._num_dropped,
+                verdict.reason,
+            )
+        return False
+
+    def count_no_progress(self, group: Group, before: InFlightGroup, moment: tuple[int | None, int]) -> int:
+        """Return how often in a row a group came back unfinished although nothing interrupted it.
+
+        Raises:
+            EngineError: ``MAX_NO_PROGRESS`` times.
+            HookError: a custom generate function leaves its samples pending.
+        """
+        self.counts["resubmitted"] += 1
+        has_grown = self._pushes_interrupt and num_tokens(group) > before.num_tokens
+        if has_grown or moment != before.moment:
+            return 0
+        times = before.no_progress + 1
+        if times < MAX_NO_PROGRESS:
+            return times
+        path = self.config.custom_generate_function_path
+        if path and all(sample.status is Sample.Status.PENDING for sample in leaf_samples(group)):
+            raise HookError(
+                f"--custom-generate-function-path {path} returned samples with status pending; it must set "
+                "sample.status: COMPLETED, TRUNCATED or FAILED (Sample.append_response_tokens with the engine's "
+                "meta_info does)."
+            )
+        statuses = ", ".join(sorted({sample.status.value for sample in leaf_samples(group)}))
+        raise EngineError(
+            f"The group of sample {first_index(group)} came back unfinished {times} times (statuses: {statuses}), "
+            "although the rollout was not over and no weights were pushed. Engines abort requests that do not fit "
+            "their context; look at their logs and at --rollout-max-prompt-len."
+        )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the counts since the last call, and drops by reason."""
+        names = ("issued", "reused", "continued", "resubmitted", "dropped")
+        metrics: dict[str, float] = {f"rollout/groups/{name}": self.counts[name] for name in names}
+        metrics |= self.drops.collect()
+        self.counts.clear()
+        self.drops = MetricGatherer()
+        return metrics
+
+
+class GroupPool:
+    """Groups in flight and finished ones.  Every call is made on one event loop.
+
+    Invariant: a group that was submitted is in exactly one of ``in_flight``, ``kept``, a batch that was taken, the
+    dropped ones (counted, and recorded in the journal), or what ``abort`` gave back.
+    """
+
+    def __init__(self, context: RolloutContext, *, rollout_id: int = 0, pushes_interrupt: bool = False) -> None:
+        """Make an empty pool; see ``GroupPolicy`` for ``pushes_interrupt``."""
+        self.context = context
+        self.config = context.config
+        self.policy = GroupPolicy(context, pushes_interrupt=pushes_interrupt)
+        self.bound = self.policy.bound
+        self.state = context.state()
+        self.rollout_id = rollout_id
+        self.in_flight: dict[asyncio.Task[Group], InFlightGroup] = {}
+        self.kept: list[KeptGroup] = []
+        self._seen: list[Group] = []
+        """Every finished group, dropped ones included, for ``--rollout-all-samples-process-path``."""
+        self._failure: BaseException | None = None
+        self._num_kept = 0
+        self._num_started = 0
+        self.news = asyncio.Event()
+        """Set when a group has come back or something failed; ``next_finished`` clears it."""
+        self.room = asyncio.Event()
+        """Set when there may be room for another group; whoever starts groups clears it."""
+
+    @property
+    def num_outstanding(self) -> int:
+        """Groups on their way to a rollout."""
+        return len(self.in_flight) + len(self.kept)
+
+    # Into the pool
+
+    def admit(self, groups: Iterable[Group]) -> None:
+        """Check and count groups that the data source gave."""
+        for group in groups:
+            self.policy.admit(group, self.rollout_id)
+
+    async def submit(self, groups: Iterable[Group]) -> None:
+        """Start the requests of groups, a few at a time, so that answers that arrive meanwhile need not wait."""
+        for group in groups:
+            self._start(group)
+            self._num_started += len(group)
+            if self._num_started >= STARTED_AT_ONCE:
+                self._num_started = 0
+                await asyncio.sleep(0)
+
+    def _start(self, group: Group, *, no_progress: int = 0) -> None:
+        points, state = self.context.entry_points, self.state
+        call = points.generate_and_rm_group(
+            self.context.args, group, sampling_params=state.sampling_params.copy(), evaluation=False
+        )
+        task = state.start_group(call)
+        versions = (oldest_version(group), self.bound.clock.current)
+        min_version = min((version for version in versions if version is not None), default=0)
+        self.in_flight[task] = InFlightGroup(group, min_version, self._moment, num_tokens(group), no_progress)
+        task.add_done_callback(self._on_done)
+        self._record_outstanding()
+
+    @property
+    def _moment(self) -> tuple[int | None, int]:
+        return self.bound.clock.current, self.rollout_id
+
+    # Out of flight
+
+    def _on_done(self, task: asyncio.Task[Group]) -> None:
+        """Sort a group that came back: finished, cut off, or with an error.  An abort takes its groups itself."""
+        if self.state.aborted or task not in self.in_flight:
+            return
+        before = self.in_flight.pop(task)
+        self.state.pendings.discard(task)
+        try:
+            if task.cancelled():
+                raise HookError(
+                    f"The group of sample {first_index(before.group)} was cancelled, and not by the rollout. Does a "
+                    "custom generate or reward function cancel its task?"
+                )
+            group = task.result()
+            if is_finished(group):
+                self._finish(group, before)
+            else:
+                stamp_start(group, self.rollout_id)
+                self._start(group, no_progress=self.policy.count_no_progress(group, before, self._moment))
+        except Exception as error:  # callbacks have no caller; whoever waits for groups raises it
+            self.fail(error)
+        self._record_outstanding()
+        self.news.set()
+        self.room.set()
+
+    def _finish(self, group: Group, before: InFlightGroup) -> None:
+        self._seen.append(group)
+        for sample in leaf_samples(group):
+            versions = sample.weight_versions
+            self.bound.clock.observe(version_number(versions[-1]) if versions else None)
+        if self.policy.keeps(group, num_outstanding=self.num_outstanding + 1):
+            oldest = oldest_version(group)
+            self._num_kept += 1
+            self.kept.append(KeptGroup(before.min_version if oldest is None else oldest, self._num_kept, group))
+
+    def _record_outstanding(self) -> None:
+        """Show plug-ins the number of groups where they look for it."""
+        self.state.remaining_batch_size = self.num_outstanding
+
+    def apply_staleness(self) -> None:
+        """Apply ``--stale-group-policy`` to kept groups that are too old for the rollout: masked, or drawn again."""
+        if self.bound.limit is None:
+            return
+        for kept in [kept for kept in self.kept if self.bound.is_too_old(kept.group, self.rollout_id)]:
+            if not self.bound.apply_policy(kept.group, self.rollout_id):
+                self.kept.remove(kept)
+                self._start(kept.group)
+
+    # Waiting
+
+    def fail(self, error: BaseException) -> None:
+        """Hand an error to whoever waits for groups; the first one counts."""
+        self._failure = self._failure or error
+        self.news.set()
+
+    @property
+    def has_failed(self) -> bool:
+        """True when a group, or the production of groups, ended with an error."""
+        return self._failure is not None
+
+    def raise_failure(self) -> None:
+        """Raise what ended a group, or the production of groups."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def next_finished(self, wait: LongWait, detail: str) -> None:
+        """Return when a group has come back since the last call, or after ``POLL_S`` seconds.
+
+        Args:
+            wait: deadline and progress line of the rollout.
+            detail: end of the progress line.
+
+        Raises:
+            DeadlineError: the wait's time is over.
+        """
+        if wait.remaining_s <= 0:
+            raise await deadline_error(
+                self.config,
+                wait.title.capitalize(),
+                wait,
+                num_done=len(self.kept),
+                pending=f"{len(self.in_flight)} groups pending",
+            )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(POLL_S, wait.remaining_s)):
+                await self.news.wait()
+        self.news.clear()
+        wait.show(min(len(self.kept), wait.total), f"{len(self.in_flight)} groups in flight, {detail}")
+        self.raise_failure()
+
+    def no_groups_error(self) -> DataError:
+        """Return the error for a data source that has nothing to give."""
+        return DataError(
+            f"The data source gave no groups; rollout {self.rollout_id} has {self.num_outstanding} of "
+            f"{self.config.rollout_batch_size}. Check --prompt-data and --buffer-filter-path."
+        )
+
+    # Out of the pool
+
+    def take(self, num_groups: int) -> list[Group]:
+        """Remove the ``num_groups`` oldest kept groups, and return them."""
+        self.kept.sort()
+        batch = [kept.group for kept in self.kept[:num_groups]]
+        del self.kept[:num_groups]
+        self._record_outstanding()
+        self.room.set()
+        return batch
+
+    def take_batch(self, get_samples: Callable[[int], list[Group]]) -> tuple[list[Group], dict[str, float]]:
+        """Take the batch of the rollout, and call the two hooks that see a whole rollout.
+
+        Returns:
+            The ``--rollout-batch-size`` oldest groups, sorted by their first sample's ``index``; and the metrics
+            since the last batch.
+        """
+        batch = sorted(self.take(self.config.rollout_batch_size), key=first_index)
+        seen, self._seen = sorted(self._seen, key=first_index), []
+        load, args = self.context.entry_points.load_function, self.context.args
+        if path := self.config.rollout_sample_filter_path:
+            load(path)(args, batch)
+        if path := self.config.rollout_all_samples_process_path:
+            load(path)(args, seen, get_samples)
+        ages = self.bound.metrics(batch, self.rollout_id)
+        return batch, {"rollout/groups/kept": len(batch), **self.policy.take_metrics(), **ages}
+
+    async def close(self) -> None:
+        """Cancel every request."""
+        tasks = list(self.in_flight)
+        self.in_flight.clear()
+        self.state.pendings.difference_update(tasks)
+        await cancel_all(tasks)
+
+
+def num_tokens(group: Group) -> int:
+    """Return the response tokens of a group."""
+    return sum(sample.response_length for sample in leaf_samples(group))
+
+
+def stamp_start(group: Group, rollout_id: int) -> None:
+    """Record in which rollout a sample's first tokens were drawn, unless it is recorded already."""
+    for sample in leaf_samples(group):
+        if sample.response_length > 0:
+            sample.metadata.setdefault("start_rollout_id", rollout_id)

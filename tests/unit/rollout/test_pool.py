@@ -1,0 +1,235 @@
+"""The policy on single groups, and the pool between submission and batch, without engines."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slime.rollout import pool as pool_module
+from slime.rollout import sglang_rollout
+from slime.rollout.config import rollout_config
+from slime.rollout.context import RolloutContext, RunState
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.groups import Group
+from slime.rollout.pool import DROPS_BEFORE_WARNING, MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
+from slime.rollout.waiting import LongWait
+from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.types import Sample
+
+
+class Recorder:
+    """A journal that tests read."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, Any]] = []
+
+    def record_response(self, sample: Sample, entry: Any) -> None:
+        self.records.append(("response", sample.index))
+
+    def record_finished(self, group: Group) -> None:
+        self.records.append(("finished", group[0].index))
+
+    def record_filtered(self, group: Group, reason: str | None) -> None:
+        self.records.append(("filtered", reason))
+
+
+class State(Namespace):
+    """As much of GenerateState as the pool needs."""
+
+    def __init__(self) -> None:
+        super().__init__(pendings=set(), remaining_batch_size=0, aborted=False, sampling_params={"top_p": 1.0})
+
+    def start_group(self, call: Any) -> asyncio.Task[Group]:
+        task = asyncio.get_running_loop().create_task(call)
+        self.pendings.add(task)
+        return task
+
+
+def context_with(run_group: Callable[..., Any] | None = None, **flags: Any) -> RolloutContext:
+    args = Namespace(**{"n_samples_per_prompt": 1, "rollout_batch_size": 2} | flags)
+    state = State()
+    points: Any = Namespace(
+        GenerateState=lambda args: state,
+        generate_and_rm_group=run_group,
+        load_function=sglang_rollout.load_function,
+    )
+    return RolloutContext(args, rollout_config(args), points, RunState(Recorder()))
+
+
+def finished(index: int = 0, **fields: Any) -> Sample:
+    values = {"index": index, "tokens": [1, 2, 3], "response_length": 1, "status": Sample.Status.COMPLETED}
+    return Sample(**values | fields)
+
+
+def drops_all(args: Any, group: Group, **kwargs: Any) -> DynamicFilterOutput:
+    return DynamicFilterOutput(keep=False, reason="all")
+
+
+def drops_odd(args: Any, group: Group, **kwargs: Any) -> DynamicFilterOutput:
+    return DynamicFilterOutput(keep=group[0].index % 2 == 0, reason="odd")
+
+
+# ------------------------------------------------------------------------------------------ policy
+
+
+def test_a_group_of_the_wrong_size_is_refused():
+    policy = GroupPolicy(context_with(n_samples_per_prompt=2))
+    with pytest.raises(DataError, match="a group of 1 samples; --n-samples-per-prompt is 2"):
+        policy.admit([Sample()], 0)
+
+
+def test_what_the_data_source_gives_is_counted_by_how_far_it_is():
+    policy = GroupPolicy(context_with())
+    partial = Sample(status=Sample.Status.ABORTED, response_length=2)
+    for group in ([Sample()], [partial], [finished()]):
+        policy.admit(group, 0)
+    metrics = policy.take_metrics()
+    assert [metrics[f"rollout/groups/{name}"] for name in ("issued", "continued", "reused")] == [3, 1, 1]
+    assert policy.take_metrics()["rollout/groups/issued"] == 0
+
+
+def stuck(sample: Sample, *, no_progress: int = 0) -> InFlightGroup:
+    return InFlightGroup([sample], 0, (None, 0), sample.response_length, no_progress)
+
+
+def test_a_generate_function_that_sets_no_status_is_named():
+    policy = GroupPolicy(context_with(custom_generate_function_path="mine.generate"))
+    group = [Sample(index=0)]
+    before = stuck(group[0])
+    for times in range(1, MAX_NO_PROGRESS):
+        before.no_progress = policy.count_no_progress(group, before, (None, 0))
+        assert before.no_progress == times
+    with pytest.raises(HookError, match="--custom-generate-function-path mine.generate .*status pending.* COMPLETED"):
+        policy.count_no_progress(group, before, (None, 0))
+
+
+@pytest.mark.parametrize(
+    ("pushes_interrupt", "moment", "is_stuck"), [(False, 0, True), (True, 0, False), (False, 1, False)]
+)
+def test_a_group_is_stuck_unless_a_push_came_or_where_pushes_come_it_grew(pushes_interrupt, moment, is_stuck):
+    policy = GroupPolicy(context_with(), pushes_interrupt=pushes_interrupt)
+    sample = Sample(index=5, status=Sample.Status.ABORTED, response_length=2)
+    before = stuck(sample, no_progress=MAX_NO_PROGRESS - 1)
+    sample.response_length = 4
+    if is_stuck:
+        with pytest.raises(EngineError, match="sample 5 came back unfinished 3 times"):
+            policy.count_no_progress([sample], before, (None, moment))
+    else:
+        assert policy.count_no_progress([sample], before, (None, moment)) == 0
+
+
+def test_a_filter_that_keeps_nothing_is_said_now_and_then(caplog):
+    policy = GroupPolicy(context_with(dynamic_sampling_filter_path=f"{__name__}.drops_all"))
+    for _ in range(DROPS_BEFORE_WARNING * 2 * 2):
+        assert not policy.keeps([finished()], num_outstanding=10)
+    warnings = [record.message for record in caplog.records if "kept none" in record.message]
+    assert len(warnings) == 2
+    assert "drops_all has dropped 16 groups" in warnings[0]
+
+
+# ------------------------------------------------------------------------------------------ pool
+
+
+async def wait_for(pool: GroupPool, num_groups: int) -> None:
+    wait = LongWait("rollout 0", num_groups, timeout_s=10, stream=io.StringIO())
+    while len(pool.kept) < num_groups:
+        await pool.next_finished(wait, "")
+
+
+def answers(*seconds: float) -> Callable[..., Any]:
+    """A ``generate_and_rm_group`` that answers the group of sample k after ``seconds[k]``."""
+
+    async def run_group(args: Any, group: Group, sampling_params: Any, evaluation: bool) -> Group:
+        await asyncio.sleep(seconds[group[0].index])
+        return [finished(sample.index, weight_versions=sample.weight_versions) for sample in group]
+
+    return run_group
+
+
+def test_groups_are_taken_in_the_order_of_their_weights_and_then_of_their_end():
+    async def main() -> None:
+        pool = GroupPool(context_with(answers(0.04, 0.0, 0.02, 0.0)))
+        pool.admit(groups := [[Sample(index=k, weight_versions=["7"])] for k in range(4)])
+        groups[0][0].weight_versions = ["3"]
+        await pool.submit(groups)
+        assert pool.num_outstanding == pool.state.remaining_batch_size == 4
+        await wait_for(pool, 4)
+        assert [group[0].index for group in pool.take(3)] == [0, 1, 3]
+        assert pool.num_outstanding == pool.state.remaining_batch_size == 1
+        assert not pool.in_flight and not pool.state.pendings
+
+    asyncio.run(main())
+
+
+def test_every_group_is_kept_or_dropped_and_the_journal_has_it():
+    async def main() -> None:
+        path = f"{__name__}.drops_odd"
+        pool = GroupPool(context_with(answers(0.0, 0.0, 0.0, 0.0), dynamic_sampling_filter_path=path))
+        pool.admit(groups := [[Sample(index=k)] for k in range(4)])
+        await pool.submit(groups)
+        await wait_for(pool, 2)
+        batch, metrics = pool.take_batch(lambda count: [])
+        assert [group[0].index for group in batch] == [0, 2]
+        assert (metrics["rollout/groups/kept"], metrics["rollout/groups/dropped"]) == (2, 2)
+        assert metrics["rollout/dynamic_filter/drop_odd"] == 2
+        records = pool.context.journal.records
+        assert sorted(index for kind, index in records if kind == "finished") == [0, 1, 2, 3]
+        assert [reason for kind, reason in records if kind == "filtered"] == ["odd", "odd"]
+
+    asyncio.run(main())
+
+
+def test_a_group_that_was_cut_off_goes_on_and_the_first_rollout_of_its_tokens_is_recorded():
+    async def run_group(args: Any, group: Group, sampling_params: Any, evaluation: bool) -> Group:
+        [sample] = group
+        done = sample.response_length > 0
+        return (
+            [finished(metadata=sample.metadata)] if done else [Sample(status=Sample.Status.ABORTED, response_length=2)]
+        )
+
+    async def main() -> None:
+        pool = GroupPool(context_with(run_group), rollout_id=7)
+        await pool.submit([[Sample(index=0)]])
+        await wait_for(pool, 1)
+        assert pool.kept[0].group[0].metadata == {"start_rollout_id": 7}
+        assert pool.policy.take_metrics()["rollout/groups/resubmitted"] == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [(ValueError("broken"), "broken"), (asyncio.CancelledError(), "was cancelled")]
+)
+def test_the_error_of_a_group_reaches_whoever_waits(error, says):
+    async def run_group(args: Any, group: Group, sampling_params: Any, evaluation: bool) -> Group:
+        raise error
+
+    async def main() -> None:
+        pool = GroupPool(context_with(run_group))
+        await pool.submit([[Sample(index=0)]])
+        with pytest.raises((ValueError, HookError), match=says):
+            await wait_for(pool, 1)
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_an_abort_leaves_its_groups_to_the_caller(monkeypatch):
+    monkeypatch.setattr(pool_module, "POLL_S", 0.01)
+
+    async def main() -> None:
+        pool = GroupPool(context_with(answers(0.0)))
+        await pool.submit([[Sample(index=0)]])
+        pool.state.aborted = True
+        [task] = pool.state.pendings
+        await task
+        assert not pool.kept and pool.state.pendings == {task}
+        await pool.close()
+        assert not pool.state.pendings
+
+    asyncio.run(main())
