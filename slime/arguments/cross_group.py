@@ -15,6 +15,7 @@ from slime.flags.config import backend_flags
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES, math_utils
 from slime.utils.errors import ConfigError
+from slime.weights.checksums import new_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,15 @@ def _grader(rm_type: str, where: str) -> Iterator[str]:
         )
     if name == "math_verify" and not math_utils.is_math_verify_installed():
         yield f"{where} {rm_type}: {math_utils.INSTALL_MATH_VERIFY}"
+
+
+def check_delta_checksum(args: Namespace) -> Iterator[str]:
+    """Yield a message for a checksum of deltas whose package is missing."""
+    if args.update_weight_mode == "delta":
+        try:
+            new_checksum(args.update_weight_delta_checksum)
+        except ConfigError as error:
+            yield f"{error}."
 
 
 def check_rollout_functions(args: Namespace) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.critic import check_critic_files, check_critic_flags
-from slime.arguments.cross_group import advise, check_rewards, check_rollout_functions, check_run
+from slime.arguments.cross_group import advise, check_delta_checksum, check_rewards, check_rollout_functions, check_run
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
 from slime.flags.algorithm import (
@@ -50,6 +50,7 @@ CHECKS = (
     check_routing_replay,
     check_stateless_adam,
     check_weight_flags,
+    check_delta_checksum,
     check_run,
     check_critic_flags,
 )

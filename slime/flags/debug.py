@@ -6,7 +6,10 @@ import argparse
 import string
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
+from slime.flags.config import read_config
 from slime.flags.kinds import non_negative_int, number_in, positive_int
 
 _TEMPLATE_FIELDS = {
@@ -19,6 +22,25 @@ _TEMPLATE_FIELDS = {
     "ci_load_grad_norm": {"role", "rollout_id", "step_id"},
 }
 """Flag of a file -> what may stand in braces in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Profiles and memory snapshots of the trainer."""
+
+    use_pytorch_profiler: bool
+    profile_target: list[str]
+    profile_step_start: int
+    profile_step_end: int
+    tensorboard_dir: str | None
+    record_memory_history: bool
+    memory_snapshot_dir: str
+    memory_snapshot_num_steps: int | None
+
+
+def profile_config(args: Any) -> ProfileConfig:
+    """Return which profiles and snapshots ``args``, complete or not, asks for."""
+    return read_config(ProfileConfig, args, add_debug_arguments)
 
 
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,78 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from slime.flags.algorithm import add_algorithm_arguments
+from slime.flags.checkpoint import add_checkpoint_arguments
+from slime.flags.cluster import add_cluster_arguments
+from slime.flags.config import read_config
+from slime.flags.data import add_eval_arguments
+from slime.flags.reward import add_reward_arguments
+from slime.flags.rollout import add_rollout_arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where the metrics of a run go."""
+
+    save: str | None
+    num_rollout: int | None
+    use_wandb: bool
+    wandb_mode: str | None
+    wandb_dir: str | None
+    wandb_key: str | None
+    wandb_host: str | None
+    wandb_team: str | None
+    wandb_group: str | None
+    wandb_project: str | None
+    wandb_run_id: str | None
+    wandb_random_suffix: bool
+    wandb_always_use_train_step: bool
+    use_tensorboard: bool
+    tb_project_name: str | None
+    tb_experiment_name: str | None
+    run_folder: str | None = None
+    """Of a critic, whose checkpoints lie elsewhere."""
+
+
+def tracking_config(args: Any) -> TrackingConfig:
+    """Return where ``args``, complete or not, says that metrics go."""
+    groups = (add_observability_arguments, add_checkpoint_arguments, add_rollout_arguments)
+    return read_config(TrackingConfig, args, *groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What is computed from the samples of a rollout or an evaluation."""
+
+    advantage_estimator: str
+    rollout_num_gpus: int | None
+    n_samples_per_prompt: int
+    n_samples_per_eval_prompt: int
+    reward_key: str | None
+    eval_reward_key: str | None
+    log_multi_turn: bool
+    log_passrate: bool
+    log_reward_category: str | None
+    log_correct_samples: bool
+    sglang_speculative_algorithm: str | None = None
+    eval_datasets: list[Any] | None = None
+
+
+def metrics_config(args: Any) -> MetricsConfig:
+    """Return what ``args``, complete or not, says is computed from samples."""
+    return read_config(
+        MetricsConfig,
+        args,
+        add_observability_arguments,
+        add_reward_arguments,
+        add_rollout_arguments,
+        add_eval_arguments,
+        add_algorithm_arguments,
+        add_cluster_arguments,
+    )
 
 
 def add_observability_arguments(parser: argparse.ArgumentParser) -> None:

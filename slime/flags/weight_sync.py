@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.flags.kinds import positive_int
-from slime.utils.errors import ConfigError
-from slime.weights.checksums import new_checksum
 
 
 def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,10 +127,6 @@ def _delta(args: Namespace) -> Iterator[str]:
             "--update-weight-mode delta changes a copy of the checkpoint on each engine's host; say where it lies: "
             "--update-weight-local-checkpoint-dir, a folder on a disk of that host with room for the model."
         )
-    try:
-        new_checksum(args.update_weight_delta_checksum)
-    except ConfigError as error:
-        yield f"{error}."
 
 
 def _disk(args: Namespace) -> Iterator[str]:

@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from slime.flags.observability import tracking_config
 from slime.observability.metrics_file import START_KEY, append_record, metrics_path
 from slime.observability.tracking import Tracker, make_trackers
 
@@ -49,7 +50,7 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
 
 def _new_run_facts(args: Namespace) -> dict[str, Any]:
     """The run's id, which every process must share: the folder of a run without ``--save`` is named after it too."""
-    if getattr(args, "wandb_run_id", None) is not None:
+    if tracking_config(args).wandb_run_id is not None:
         return {}
     return {"wandb_run_id": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"}
 

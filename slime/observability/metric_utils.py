@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from slime.flags.observability import tracking_config
+
 _REPETITION_WINDOW = 10_000
 """Characters: shorter texts are never called repetitive, longer ones are judged by their end."""
 _REPETITION_RATIO = 10.0
@@ -84,7 +86,7 @@ def compute_pass_rate(
 
 def compute_rollout_step(args: Namespace, rollout_id: int) -> int:
     """The place of a rollout on the x axis: its id, or with ``--wandb-always-use-train-step`` the optimizer steps."""
-    if getattr(args, "wandb_always_use_train_step", False):
+    if tracking_config(args).wandb_always_use_train_step:
         return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     return rollout_id
 

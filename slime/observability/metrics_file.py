@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.flags.observability import tracking_config
+
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
@@ -31,11 +33,10 @@ def run_folder(args: Namespace) -> Path | None:
 
     A critic, whose checkpoints lie elsewhere, has the run's folder in ``args.run_folder``.
     """
-    folder = getattr(args, "run_folder", None) or getattr(args, "save", None)
-    if folder:
+    config = tracking_config(args)
+    if folder := config.run_folder or config.save:
         return Path(folder).absolute()
-    run_id = getattr(args, "wandb_run_id", None)
-    return Path("runs", run_id).absolute() if run_id else None
+    return Path("runs", config.wandb_run_id).absolute() if config.wandb_run_id else None
 
 
 def metrics_path(args: Namespace) -> Path | None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from slime.flags.debug import profile_config
+
 logger = logging.getLogger(__name__)
 
 
@@ -22,42 +24,40 @@ class TrainProfiler:
     """Profiles what its flags ask for, on one rank; does nothing when they ask for nothing."""
 
     def __init__(self, args: Namespace, *, rank: int = 0) -> None:
-        self._targets = tuple(getattr(args, "profile_target", None) or ())
-        self._start = getattr(args, "profile_step_start", 0) or 0
-        self._end = getattr(args, "profile_step_end", 0) or 0
-        self._is_on = bool(getattr(args, "use_pytorch_profiler", False))
-        self._folder = Path(getattr(args, "tensorboard_dir", None) or "profile")
+        self._config = profile_config(args)
         self._rank = rank
-        self._snapshot_after = getattr(args, "memory_snapshot_num_steps", None)
-        self._snapshot_folder = Path(getattr(args, "memory_snapshot_dir", None) or ".")
-        self._records_memory = bool(getattr(args, "record_memory_history", False)) and torch.cuda.is_available()
+        self._records_memory = self._config.record_memory_history and torch.cuda.is_available()
         if self._records_memory:
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
 
     @contextmanager
     def profile(self, target: str, rollout_id: int) -> Iterator[None]:
         """Profile the body when ``target`` is asked for and ``rollout_id`` lies in the window, into a Chrome trace."""
-        if not (self._is_on and target in self._targets and self._start <= rollout_id < self._end):
+        config = self._config
+        is_in_window = config.profile_step_start <= rollout_id < config.profile_step_end
+        if not (config.use_pytorch_profiler and target in config.profile_target and is_in_window):
             yield
             return
         with torch.profiler.profile(record_shapes=False) as profiler:
             yield
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{target}_rollout{rollout_id}_rank{self._rank}.json.gz"
+        folder = Path(config.tensorboard_dir or "profile")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{target}_rollout{rollout_id}_rank{self._rank}.json.gz"
         profiler.export_chrome_trace(str(path))
         logger.info("profile of %s written to %s", target, path)
 
     def step(self, rollout_id: int) -> None:
         """Tell that a rollout was trained; writes the memory snapshot after ``--memory-snapshot-num-steps``."""
-        if self._records_memory and self._snapshot_after is not None and rollout_id + 1 == self._snapshot_after:
+        if self._records_memory and rollout_id + 1 == self._config.memory_snapshot_num_steps:
             self.dump_memory(f"rollout{rollout_id}")
 
     def dump_memory(self, tag: str) -> Path | None:
         """Write the CUDA allocator's history (also useful after an out-of-memory error); None when it is not kept."""
         if not self._records_memory:
             return None
-        self._snapshot_folder.mkdir(parents=True, exist_ok=True)
-        path = self._snapshot_folder / f"memory_{tag}_rank{self._rank}_{int(time.time())}.pickle"
+        folder = Path(self._config.memory_snapshot_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"memory_{tag}_rank{self._rank}_{int(time.time())}.pickle"
         torch.cuda.memory._dump_snapshot(str(path))
         logger.info("memory snapshot written to %s", path)
         return path

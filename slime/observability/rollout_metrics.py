@@ -1,4 +1,4 @@
-"""What is logged about the samples of a rollout or an evaluation.
+"""Metrics of the samples of a rollout or an evaluation.
 
 Pure: samples in, a dict of metrics out.  The rollout manager logs it through ``logging_utils.log``.
 """
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from slime.flags.observability import MetricsConfig, metrics_config
 from slime.observability.metric_utils import (
     compute_pass_rate,
     compute_rollout_step,
@@ -25,10 +26,8 @@ from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
 
-def _reward(args: Namespace, sample: Sample, *, evaluation: bool = False) -> Any:
-    key = getattr(args, "reward_key", None)
-    if evaluation:
-        key = getattr(args, "eval_reward_key", None) or key
+def _reward(config: MetricsConfig, sample: Sample) -> Any:
+    key = config.reward_key
     return sample.reward[key] if key and isinstance(sample.reward, Mapping) else sample.reward
 
 
@@ -37,11 +36,11 @@ def _number(reward: Any) -> float | None:
     return float(reward) if isinstance(reward, int | float) else None
 
 
-def _zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, int]:
+def _zero_std_counts(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, int]:
     """count_{reward}: groups all of whose samples have this same reward, so that they teach nothing."""
     groups: dict[Any, list[float]] = {}
     for sample in samples:
-        value = _number(_reward(args, sample))
+        value = _number(_reward(config, sample))
         if value is not None:
             groups.setdefault(sample.group_index, []).append(value)
     counts = Counter(f"zero_std/count_{round(v[0], 1)}" for v in groups.values() if len(v) > 1 and len(set(v)) == 1)
@@ -52,15 +51,16 @@ def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> 
     """Length, truncation, repetition, speculative decoding and prefix-cache figures, without a prefix."""
     if not samples:
         return {}
+    config = metrics_config(args)
     metrics: dict[str, Any] = {}
     lengths = [sample.effective_response_length for sample in samples]
     metrics |= dict_add_prefix(compute_statistics(lengths), "response_len/")
-    if getattr(args, "advantage_estimator", None) != "ppo":
-        metrics |= _zero_std_counts(args, samples)
+    if config.advantage_estimator != "ppo":
+        metrics |= _zero_std_counts(config, samples)
     metrics["truncated_ratio"] = fmean(sample.status == Sample.Status.TRUNCATED for sample in samples)
     metrics["repetition_frac"] = fmean(has_repetition(sample.response or "") for sample in samples)
-    metrics |= _engine_figures(args, samples)
-    metrics |= _reward_categories(args, samples)
+    metrics |= _engine_figures(config, samples)
+    metrics |= _reward_categories(config, samples)
     failed = sum("reward_error" in (sample.metadata or {}) for sample in samples)
     if failed:
         metrics["reward_failed_frac"] = failed / len(samples)
@@ -70,10 +70,10 @@ def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> 
     return metrics
 
 
-def _engine_figures(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def _engine_figures(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, float]:
     """Speculative decoding (when it is on) and prefix cache, summed over the samples before dividing."""
     metrics: dict[str, float] = {}
-    if getattr(args, "sglang_speculative_algorithm", None):
+    if config.sglang_speculative_algorithm:
         accepted = sum(sample.spec_info.spec_accept_token_num for sample in samples)
         drafted = sum(sample.spec_info.spec_draft_token_num for sample in samples)
         verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
@@ -87,9 +87,9 @@ def _engine_figures(args: Namespace, samples: Sequence[Sample]) -> dict[str, flo
     return metrics
 
 
-def _reward_categories(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def _reward_categories(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, float]:
     """error_cat/{category}: the share of samples whose reward dict names this category (``--log-reward-category``)."""
-    key = getattr(args, "log_reward_category", None)
+    key = config.log_reward_category
     if not key:
         return {}
     counts = Counter(str(s.reward.get(key)) for s in samples if isinstance(s.reward, Mapping))
@@ -103,7 +103,7 @@ def compute_perf_metrics_from_samples(
     metrics = {"rollout_time": rollout_time, "time_rollout_s": rollout_time}
     if not samples or rollout_time <= 0:
         return metrics
-    num_gpus = max(getattr(args, "rollout_num_gpus", None) or 1, 1)
+    num_gpus = max(metrics_config(args).rollout_num_gpus or 1, 1)
     lengths = [sample.response_length for sample in samples]
     effective = [sample.effective_response_length for sample in samples]
     metrics["rollout_tok_per_s"] = sum(effective) / rollout_time
@@ -141,18 +141,19 @@ def compute_rollout_record(
     rollout_time: float,
 ) -> dict[str, Any]:
     """Everything the manager logs about one rollout, prefixes and ``rollout/step`` included."""
-    numbers = [_number(_reward(args, sample)) for sample in samples]
+    config = metrics_config(args)
+    numbers = [_number(_reward(config, sample)) for sample in samples]
     rewards = [number for number in numbers if number is not None]
     record: dict[str, Any] = dict(extra_metrics or {})
     record |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
     record |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
     if rewards:
         record["rollout/raw_reward"] = fmean(rewards)
-    if getattr(args, "log_passrate", False):
-        record |= dict_add_prefix(_pass_rates(samples, numbers, args.n_samples_per_prompt), "passrate/")
-    if getattr(args, "log_multi_turn", False):
+    if config.log_passrate:
+        record |= dict_add_prefix(_pass_rates(samples, numbers, config.n_samples_per_prompt), "passrate/")
+    if config.log_multi_turn:
         record |= multi_turn_metrics(samples)
-    if getattr(args, "log_correct_samples", False) and len(rewards) == len(samples):
+    if config.log_correct_samples and len(rewards) == len(samples):
         record |= correct_sample_metrics(samples, rewards)
     record["rollout/step"] = compute_rollout_step(args, rollout_id)
     return record
@@ -170,7 +171,8 @@ def compute_eval_record(
         data: name -> {"rewards": list, "truncated": list, "samples": list of Sample (optional)}.
     """
     record: dict[str, Any] = dict(extra_metrics or {})
-    answers = {config.name: config.n_samples_per_eval_prompt for config in getattr(args, "eval_datasets", None) or []}
+    config = metrics_config(args)
+    answers = {dataset.name: dataset.n_samples_per_eval_prompt for dataset in config.eval_datasets or []}
     for name, results in data.items():
         rewards = [_eval_reward(reward, name) for reward in results["rewards"]]
         record[f"eval/{name}"] = fmean(rewards) if rewards else 0.0
@@ -179,8 +181,8 @@ def compute_eval_record(
         if results.get("samples"):
             details = compute_metrics_from_samples(args, results["samples"])
             record |= dict_add_prefix(details, f"eval/{name}/")
-        group_size = answers.get(name, getattr(args, "n_samples_per_eval_prompt", 1))
-        if getattr(args, "log_passrate", False):
+        group_size = answers.get(name, config.n_samples_per_eval_prompt)
+        if config.log_passrate:
             if len(answered := results.get("samples") or []) == len(rewards):
                 record |= dict_add_prefix(_pass_rates(answered, rewards, group_size), f"eval/{name}-")
             elif not answered and len(rewards) % group_size == 0:  # a custom evaluation may give rewards alone

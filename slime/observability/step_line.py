@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.flags.observability import tracking_config
 from slime.observability.metrics_file import metrics_path, read_new_records
 
 # label, metric names (the first that is there is shown), format
@@ -101,7 +102,7 @@ class StepLine:
     @classmethod
     def follow(cls, args: Namespace) -> StepLine:
         """The line of the run that ``args`` describe; what its file already holds is passed over."""
-        return cls(metrics_path(args), num_rollout=getattr(args, "num_rollout", None))
+        return cls(metrics_path(args), num_rollout=tracking_config(args).num_rollout)
 
     def gather(self, rollout_id: int, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The metrics logged for ``rollout_id`` since the last call, with ``extra`` on top."""

@@ -10,14 +10,15 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from slime.flags.observability import tracking_config
 from slime.utils import env
 
 
 def tensorboard_folder(args: Namespace) -> str:
     """``TENSORBOARD_DIR``, else ``tensorboard_log/{--tb-project-name}/{--tb-experiment-name or the run's id}``."""
-    project = getattr(args, "tb_project_name", None) or "slime"
-    run_id = getattr(args, "wandb_run_id", None) or time.strftime("%Y%m%d-%H%M%S")
-    experiment = getattr(args, "tb_experiment_name", None) or run_id
+    config = tracking_config(args)
+    project = config.tb_project_name or "slime"
+    experiment = config.tb_experiment_name or config.wandb_run_id or time.strftime("%Y%m%d-%H%M%S")
     return env.get_str("TENSORBOARD_DIR") or f"tensorboard_log/{project}/{experiment}"
 
 

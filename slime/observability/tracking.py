@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from slime.flags.observability import tracking_config
 from slime.observability.metrics_file import MetricsFile, metrics_path
 
 
@@ -25,11 +26,12 @@ def make_trackers(args: Namespace, *, primary: bool) -> list[Tracker]:
     path = metrics_path(args)
     if path is not None:
         trackers.append(MetricsFile(path))
-    if getattr(args, "use_wandb", False) and getattr(args, "wandb_mode", None) != "disabled":
+    config = tracking_config(args)
+    if config.use_wandb and config.wandb_mode != "disabled":
         from slime.observability.wandb_utils import WandbTracker
 
         trackers.append(WandbTracker(args, primary=primary))
-    if getattr(args, "use_tensorboard", False):
+    if config.use_tensorboard:
         from slime.observability.tensorboard_utils import _TensorboardAdapter
 
         trackers.append(_TensorboardAdapter(args))

@@ -15,6 +15,8 @@ from typing import Any
 
 import wandb
 
+from slime.flags.observability import tracking_config
+
 AXES = {
     "train/step": ("train/*",),
     "rollout/step": ("rollout/*", "multi_turn/*", "multi_turn_metric/*", "passrate/*", "perf/*"),
@@ -24,9 +26,10 @@ AXES = {
 
 def run_name(args: Namespace) -> tuple[str | None, str]:
     """(group, name) of the run.  A random suffix keeps runs of one group apart, unless switched off."""
-    group = getattr(args, "wandb_group", None)
-    if group and getattr(args, "wandb_random_suffix", True):
-        group = f"{group}_{getattr(args, 'wandb_run_id', None) or uuid.uuid4().hex[:6]}"
+    config = tracking_config(args)
+    group = config.wandb_group
+    if group and config.wandb_random_suffix:
+        group = f"{group}_{config.wandb_run_id or uuid.uuid4().hex[:6]}"
     return group, f"{group or 'slime'}-RANK_0"
 
 
@@ -39,25 +42,25 @@ class WandbTracker:
     """One writer of the run.  Config is written by the primary only."""
 
     def __init__(self, args: Namespace, *, primary: bool) -> None:
-        is_offline = getattr(args, "wandb_mode", None) == "offline"
-        if not is_offline and getattr(args, "wandb_key", None):
-            wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None))
+        config = tracking_config(args)
+        is_offline = config.wandb_mode == "offline"
+        if not is_offline and config.wandb_key:
+            wandb.login(key=config.wandb_key, host=config.wandb_host)
         group, name = run_name(args)
-        folder = getattr(args, "wandb_dir", None)
-        if folder:
-            os.makedirs(folder, exist_ok=True)
+        if config.wandb_dir:
+            os.makedirs(config.wandb_dir, exist_ok=True)
         settings: dict[str, Any] = {"console": "off", "silent": True}
         if is_offline:
             settings["mode"] = "offline"
         else:
             settings.update(mode="shared", x_primary=primary, x_update_finish_state=primary)
         self._run = wandb.init(
-            id=getattr(args, "wandb_run_id", None),
-            entity=getattr(args, "wandb_team", None),
-            project=getattr(args, "wandb_project", None),
+            id=config.wandb_run_id,
+            entity=config.wandb_team,
+            project=config.wandb_project,
             group=group,
             name=name,
-            dir=folder,
+            dir=config.wandb_dir,
             config=_config(args) if primary else None,
             settings=wandb.Settings(**settings),
         )

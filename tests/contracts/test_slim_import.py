@@ -31,12 +31,12 @@ assert not loaded, loaded
 PACKAGES = (
     "slime.utils",
     "slime.algorithms",
+    "slime.flags",
     "slime.observability",
     "slime.train_data",
     "slime.weights",
     "slime.agent",
     "slime.backends.train_worker",
-    "slime.flags",
     "slime.rollout",
     "slime.arguments",
 )
