@@ -1,4 +1,4 @@
-"""The trainer's flags: what is accepted, what follows from it, and what each flag is read by.
+"""The trainer's flags: those accepted, what follows from them, and the reader of each.
 
 ``slime.arguments`` calls the first two functions while it parses; the ``*_config_from_args`` functions turn the result
 into megatron-core's config objects.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 
+from slime.backends.megatron_utils.flags.check_arguments import check_arguments
 from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     optimizer_config_from_args,
@@ -22,7 +23,7 @@ from slime.backends.megatron_utils.flags.config_flags import (
 )
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, check_other_models
 from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS, add_own_flags
-from slime.backends.megatron_utils.flags.resolve_arguments import check_arguments, derived_arguments
+from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
 
 __all__ = [
     "add_megatron_arguments",

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.flags.minimax_arguments import check_engine_keys
+from slime.backends.megatron_utils.flags.hf_config_check import check_engine_keys
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.utils.errors import ConfigError
 from slime.weights.quantize import make_quantizer

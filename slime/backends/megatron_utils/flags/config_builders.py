@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.backends.megatron_utils import cpu_platform
-from slime.backends.megatron_utils.flags.flag_words import flag_of
+from slime.backends.megatron_utils.flags.config_flags import flag_of
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig

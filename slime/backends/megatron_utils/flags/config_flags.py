@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-from slime.backends.megatron_utils.flags.flag_words import flag_of
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -171,6 +170,11 @@ NOT_FLAGS: dict[str, str] = {
     ),
 }
 """Field -> why it is no flag."""
+
+
+def flag_of(attribute: str) -> str:
+    """Return ``--num-layers`` of ``num_layers``."""
+    return "--" + attribute.replace("_", "-")
 
 
 def config_fields(config_class: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]:

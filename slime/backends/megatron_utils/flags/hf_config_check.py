@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import logging
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils.flags.flag_words import flag_of
-from slime.backends.megatron_utils.flags.hf_plain_check import attention_mismatches, softmax_router_mismatches
-from slime.backends.megatron_utils.flags.latent_arguments import latent_mismatches, sigmoid_router_mismatches
+from slime.backends.megatron_utils.flags.config_flags import flag_of
+from slime.backends.megatron_utils.flags.latent_arguments import (
+    hf_rope_settings,
+    latent_mismatches,
+    sigmoid_router_mismatches,
+)
 from slime.backends.megatron_utils.flags.linear_arguments import has_linear_attention, linear_problems
-from slime.backends.megatron_utils.flags.minimax_arguments import check_engine_keys, minimax_mismatches
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.weight_maps import find_weight_map
@@ -35,8 +38,28 @@ _SIMPLE = {
 }
 
 
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core's --use-rope-scaling has built in."""
+
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Where a config.json says how many layers of multi-token prediction the model has."""
+
+MINIMAX_TYPE = "minimax_m2"
+MINIMAX_SPEC = "slime_plugins.models.minimax_m2 get_minimax_m2_spec"
+_MINIMAX_SIZES = {
+    # key of config.json -> flag, attribute of args
+    "num_local_experts": ("--num-experts", "num_experts"),
+    "num_experts_per_tok": ("--moe-router-topk", "moe_router_topk"),
+    "intermediate_size": ("--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
+    "scoring_func": ("--moe-router-score-function", "moe_router_score_function"),
+}
+_ENGINE_KEYS = {
+    # key of config.json -> what SGLang does without it
+    "use_qk_norm": "queries and keys are not normed",
+    "use_routing_bias": "the router has no bias",
+    "rotary_dim": "heads turn as a whole",
+    "scoring_func": "it fails",
+}
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -189,3 +212,106 @@ def _num_key_value_heads(args: Namespace, config: dict[str, Any]) -> int | None:
 def _head_dim(args: Namespace, config: dict[str, Any]) -> int | None:
     """The width of a head; in latent attention the key means something else."""
     return None if args.multi_latent_attention else config.get("head_dim")
+
+
+def attention_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """One line for each flag of attention that differs; nothing for latent attention, which has checks of its own."""
+    if args.multi_latent_attention or config.get("kv_lora_rank") is not None:
+        return
+    yield from _rotary_mismatches(args, config)
+    for key, flag, given in (
+        ("attention_bias", "--add-qkv-bias", args.add_qkv_bias),
+        ("use_qk_norm", "--qk-layernorm", args.qk_layernorm),
+    ):
+        if config.get(key) is not None and bool(config[key]) != given:
+            yield f"{flag} is {'given' if given else 'not given'}; {key} is {config[key]}"
+
+
+def _rotary_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    settings = hf_rope_settings(config)
+    partial = settings["partial_rotary_factor"]
+    if partial is not None and partial != args.rotary_percent:
+        yield f"--rotary-percent is {args.rotary_percent}; partial_rotary_factor is {partial}"
+    kind = settings["rope_type"]
+    if kind == "default":
+        if args.use_rope_scaling:
+            yield "--use-rope-scaling is given; rope_type is default"
+    elif kind == "llama3":
+        if not args.use_rope_scaling:
+            yield "--use-rope-scaling is not given; rope_type is llama3"
+        elif settings.get("factor") != args.rope_scaling_factor:
+            yield f"--rope-scaling-factor is {args.rope_scaling_factor}; factor of llama3 is {settings.get('factor')}"
+        for name, built_in in _LLAMA3.items():
+            if settings.get(name) != built_in:
+                yield f"--use-rope-scaling has {name} {built_in} built in; the config says {settings.get(name)}"
+    else:
+        yield f"--use-rope-scaling knows positions of type llama3 only; rope_type is {kind}"
+
+
+def softmax_router_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """One line for each flag of Qwen's experts that differs."""
+    if not args.num_experts or config.get("num_experts") is None:
+        return
+    for key, flag, given in (
+        ("num_experts", "--num-experts", args.num_experts),
+        ("num_experts_per_tok", "--moe-router-topk", args.moe_router_topk),
+    ):
+        if config.get(key) not in (None, given):
+            yield f"{flag} is {given}; {key} is {config[key]}"
+    is_normalised = config.get("norm_topk_prob")
+    if is_normalised is None or args.moe_router_score_function != "softmax" or args.moe_router_topk == 1:
+        return
+    if is_normalised == args.moe_router_pre_softmax:
+        state = "given" if args.moe_router_pre_softmax else "not given"
+        yield (
+            f"--moe-router-pre-softmax is {state}; norm_topk_prob is {is_normalised} (without the flag, the weights "
+            "of the chosen experts add up to 1)"
+        )
+
+
+def minimax_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """Yield one line for each flag of MiniMax-M2 that differs; nothing for another family.
+
+    Its config.json has names of its own: ``intermediate_size`` is an expert's, and the part of a head that turns is
+    given in dimensions.
+    """
+    if config.get("model_type") != MINIMAX_TYPE:
+        return
+    if not args.spec:
+        yield f"--spec is not given; the norms over all heads together need --spec {MINIMAX_SPEC}"
+    for key, (flag, attribute) in _MINIMAX_SIZES.items():
+        if config.get(key) not in (None, vars(args)[attribute]):
+            yield f"{flag} is {vars(args)[attribute]}; {key} is {config[key]}"
+    if config.get("qk_norm_type", "per_layer") != "per_layer":
+        yield f"--spec {MINIMAX_SPEC} norms all heads together; qk_norm_type is {config['qk_norm_type']!r}"
+    has_bias = bool(config.get("use_routing_bias", True))
+    if has_bias != bool(args.moe_router_enable_expert_bias):
+        state = "given" if args.moe_router_enable_expert_bias else "not given"
+        yield f"--moe-router-enable-expert-bias is {state}; use_routing_bias is {has_bias}"
+    shared, given_shared = config.get("shared_intermediate_size") or 0, args.moe_shared_expert_intermediate_size or 0
+    if shared != given_shared:
+        yield f"--moe-shared-expert-intermediate-size is {given_shared}; shared_intermediate_size is {shared}"
+    if args.moe_router_topk_scaling_factor not in (None, 1.0):
+        yield f"--moe-router-topk-scaling-factor is {args.moe_router_topk_scaling_factor}; this model scales nothing"
+    turning, width = config.get("rotary_dim"), config.get("head_dim")
+    if turning is not None and width and turning != width * args.rotary_percent:
+        yield f"--rotary-percent is {args.rotary_percent}; rotary_dim is {turning} of head_dim {width}"
+
+
+def check_engine_keys(config: dict[str, Any]) -> None:
+    """Refuse a config of which SGLang would serve another model, and say nothing.
+
+    transformers does not know these names: a config.json that it wrote for a model built from scratch lacks them.
+
+    Raises:
+        ConfigError: with every setting that is missing.
+    """
+    if config.get("model_type") != MINIMAX_TYPE:
+        return
+    missing = [f"{key} (without it, {what})" for key, what in _ENGINE_KEYS.items() if not config.get(key)]
+    if missing:
+        raise ConfigError(
+            f"config.json of --hf-checkpoint is that of a {MINIMAX_TYPE} and lacks what SGLang builds the model by: "
+            + "; ".join(missing)
+            + ". Copy these settings from the published config.json."
+        )

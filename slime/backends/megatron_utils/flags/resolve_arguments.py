@@ -1,40 +1,75 @@
-"""What follows from the trainer's flags, and what they may not say together.
+"""Derived values of the trainer's flags.
 
 :func:`derived_arguments` is pure: it returns the attributes to set, and ``arguments.py`` sets them.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import math
 from argparse import Namespace
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from slime.backends.megatron_utils.flags.batch_arguments import check_batch_arguments
-from slime.backends.megatron_utils.flags.config_builders import (
-    ddp_config_from_args,
-    num_stages_of_layout,
-    optimizer_config_from_args,
-    params_dtype,
-    transformer_config_from_args,
-)
-from slime.backends.megatron_utils.flags.expert_arguments import check_expert_arguments
-from slime.backends.megatron_utils.flags.field_table import refuse_what_nobody_reads, reset_what_has_no_effect
+from slime.backends.megatron_utils.flags.config_builders import num_stages_of_layout, params_dtype
+from slime.backends.megatron_utils.flags.field_table import reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.latent_arguments import derive_rope
-from slime.backends.megatron_utils.flags.linear_arguments import check_linear_flags, derive_linear
-from slime.backends.megatron_utils.flags.number_ranges import check_numbers
-from slime.backends.megatron_utils.flags.pipeline_arguments import check_pipeline_arguments
-from slime.backends.megatron_utils.flags.sparse_arguments import check_sparse_flags, derive_indexer
-from slime.backends.megatron_utils.layers.attention import check_attention_config
-from slime.backends.megatron_utils.model_provider import load_spec
+from slime.backends.megatron_utils.flags.linear_arguments import derive_linear
+from slime.backends.megatron_utils.flags.sparse_arguments import derive_indexer
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+class Range(NamedTuple):
+    """``low <= x <= high``, or below ``high`` when ``high_open``."""
+
+    low: float
+    high: float = math.inf
+    high_open: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        assert isinstance(value, int | float)
+        return self.low <= value and (value < self.high if self.high_open else value <= self.high)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"{self.low:g} or more"
+        return f"{self.low:g} or more and {'below' if self.high_open else 'at most'} {self.high:g}"
+
+
+_COUNT, _NOT_NEGATIVE, _MOMENT, _PROBABILITY = Range(1), Range(0), Range(0, 1, high_open=True), Range(0, 1)
+
+RANGES = {
+    "tensor_model_parallel_size": _COUNT,
+    "pipeline_model_parallel_size": _COUNT,
+    "context_parallel_size": _COUNT,
+    "expert_model_parallel_size": _COUNT,
+    "expert_tensor_parallel_size": _COUNT,
+    "virtual_pipeline_model_parallel_size": _COUNT,
+    "num_virtual_stages_per_pipeline_rank": _COUNT,
+    "num_layers_per_virtual_pipeline_stage": _COUNT,
+    "decoder_first_pipeline_num_layers": _COUNT,
+    "decoder_last_pipeline_num_layers": _COUNT,
+    "recompute_num_layers": _COUNT,
+    "num_query_groups": _COUNT,
+    "make_vocab_size_divisible_by": _COUNT,
+    "lr_warmup_iters": _NOT_NEGATIVE,
+    "lr_warmup_fraction": _MOMENT,
+    "lr_decay_iters": _COUNT,
+    "min_lr": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "adam_beta1": _MOMENT,
+    "adam_beta2": _MOMENT,
+    "adam_eps": _NOT_NEGATIVE,
+    "hidden_dropout": _PROBABILITY,
+    "optimizer_offload_fraction": _PROBABILITY,
+}
+"""Attribute of args -> the numbers that it may be; None is always allowed."""
 
 
 def derived_arguments(args: Namespace) -> dict[str, Any]:
@@ -234,16 +269,6 @@ def warmup_and_decay_steps(args: Namespace, train_iters: int) -> tuple[float, fl
     return warmup, decay
 
 
-def _check_schedule(args: Namespace) -> None:
-    """The lengths of warm-up and decay, where the flags alone say how long the run is."""
-    values = vars(args)
-    sizes = [values.get(name) or 0 for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt")]
-    if all(sizes) and values.get("global_batch_size"):
-        warmup_and_decay_steps(args, max(math.prod(sizes) // args.global_batch_size, 1))
-    elif args.lr_decay_iters:
-        warmup_and_decay_steps(args, args.lr_decay_iters)
-
-
 def _checkpoint(args: Namespace) -> dict[str, Any]:
     """How Megatron checkpoints are written; recorded in them."""
     return {
@@ -276,88 +301,20 @@ def _kernels(args: Namespace) -> dict[str, Any]:
     return derived
 
 
-def check_arguments(args: Namespace) -> None:
-    """Refuse combinations that cannot work; ``args`` are complete.
+def number_problems(args: Namespace) -> Iterator[str]:
+    """Yield one message for each number outside its range."""
+    for name, allowed in RANGES.items():
+        value = vars(args).get(name)
+        if isinstance(value, int | float) and value not in allowed:
+            yield f"--{name.replace('_', '-')} is {value}; it must be {allowed}."
+
+
+def check_numbers(args: Namespace) -> None:
+    """Refuse numbers outside their ranges.
 
     Raises:
-        ConfigError: with the flags, their values and what is allowed.
+        ConfigError: names each of them.
     """
-    _check_kernels(args)
-    _check_layout(args)
-    check_pipeline_arguments(args)
-    check_batch_arguments(args)
-    _check_schedule(args)
-    check_expert_arguments(args)
-    check_sparse_flags(args)
-    check_linear_flags(args)
-    config = transformer_config_from_args(args)
-    check_attention_config(config)
-    if args.spec:
-        _check_spec(args, config)
-    optimizer_config_from_args(args)
-    ddp_config_from_args(args)
-
-
-def _check_spec(args: Namespace, config: Any) -> None:
-    """The spec loads; its module's ``check_stages(args, config)``, when it has one, judges the pipeline's cut now."""
-    load_spec(args.spec)
-    check_stages = getattr(importlib.import_module(args.spec[0]), "check_stages", None)
-    if check_stages is not None:
-        check_stages(args, config)
-
-
-def _check_kernels(args: Namespace) -> None:
-    refuse_what_nobody_reads(args)
-    if args.optimizer != "adam":
-        raise ConfigError(
-            f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
-            "shards Adam only; use adam (which is AdamW)."
-        )
-    if args.optimizer_cpu_offload and vars(args).get("use_stateless_adam"):
-        raise ConfigError(
-            "--optimizer-cpu-offload moves Adam's moments to the host, and --use-stateless-adam has none; drop one."
-        )
-    if args.optimizer_cpu_offload and args.fp32 and args.optimizer_offload_fraction < 1:
-        raise ConfigError(
-            f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
-            "fp32 parameter that stays on the card; use 1.0, or --bf16."
-        )
-    if args.attention_dropout:
-        raise ConfigError(f"--attention-dropout is {args.attention_dropout}; packed attention has none; use 0.0.")
-    if args.only_train_params_name_list and args.freeze_params_name_list:
-        raise ConfigError(
-            "--only-train-params-name-list and --freeze-params-name-list are given; they exclude each other."
-        )
-
-
-def _check_layout(args: Namespace) -> None:
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    divided = {"--num-attention-heads": args.num_attention_heads, "--ffn-hidden-size": args.ffn_hidden_size}
-    for flag, value in divided.items():
-        if value % tensor:
-            raise ConfigError(f"{flag} is {value}; --tensor-model-parallel-size {tensor} must divide it.")
-    groups = args.num_query_groups
-    if args.num_attention_heads % groups:
-        raise ConfigError(
-            f"--num-query-groups is {groups}; it must divide --num-attention-heads {args.num_attention_heads}."
-        )
-    if groups % tensor and tensor % groups:
-        raise ConfigError(
-            f"--num-query-groups is {groups}; --tensor-model-parallel-size {tensor} must divide it or be a multiple."
-        )
-    if args.num_experts and args.num_experts % args.expert_model_parallel_size:
-        raise ConfigError(
-            f"--num-experts is {args.num_experts}; --expert-model-parallel-size {args.expert_model_parallel_size} "
-            "must divide it."
-        )
-    if not args.num_experts and args.expert_model_parallel_size > 1:
-        raise ConfigError("--expert-model-parallel-size is above 1, but the model has no --num-experts.")
-    expert_tensor = args.expert_tensor_parallel_size or tensor
-    expert_size = expert_tensor * args.expert_model_parallel_size * pipeline
-    if args.num_experts and args.world_size % expert_size:
-        raise ConfigError(
-            f"The trainer has {args.world_size} GPUs; --expert-tensor-parallel-size {expert_tensor} (default: the "
-            f"tensor-parallel size) x --expert-model-parallel-size {args.expert_model_parallel_size} x "
-            f"--pipeline-model-parallel-size {pipeline} = {expert_size} must divide that; change one of the sizes, or "
-            "--actor-num-nodes and --actor-num-gpus-per-node."
-        )
+    problems = list(number_problems(args))
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from slime.backends.megatron_utils.flags.flag_words import flag_of
+from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.utils.errors import ConfigError
 
 SPARSE_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")

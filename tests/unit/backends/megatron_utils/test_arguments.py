@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.arguments import list_accepted_flags
+from slime.backends.megatron_utils.flags.check_arguments import check_arguments
 from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     optimizer_config_from_args,
@@ -20,7 +21,6 @@ from slime.backends.megatron_utils.flags.config_builders import (
 )
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, read_hf_config
 from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS
-from slime.backends.megatron_utils.flags.resolve_arguments import check_arguments
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import build_parser, hf_flags, parse, write_hf_model
 

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.backends.sglang_utils.flag_checks import quantized_problems, replay_problems
+from slime.backends.sglang_utils.arguments import quantized_problems, replay_problems
 
 GLM4_9B = {"intermediate_size": 13696}
 QWEN3_4B = {"intermediate_size": 9728}
