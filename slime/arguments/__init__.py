@@ -33,7 +33,7 @@ from slime.arguments.parser import (
     reset_arg,
     split_engine_flags,
 )
-from slime.arguments.resolve import resolve
+from slime.arguments.resolve import RUNTIME_FACTS, resolve
 from slime.arguments.unsupported import note_historical, refuse_missing_features
 from slime.arguments.validate import validate
 from slime.utils.errors import ConfigError
@@ -48,24 +48,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-RUNTIME_FACTS = frozenset(
-    {
-        "num_rollout",
-        "num_rollout_per_epoch",
-        "start_rollout_id",
-        "rollout_num_gpus",
-        "sglang_model_routers",
-        "rollout_num_engines",
-        "sglang_router_ip",
-        "sglang_router_port",
-        "run_folder",
-        "tb_experiment_name",
-        "update_weight_start_version",
-        "wandb_run_id",
-    }
-)
-"""The attributes that ``record_runtime`` may set."""
 
 
 def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:
@@ -149,7 +131,7 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
     if unknown:
         raise ConfigError(
             f"record_runtime does not know {', '.join(unknown)}; the facts it records are RUNTIME_FACTS of "
-            "slime/arguments/__init__.py."
+            "slime/arguments/resolve.py."
         )
     for role_args in (args, args.critic_args):
         if role_args is not None:

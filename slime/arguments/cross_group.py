@@ -12,8 +12,9 @@ import torch
 from slime.algorithms.advantages import GroupConfig, get_estimator
 from slime.flags.algorithm import advise_algorithm
 from slime.flags.config import backend_flags
+from slime.flags.reward import BOXED_PREFIX
 from slime.flags.rollout import OWN_ROLLOUTS
-from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES, math_utils
+from slime.rollout.rm_hub import RM_TYPES, math_utils
 from slime.utils.errors import ConfigError
 from slime.weights.checksums import new_checksum
 

@@ -18,6 +18,24 @@ from slime.flags.rollout import derive_lengths
 from slime.flags.train import derive_precision
 from slime.flags.weight_sync import derive_released_trainer, derive_weight_push_failure
 
+RUNTIME_FACTS = frozenset(
+    {
+        "num_rollout",
+        "num_rollout_per_epoch",
+        "start_rollout_id",
+        "rollout_num_gpus",
+        "sglang_model_routers",
+        "rollout_num_engines",
+        "sglang_router_ip",
+        "sglang_router_port",
+        "run_folder",
+        "tb_experiment_name",
+        "update_weight_start_version",
+        "wandb_run_id",
+    }
+)
+"""Attributes that only the running job knows (``record_runtime`` sets them); None until then."""
+
 
 def resolve(args: Namespace, *, of_the_run: bool = True) -> None:
     """Fill in every derived attribute of ``args``.
@@ -29,6 +47,12 @@ def resolve(args: Namespace, *, of_the_run: bool = True) -> None:
     for step in STEPS:
         if of_the_run or step not in OF_THE_RUN:
             step(args)
+
+
+def _runtime_facts(args: Namespace) -> None:
+    """Set what the running job will record to None, so that ``args`` are complete from the first line on."""
+    for name in RUNTIME_FACTS - vars(args).keys():
+        setattr(args, name, None)
 
 
 def _external_engines(args: Namespace) -> None:
@@ -56,6 +80,7 @@ def _hook_lists(args: Namespace) -> None:
 
 
 STEPS = (
+    _runtime_facts,
     derive_debug_modes,
     derive_precision,
     derive_distributed_backend,

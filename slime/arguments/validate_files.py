@@ -17,8 +17,8 @@ from typing import Any
 
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
+from slime.flags.reward import BOXED_PREFIX
 from slime.flags.rollout import OWN_ROLLOUTS
-from slime.rollout.rm_hub import BOXED_PREFIX
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import read_format
 

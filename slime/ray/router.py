@@ -40,7 +40,7 @@ def start_model_router(args: Namespace, model: ModelConfig, *, is_first: bool) -
             prometheus_port=find_available_port(random.randint(4000, 5000)),
             pd_disaggregation=model.has_prefill_decode,
         )
-    routers = dict(getattr(args, "sglang_model_routers", None) or {})
+    routers = dict(args.sglang_model_routers or {})
     routers[model.name] = (router.host, router.port)
     record_runtime(args, sglang_model_routers=routers)
     if is_first:

@@ -23,6 +23,7 @@ from typing import Any
 
 import aiohttp
 
+from slime.flags.reward import reward_config
 from slime.rollout.control_client import LoopSessions
 from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json
@@ -55,7 +56,7 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     """
     if isinstance(sample, list):
         return list(await asyncio.gather(*(reward_func(args, one) for one in sample)))
-    if not getattr(args, "rm_url", None):
+    if not reward_config(args).rm_url:
         raise ConfigError("--rm-url is not given; it must be the /generate address of the teacher's SGLang server.")
     payload: dict[str, Any] = {
         "input_ids": list(sample.tokens),

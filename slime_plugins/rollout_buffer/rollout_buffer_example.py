@@ -11,8 +11,11 @@ import functools
 import logging
 import time
 from argparse import Namespace
+from dataclasses import dataclass
 from typing import Any
 
+from slime.flags.cluster import add_cluster_arguments
+from slime.flags.config import read_config
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DataError, DeadlineError, ProcessError
@@ -29,9 +32,21 @@ POLL_S = 2.0
 REQUEST_TIMEOUT_S = 120.0
 SEEN_KEY = "rollout_buffer_instance_ids"
 """Under which the data source keeps the instances that were read, for the start after a resume."""
-NUM_PROCESS = 100
 _STARTED: set[str] = set()
 """Services that this process has told to start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    """How the service is asked: a flag, and a key of ``--custom-config-path``."""
+
+    rollout_timeout_s: float
+    rollout_buffer_num_process: int = 100
+
+
+def buffer_config(args: Namespace) -> BufferConfig:
+    """Return how ``args`` says that the service is asked."""
+    return read_config(BufferConfig, args, add_cluster_arguments)
 
 
 def generate_rollout(
@@ -50,7 +65,7 @@ def generate_rollout(
         raise ConfigError(
             "--rollout-buffer-url is not set; it is the address of the rollout buffer, http://host:8889."
         )
-    timeout_s = getattr(args, "rollout_timeout_s", 86400.0)
+    timeout_s = buffer_config(args).rollout_timeout_s
     metrics = run(_fill(args, data_buffer, timeout_s), timeout_s + REQUEST_TIMEOUT_S)
     return RolloutFnTrainOutput(samples=data_buffer.get_samples(args.rollout_batch_size), metrics=metrics)
 
@@ -97,7 +112,7 @@ async def _start_once(args: Namespace, url: str, data_buffer: Any) -> None:
         "top_p": args.rollout_top_p,
     }
     payload = {
-        "num_process": str(getattr(args, "rollout_buffer_num_process", NUM_PROCESS)),
+        "num_process": str(buffer_config(args).rollout_buffer_num_process),
         "num_epoch": str(args.num_epoch or 1),
         "remote_engine_url": f"http://{args.sglang_router_ip}:{args.sglang_router_port}",
         "remote_buffer_url": url,

@@ -152,7 +152,7 @@ def save_checkpoint(
     if optimizer is not None and not args.no_save_optim:
         state["optimizer"] = optimizer_state(optimizer, weights)
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
-    elif optimizer is not None and vars(args).get("use_stateless_adam"):
+    elif optimizer is not None and args.use_stateless_adam:
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()  # there is no more to such an optimizer
     if not args.no_save_rng:
         state["rng_state"] = rng_state()
@@ -191,7 +191,7 @@ def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
         "args": Namespace(**{name: _plain(value) for name, value in vars(args).items() if name != "critic_args"}),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 1 if iteration == RELEASE else iteration,
-        "num_floating_point_operations_so_far": getattr(args, "num_floating_point_operations_so_far", 0),
+        "num_floating_point_operations_so_far": 0,
         "content_metadata": {"format": "slime"},
     }
 
@@ -259,7 +259,7 @@ def load_checkpoint(
         logger.info("loaded the weights of %s", folder)
         return 0
     if optimizer is not None:
-        if vars(args).get("use_stateless_adam"):
+        if args.use_stateless_adam:
             _refresh(optimizer)
             if "opt_param_scheduler" in common and not args.no_load_optim:
                 _load_schedule(args, common, opt_param_scheduler)

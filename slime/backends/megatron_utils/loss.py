@@ -260,7 +260,7 @@ def applies_correction(args: Namespace) -> bool:
 
     ``use_rs`` is no flag but a key of --custom-config-path: rejection without weights (see MIS).
     """
-    return args.use_tis or getattr(args, "use_rs", False)
+    return args.use_tis or vars(args).get("use_rs", False)
 
 
 def correct_mismatch(

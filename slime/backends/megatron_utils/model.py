@@ -86,7 +86,7 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
     # Shards of fp32 parameters are views, which the offloading optimizer takes only as leaves.
     with torch.no_grad() if config.optimizer_cpu_offload else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=args.enable_gloo_process_groups)
-    if vars(args).get("use_stateless_adam"):
+    if args.use_stateless_adam:
         make_stateless(optimizer)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _fuse_adam(part.optimizer)

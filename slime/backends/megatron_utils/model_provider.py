@@ -59,7 +59,7 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
     def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> torch.nn.Module:
         model = build(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         freeze_parameters(model, only_train=args.only_train_params_name_list, freeze=args.freeze_params_name_list)
-        if vars(args).get("freeze_indexer"):
+        if args.freeze_indexer:
             freeze_indexer(model)
         head = find_value_head([model])
         if head is not None and not head.weight.requires_grad:

@@ -163,7 +163,7 @@ def validate_sglang_arguments(args: Namespace) -> None:
 
 def _check_layout(args: Namespace) -> None:
     """The engines' layout, as it will be read when they start, and the names in its overrides."""
-    if vars(args).get("rollout_external"):
+    if args.rollout_external:
         return
     layout = resolve_sglang_config(args)
     config = _read_config(args.hf_checkpoint)
@@ -194,7 +194,7 @@ def derived_sglang_arguments(args: Namespace) -> dict[str, Any]:
     if args.sglang_enable_deepep_moe:
         derived["sglang_moe_a2a_backend"] = "deepep"
     for short, long in LONG_NAMES.items():
-        derived[long] = derived.get(short, vars(args).get(short))
+        derived[long] = derived.get(short, getattr(args, short))
     if args.sglang_router_ip:
         derived["sglang_router_ip"] = format_host(args.sglang_router_ip)
     return derived
@@ -225,7 +225,7 @@ def check_sglang_arguments(args: Namespace) -> None:
         raise ConfigError(
             f"--sglang-router-ip is {args.sglang_router_ip} without --sglang-router-port: give both, or neither."
         )
-    external = vars(args).get("rollout_external_engine_addrs")
+    external = args.rollout_external_engine_addrs
     layouts = {
         "--sglang-config": args.sglang_config,
         "--prefill-num-servers": args.prefill_num_servers,
@@ -351,7 +351,7 @@ def replay_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
         args: the flags.
         config: the keys of config.json.
     """
-    if vars(args).get("use_rollout_routing_replay") and config.get("model_type") in HIDES_EXPERTS:
+    if args.use_rollout_routing_replay and config.get("model_type") in HIDES_EXPERTS:
         yield (
             f"--use-rollout-routing-replay: the installed SGLang does not say which experts a {config['model_type']} "
             "chose in which layer, and fails or answers those of the last; use --use-routing-replay, which records "

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from slime.flags.reward import BOXED_PREFIX, reward_config
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
@@ -39,8 +40,6 @@ __all__ = [
     "grade_answer_verl",
     "remote_rm",
 ]
-
-BOXED_PREFIX = "boxed_"
 
 _GRADERS: dict[str, Callable[[Sample], Any]] = {
     "deepscaler": lambda sample: get_deepscaler_rule_based_reward(sample.response, sample.label),
@@ -77,12 +76,12 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 
 
 def _custom_path(args: Namespace, sample: Sample) -> str | None:
-    return sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+    return sample.custom_rm_path or reward_config(args).custom_rm_path
 
 
 def _rm_type(args: Namespace, sample: Sample) -> str:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    return (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
+    return (metadata.get("rm_type") or reward_config(args).rm_type or "").strip()
 
 
 async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
@@ -110,7 +109,7 @@ async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:
     """The rewards of several samples, in order: one call of ``--custom-rm-path`` with the list, else one by one."""
-    path = getattr(args, "custom_rm_path", None)
+    path = reward_config(args).custom_rm_path
     if not path:
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 

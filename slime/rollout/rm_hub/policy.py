@@ -22,15 +22,11 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from slime.flags.reward import reward_config
 from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
-
-POLICIES = ("zero", "failed", "raise")
-DEFAULT_TIMEOUT_S = 600.0
-DEFAULT_POLICY = "zero"
-DEFAULT_MAX_FAILURES = 64
 
 _MISTAKES = (ConfigError, HookError, NotImplementedError, ImportError)
 """Errors that every response would meet: they always end the run."""
@@ -63,7 +59,7 @@ FAILURES = FailureCount()
 
 def timeout_s_of(args: Namespace) -> float:
     """Return the deadline of one grading in seconds."""
-    return getattr(args, "rm_timeout_s", DEFAULT_TIMEOUT_S)
+    return reward_config(args).rm_timeout_s
 
 
 async def within(timeout_s: float, call: Awaitable[Any]) -> Any:
@@ -148,14 +144,14 @@ def problem_with_reward(args: Namespace, reward: Any) -> str | None:
 
 
 def _reward_keys(args: Namespace) -> list[str]:
-    names = (getattr(args, "reward_key", None), getattr(args, "eval_reward_key", None))
-    return list(dict.fromkeys(name for name in names if name))
+    config = reward_config(args)
+    return list(dict.fromkeys(name for name in (config.reward_key, config.eval_reward_key) if name))
 
 
 def _record_failure(args: Namespace, samples: Sequence[Sample], error: Exception) -> None:
     """Log a failure; end the run when the policy or their number says so."""
     FAILURES.failed(error)
-    limit = getattr(args, "rm_max_failures", DEFAULT_MAX_FAILURES)
+    config = reward_config(args)
     indices = ", ".join(str(sample.index) for sample in samples)
     with_traceback = FAILURES.total <= _NUM_TRACEBACKS and error.__traceback__ is not None
     logger.warning(
@@ -163,12 +159,12 @@ def _record_failure(args: Namespace, samples: Sequence[Sample], error: Exception
         indices,
         type(error).__name__,
         error,
-        getattr(args, "rm_failure_policy", DEFAULT_POLICY),
+        config.rm_failure_policy,
         exc_info=error if with_traceback else None,
     )
-    if getattr(args, "rm_failure_policy", DEFAULT_POLICY) == "raise":
+    if config.rm_failure_policy == "raise":
         raise error
-    if 0 < limit <= FAILURES.in_a_row:
+    if 0 < config.rm_max_failures <= FAILURES.in_a_row:
         first = FAILURES.first or error
         raise GraderError(
             f"The last {FAILURES.in_a_row} gradings failed (--rm-max-failures); the first of them with "
@@ -178,7 +174,7 @@ def _record_failure(args: Namespace, samples: Sequence[Sample], error: Exception
 
 def _failed_reward(args: Namespace, sample: Sample, error: Exception) -> Any:
     sample.metadata = {**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"}
-    if getattr(args, "rm_failure_policy", DEFAULT_POLICY) == "failed":
+    if reward_config(args).rm_failure_policy == "failed":
         sample.status = Sample.Status.FAILED
         sample.remove_sample = True
     keys = _reward_keys(args)

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from slime.flags.reward import reward_config
 from slime.rollout.control_client import LoopSessions
 from slime.utils.errors import ConfigError, GraderError
 from slime.utils.types import Sample
@@ -36,7 +37,7 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
     Raises:
         GraderError: the last attempt failed too.
     """
-    url = getattr(args, "rm_url", None)
+    url = reward_config(args).rm_url
     if not url:
         raise ConfigError("--rm-type is remote_rm and --rm-url is empty; it must be the address of a reward server.")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}

@@ -67,7 +67,7 @@ def _check_kernels(args: Namespace) -> None:
             f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
             "shards Adam only; use adam (which is AdamW)."
         )
-    if args.optimizer_cpu_offload and vars(args).get("use_stateless_adam"):
+    if args.optimizer_cpu_offload and args.use_stateless_adam:
         raise ConfigError(
             "--optimizer-cpu-offload moves Adam's moments to the host, and --use-stateless-adam has none; drop one."
         )
@@ -119,9 +119,8 @@ def _check_layout(args: Namespace) -> None:
 
 def _check_schedule(args: Namespace) -> None:
     """The lengths of warm-up and decay, where the flags alone say how long the run is."""
-    values = vars(args)
-    sizes = [values.get(name) or 0 for name in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt")]
-    if all(sizes) and values.get("global_batch_size"):
+    sizes = (args.num_rollout, args.rollout_batch_size, args.n_samples_per_prompt)
+    if all(sizes) and args.global_batch_size:
         warmup_and_decay_steps(args, max(math.prod(sizes) // args.global_batch_size, 1))
     elif args.lr_decay_iters:
         warmup_and_decay_steps(args, args.lr_decay_iters)
@@ -223,8 +222,7 @@ def check_batch_arguments(args: Namespace) -> None:
     Raises:
         ConfigError: with the flags, their values and what is allowed.
     """
-    values = vars(args)
-    if not values.get("global_batch_size") or any(values.get(name) for name in _MAY_GIVE_OTHER_COUNTS):
+    if not args.global_batch_size or any(getattr(args, name) for name in _MAY_GIVE_OTHER_COUNTS):
         return
     samples, ranks = args.global_batch_size, args.data_parallel_size
     if samples < ranks:
@@ -233,9 +231,9 @@ def check_batch_arguments(args: Namespace) -> None:
             f"model parallelism), and every rank needs a sample in each step; use at least {ranks}, or raise "
             "--tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size."
         )
-    if values.get("use_dynamic_batch_size"):
+    if args.use_dynamic_batch_size:
         return
-    size = values.get("micro_batch_size") or 1
+    size = args.micro_batch_size
     multiple = ranks * (args.microbatch_group_size_per_vp_stage if args.virtual_pipeline_model_parallel_size else 1)
     count = -(-samples // size)
     if count % multiple:
@@ -270,10 +268,9 @@ def check_expert_arguments(args: Namespace) -> None:
 
 
 def _check_replay(args: Namespace) -> None:
-    given = vars(args)
-    if not given.get("use_routing_replay"):
+    if not args.use_routing_replay:
         return
-    flag = "--use-rollout-routing-replay" if given.get("use_rollout_routing_replay") else "--use-routing-replay"
+    flag = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
     if not args.num_experts:
         raise ConfigError(f"{flag} replays the choice of experts, and the model has none (--num-experts); drop it.")
     if "sinkhorn" in args.moe_router_load_balancing_type:

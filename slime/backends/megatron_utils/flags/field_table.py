@@ -43,15 +43,14 @@ _FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
     f"{_SLIME}.layers.value_head": ("init_method_std",),
     f"{_SLIME}.layers.attention": (
         *("softmax_type", "kv_channels", "attention_dropout", "window_size", "attention_backend"),
-        *("qk_clip", "log_max_attention_logit"),
+        *("qk_clip", "log_max_attention_logit", "rotary_interleaved", "no_rope_freq"),
     ),
-    f"{_SLIME}.layers.self_attention": ("rotary_interleaved", "no_rope_freq"),
     f"{_SLIME}.layers.norm": ("normalization", "layernorm_zero_centered_gamma"),
     f"{_SLIME}.layers.layer_specs": ("qk_layernorm", "moe_layer_freq", "multi_latent_attention", "num_moe_experts"),
     f"{_SLIME}.layers.latent_attention": (
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "softmax_scale"),
     ),
-    f"{_SLIME}.layers.latent_rotary": (
+    f"{_SLIME}.layers.rotary": (
         *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
         *("mscale", "mscale_all_dim"),
     ),

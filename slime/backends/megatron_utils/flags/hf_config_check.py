@@ -133,7 +133,7 @@ def check_other_models(args: Namespace) -> None:
         ConfigError: with each flag, its value and the folder's.
     """
     for attribute in ("load", "ref_load", "opd_teacher_load"):
-        folder = vars(args).get(attribute)
+        folder = getattr(args, attribute)
         if not folder or folder == args.hf_checkpoint or not (Path(folder) / "config.json").is_file():
             continue
         if problems := _mismatches(args, read_hf_config(folder)):
@@ -150,9 +150,9 @@ def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) ->
 
     Also what none would find out: an engine that is another model.
 
-    Nothing is pushed with ``--debug-train-only``, which the tools set, and where there is no such flag.
+    Nothing is pushed with ``--debug-train-only``, which the tools set.
     """
-    if vars(args).get("debug_train_only", True):
+    if args.debug_train_only:
         return
     model_name = args.model_name or config.get("model_type")
     if model_name is not None:

@@ -96,12 +96,12 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
 
 def _is_for_cuda(args: Namespace) -> bool:
     """True where the run has GPUs; a plan (``--plan``) is always one of a run that has."""
-    return torch.cuda.is_available() or vars(args).get("plan") is not None
+    return torch.cuda.is_available() or args.plan is not None
 
 
 def _precision(args: Namespace) -> dict[str, Any]:
     """One of bf16, fp16, fp32; by default bf16 with CUDA and fp32 without."""
-    asked = [name for name in ("bf16", "fp16", "fp32") if vars(args).get(name)]
+    asked = [name for name in ("bf16", "fp16", "fp32") if getattr(args, name)]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join('--' + name for name in asked)} are given; a run has one precision.")
     precision = asked[0] if asked else "bf16" if torch.cuda.is_available() else "fp32"
@@ -121,9 +121,7 @@ def _precision(args: Namespace) -> dict[str, Any]:
 def _world(args: Namespace) -> dict[str, Any]:
     """Ranks of the trainer and how many of them are data-parallel."""
     # A tool knows its world; a job's is made of the flags.
-    world_size = vars(args).get("world_size") or vars(args).get("actor_num_nodes", 1) * vars(args).get(
-        "actor_num_gpus_per_node", 1
-    )
+    world_size = vars(args).get("world_size") or args.actor_num_nodes * args.actor_num_gpus_per_node
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world_size % model_size:
         raise ConfigError(
@@ -304,7 +302,7 @@ def _kernels(args: Namespace) -> dict[str, Any]:
 def number_problems(args: Namespace) -> Iterator[str]:
     """Yield one message for each number outside its range."""
     for name, allowed in RANGES.items():
-        value = vars(args).get(name)
+        value = getattr(args, name)
         if isinstance(value, int | float) and value not in allowed:
             yield f"--{name.replace('_', '-')} is {value}; it must be {allowed}."
 

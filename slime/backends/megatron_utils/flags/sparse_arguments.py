@@ -85,7 +85,7 @@ def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
             f"--spec is not given; the checkpoint is a {config['model_type']}, whose layers attend to chosen keys "
             "only; give --spec slime_plugins.models.glm5.glm5 get_glm5_spec."
         )
-    if vars(args).get("freeze_indexer") and not (has_indexer(config) or args.spec or args.custom_model_provider_path):
+    if args.freeze_indexer and not (has_indexer(config) or args.spec or args.custom_model_provider_path):
         yield (
             f"--freeze-indexer: the checkpoint, a {config.get('model_type')}, has no sparse attention and so no "
             "indexer; drop the flag."

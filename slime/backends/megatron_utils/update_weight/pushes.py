@@ -110,4 +110,4 @@ class WeightPushes:
 
 def model_name(args: Namespace, hf_config: Mapping[str, Any]) -> str:
     """What chooses the name converter: ``--model-name``, or the model type of the HF config."""
-    return getattr(args, "model_name", None) or hf_config["model_type"]
+    return args.model_name or hf_config["model_type"]

@@ -18,6 +18,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from slime.arguments.parser import add_slime_arguments
 from slime.backends.megatron_utils.arguments import add_megatron_arguments, validate_megatron_arguments
 from slime.backends.megatron_utils.initialize import init
 from tests.matrix.case import hide_broken_torchvision, load_cases, read_config
@@ -26,37 +27,11 @@ __all__ = ["CASES", "FAMILIES", "hf_flags", "hide_broken_torchvision", "packed_l
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The trainer's flags, with those of slime's own that it reads."""
+    """Return a parser of the trainer's flags and of slime's own, for a trainer of one process that pushes nothing."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for option, default in (
-        ("--hf-checkpoint", None),
-        ("--custom-model-provider-path", None),
-        ("--custom-megatron-init-path", None),
-        ("--load", None),
-    ):
-        parser.add_argument(option, default=default)
-    for option in (
-        "--enable-mtp-training",
-        "--debug-rollout-only",
-        "--allgather-cp",
-        "--calculate-per-token-loss",
-        "--fp32",
-    ):
-        parser.add_argument(option, action="store_true")
-    for option, default in (
-        ("--seed", 1234),
-        ("--mtp-num-layers", None),
-        ("--padded-vocab-size", None),
-        ("--distributed-timeout-minutes", 2),
-        ("--actor-num-nodes", 1),
-        ("--actor-num-gpus-per-node", 1),
-    ):
-        parser.add_argument(option, type=int, default=default)
-    parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--clip-grad", type=float, default=1.0)
-    parser.add_argument("--only-train-params-name-list", nargs="*")
-    parser.add_argument("--freeze-params-name-list", nargs="*")
+    add_slime_arguments(parser)
     add_megatron_arguments(parser)
+    parser.set_defaults(debug_train_only=True, actor_num_gpus_per_node=1, distributed_timeout_minutes=2)
     return parser
 
 
