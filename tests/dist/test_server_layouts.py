@@ -51,6 +51,7 @@ def arguments(**given) -> Namespace:
         sglang_router_ip=None,
         sglang_router_port=None,
         sglang_model_routers=None,
+        critic_args=None,
         sglang_dp_size=1,
         sglang_pp_size=1,
         sglang_enable_deterministic_inference=False,
