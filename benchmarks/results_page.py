@@ -193,7 +193,7 @@ def _markdown(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     shown = [[_shown(cell) for cell in row] for row in rows]
     head = list(columns)
     numeric = [bool(shown) and all(re.match(r"[-<~]?[\d.]|-$|$", row[i]) for row in shown) for i in range(len(head))]
-    rule = ["---:" if right else "---" for right in numeric]
+    rule = ["---:" if right and i else "---" for i, right in enumerate(numeric)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *shown])
 
 

@@ -39,7 +39,7 @@ error that names the nearest one; flags cannot be abbreviated; of a repeated fla
 * A dagger (†) marks a flag whose feature does not exist yet: using it is an error that says so.
 """
 
-HOOKS_HEAD = """# Plug-ins
+HOOKS_HEAD = """# Hooks
 
 Written by `scripts/make_docs.py`; edit `slime/arguments/hooks.py` instead.
 
