@@ -2,7 +2,7 @@
 
     python benchmarks/convert_checkpoint.py [--folder DIR] [--layers N] [--experts N]
 
-Every conversion is the command-line tool in a process of its own; its peak memory is that of the kernel's books, less
+Every conversion is the command-line tool in a process of its own; its peak memory is that of the kernel's accounting, less
 what the same tool takes for a tiny model.  The result must equal the source bit for bit.
 """
 
@@ -121,20 +121,20 @@ usage = resource.getrusage(resource.RUSAGE_CHILDREN)
 open(sys.argv[1], "w").write(f"{usage.ru_maxrss * 1024} {usage.ru_utime + usage.ru_stime}")
 sys.exit(status)
 """
-"""Starts the program from a small process: a child's books begin with the peak memory of its parent."""
+"""Starts the program from a small process: a child's accounting begins with the peak memory of its parent."""
 
 
 def run(*command: object) -> tuple[str, float]:
-    """What a Python process printed, and its peak memory in bytes."""
+    """Return the output of a Python process, and its peak memory in bytes."""
     text, peak, _ = run_measured(*command)
     return text, peak
 
 
 def run_measured(*command: object) -> tuple[str, float, float]:
-    """What a Python process printed, its peak memory in bytes, and the CPU seconds it took."""
-    with tempfile.NamedTemporaryFile("r") as books:
+    """Return the output of a Python process, its peak memory in bytes, and its CPU seconds."""
+    with tempfile.NamedTemporaryFile("r") as accounting:
         process = subprocess.run(
-            [sys.executable, "-c", LAUNCHER, books.name, *map(str, command)],
+            [sys.executable, "-c", LAUNCHER, accounting.name, *map(str, command)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -142,7 +142,7 @@ def run_measured(*command: object) -> tuple[str, float, float]:
         )
         if process.returncode:
             raise SystemExit(f"{command[0]} failed:\n{process.stdout}")
-        peak, cpu_s = map(float, books.read().split())
+        peak, cpu_s = map(float, accounting.read().split())
     return process.stdout, peak, cpu_s
 
 
@@ -166,7 +166,7 @@ def check_equal(source: Path, result: Path) -> int:
 
 
 def convert_there_and_back(source: Path, work: Path, *sizes: int) -> dict[str, tuple[float, float]]:
-    """What was done -> its seconds and its peak memory; the result of the plain way back must equal the source."""
+    """Return name of the work -> seconds and peak memory; the plain way back must give the source."""
     flags = (*flags_of(*sizes), "--hf-checkpoint", source, "--save", work / "dist")
     back = ("--input-dir", work / "dist/release", "--origin-hf-dir", source, "--chunk-size", SHARD_BYTES)
     threads = ("--load-max-workers", 2, "--save-max-workers", 2)

@@ -49,7 +49,7 @@ class Model:
         self._optimizer.step()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What engines get."""
+        """The tensors that engines get."""
         return {name: master.detach().bfloat16() for name, master in zip(self.names, self._masters, strict=True)}
 
 

@@ -1,4 +1,4 @@
-"""What the ledger costs: bytes and microseconds a sample, beside the naive way of pickling every sample to a file.
+"""Cost of the ledger: bytes and microseconds a sample, beside the naive way of pickling every sample to a file.
 
     python benchmarks/ledger.py
     python benchmarks/ledger.py --lengths 64 1024 --samples 2048

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What of a config.json decides shapes."""
+    """The entries of a config.json that decide shapes."""
 
     hidden: int
     layers: int

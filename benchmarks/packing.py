@@ -1,4 +1,4 @@
-"""How fast the samples of a rollout are packed, and how well, beside the naive way in the same run.
+"""Speed and quality of packing the samples of a rollout, beside the naive way in the same run.
 
     python benchmarks/packing.py                        2,048 and 65,536 samples
     python benchmarks/packing.py --samples 8192 --dp 8  another size

@@ -4,7 +4,7 @@
 
 Every conversion is the command-line tool in a process of its own.  The naive way, in the same run, loads a shard,
 quantizes its tensors one after the other and saves it; its files must hold the same bytes.  Peak memory is that of the
-kernel's books, less what the same program takes for a tiny model.
+kernel's accounting, less what the same program takes for a tiny model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_equal(one: Path, other: Path) -> None:
 
 
 def convert_all(source: Path, work: Path, workers: int) -> dict[str, tuple[float, float, float]]:
-    """What was done -> its seconds, its peak memory and its CPU seconds, start of Python included."""
+    """Return name of the work -> its seconds, its peak memory and its CPU seconds, start of Python included."""
     to_fp8 = ("tools/convert_hf_to_fp8.py", "--model-dir", source)
     to_int4 = ("tools/convert_hf_to_int4_direct.py", "--model-dir", source)
     back = ("tools/fp8_cast_bf16.py", "--input-fp8-hf-path", work / "fp8")
@@ -76,8 +76,8 @@ def convert_all(source: Path, work: Path, workers: int) -> dict[str, tuple[float
     }
     measured = {}
     for label, command in commands.items():
-        text, *books = run_measured(*command)
-        measured[label] = (logged_seconds(text), *books)
+        text, *resources = run_measured(*command)
+        measured[label] = (logged_seconds(text), *resources)
     check_equal(work / "naive", work / "fp8")
     check_equal(work / "fp8", work / "fp8-many")
     return measured

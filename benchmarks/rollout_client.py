@@ -1,4 +1,4 @@
-"""What the client side of a rollout costs, beside a bare aiohttp loop that only posts and parses, in the same run.
+"""Cost of the client side of a rollout, beside a bare aiohttp loop that only posts and parses, in the same run.
 
     python benchmarks/rollout_client.py                         2,048 samples of 64, 1,024 and 32,768 tokens
     python benchmarks/rollout_client.py --lengths 64 --repeats 5

@@ -1,4 +1,4 @@
-"""What a step of the tiny demo job consists of, and what our own code adds to the engine and the trainer.
+"""Phases of a step of the tiny demo job, and the share of slime's own code beside the engine and the trainer.
 
     python benchmarks/step_phases.py                            five repetitions of 32 prompts x 8 samples
     python benchmarks/step_phases.py --repeats 1 --prompts 4    a quick look

@@ -84,7 +84,7 @@ def sequence_lengths(num_tokens: int, longest: int, seed: int) -> list[int]:
 
 
 def make_rank_data(args: Namespace, options: argparse.Namespace, dp_size: int, dp_rank: int, seed: int) -> Any:
-    """What the rollout side hands to this rank: ``options.microbatches`` full packs of random tokens."""
+    """Return the rollout side's data for this rank: ``options.microbatches`` full packs of random tokens."""
     from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
     from slime.train_data.split import split_by_rank
 

@@ -63,7 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
     | {"tie_word_embeddings": False},
 }
-"""What of each model's config.json decides its shapes."""
+"""The entries of each model's config.json that decide its shapes."""
 COMMON = {
     "hidden_act": "silu",
     "max_position_embeddings": 40960,

@@ -85,7 +85,7 @@ def _response_limit(args: Namespace, sampling_params: dict[str, Any], num_prompt
 
 
 def observation_text(tokenizer: Any, content: str, role: str) -> str:
-    """What stands between the end-of-turn token of one turn and the beginning of the next.
+    """Return the text between the end-of-turn token of one turn and the beginning of the next.
 
     Cut out of a rendered conversation, so it is whatever the model's template makes of a message of that role, the
     header of the next turn included.  It holds for templates that end a turn of the assistant with the end-of-sequence

@@ -1,1 +1,1 @@
-"""What is loaded by path, from a flag: model layers, bridges.  Nothing in slime imports it."""
+"""Plug-ins loaded by path from a flag: model layers, bridges, the rollout buffer."""

@@ -1,4 +1,4 @@
-"""What the time went into, from torch profiler traces: the top operations, and how busy the device was.
+"""Summary of torch profiler traces: the top operations, and the share of time that the device was busy.
 
     python tools/analyze_profile.py --profile-dir /tmp/profile [--rank 0 | --all-ranks] [--top-n 20]
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def find_traces(folder: Path, rank: int | None) -> list[Path]:
-    """The traces of one rank, or of all.
+    """Find the traces of one rank, or of all.
 
     Raises:
         DataError: there are none.
@@ -82,7 +82,7 @@ def find_traces(folder: Path, rank: int | None) -> list[Path]:
 
 
 def rank_of_name(path: Path) -> int:
-    """The rank in a file's name; 0 without one."""
+    """Return the rank in a file's name; 0 without one."""
     match = _RANK.search(path.name)
     return int(match[1]) if match else 0
 
@@ -113,13 +113,13 @@ def summarise(path: Path) -> Summary:
 
 
 def kind_of(event: dict[str, Any]) -> str:
-    """kernel, communication, copy, operator or annotation."""
+    """Return kernel, communication, copy, operator or annotation."""
     kind = DEVICE_CATEGORIES.get(event["cat"]) or HOST_CATEGORIES[event["cat"]]
     return "communication" if kind == "kernel" and COMMUNICATION.search(event["name"]) else kind
 
 
 def covered(events: Iterable[dict[str, Any]]) -> float:
-    """Microseconds in which at least one of the events ran."""
+    """Return the microseconds in which at least one of the events ran."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in events):
         total += max(0.0, end - max(start, reached))
@@ -128,7 +128,7 @@ def covered(events: Iterable[dict[str, Any]]) -> float:
 
 
 def report(summary: Summary, top_n: int) -> str:
-    """The summary as text."""
+    """Format the summary as text."""
     share = summary.busy_us / summary.span_us if summary.span_us else 0.0
     lines = [
         f"{summary.path} (rank {summary.rank}): {summary.span_us / 1e3:.1f} ms, busy {share:.0%}",

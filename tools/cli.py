@@ -1,4 +1,4 @@
-"""What the command-line tools share: how they end when their input is wrong, and the flags of folder conversions."""
+"""Shared by the command-line tools: the exit on wrong input, and the flags of folder conversions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def clean_exit() -> Iterator[None]:
 
 
 def add_rewrite_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every tool that makes one model folder out of another."""
+    """Add the flags of every tool that makes one model folder out of another."""
     parser.add_argument("--max-workers", type=int, default=1, help="threads; each holds some rows of one tensor")
     parser.add_argument("--device", help="cpu, cuda (all GPUs in turn) or cuda:N; default: CUDA where there is any")
     parser.add_argument("--overwrite", action="store_true", help="replace a model in the folder that is written")
@@ -60,7 +60,7 @@ def rewrite(
 
 
 def parse_bool(text: str) -> bool:
-    """``true`` or ``false`` on a command line."""
+    """Parse ``true`` or ``false`` of a command line."""
     values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")

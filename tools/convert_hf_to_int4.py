@@ -40,7 +40,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tool's flags."""
+    """Return the parser of the tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-dir", required=True, help="plain model folder")
     parser.add_argument("--output-dir", required=True, help="folder to write; new or empty")
@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(options: Namespace) -> HfSource:
-    """The source, if everything that can be known beforehand is right.
+    """Return the source after checking everything that can be known beforehand.
 
     Raises:
         SlimeError: saying what is not.
@@ -89,7 +89,7 @@ def check(options: Namespace) -> HfSource:
 
 
 def calibration_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of the calibration data, file by file.
+    """Yield the rows of the calibration data, file by file.
 
     Raises:
         ConfigError: there is no data.
@@ -110,7 +110,7 @@ def calibration_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def token_ids(tokenizer: Any, row: dict[str, Any], max_tokens: int) -> list[int]:
-    """One calibration row as tokens; chats go through the model's template.
+    """Return one calibration row as tokens; chats go through the model's template.
 
     Raises:
         DataError: the row has no text.
@@ -126,7 +126,7 @@ def token_ids(tokenizer: Any, row: dict[str, Any], max_tokens: int) -> list[int]
 
 
 def modifier_arguments(options: Namespace, source: HfSource) -> dict[str, Any]:
-    """What LLM Compressor's GPTQModifier is made with."""
+    """Return the arguments of LLM Compressor's GPTQModifier."""
     weights = {"num_bits": NUM_BITS[options.quant_type], "type": "int", "symmetric": True}
     weights |= {"strategy": "group", "group_size": options.quant_group_size}
     return {
@@ -139,7 +139,7 @@ def modifier_arguments(options: Namespace, source: HfSource) -> dict[str, Any]:
 
 
 def oneshot_arguments(options: Namespace, output: Path) -> dict[str, Any]:
-    """What LLM Compressor's oneshot is called with, beside recipe, tokenizer and data set."""
+    """Return the arguments of LLM Compressor's oneshot beside recipe, tokenizer and data set."""
     return {
         "model": options.input_dir,
         "trust_remote_code_model": options.trust_remote_code,
@@ -151,7 +151,7 @@ def oneshot_arguments(options: Namespace, output: Path) -> dict[str, Any]:
 
 
 def load_compressor() -> tuple[Any, Any]:
-    """``oneshot`` and ``GPTQModifier``.
+    """Import ``oneshot`` and ``GPTQModifier``.
 
     Raises:
         ConfigError: the package is not installed.
@@ -168,7 +168,7 @@ def load_compressor() -> tuple[Any, Any]:
 
 
 def convert(options: Namespace) -> Path:
-    """Calibrate, quantize, write; gives the folder written."""
+    """Calibrate, quantize and write; returns the folder written."""
     source = check(options)
     oneshot, gptq_modifier = load_compressor()
     from datasets import Dataset
@@ -196,7 +196,7 @@ def convert(options: Namespace) -> Path:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     configure_logger()
     with clean_exit():
         convert(build_parser().parse_args())

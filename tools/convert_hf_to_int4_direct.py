@@ -22,7 +22,7 @@ from tools.cli import add_rewrite_flags, clean_exit, parse_bool, rewrite
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tool's flags."""
+    """Return the parser of the tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", required=True, help="plain model folder (bf16, fp16 or fp32)")
     parser.add_argument("--save-dir", required=True, help="folder to write; new or empty")
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     configure_logger()
     with clean_exit():
         options = build_parser().parse_args()

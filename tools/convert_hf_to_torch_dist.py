@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """The tool's arguments: every model and layout flag of training, ``--hf-checkpoint`` and ``--save``."""
+    """Return the tool's arguments: every model and layout flag of training, ``--hf-checkpoint`` and ``--save``."""
     args = parse_training_flags(argv, needed=("hf_checkpoint", "save"), description=__doc__)
     if Path(args.save).resolve() == Path(args.hf_checkpoint).resolve():
         raise ConfigError(f"--save {args.save} is --hf-checkpoint; choose another folder")
@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], description: str | None) -> Namespace:
-    """All flags of a training run, of which only ``needed`` must be given; ``description`` heads ``--help``.
+    """Parse all flags of a training run, of which only ``needed`` must be given; ``description`` heads ``--help``.
 
     Raises:
         ConfigError: one of them is missing, a flag is unknown, or ``--hf-checkpoint`` is no model folder.
@@ -66,7 +66,7 @@ def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], descript
 
 
 def pipeline_split(num_layers: int, world_size: int) -> tuple[int, int | None]:
-    """Pipeline size and layers of the last stage, when no flag says how to split.
+    """Return the pipeline size and layers of the last stage, when no flag says how to split.
 
     All processes become pipeline stages of ``ceil(layers / stages)`` layers; the last takes the rest.  While it would
     get none, the number of stages is halved.
@@ -92,7 +92,7 @@ def pipeline_split(num_layers: int, world_size: int) -> tuple[int, int | None]:
 
 
 def rendezvous() -> tuple[int, int, int]:
-    """``(rank, world size, local rank)`` from torchrun's variables, SLURM's, or a world of one."""
+    """Return ``(rank, world size, local rank)`` from torchrun's variables, SLURM's, or a world of one."""
     world_size = env.get_int("WORLD_SIZE", env.get_int("SLURM_NTASKS", 1))
     rank = env.get_int("RANK", env.get_int("SLURM_PROCID", 0))
     local_rank = env.get_int("LOCAL_RANK", env.get_int("SLURM_LOCALID", 0))
@@ -105,7 +105,7 @@ def rendezvous() -> tuple[int, int, int]:
 
 
 def with_layout(args: Namespace, world_size: int | None = None) -> Namespace:
-    """``args`` for so many processes (default: those there are), in pipeline stages unless flags say otherwise."""
+    """Return ``args`` for so many processes (default: all), in pipeline stages unless flags say otherwise."""
     world_size = world_size or rendezvous()[1]
     values: dict[str, object] = {
         "world_size": world_size,
@@ -126,7 +126,7 @@ def with_layout(args: Namespace, world_size: int | None = None) -> Namespace:
 
 
 def join_world(args: Namespace) -> Namespace:
-    """Complete ``args``, the default process group, and the parallel groups of this process.
+    """Return complete ``args`` after joining the default process group and the parallel groups of this process.
 
     Raises:
         ConfigError: the flags disagree with each other, with the number of processes, or with the HF config.
@@ -165,7 +165,7 @@ def convert(args: Namespace) -> Path:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     configure_logger()
     with clean_exit():
         convert(parse(sys.argv[1:]))

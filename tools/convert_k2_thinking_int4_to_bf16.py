@@ -22,7 +22,7 @@ from tools.cli import add_rewrite_flags, clean_exit, rewrite
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tool's flags."""
+    """Return the parser of the tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", required=True, help="quantized model folder")
     parser.add_argument("--output-dir", required=True, help="folder to write; new or empty")
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def quantization_config(path: str | None) -> dict[str, object] | None:
-    """What ``--config-path`` says of the weights."""
+    """Read the settings of the quantized weights from ``--config-path``."""
     if path is None:
         return None
     try:
@@ -47,7 +47,7 @@ def quantization_config(path: str | None) -> dict[str, object] | None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     configure_logger()
     with clean_exit():
         options = build_parser().parse_args()

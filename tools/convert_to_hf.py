@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """The tool's arguments: every model and layout flag of training, ``--load``, and ``--output-dir``."""
+    """Return the tool's arguments: every model and layout flag of training, ``--load``, and ``--output-dir``."""
     own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     own.add_argument("--output-dir")
     options, rest = own.parse_known_args(list(argv))
@@ -55,7 +55,7 @@ def convert(args: Namespace) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     configure_logger()
     with clean_exit():
         convert(parse(sys.argv[1:]))

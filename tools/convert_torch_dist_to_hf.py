@@ -39,7 +39,7 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.f
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags that this tool shares with ``convert_torch_dist_to_hf_parallel``."""
+    """Return the parser of the flags shared with ``convert_torch_dist_to_hf_parallel``."""
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-dir", required=True, help="checkpoint folder: .../iter_0000012 or .../release")
     parser.add_argument("--output-dir", required=True, help="Hugging Face folder to write")
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> Namespace:
-    """The tool's flags."""
+    """Return the parser of the tool's flags."""
     parser = build_parser()
     parser.description = __doc__
     parser.add_argument(
@@ -68,7 +68,9 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def model_name_of(options: Namespace) -> str:
-    """What chooses the names in the result: ``--model-name``, or the model type of ``--origin-hf-dir``."""
+    """Return the model name that decides the names in the result: ``--model-name``, or the type of
+    ``--origin-hf-dir``.
+    """
     if options.model_name:
         return options.model_name
     if not options.origin_hf_dir:
@@ -84,7 +86,7 @@ def _origin_config(options: Namespace) -> dict[str, Any]:
 
 
 def origin_files(folder: Path) -> Iterator[Any]:
-    """The open safetensors of a Hugging Face folder, one after the other."""
+    """Yield the open safetensors of a Hugging Face folder, one after the other."""
     for path in sorted(folder.iterdir()):
         if is_weight_file(path.name) and path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
@@ -92,7 +94,7 @@ def origin_files(folder: Path) -> Iterator[Any]:
 
 
 def origin_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Dtype of every unquantized floating-point tensor of a Hugging Face folder."""
+    """Return the dtype of every unquantized floating-point tensor of a Hugging Face folder."""
     stored = {
         name: file.get_slice(name).get_dtype()
         for file in origin_files(folder)
@@ -102,7 +104,7 @@ def origin_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def missing_tensors(folder: Path, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a Hugging Face folder that are not in ``wanted``; quantized ones are dequantized."""
+    """Yield the tensors of a Hugging Face folder that are not in ``wanted``; quantized ones are dequantized."""
     from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 
     with HfTensors(folder) as tensors:
@@ -172,7 +174,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
 
 
 def _read_ahead(read: Any, pieces: list[Any], workers: int) -> Iterator[tuple[Any, Any]]:
-    """Each piece with what ``read`` makes of it, in order; ``workers`` of them are under way."""
+    """Yield each piece with the result of ``read`` on it, in order; ``workers`` of them are under way."""
     if workers <= 1:
         yield from ((piece, read(piece)) for piece in pieces)
         return
@@ -189,7 +191,7 @@ def _read_ahead(read: Any, pieces: list[Any], workers: int) -> Iterator[tuple[An
 
 
 def _drop_quantization(target: Path) -> None:
-    """What was written is not quantized, whatever the origin's config says of its own tensors."""
+    """Remove the quantization from the config: what was written is not quantized."""
     path = target / "config.json"
     config = json.loads(path.read_text())
     if config.pop("quantization_config", None) is not None:
@@ -198,7 +200,7 @@ def _drop_quantization(target: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     configure_logger()
     with clean_exit():
         convert(parse(sys.argv[1:]))

@@ -20,7 +20,7 @@ from tools.convert_torch_dist_to_hf import build_parser, convert
 
 
 def parse(argv: list[str]) -> Namespace:
-    """The tool's flags."""
+    """Return the parser of the tool's flags."""
     parser = build_parser()
     parser.description = __doc__
     parser.add_argument("--load-max-workers", type=int, default=2, help="threads that read")
@@ -29,7 +29,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     configure_logger()
     with clean_exit():
         options = parse(sys.argv[1:])

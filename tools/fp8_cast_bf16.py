@@ -20,7 +20,7 @@ from tools.cli import add_rewrite_flags, clean_exit, rewrite
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tool's flags."""
+    """Return the parser of the tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-fp8-hf-path", required=True, help="FP8 model folder")
     parser.add_argument("--output-bf16-hf-path", required=True, help="folder to write; new or empty")
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     configure_logger()
     with clean_exit():
         options = build_parser().parse_args()

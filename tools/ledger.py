@@ -1,4 +1,4 @@
-"""What happened to a prompt?  Reads the ledger that a run keeps in ``--save`` (see slime/rollout/ledger).
+"""Tell what happened to a prompt, from the ledger that a run keeps in ``--save`` (see slime/rollout/ledger).
 
     python tools/ledger.py runs/tiny/save/ledger                       totals
     python tools/ledger.py runs/tiny/save/ledger --group 1234          by the number of the prompt group

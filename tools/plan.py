@@ -31,7 +31,7 @@ from tools.cli import clean_exit
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tool's own flags; all others are the run's."""
+    """Return the parser of the tool's own flags; all others are the run's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_lengths(file: str) -> tuple[int, ...]:
-    """The tokens of each sample of a rollout.
+    """Read the number of tokens of each sample of a rollout.
 
     Raises:
         ConfigError: the file is not there, or holds something else.
@@ -61,7 +61,7 @@ def read_lengths(file: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     options, words = build_parser().parse_known_args()
     environment = env.copy()

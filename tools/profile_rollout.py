@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def request_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The body of ``/start_profile``; nothing for ``/stop_profile``."""
+    """Return the body of ``/start_profile``; nothing for ``/stop_profile``."""
     if args.action == "stop":
         return {}
     body = {

@@ -67,7 +67,7 @@ def build(dump: Path, *, rebuild: bool = False) -> tuple[Path, Path]:
 
 
 def read_traces(dump: Path) -> list[Any]:
-    """``sample.trace`` of every sample of a dump; None for those without one."""
+    """Return ``sample.trace`` of every sample of a dump; None for those without one."""
     import torch
 
     try:
@@ -80,7 +80,7 @@ def read_traces(dump: Path) -> list[Any]:
 
 
 def page_data(title: str, tracks: Sequence[Track]) -> dict[str, Any]:
-    """What the page draws: rows of [name, start, end, depth, attrs], in seconds from the first slice."""
+    """Return the page's data: rows of [name, start, end, depth, attrs], in seconds from the first slice."""
     begin = min((one.start for track in tracks for one in track.slices), default=0.0)
     rows = []
     for track in tracks:

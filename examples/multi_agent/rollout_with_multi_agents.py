@@ -103,7 +103,7 @@ class Team:
 
 
 def answer_of(solution: Sample) -> str:
-    """What the judge sees of a solution."""
+    """Return the part of a solution that the judge sees."""
     return extract_boxed_answer(solution.response) or UNREADABLE
 
 

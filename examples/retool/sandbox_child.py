@@ -17,7 +17,7 @@ MODULES = (
     *("math", "cmath", "fractions", "decimal", "statistics", "random", "itertools", "functools", "collections"),
     *("heapq", "bisect", "re", "datetime", "string", "json"),
 )
-"""What may be imported; of each only its public names that are not modules themselves."""
+"""The modules that may be imported; of each only its public names that are not modules themselves."""
 
 NO_BUILTINS = (
     *("open", "eval", "exec", "compile", "input", "breakpoint", "help", "exit", "quit", "memoryview"),

@@ -37,12 +37,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """What a program did."""
+    """The result of a program."""
 
     is_ok: bool
     """It ran to its end."""
     output: str
-    """What it printed; behind it the error, if there was one, in one line."""
+    """Its output, then the error in one line, if there was one."""
 
 
 class PythonSandbox:

@@ -51,7 +51,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
 
 
 async def observe(args: Namespace, query: str) -> str:
-    """What the policy reads of the best documents for ``query``."""
+    """Return the text of the best documents for ``query``, as the policy reads it."""
     corpus, topk = str(args.search_corpus), getattr(args, "search_topk", TOPK)
     if corpus.startswith("http"):
         documents = (await post(corpus, {"query": query, "topk": topk}))["documents"]

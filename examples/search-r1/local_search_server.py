@@ -20,9 +20,9 @@ from pathlib import Path
 from aiohttp import web
 
 K1 = 1.2
-"""How soon further occurrences of a word count for little."""
+"""BM25's k1: the smaller, the sooner further occurrences of a word count for little."""
 B = 0.75
-"""How much long documents are held to be long for no reason: 0 not at all, 1 altogether."""
+"""BM25's b: the discount of long documents, 0 for none, 1 for full."""
 
 _WORD = re.compile(r"\w+")
 

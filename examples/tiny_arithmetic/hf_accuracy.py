@@ -1,4 +1,4 @@
-"""How often a Hugging Face folder is right on the held-out prompts, by transformers' own ``generate``.
+"""Accuracy of a Hugging Face folder on the held-out prompts, by transformers' own ``generate``.
 
     python examples/tiny_arithmetic/hf_accuracy.py --hf runs/tiny/sft/hf --data runs/tiny/task/data/eval.jsonl
 

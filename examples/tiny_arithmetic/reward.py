@@ -19,7 +19,7 @@ END_OF_TURN = "<|im_end|>"
 
 
 def ends_behind_its_box(sample: Sample) -> bool:
-    """Whether the response stopped by itself, and nothing stands behind the last box."""
+    """Return True when the response stopped by itself, and nothing follows the last box."""
     is_finished = sample.status not in (Sample.Status.TRUNCATED, Sample.Status.ABORTED, Sample.Status.FAILED)
     behind = sample.response.removesuffix(END_OF_TURN).rpartition("\\boxed")[2]
     return is_finished and re.fullmatch(r"\{[^{}]*\}", behind) is not None

@@ -1,4 +1,4 @@
-"""What a finished run did: its curves in the terminal and as a PNG, its accuracy, and where the models lie.
+"""Summary of a finished run: its curves in the terminal and as a PNG, its accuracy, and where the models lie.
 
     python examples/tiny_arithmetic/summary.py runs/tiny/grpo-seed1
 

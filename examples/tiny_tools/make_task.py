@@ -21,7 +21,7 @@ from examples.tiny_arithmetic import task as sums  # noqa: E402
 from examples.tiny_tools import task  # noqa: E402
 
 SFT_ROWS = {"search": 5120, "python": 5120, "judge": 2560, "sums": 2560}
-"""What the warm start sees; the sums keep alive what the model can already."""
+"""The data of the warm start; the sums keep up what the model has learned already."""
 NUM_PROMPTS = 1024
 NUM_EVAL_PROMPTS = 128
 SFT_SUMS = sums.Demonstrations(num_rows=SFT_ROWS["sums"], worked_share=0.4, slip_rate=0.08)

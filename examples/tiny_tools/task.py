@@ -55,7 +55,7 @@ def search_question(person: Person) -> str:
 
 
 def search_turns(person: Person) -> list[dict[str, str]]:
-    """What a teacher says and reads: two searches, then the code."""
+    """Return the turns of a teacher: two searches, then the code."""
     return [
         {"role": "assistant", "content": f"<search>pet {person.name}</search>"},
         {"role": "tool", "content": f"pet of {person.name} is {person.pet}"},
@@ -79,7 +79,7 @@ def product_turns(a: int, b: int) -> list[dict[str, str]]:
 
 
 def judge_question(question: str, answers: list[str]) -> str:
-    """What the judge reads; an answer that could not be read is ``?``."""
+    """Return the text for the judge; an answer that could not be read is ``?``."""
     return f"{question} answers {' '.join(answers)}"
 
 

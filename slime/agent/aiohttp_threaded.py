@@ -27,10 +27,10 @@ _QUIET_PATHS = ("/healthz", "/v1/messages/count_tokens")
 
 
 class FilteredAccessLogger(AbstractAccessLogger):
-    """Logs requests that failed; those that went well, and health checks, only at DEBUG level."""
+    """An access log of failed requests; the others, and health checks, only at DEBUG level."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        """One line about a request that ended after ``time`` seconds."""
+        """Log one request that ended after ``time`` seconds."""
         went_well = response.status < 400 or request.path in _QUIET_PATHS
         level = logging.DEBUG if went_well else logging.WARNING
         self.logger.log(level, "%s %s: %d in %.2f s", request.method, request.path, response.status, time)

@@ -49,19 +49,19 @@ class ParsedTools(NamedTuple):
     tool_uses: list[dict[str, Any]]
     """``{"name": str, "input": dict}`` in the order of the text."""
     ill_formed: bool
-    """Whether something that looks like a call could not be read, or calls a tool that was not offered."""
+    """True when something like a call could not be read, or calls a tool that was not offered."""
 
 
 @dataclass(kw_only=True)
 class ParsedModelOutput:
-    """What the model said."""
+    """A drawn text, taken apart."""
 
     reasoning: str = ""
     text: str = ""
     tool_uses: list[dict[str, Any]] = field(default_factory=list)
     """``{"name": str, "input": dict}`` each."""
     ill_formed: bool = False
-    """Whether reasoning was left open, or a tool call was broken or names no offered tool."""
+    """True when reasoning was left open, or a tool call was broken or names no offered tool."""
 
 
 def check_parsers(tool_parser_name: str | None, reasoning_parser_name: str | None) -> None:
@@ -75,7 +75,7 @@ def check_parsers(tool_parser_name: str | None, reasoning_parser_name: str | Non
 def parse_tool_uses(
     text: str, *, tools_schema: Sequence[Mapping[str, Any]] | None, tool_parser_name: str | None = None
 ) -> ParsedTools:
-    """The calls in ``text``; a conversation without tools has none."""
+    """Parse the calls in ``text``; a conversation without tools has none."""
     if not tools_schema:
         return ParsedTools(text, [], False)
     parsed = _sglang_tool_uses(text, tools_schema, tool_parser_name) if tool_parser_name else None
@@ -116,7 +116,10 @@ def parse_model_output(
 
 
 def split_reasoning(text: str) -> tuple[str, str, bool]:
-    """``(reasoning, rest, is unfinished)``.  The opening mark may be missing: many templates write it."""
+    """Split into ``(reasoning, rest, is_unfinished)``.
+
+    Many templates write the opening mark, so it may be missing.
+    """
     begin, end = text.find(THINK_BEGIN), text.find(THINK_END)
     if end >= 0:
         start = begin + len(THINK_BEGIN) if 0 <= begin < end else 0
@@ -127,7 +130,7 @@ def split_reasoning(text: str) -> tuple[str, str, bool]:
 
 
 def tool_schemas(tools_schema: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Tool name -> JSON schema of its arguments, from OpenAI's or Anthropic's description of the tools."""
+    """Return tool name -> JSON schema of its arguments, from OpenAI's or Anthropic's description of the tools."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools_schema or []:
         function = tool.get("function", tool)
@@ -137,7 +140,7 @@ def tool_schemas(tools_schema: Sequence[Mapping[str, Any]] | None) -> dict[str, 
 
 
 def parse_xml_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]] | None = None) -> ParsedTools:
-    """The calls in ``text``, in any of the module's formats.
+    """Parse the calls in ``text``, in any of the module's formats.
 
     Values in the two formats without JSON are strings; ``tools_schema`` says which of them mean numbers, booleans,
     arrays or objects.
@@ -162,7 +165,7 @@ def parse_xml_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]] | N
 
 
 def _read_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """One call without its outer tags; None when it cannot be read."""
+    """Parse one call without its outer tags; None when it cannot be read."""
     function = _FUNCTION.fullmatch(body)
     if function:
         pairs = _PARAMETER.findall(function[2])
@@ -194,7 +197,7 @@ def _use(name: str, pairs: list[tuple[str, str]], schemas: Mapping[str, Mapping[
 
 
 def _value(text: str, schema: Any) -> Any:
-    """A value that was written without quotes, as its schema's type; text when it is none of that type."""
+    """Parse a value written without quotes as its schema's type; return the text when it has another type."""
     # The newline after the opening and before the closing tag belongs to the tags.
     text = text.removeprefix("\n").removesuffix("\n")
     wanted = schema.get("type") if isinstance(schema, Mapping) else None
@@ -220,7 +223,7 @@ def _warn_once(what: str, cause: str) -> None:
 
 @functools.cache
 def _tool_parts() -> tuple[Any, Any] | None:
-    """``(FunctionCallParser, Tool)``, or None without SGLang."""
+    """Return ``(FunctionCallParser, Tool)``, or None without SGLang."""
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -232,7 +235,7 @@ def _tool_parts() -> tuple[Any, Any] | None:
 
 @functools.cache
 def _reasoning_part() -> Any:
-    """``ReasoningParser``, or None without SGLang."""
+    """Return ``ReasoningParser``, or None without SGLang."""
     try:
         from sglang.srt.parser.reasoning_parser import ReasoningParser
     except Exception as error:
@@ -242,7 +245,7 @@ def _reasoning_part() -> Any:
 
 
 def _sglang_reasoning(text: str, name: str) -> tuple[str, str] | None:
-    """``(reasoning, rest)`` by the reasoning parser ``name``."""
+    """Split into ``(reasoning, rest)`` by the reasoning parser ``name``."""
     parser_class = _reasoning_part()
     if parser_class is None:
         return None
@@ -253,7 +256,7 @@ def _sglang_reasoning(text: str, name: str) -> tuple[str, str] | None:
 
 
 def _sglang_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]], name: str) -> ParsedTools | None:
-    """The calls in ``text`` by the tool-call parser ``name``."""
+    """Parse the calls in ``text`` by the tool-call parser ``name``."""
     parts = _tool_parts()
     if parts is None:
         return None

@@ -24,7 +24,7 @@ def render(
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The conversation as the tokenizer's chat template writes it."""
+    """Render the conversation with the tokenizer's chat template."""
     return tokenizer.apply_chat_template(
         list(messages),
         tools=list(tools) if tools else None,
@@ -42,7 +42,7 @@ def build_prompt_ids(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The ids to send to the engine.
+    """Return the ids to send to the engine.
 
     Args:
         tokenizer: with a chat template.
@@ -68,7 +68,7 @@ def _text_after(
     known: KnownPrefix,
     template_kwargs: Mapping[str, Any] | None,
 ) -> str | None:
-    """What ``text`` has behind the drawn tokens of ``known``; None when the template now renders them differently."""
+    """Return the text behind the drawn tokens of ``known``; None when the template now renders them differently."""
 
     def before(messages: Sequence[Message]) -> str:
         return render(tokenizer, messages, tools, add_generation_prompt=False, template_kwargs=template_kwargs)

@@ -51,7 +51,7 @@ class TurnRecord:
     weight_spans: list[tuple[str | None, int]] = field(default_factory=list)
     """(weight version, number of tokens), one for each call of the engine."""
     meta_infos: list[dict[str, Any]] = field(default_factory=list)
-    """What the engine said about each call, without the tokens."""
+    """The engine's meta_info of each call, without the tokens."""
     began_s: float = 0.0
     """Of a monotonic clock; 0 when it is not known."""
     ended_s: float = 0.0
@@ -79,7 +79,9 @@ class KnownPrefix:
 
 
 def message_key(message: Mapping[str, Any]) -> str:
-    """Equal for two messages that say the same: role, text and tool calls; not ids, spacing at the ends, reasoning."""
+    """Return a key that is equal for messages with the same role, text and tool calls; ids, reasoning and outer spaces
+    do not count.
+    """
     content = message.get("content") or ""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     calls = []
@@ -97,7 +99,7 @@ def message_key(message: Mapping[str, Any]) -> str:
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of leading ids that two lists share."""
+    """Return the number of leading ids that two lists share."""
     low, high = 0, min(len(first), len(second))
     if first[:high] == second[:high]:
         return high
@@ -122,7 +124,7 @@ class _State:
 
 
 class _Chain:
-    """Turns that go on from each other, as one growing list of ids with a mask."""
+    """Turns that continue each other, as one growing list of ids with a mask."""
 
     def __init__(self, turn: TurnRecord) -> None:
         self.prompt_length = len(turn.prompt_ids)
@@ -147,7 +149,7 @@ class _Chain:
         self.turns.append(replace(turn, prompt_ids=[]))
 
     def extend(self, turn: TurnRecord, fork_threshold_tokens: int) -> bool:
-        """Go on with ``turn``; False, and nothing happens, when it needs a chain of its own."""
+        """Append ``turn``; return False, and change nothing, when it needs a chain of its own."""
         shared = common_length(self.ids, turn.prompt_ids)
         kept = shared - self.prompt_length
         if shared < len(self.ids):
@@ -166,7 +168,9 @@ class _Chain:
         return True
 
     def weight_spans(self) -> list[tuple[str, int, int]]:
-        """(weight version, begin, end) of the drawn stretches; positions count from the first response token."""
+        """Return (weight version, begin, end) of the drawn stretches; positions count from the first response
+        token.
+        """
         spans: list[tuple[str, int, int]] = []
         for position, version in enumerate(self.versions):
             if version is None:
@@ -178,13 +182,13 @@ class _Chain:
         return spans
 
     def waiting_s(self) -> float:
-        """Seconds between the turns: what tools and environments took."""
+        """Return the seconds between the turns: what tools and environments took."""
         gaps = (b.began_s - a.ended_s for a, b in zip(self.turns, self.turns[1:], strict=False) if a.ended_s)
         return sum(gap for gap in gaps if gap > 0)
 
 
 class TrajectoryManager:
-    """What the sessions of agents have drawn, and the samples that follow from it.  Safe to use from several threads.
+    """The turns that agents' sessions have drawn, and the samples made of them.  Thread-safe.
 
     Args:
         fork_threshold_tokens: drawn tokens that one rewritten prompt may take out of training before it begins a chain
@@ -207,7 +211,7 @@ class TrajectoryManager:
         response_message: Message,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write one turn down.
+        """Record one turn.
 
         Args:
             sid: the session.
@@ -230,7 +234,7 @@ class TrajectoryManager:
 
     @staticmethod
     def _chain_before(chains: list[_Chain], turn: TurnRecord, keys: list[str]) -> _Chain | None:
-        """The chain whose conversation the turn goes on with: by its messages, else by its exact ids."""
+        """Find the chain whose conversation the turn continues: by its messages, else by its exact ids."""
         said = [c for c in chains if keys[: len(c.states[-1].keys)] == c.states[-1].keys]
         if said:
             # Equal messages in two chains (a request sent twice): the ids tell them apart.
@@ -239,7 +243,9 @@ class TrajectoryManager:
         return max(same, key=lambda c: len(c.ids), default=None)
 
     def known_prefix(self, sid: str, messages: Sequence[Message]) -> KnownPrefix | None:
-        """The longest beginning of ``messages`` that ends in a turn of this session; None when there is none."""
+        """Return the longest beginning of ``messages`` that ends in a turn of this session; None when there is
+        none.
+        """
         keys = [message_key(message) for message in messages]
         with self._lock:
             states = [(chain, state) for chain in self._chains.get(sid, []) for state in chain.states]
@@ -260,7 +266,7 @@ class TrajectoryManager:
         max_sample_tokens: int = 0,
         mask_off_policy: bool = False,
     ) -> list[Sample]:
-        """The session's samples, one for each chain, in the order in which the chains began.
+        """Return the session's samples, one for each chain, in the order in which the chains began.
 
         Each carries the whole ``reward`` and the ``rollout_id`` of the base sample, so that the trainer counts them as
         one rollout.  Their status is COMPLETED; ``metadata["truncated"]`` says that a limit ended them.
@@ -286,11 +292,11 @@ class TrajectoryManager:
         return kept
 
     def has_session(self, sid: str) -> bool:
-        """Whether a turn of ``sid`` was written down."""
+        """Return True when a turn of ``sid`` was recorded."""
         return sid in self._chains
 
     def turn_count(self, sid: str) -> int:
-        """Turns of ``sid`` so far."""
+        """Return the turns of ``sid`` so far."""
         with self._lock:
             return sum(len(chain.turns) for chain in self._chains.get(sid, []))
 
@@ -301,7 +307,7 @@ class TrajectoryManager:
 
 
 def _sample_of(chain: _Chain, base: Sample, max_tokens: int, mask_off_policy: bool) -> Sample:
-    """The sample of one chain, without reward and extra metadata."""
+    """Make the sample of one chain, without reward and extra metadata."""
     length = len(chain.mask)
     if max_tokens > 0:
         length = max(0, min(length, max_tokens - chain.prompt_length))

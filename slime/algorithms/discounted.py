@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def discounted_suffix_sums(values_BL: Tensor, factor: float) -> Tensor:
-    """For every step the discounted sum of what follows:
+    """Return, for every step, the discounted sum of what follows:
 
         y[t] = x[t] + factor * y[t + 1],    y = 0 beyond the end
 
@@ -30,7 +30,7 @@ def discounted_suffix_sums(values_BL: Tensor, factor: float) -> Tensor:
 
 
 def ragged_discounted_sums(values_N: Sequence[Tensor], factor: float) -> list[Tensor]:
-    """``discounted_suffix_sums`` of each sequence of a ragged list."""
+    """Return ``discounted_suffix_sums`` of each sequence of a ragged list."""
     if not values_N:
         return []
     sums_BL = discounted_suffix_sums(pad_sequence(list(values_N), batch_first=True), factor)

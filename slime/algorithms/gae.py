@@ -16,7 +16,7 @@ from slime.algorithms.discounted import ragged_discounted_sums
 def generalised_advantages(
     rewards_N: Sequence[Tensor], values_N: Sequence[Tensor], *, gamma: float, lambd: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Advantage and return of each token:
+    """Return the advantage and return of each token:
 
         delta[t] = r[t] + gamma * V[t + 1] - V[t]
         A[t] = delta[t] + gamma * lambd * A[t + 1],    return[t] = A[t] + V[t]

@@ -1,4 +1,4 @@
-"""What a reward is measured against: the other rollouts of the same prompt.
+"""Baselines of a reward: the other rollouts of the same prompt.
 
 A baseline function takes the rewards of one group and gives a baseline and a scale for each of them; what the
 estimator sees is ``(reward - baseline) / scale``.  Who belongs to a group, and how the samples of one rollout share
@@ -21,7 +21,7 @@ STD_EPSILON = 1e-6
 
 
 class Baseline(NamedTuple):
-    """What each reward of a group is compared with."""
+    """The baseline that each reward of a group is compared with."""
 
     baseline_G: Tensor
     scale_G: Tensor
@@ -40,7 +40,7 @@ GroupBaseline = Callable[[Tensor, GroupConfig], Baseline]
 
 
 def group_mean(reward_G: Tensor, config: GroupConfig) -> Baseline:
-    """The mean of the group, and no scale: ``r - mean(r)``.
+    """Return the mean of the group, and no scale: ``r - mean(r)``.
 
     A rollout that is alone in its group gets 0.
 
@@ -50,7 +50,7 @@ def group_mean(reward_G: Tensor, config: GroupConfig) -> Baseline:
 
 
 def group_mean_and_std(reward_G: Tensor, config: GroupConfig) -> Baseline:
-    """The mean of the group, and its standard deviation (the unbiased one) as scale:
+    """Return the mean of the group, and its standard deviation (the unbiased one) as scale:
 
         (r - mean(r)) / (std(r) + 1e-6)
 

@@ -28,17 +28,17 @@ class KLKind:
 
 
 def k1(difference_T: Tensor) -> Tensor:
-    """``d``: unbiased, of high variance, negative as often as not.  As a loss its expected gradient is 0."""
+    """Return ``d``: unbiased, of high variance, negative as often as not.  As a loss its expected gradient is 0."""
     return difference_T
 
 
 def k2(difference_T: Tensor) -> Tensor:
-    """``d^2 / 2``: biased, of low variance; its gradient is the gradient of the KL."""
+    """Return ``d^2 / 2``: biased, of low variance; its gradient is the gradient of the KL."""
     return difference_T.square() / 2
 
 
 def k3(difference_T: Tensor) -> Tensor:
-    """``exp(-d) - 1 + d``: unbiased, of low variance, never negative."""
+    """Return ``exp(-d) - 1 + d``: unbiased, of low variance, never negative."""
     return difference_T.neg().expm1() + difference_T
 
 
@@ -54,7 +54,7 @@ KL_KINDS: Registry[KLKind] = Registry(
 
 
 def approx_kl(log_prob_T: Tensor, base_T: Tensor, kind: str, importance_ratio_T: Tensor | None = None) -> Tensor:
-    """The KL divergence of each token, in nats, with ``d = log_prob - base``:
+    """Return the KL divergence of each token, in nats, with ``d = log_prob - base``:
 
         k1: d        k2: d^2 / 2        k3, low_var_kl: exp(-d) - 1 + d
 

@@ -27,7 +27,7 @@ CHUNK_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Which tokens sampling could have chosen in each row (its nucleus), as pairs instead of a [R, V] mask."""
+    """The tokens that sampling could have chosen in each row (its nucleus), as pairs instead of a [R, V] mask."""
 
     row_N: Tensor
     """Row of each pair, in 0 .. R - 1, ascending."""
@@ -37,7 +37,7 @@ class KeptTokens:
     """bool [R]; a row without a record keeps every token."""
 
     def mask(self, rows: slice, num_columns: int) -> Tensor:
-        """[K, num_columns] bool of some rows."""
+        """Return the mask [K, num_columns] of some rows."""
         bounds = torch.tensor([rows.start, rows.stop], device=self.row_N.device)
         first, last = torch.searchsorted(self.row_N, bounds).tolist()
         keep_KV = (~self.is_recorded_R[rows, None]).repeat(1, num_columns)
@@ -59,7 +59,7 @@ def vocab_parallel_log_probs(
     num_columns: int | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of each target token and, on request, the entropy of each row:
+    """Return the log-probability of each target token and, on request, the entropy of each row:
 
         log_prob = z[target] - logsumexp(z)
         entropy = logsumexp(z) - sum(softmax(z) * z),    z = logits / temperature
@@ -112,7 +112,7 @@ def vocab_parallel_log_probs(
 
 
 class _Problem(NamedTuple):
-    """What forward and backward share beside the logits."""
+    """Constants that forward and backward share beside the logits."""
 
     rows_R: Tensor
     local_target_R: Tensor
@@ -125,7 +125,7 @@ class _Problem(NamedTuple):
 
 
 class _Normaliser(NamedTuple):
-    """What turns a row of scaled logits into probabilities, and what comes off on the way."""
+    """Terms that turn a row of scaled logits into probabilities."""
 
     log_sum_exp_R: Tensor
     target_logit_R: Tensor
@@ -133,7 +133,7 @@ class _Normaliser(NamedTuple):
 
 
 class _LogProbs(torch.autograd.Function):
-    """Keeps the logits themselves and two numbers per row; probabilities are recomputed on the way back."""
+    """Log-probs that keep the logits and two numbers per row; the backward pass recomputes the probabilities."""
 
     @staticmethod
     def forward(
@@ -228,7 +228,7 @@ def _normalise(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> _Nor
 
 
 def _row_sums(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """[R] maximum of each row of this shard, and [3, R] sums against it:
+    """Return the maximum [R] of each row of this shard, and [3, R] sums against it:
 
     0: sum exp(z - max);  1: the target's z on the rank that has it, 0 elsewhere;  2: -sum exp(z - max) (z - max).
     """
@@ -257,21 +257,21 @@ def _row_sums(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> tuple
 
 
 def _row_blocks(num_rows: int, rows_per_chunk: int, *, num_buffers: int) -> Iterator[slice]:
-    """Row ranges small enough that ``num_buffers`` float32 copies of one are together no more than a chunk."""
+    """Yield row ranges so small that ``num_buffers`` float32 copies of one take no more than a chunk."""
     rows = max(rows_per_chunk // num_buffers, 1)
     for start in range(0, num_rows, rows):
         yield slice(start, min(start + rows, num_rows))
 
 
 def _scaled_rows(logits_TV: Tensor, problem: _Problem, rows: slice) -> Tensor:
-    """A copy of some rows in the dtype of the computation, without padding, divided by the temperature."""
+    """Return a copy of some rows in the dtype of the computation, without padding, divided by the temperature."""
     rows_KV = logits_TV[:, : problem.num_columns].index_select(0, problem.rows_R[rows])
     z_KV = rows_KV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return z_KV if problem.temperature == 1.0 else z_KV.div_(problem.temperature)
 
 
 def _local_columns(local_target_K: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Whether each target lies in this shard, and a column that is safe to index either way."""
+    """Return which targets lie in this shard, and for each a column that is safe to index either way."""
     is_local_K = (local_target_K >= 0) & (local_target_K < num_columns)
     return is_local_K, local_target_K.clamp(0, max(num_columns - 1, 0))
 
@@ -290,7 +290,7 @@ def _mask_rows(z_KV: Tensor, problem: _Problem, rows: slice) -> None:
 
 
 def _kernels_for(logits_TV: Tensor) -> ModuleType | None:
-    """The fused kernels where they apply: CUDA, at most float32, columns side by side, Triton there."""
+    """Return the fused kernels where they apply: CUDA, at most float32, columns side by side, Triton installed."""
     if not logits_TV.is_cuda or logits_TV.dtype == torch.float64 or logits_TV.stride(1) != 1:
         return None
     try:

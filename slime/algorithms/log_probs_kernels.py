@@ -36,7 +36,7 @@ def _row_sums_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row.  Every lane keeps its own running maximum and sums; they meet once, at the end."""
+    """Reduce one row per program; every lane keeps its own running maximum and sums, which meet once, at the end."""
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -89,7 +89,7 @@ def _gradient_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row and block of columns; element by element, so the gradient may lie over the logits."""
+    """Compute the gradient of one row and block of columns, element by element: it may overwrite the logits."""
     program = tl.program_id(0)
     row = (program // num_blocks).to(tl.int64)
     column = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +111,7 @@ def _gradient_kernel(
 
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Where kernels are launched; Triton's interpreter, which tests use, takes CPU tensors and has no device."""
+    """Return the context in which kernels are launched; Triton's interpreter takes CPU tensors and has no device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -124,7 +124,7 @@ def row_sums(
     temperature: float,
     num_columns: int,
 ) -> tuple[Tensor, Tensor]:
-    """``log_probs._row_sums``: maximum of each row and the sums against it; a row without columns has 0."""
+    """Compute ``log_probs._row_sums``: maximum of each row and the sums against it; a row without columns has 0."""
     num_rows = len(rows_R)
     max_R = logits_TV.new_empty(num_rows, dtype=torch.float32)
     sums_3R = logits_TV.new_zeros((3 if with_entropy else 2, num_rows), dtype=torch.float32)

@@ -13,7 +13,7 @@ from slime.algorithms.registry import Registry
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossType:
-    """What a loss is about."""
+    """Properties of a loss."""
 
     summary: str
     needs_advantages: bool = False

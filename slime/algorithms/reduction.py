@@ -26,7 +26,7 @@ Reducer = Callable[[Tensor], Tensor]
 def sum_of_sample_means(
     loss_masks_N: Sequence[Tensor], denominators_N: Sequence[float] | Tensor | None, *, per_token: bool = False
 ) -> Reducer:
-    """A reducer over the tokens of a micro-batch:
+    """Return a reducer over the tokens of a micro-batch:
 
         default:    sum over samples of  sum(x * mask) / max(denominator, 1)
         per_token:  sum(x * mask)
@@ -60,7 +60,7 @@ def sum_of_sample_means(
 
 
 def num_loss_tokens(loss_masks_N: Sequence[Tensor]) -> Tensor:
-    """Trained tokens of the samples, at least one for each; the normaliser of the per-token loss."""
+    """Count the trained tokens of the samples, at least one for each; the normaliser of the per-token loss."""
     return torch.stack([mask.sum().clamp(min=1) for mask in loss_masks_N]).sum()
 
 
@@ -73,7 +73,7 @@ def scale_for_megatron(
     dp_size: int,
     cp_size: int,
 ) -> Tensor:
-    """The reduced loss of a micro-batch such that Megatron's own averaging yields the mean of 6.6.
+    """Scale the reduced loss of a micro-batch such that Megatron's own averaging yields the mean of 6.6.
 
     Default: Megatron divides by the number of micro-batches and averages gradients over the ranks of DP and CP; both
     are undone here, and the sum over rollouts is divided by the rollouts of the step.  Per token: Megatron divides

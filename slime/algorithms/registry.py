@@ -21,7 +21,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
     def __init__(
         self, flag: str, entries: Mapping[str, Entry], *, adopt: Callable[[str, Any], Entry] | None = None
     ) -> None:
-        """A table for ``flag``.
+        """Make a table for ``flag``.
 
         Args:
             flag: the flag whose values the names are, for messages.
@@ -43,11 +43,11 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         return len(self._entries)
 
     def takes(self, name: str) -> bool:
-        """Whether ``name`` is in the table, or may be the import path of something that is not."""
+        """Return True when ``name`` is in the table, or may be the import path of something that is not."""
         return name in self._entries or (self._adopt is not None and "." in name)
 
     def resolve(self, name: str) -> Entry:
-        """The algorithm that a value of the flag stands for.
+        """Return the algorithm that a value of the flag stands for.
 
         Raises:
             ConfigError: the name is unknown; the message lists those there are.
@@ -64,6 +64,6 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         return self._adopt(name, found)
 
     def allowed(self) -> str:
-        """The values that the flag takes, for a message."""
+        """Return the values that the flag takes, for a message."""
         own = ", or the import path of one of your own (package.module.attribute)" if self._adopt else ""
         return f"one of {', '.join(self._entries)}{own}"

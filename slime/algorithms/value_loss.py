@@ -14,7 +14,7 @@ from torch import Tensor
 def clipped_value_loss(
     value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """The larger of two squared errors; no factor one half:
+    """Return the larger of two squared errors; no factor one half:
 
         loss = max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2)
 
@@ -38,7 +38,7 @@ def clipped_value_loss(
 def explained_variance_sums(
     values_N: Sequence[Tensor], returns_N: Sequence[Tensor], mask_N: Sequence[Tensor]
 ) -> Tensor:
-    """What :func:`explained_variance` needs of these tokens; sums of several ranks add up.
+    """Return the sums that :func:`explained_variance` needs of these tokens; sums of several ranks add up.
 
     Args:
         values_N: [R] each, what the critic expected.
@@ -58,7 +58,8 @@ def explained_variance_sums(
 
 
 def explained_variance(sums: Tensor) -> float:
-    """1 - Var(return - value) / Var(return): 1 for a critic that knows, 0 for one that is constant, less for worse.
+    """Return 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant one, less for a worse
+    one.
 
     0 where the returns do not vary: there is nothing to explain.
     """

@@ -33,11 +33,11 @@ class AsyncLoopThread:
         self.loop.run_forever()
 
     def is_alive(self) -> bool:
-        """Whether the loop still serves; False in a forked child, which has the object but not the thread."""
+        """Return True while the loop serves; False in a forked child, which has the object but not the thread."""
         return self._thread.is_alive() and self.loop.is_running()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
-        """The coroutine's result; it is cancelled when the wait ends early (deadline or Ctrl-C)."""
+        """Run the coroutine and return its result; it is cancelled when the wait ends early (deadline or Ctrl-C)."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise ProcessError("run() was called on the background loop itself; await the coroutine instead.")
@@ -62,7 +62,7 @@ _LOOPS_LOCK = threading.Lock()
 
 
 def get_async_loop() -> AsyncLoopThread:
-    """The background loop of this process, started on the first call."""
+    """Return the background loop of this process, started on the first call."""
     with _LOOPS_LOCK:
         if not _LOOPS or not _LOOPS[-1]._thread.is_alive():
             _LOOPS[:] = [AsyncLoopThread()]
@@ -70,7 +70,7 @@ def get_async_loop() -> AsyncLoopThread:
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
-    """Run a coroutine on the background loop and wait for its result.
+    """Run the coroutine and return its result; it is cancelled when the wait ends early (deadline or Ctrl-C).
 
     Raises:
         DeadlineError: it did not end within ``timeout_s`` seconds (it is cancelled then).

@@ -7,7 +7,7 @@ from slime.utils.errors import ConfigError
 
 
 def visible_index(physical_id: int) -> int:
-    """Position of a GPU among those this process sees (``CUDA_VISIBLE_DEVICES``); torch and SGLang count like this.
+    """Return the position of a GPU among those this process sees; torch and SGLang count like this.
 
     Raises:
         ConfigError: the GPU is hidden from this process.

@@ -13,7 +13,7 @@ _GROUPS: dict[str, dist.ProcessGroup] = {}
 
 
 def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """The gloo group of all ranks, made on the first call; every rank must make that call.
+    """Create the gloo group of all ranks on the first call, and return it; every rank must make that call.
 
     Args:
         timeout: longest wait of one collective; torch's default when None.
@@ -24,12 +24,12 @@ def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether torch still knows the group: a process may leave one training group and join another."""
+    """Return True when torch still knows the group: a process may leave one training group and join another."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def get_gloo_group() -> dist.ProcessGroup:
-    """The gloo group of all ranks."""
+    """Return the gloo group of all ranks."""
     if "gloo" not in _GROUPS:
         raise ProcessError("The gloo group does not exist yet; call init_gloo_group() on every rank first.")
     return _GROUPS["gloo"]

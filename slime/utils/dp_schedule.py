@@ -32,7 +32,9 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: Sequence[int],
 ) -> DPSchedule:
-    """``(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)``; AssertionError when impossible."""
+    """Return ``(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)``; AssertionError when
+    impossible.
+    """
     flags = {name: getattr(args, name, None) or default for name, default in _DEFAULTS.items()}
     try:
         config = ScheduleConfig.from_args(

@@ -10,23 +10,23 @@ from collections.abc import Mapping
 
 
 def get_str(name: str, default: str | None = None) -> str | None:
-    """The variable's text, or ``default`` when it is unset or empty."""
+    """Return the variable's text, or ``default`` when it is unset or empty."""
     return os.environ.get(name) or default
 
 
 def get_bool(name: str, default: bool = False) -> bool:
-    """True for 1, true, yes, on (any case); ``default`` when the variable is unset or empty."""
+    """Return True for 1, true, yes, on (any case); ``default`` when the variable is unset or empty."""
     value = os.environ.get(name, "")
     return default if not value else is_yes(value)
 
 
 def is_yes(value: str | None) -> bool:
-    """Whether a variable's text means yes."""
+    """Return True when a variable's text means yes."""
     return (value or "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def get_int(name: str, default: int) -> int:
-    """The variable as an integer, or ``default`` when it is unset or empty."""
+    """Return the variable as an integer, or ``default`` when it is unset or empty."""
     value = os.environ.get(name, "")
     return int(value) if value else default
 
@@ -43,38 +43,43 @@ def unset(*names: str) -> None:
 
 
 def copy() -> dict[str, str]:
-    """A copy of the whole environment, to be handed to a child process."""
+    """Return a copy of the whole environment, to be handed to a child process."""
     return dict(os.environ)
 
 
 def host_ip_override() -> str | None:
-    """``SLIME_HOST_IP``: the address other nodes reach this one by."""
+    """Return ``SLIME_HOST_IP``: the address other nodes reach this one by."""
     return get_str("SLIME_HOST_IP")
 
 
 def prefer_ipv6() -> bool:
-    """``SLIME_PREFER_IPV6``: probe the host address over IPv6 first."""
+    """Return ``SLIME_PREFER_IPV6``: probe the host address over IPv6 first."""
     return get_bool("SLIME_PREFER_IPV6")
 
 
 def log_dir() -> str | None:
-    """``SLIME_LOG_DIR``: folder for the logs of engines and routers; by default a folder in the system's temp."""
+    """Return ``SLIME_LOG_DIR``: folder for the logs of engines and routers; by default a folder in the
+    system's temp.
+    """
     return get_str("SLIME_LOG_DIR")
 
 
 def log_run() -> str | None:
-    """``SLIME_LOG_RUN``: name of the run whose engines and routers log together; set for its processes by slime."""
+    """Return ``SLIME_LOG_RUN``: name of the run whose engines and routers log together; set for its processes by
+    slime.
+    """
     return get_str("SLIME_LOG_RUN")
 
 
 def cuda_visible_devices() -> list[str] | None:
-    """``CUDA_VISIBLE_DEVICES`` as a list; None when it is unset and all devices are visible."""
+    """Return ``CUDA_VISIBLE_DEVICES`` as a list; None when it is unset and all devices are visible."""
     text = get_str("CUDA_VISIBLE_DEVICES")
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def indexer_rope_is_neox() -> bool | None:
-    """``INDEXER_ROPE_NEOX_STYLE``: how the indexer of sparse attention pairs dimensions; None leaves it to the model.
+    """Return ``INDEXER_ROPE_NEOX_STYLE``: how the indexer of sparse attention pairs dimensions; None leaves it to the
+    model.
 
     Patched engines read it too, so that it must reach the trainer when it reaches them.
     """
@@ -90,7 +95,7 @@ _AGENT_ALIASES = {
 
 
 def agent_setting(name: str) -> str | None:
-    """``SLIME_AGENT_<name>``, or its older spelling, for sandboxes and harnesses of slime.agent.
+    """Return ``SLIME_AGENT_<name>``, or its older spelling, for sandboxes and harnesses of slime.agent.
 
     Names: NODE_TARBALL, CC_TARBALL, CC_EXTRA_ARGS, CC_EXTRA_ENVS, CODEX_TARBALL, CODEX_EXTRA_ARGS, CODEX_EXTRA_ENVS,
     SANDBOX_IMAGE_METADATA_KEY, SANDBOX_LIFETIME_SEC, SANDBOX_RPC_RETRIES, E2B_SANDBOX_SIZE.

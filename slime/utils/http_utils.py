@@ -69,7 +69,7 @@ class HttpStatusError(EngineError):
         self._parts = (method, url, status, body)
 
     def __reduce__(self) -> tuple[type[HttpStatusError], tuple[str, str, int, str]]:
-        """Travels between processes by what it was made of."""
+        """Pickle by the constructor's arguments."""
         return HttpStatusError, self._parts
 
 
@@ -79,7 +79,7 @@ class PostTransportUnavailable(EngineError):
 
 @dataclass
 class _Client:
-    """What is shared by all requests of the process."""
+    """The state that all requests of the process share."""
 
     max_connections: int = 0
     """0 is no limit."""
@@ -92,7 +92,7 @@ _CLIENT = _Client()
 
 
 def get_rollout_num_engines(args: Namespace) -> int:
-    """Engines that serve the rollout: ``args.rollout_num_engines``, else as many as fit on the rollout GPUs."""
+    """Return the number of serving engines: ``args.rollout_num_engines``, else as many as fit on the rollout GPUs."""
     known = getattr(args, "rollout_num_engines", None)
     return known or max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
 
@@ -111,7 +111,7 @@ def set_post_transport(transport: PostTransport | None) -> None:
 
 
 def _session() -> aiohttp.ClientSession:
-    """The client of the running loop, made on its first request."""
+    """Return the client of the running loop, made on its first request."""
     loop = asyncio.get_running_loop()
     session = _CLIENT.sessions.get(loop)
     if session is None or session.closed:
@@ -217,7 +217,7 @@ async def post_for_events(
 
 
 def encode_json(payload: Any) -> bytes:
-    """``payload`` as JSON; what the fast encoder refuses, such as keys that are numbers, by the standard one."""
+    """Encode ``payload`` as JSON; the standard encoder takes what the fast one refuses, such as numeric keys."""
     try:
         return orjson.dumps(payload)
     except TypeError:
@@ -225,7 +225,7 @@ def encode_json(payload: Any) -> bytes:
 
 
 def decode_json(body: bytes) -> Any:
-    """The value of a JSON text; the text itself when it is no JSON."""
+    """Decode a JSON text; the text itself when it is no JSON."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -245,7 +245,7 @@ async def _request(
     timeout_s: float,
     decode: Decoder,
 ) -> Any:
-    """One request with its retries, all before one deadline."""
+    """Send one request with its retries, all before one deadline."""
     began = time.monotonic()
     attempt = 0
     while True:

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained: those the assistant would have generated.
+"""Loss masks of conversations: the tokens that the assistant would have generated are trained.
 
 ``MultiTurnLossMaskGenerator(tokenizer, type).get_loss_mask(messages)`` gives token ids and a mask of equal length.
 The types differ in how a conversation becomes text:
@@ -30,7 +30,7 @@ _DUMMY: Message = {"role": "user", "content": "FOR TESTING ONLY"}
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
-    """Of each mask, the number of tokens from the first 1 to the end; 0 when there is no 1."""
+    """Return, for each mask, the number of tokens from the first 1 to the end; 0 when there is no 1."""
     return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
@@ -57,7 +57,7 @@ class MultiTurnLossMaskGenerator:
         self._generate = generators[tokenizer_type]
 
     def get_loss_mask(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
-        """``(token_ids, loss_mask)`` of a conversation.
+        """Return ``(token_ids, loss_mask)`` of a conversation.
 
         Args:
             messages: chat messages; ``step_loss_mask`` other than 1 leaves that message untrained.
@@ -71,17 +71,18 @@ class MultiTurnLossMaskGenerator:
         return self._generate(messages, tools)
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """The module's function of that name."""
+        """Call the module's function of that name."""
         return get_response_lengths(loss_masks)
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_mask: Sequence[int]) -> list[str]:
-        """The trained stretches of a conversation, decoded."""
+        """Return the trained stretches of a conversation, decoded."""
         return [self.tokenizer.decode(list(token_ids[begin:end])) for begin, end in _runs(loss_mask)]
 
     def get_loss_mask_with_multimodal_alignment(
         self, messages: list[Message], input_ids: Sequence[int], tools: list[Any] | None = None
     ) -> TokensAndMask:
-        """``(input_ids, loss_mask)`` where ``input_ids`` came from a processor that expanded images into tokens.
+        """Return ``(input_ids, loss_mask)`` where ``input_ids`` came from a processor that expanded images into
+        tokens.
 
         The assistant's turns hold no images: each is found in ``input_ids`` with its header, in order.
         """
@@ -102,7 +103,7 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def gen_multi_turn_loss_mask_qwen(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
-        """Each message rendered by itself, without the system block that the template puts before it."""
+        """Render each message by itself, without the system block that the template puts before it."""
         implied = self._implied_system_text()
 
         def text_of(unit: list[Message], is_first: bool) -> str:
@@ -114,7 +115,7 @@ class MultiTurnLossMaskGenerator:
         return self._join_units(messages, text_of)
 
     def gen_multi_turn_loss_mask_qwen3(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
-        """Each message rendered as the newest one: the first before a dummy user message, the others after one."""
+        """Render each message as the newest one: the first before a dummy user message, the others after one."""
         dummy_text = self._render([_DUMMY])
         dummy_tail = _without_prefix(self._render([_DUMMY, _DUMMY]), dummy_text, [_DUMMY])
 
@@ -131,7 +132,7 @@ class MultiTurnLossMaskGenerator:
     def gen_multi_turn_loss_mask_qwen3_5(
         self, messages: list[Message], tools: list[Any] | None = None
     ) -> TokensAndMask:
-        """The conversation rendered once; turns of the assistant are found in the text, token by offsets."""
+        """Render the conversation once and find the assistant's turns in the text, token by offsets."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError("--loss-mask-type qwen3_5 needs a fast tokenizer (tokenizer.json), which gives offsets.")
         text = self._render(messages, tools)
@@ -152,13 +153,13 @@ class MultiTurnLossMaskGenerator:
     def gen_multi_turn_loss_mask_distill_qwen(
         self, messages: list[Message], tools: list[Any] | None = None
     ) -> TokensAndMask:
-        """The first message with the generation prompt, untrained, then the content of the last one."""
+        """Render the first message with the generation prompt, untrained, then the content of the last one."""
         prompt_ids = self._encode(self._render(messages[:1], tools, add_generation_prompt=True))
         response_ids = self._encode(messages[-1]["content"])
         return prompt_ids + response_ids, [0] * len(prompt_ids) + [_step_mask(messages[-1])] * len(response_ids)
 
     def _join_units(self, messages: list[Message], text_of: Callable[[list[Message], bool], str]) -> TokensAndMask:
-        """Ids and masks of the pieces, one after the other; ChatML's turn marks keep token boundaries at the seams."""
+        """Join ids and masks of the pieces; ChatML's turn marks keep token boundaries at the seams."""
         prompt_ids = self._encode(self._generation_prompt())
         token_ids: list[int] = []
         loss_mask: list[int] = []
@@ -173,12 +174,12 @@ class MultiTurnLossMaskGenerator:
         return token_ids, loss_mask
 
     def _implied_system_text(self) -> str:
-        """What the template puts before a conversation that has no system message."""
+        """Return the text that the template puts before a conversation without a system message."""
         one, two = self._render([_DUMMY]), self._render([_DUMMY, _DUMMY])
         return one[: 2 * len(one) - len(two)]
 
     def _generation_prompt(self) -> str:
-        """The header that the template writes for the assistant to go on."""
+        """Return the header that the template writes for the assistant to go on."""
         return _without_prefix(self._render([_DUMMY], add_generation_prompt=True), self._render([_DUMMY]), [_DUMMY])
 
     def _render(
@@ -193,7 +194,7 @@ class MultiTurnLossMaskGenerator:
 
 
 def _units(messages: list[Message]) -> list[list[Message]]:
-    """Messages one by one, neighbouring tool messages together: templates put those into one turn."""
+    """Group the messages: neighbouring tool messages together, as templates put them into one turn, others alone."""
     units: list[list[Message]] = []
     for message in messages:
         if units and message["role"] == "tool" and units[-1][0]["role"] == "tool":
@@ -222,32 +223,34 @@ def _without_prefix(text: str, prefix: str, unit: list[Message]) -> str:
 
 
 def _common_prefix(first: list[int], second: list[int]) -> int:
-    """Number of leading ids that two lists share."""
+    """Return the number of leading ids that two lists share."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
 
 
 def _header_end(ids: list[int], header: list[int]) -> int:
-    """Where the assistant's header ends in the first turn of a conversation, which a system block may precede."""
+    """Return the end of the assistant's header in the first turn of a conversation, which a system block
+    may precede.
+    """
     found = _find(ids, header, 0)
     return found + len(header) if found >= 0 else _common_prefix(header, ids)
 
 
 def _find(ids: list[int], needle: list[int], start: int) -> int:
-    """First position from ``start`` on where ``needle`` lies in ``ids``; -1 when there is none."""
+    """Return the first position from ``start`` on where ``needle`` lies in ``ids``; -1 when there is none."""
     last = len(ids) - len(needle)
     return next((i for i in range(start, last + 1) if ids[i : i + len(needle)] == needle), -1)
 
 
 def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """``[begin, end)`` of each stretch of ones."""
+    """Return ``[begin, end)`` of each stretch of ones."""
     edges = [i for i in range(len(mask) + 1) if (mask[i] if i < len(mask) else 0) != (mask[i - 1] if i else 0)]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _assistant_spans(text: str) -> list[tuple[int, int]]:
-    """``[begin, end)`` characters of what the assistant generates in each of its turns."""
+    """Return ``[begin, end)`` characters of what the assistant generates in each of its turns."""
     spans = []
     header = text.find(TURN_BEGIN)
     while header >= 0:
@@ -265,7 +268,7 @@ def _assistant_spans(text: str) -> list[tuple[int, int]]:
 
 
 def _text_only(message: Message) -> Message:
-    """The message with its text parts joined and everything else left out; every turn counts as trained."""
+    """Join the text parts of a message and leave everything else out; every turn counts as trained."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else part.get("text", "") for part in content)

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @functools.cache
 def load_function(path: str) -> Any:
-    """The attribute that an import path such as ``my_package.my_module.my_function`` names.
+    """Import the attribute that a path such as ``my_package.my_module.my_function`` names.
 
     Raises:
         HookError: the path has no dot, its module cannot be imported, or the module has no such attribute.
@@ -58,7 +58,7 @@ def load_function(path: str) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a plug-in's function by name; looked up once, as they are asked for with every sample."""
+    """Return the parameters of a plug-in's function by name; cached, because they are asked for with every sample."""
     return inspect.signature(function).parameters
 
 
@@ -66,7 +66,7 @@ _IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 def copy_plain(value: T, memo: dict[int, Any] | None = None) -> T:
-    """As ``copy.deepcopy``, fast for what JSON can hold: sampling parameters, metadata, token ids.
+    """Copy as ``copy.deepcopy``, fast for what JSON can hold: sampling parameters, metadata, token ids.
 
     A list of numbers costs one look at each; other objects are copied by ``copy.deepcopy``.  Of a list or dict that
     occurs twice two copies are made.
@@ -84,13 +84,13 @@ def copy_plain(value: T, memo: dict[int, Any] | None = None) -> T:
 
 
 class SingletonMeta(type):
-    """Metaclass of classes that have one instance a process; later calls return the first instance."""
+    """Metaclass of classes that have one instance per process; later calls return the first instance."""
 
     _instances: dict[type, Any] = {}
     _lock = threading.RLock()
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The instance, made on the first call."""
+        """Return the instance, made on the first call."""
         with SingletonMeta._lock:
             if cls not in SingletonMeta._instances:
                 SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
@@ -103,7 +103,9 @@ class SingletonMeta(type):
 
 
 class Box:
-    """Carries a value through a layer that would otherwise look into it (Ray resolves bare references)."""
+    """A wrapper that carries a value through a layer that would otherwise resolve it, as Ray does with bare
+    references.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -115,7 +117,7 @@ class Box:
 
 
 def group_by(iterable: Iterable[T], key: Callable[[T], Any] | None = None) -> dict[Any, list[T]]:
-    """Items by ``key(item)`` (the item itself by default), groups and items in order of appearance."""
+    """Group items by ``key(item)`` (the item itself by default), groups and items in order of appearance."""
     groups: dict[Any, list[T]] = {}
     for item in iterable:
         groups.setdefault(item if key is None else key(item), []).append(item)
@@ -139,7 +141,7 @@ def exec_command(cmd: str, capture_output: bool = False, timeout_s: float = 8640
 def should_run_periodic_action(
     rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
 ) -> bool:
-    """Whether something done every ``interval`` rollouts is due after ``rollout_id`` (counted from 0).
+    """Return True when an action of every ``interval`` rollouts is due after ``rollout_id`` (counted from 0).
 
     Also due at the end of an epoch and, when ``num_rollout`` is given, after the last rollout.
     """

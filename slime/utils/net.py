@@ -16,7 +16,7 @@ _PROBE_IPV6 = ("2001:4860:4860::8888", 80)
 
 
 def _probed_ip(family: socket.AddressFamily) -> str | None:
-    """The address of the interface that leads out of this host; None when there is no route.
+    """Return the address of the interface that leads out of this host; None when there is no route.
 
     Connecting a UDP socket sends nothing: it only makes the kernel pick a source address.
     """
@@ -37,7 +37,7 @@ def _resolved_ip(hostname: str) -> str | None:
 
 
 def get_host_info() -> tuple[str, str]:
-    """``(hostname, ip)`` by which other nodes reach this one.
+    """Return ``(hostname, ip)`` by which other nodes reach this one.
 
     The first that gives an address: ``SLIME_HOST_IP``, the outgoing interface (IPv6 first with
     ``SLIME_PREFER_IPV6``), the host name, loopback.
@@ -55,12 +55,12 @@ def get_host_info() -> tuple[str, str]:
 
 
 def get_current_node_ip() -> str:
-    """The address by which other nodes reach this one, without brackets."""
+    """Return the address by which other nodes reach this one, without brackets."""
     return get_host_info()[1].strip("[]")
 
 
 def is_ipv6(host: str) -> bool:
-    """Whether ``host`` is an IPv6 address (with or without brackets) rather than IPv4 or a name."""
+    """Return True when ``host`` is an IPv6 address (with or without brackets) rather than IPv4 or a name."""
     try:
         return ipaddress.ip_address(host.strip("[]")).version == 6
     except ValueError:
@@ -68,17 +68,17 @@ def is_ipv6(host: str) -> bool:
 
 
 def format_host(host: str) -> str:
-    """``host`` as it is written in a URL: IPv6 addresses in brackets, everything else as it is."""
+    """Format ``host`` for a URL: IPv6 addresses in brackets, everything else as it is."""
     return f"[{host.strip('[]')}]" if is_ipv6(host) else host
 
 
 def format_host_port(host: str, port: int) -> str:
-    """``host:port`` as it is written in a URL."""
+    """Format ``host:port`` for a URL."""
     return f"{format_host(host)}:{port}"
 
 
 def is_port_available(port: int) -> bool:
-    """Whether a server may listen on ``port`` on all interfaces, IPv4 and IPv6 alike."""
+    """Return True when a server may listen on ``port`` on all interfaces, IPv4 and IPv6 alike."""
     if not 0 < port <= MAX_PORT:
         return False
     for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
@@ -97,7 +97,7 @@ def is_port_available(port: int) -> bool:
 
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
-    """The first port at or above ``start_port`` that begins a run of ``consecutive`` free ones.
+    """Find the first port at or above ``start_port`` that begins a run of ``consecutive`` free ones.
 
     Another process may take it before the caller does: bind soon, and retry with the next.
     """
@@ -111,7 +111,7 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
 
 
 def find_available_port(base_port: int) -> int:
-    """A free port some way above ``base_port``, begun at random so that neighbours rarely meet."""
+    """Find a free port some way above ``base_port``, from a random start so that neighbours rarely meet."""
     port = base_port + random.randint(100, 1000)
     for _ in range(2000):
         if port > 60000:

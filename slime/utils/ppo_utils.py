@@ -43,21 +43,21 @@ __all__ = [
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
 ) -> Tensor:
-    """``approx_kl``: the KL divergence of each token from the base policy, in nats."""
+    """Return ``approx_kl``: the KL divergence of each token from the base policy, in nats."""
     return approx_kl(log_probs, log_probs_base, kl_loss_type, importance_ratio)
 
 
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``clipped_policy_loss`` of ``ppo_kl = old - new``, the negative log ratio."""
+    """Return ``clipped_policy_loss`` of ``ppo_kl = old - new``, the negative log ratio."""
     return clipped_policy_loss(-ppo_kl, advantages, ClipConfig(low=eps_clip, high=eps_clip_high, dual=eps_clip_c))
 
 
 def compute_cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """``cispo_loss`` of ``ppo_kl = old - new``, the negative log ratio."""
+    """Return ``cispo_loss`` of ``ppo_kl = old - new``, the negative log ratio."""
     return cispo_loss(-ppo_kl, log_probs, advantages, ClipConfig(low=eps_clip, high=eps_clip_high))
 
 
@@ -67,7 +67,7 @@ def compute_gspo_kl(
     local_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> Tensor:
-    """Each sequence's mean of ``old - new`` on each of its local tokens, concatenated."""
+    """Return each sequence's mean of ``old - new`` on each of its local tokens, concatenated."""
     kl = -sequence_log_ratio(full_log_probs, full_old_log_probs, loss_masks)
     return spread_over_tokens(kl, [len(local) for local in local_log_probs])
 
@@ -79,8 +79,9 @@ def compute_opsm_mask(
     advantages: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """``off_policy_sequence_mask`` with the threshold ``args.opsm_delta``, and the sum over samples of the fraction of
-    trained tokens that it drops."""
+    """Return ``off_policy_sequence_mask`` with the threshold ``args.opsm_delta``, and the sum over samples of the
+    fraction of trained tokens that it drops.
+    """
     keep = off_policy_sequence_mask(full_log_probs, full_old_log_probs, loss_masks, advantages, delta=args.opsm_delta)
     dropped = torch.split_with_sizes(1 - keep, [len(mask) for mask in loss_masks])
     fractions = [(row * mask).sum() / mask.sum().clamp(min=1) for row, mask in zip(dropped, loss_masks, strict=True)]
@@ -88,7 +89,7 @@ def compute_opsm_mask(
 
 
 def get_grpo_returns(rewards: Tensor, kl: Sequence[Tensor]) -> list[Tensor]:
-    """The reward of each sample on each of its tokens."""
+    """Return the reward of each sample on each of its tokens."""
     inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl)
     return get_estimator("grpo").compute(inputs, AdvantageConfig())[1]
 
@@ -102,7 +103,7 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """The discounted return of each token."""
+    """Return the discounted return of each token."""
     inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl, mask_N=loss_masks)
     return get_estimator("reinforce_plus_plus").compute(inputs, AdvantageConfig(kl_coef=kl_coef, gamma=gamma))[1]
 
@@ -110,7 +111,7 @@ def get_reinforce_plus_plus_returns(
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Tensor, kl: Sequence[Tensor], loss_masks: Sequence[Tensor], kl_coef: float
 ) -> list[Tensor]:
-    """``reward - kl_coef * kl`` on each token."""
+    """Return ``reward - kl_coef * kl`` on each token."""
     inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl, mask_N=loss_masks)
     return get_estimator("reinforce_plus_plus_baseline").compute(inputs, AdvantageConfig(kl_coef=kl_coef))[0]
 
@@ -124,12 +125,12 @@ def get_advantages_and_returns_batch(
     lambd: float,
     chunked: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Generalised advantages and returns of a ragged list; ``chunked`` is accepted and changes nothing."""
+    """Return generalised advantages and returns of a ragged list; ``chunked`` is accepted and changes nothing."""
     return generalised_advantages(rewards_list, values_list, gamma=gamma, lambd=lambd)
 
 
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantages and returns of a [B, T] batch."""
+    """Return generalised advantages and returns of a [B, T] batch."""
     advantages, returns = generalised_advantages(rewards.unbind(0), values.unbind(0), gamma=gamma, lambd=lambd)
     return torch.stack(advantages), torch.stack(returns)
 
@@ -137,12 +138,12 @@ def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> 
 def chunked_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """As ``vanilla_gae``; the scan needs no chunks, so ``chunk_size`` changes nothing."""
+    """Compute ``vanilla_gae``; the scan needs no chunks, so ``chunk_size`` changes nothing."""
     return vanilla_gae(rewards, values, gamma, lambd)
 
 
 def chunked_discounted_returns(rewards: Tensor, gamma: float, chunk_size: int = 128) -> Tensor:
-    """Discounted sums along the last dimension; ``chunk_size`` changes nothing."""
+    """Return discounted sums along the last dimension; ``chunk_size`` changes nothing."""
     return discounted_suffix_sums(rewards, gamma)
 
 
@@ -155,7 +156,7 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each token and, on request, the entropy of each row of [T, V] logits."""
+    """Return the log-probability of each token and, on request, the entropy of each row of [T, V] logits."""
     return vocab_parallel_log_probs(
         logits,
         tokens,

@@ -21,7 +21,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 
 
 def load_tokenizer(path: str, **kwargs: Any) -> Any:
-    """The tokenizer of a Hugging Face folder or hub name; ``kwargs`` go to ``AutoTokenizer.from_pretrained``.
+    """Return the tokenizer of a Hugging Face folder or hub name; ``kwargs`` go to ``AutoTokenizer.from_pretrained``.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -39,7 +39,7 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
 
 
 def load_processor(path: str, **kwargs: Any) -> Any | None:
-    """The processor of a multimodal model; None when the model has none.
+    """Return the processor of a multimodal model; None when the model has none.
 
     A processor whose own dependencies are missing counts as none, with a warning: text-only training goes on without.
     """
@@ -59,7 +59,9 @@ def load_processor(path: str, **kwargs: Any) -> Any | None:
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str, Any]:
-    """Keyword arguments for ``processor(text=..., **kwargs)``: ids as lists, everything else as torch tensors."""
+    """Return keyword arguments for ``processor(text=..., **kwargs)``: ids as lists, everything else as
+    torch tensors.
+    """
     kwargs = dict(multimodal_inputs or {})
     forced: dict[str, dict[str, Any]] = {
         "text_kwargs": {"return_tensors": None, "return_mm_token_type_ids": False},
@@ -73,7 +75,7 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str
 
 
 def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dict[str, Any]:
-    """``{"images": [...] | None, "videos": [...] | None}`` found in chat messages, in order.
+    """Return ``{"images": [...] | None, "videos": [...] | None}`` found in chat messages, in order.
 
     Uses qwen_vl_utils where it is installed (it also resizes images to multiples of the patch size); without it
     images are opened as they are and videos are refused.
@@ -101,7 +103,7 @@ def _open_images(prompt: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _open_image(source: Any) -> Any:
-    """A PIL image in RGB from a path, a ``data:`` or ``file:`` URL, bytes, ``{"bytes": ...}`` or an image."""
+    """Return a PIL image in RGB from a path, a ``data:`` or ``file:`` URL, bytes, ``{"bytes": ...}`` or an image."""
     from PIL import Image
 
     if isinstance(source, dict):
@@ -121,7 +123,7 @@ def _open_image(source: Any) -> Any:
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """A PIL image as the ``data:image/png;base64,...`` URL that the engine takes in ``image_data``."""
+    """Return a PIL image as the ``data:image/png;base64,...`` URL that the engine takes in ``image_data``."""
     buffer = io.BytesIO()
     (image if image.mode in ("RGB", "RGBA", "L", "P") else image.convert("RGB")).save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -28,7 +28,7 @@ ROUTED_EXPERTS_START_KEY = "routed_experts_start_len"
 
 
 def decode_int32(value: Any, name: str = "array") -> np.ndarray:
-    """A flat int32 array from base64 text, raw bytes, a list, an array or a tensor."""
+    """Return a flat int32 array from base64 text, raw bytes, a list, an array or a tensor."""
     if isinstance(value, str):
         try:
             value = base64.b64decode(value, validate=True)
@@ -45,7 +45,9 @@ def decode_int32(value: Any, name: str = "array") -> np.ndarray:
 
 
 def decode_int32_meta_array(meta: Mapping[str, Any], keys: str | Sequence[str]) -> np.ndarray | None:
-    """The int32 array under the first of ``keys`` that ``meta`` has with a value; None when it has none of them."""
+    """Return the int32 array under the first of ``keys`` that ``meta`` has with a value; None when it has none of
+    them.
+    """
     for key in [keys] if isinstance(keys, str) else keys:
         if meta.get(key) is not None:
             return decode_int32(meta[key], key)
@@ -76,7 +78,7 @@ class TokenLogProbs(Sequence[Any]):
 
 
 def read_output_tokens(meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """``(token ids, log-probs)`` of the generated tokens; both empty when nothing was generated.
+    """Return ``(token ids, log-probs)`` of the generated tokens; both empty when nothing was generated.
 
     ``output_token_logprobs`` is a list of ``[log_prob, token_id, ...]``, or the ``TokenLogProbs`` made of it.
     """
@@ -92,7 +94,7 @@ _IDS_START = b'"output_ids":['
 
 
 def decode_generate_answer(body: bytes) -> Any:
-    """The JSON that ``/generate`` answered, its ``output_token_logprobs`` as ``TokenLogProbs``.
+    """Return the JSON that ``/generate`` answered, its ``output_token_logprobs`` as ``TokenLogProbs``.
 
     The entries are cut out of the text and parsed as one flat row of numbers, several times as fast as as lists.  In
     the text the marks are unmistakable: inside a JSON string their quotes would have backslashes.  ``output_ids``,
@@ -115,14 +117,16 @@ def decode_generate_answer(body: bytes) -> Any:
 
 
 def _without_ids(head: bytes) -> bytes:
-    """The text without the items of its ``output_ids``."""
+    """Return the text without the items of its ``output_ids``."""
     start = head.find(_IDS_START)
     stop = head.find(b"]", start)
     return head if start < 0 or stop < 0 else head[: start + len(_IDS_START)] + head[stop:]
 
 
 def _parse_entries(entries: bytes) -> TokenLogProbs | None:
-    """The columns of ``log_prob,id,null],[log_prob,id,null ... null]]``; None when the text is anything else."""
+    """Return the columns of ``log_prob,id,null],[log_prob,id,null ... null]]``; None when the text is
+    anything else.
+    """
     try:
         values = orjson.loads(b"[%b]" % entries.translate(None, b"[]"))
         ids = share_ids(values[1::3])
@@ -143,7 +147,7 @@ def _shared_ids() -> list[int]:
 
 
 def share_ids(ids: list[int]) -> list[int]:
-    """Equal ids, as objects that are shared by all samples: 8 bytes a token instead of 40.
+    """Return equal ids, as objects that are shared by all samples: 8 bytes a token instead of 40.
 
     Raises:
         TypeError: one of them is no integer.
@@ -158,7 +162,7 @@ def share_ids(ids: list[int]) -> list[int]:
 
 
 def read_top_p_spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Tensor, Tensor] | None:
-    """The token ids each generated token was drawn from, as ``(ids, offsets)``; None when the engine sent none.
+    """Return the token ids each generated token was drawn from, as ``(ids, offsets)``; None when the engine sent none.
 
     Args:
         meta: the engine's ``meta_info``.
@@ -189,7 +193,7 @@ def read_top_p_spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Tensor, 
 def extend_top_p_spans(
     spans: tuple[Any, Any] | None, new_spans: tuple[Tensor, Tensor] | None, *, num_earlier: int, num_new: int
 ) -> tuple[Any, Any] | None:
-    """Spans of a response after ``num_new`` more tokens.
+    """Append the spans of ``num_new`` more tokens to those of a response.
 
     Without ``new_spans`` the new tokens get empty spans when the response has spans already, and nothing happens
     otherwise; without ``spans`` the ``num_earlier`` tokens before them get empty ones.
@@ -208,7 +212,7 @@ def extend_top_p_spans(
 def read_routed_experts(
     meta: Mapping[str, Any], *, num_tokens: int, num_layers: int, top_k: int, earlier: Tensor | None = None
 ) -> Tensor | None:
-    """Which experts each position was routed to, int32 [num_tokens - 1, num_layers, top_k]; None when not sent.
+    """Return the experts of each position, int32 [num_tokens - 1, num_layers, top_k]; None when not sent.
 
     The last token was never an input, hence the minus one.  An engine that found ``routed_experts_start_len``
     positions in its cache sends only the rows after them; ``earlier`` supplies the rest.

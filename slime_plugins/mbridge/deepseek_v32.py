@@ -19,12 +19,12 @@ from slime.utils.errors import ConfigError
 
 
 class DeepseekV32Bridge:
-    """Loads and exports the weights of a model, through the loader and exporter that all families share."""
+    """A bridge that loads and exports weights through the loader and exporter that all families share."""
 
     model_types = ("deepseek_v32", "glm_moe_dsa")
 
     def __init__(self, args: Namespace) -> None:
-        """Complete Megatron flags.
+        """Take complete Megatron flags.
 
         Raises:
             ConfigError: ``--hf-checkpoint`` is a model of another type.
@@ -38,7 +38,10 @@ class DeepseekV32Bridge:
         load_hf_weights(self.args, models, weights_path)
 
     def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """HF names and whole tensors, in the dtypes of the model.  A collective: all ranks walk to the end."""
+        """Yield HF names and whole tensors, in the dtypes of the model.
+
+        A collective: all ranks iterate to the end.
+        """
         return iter_hf_tensors(self.args, models, model_name=self.model_type, dtype=None)
 
     def _check(self, path: str | Path) -> str:

@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_bloc
 
 
 def get_glm_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
-    """The layers of this pipeline stage."""
+    """Return the layers of this pipeline stage."""
     return get_block_spec(
         config,
         vp_stage,

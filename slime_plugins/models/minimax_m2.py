@@ -33,7 +33,7 @@ from slime.utils.errors import ConfigError
 
 
 def get_minimax_m2_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
-    """The layers of this pipeline stage.
+    """Return the layers of this pipeline stage.
 
     Args:
         args: complete flags; not read, ``config`` has been made from them.
@@ -54,7 +54,7 @@ get_minimax_m2_layer_spec = get_minimax_m2_spec
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
-    """Called by slime with the flags, before a GPU is taken: do they describe this model?
+    """Check, before a GPU is taken, that the flags describe this model.
 
     Raises:
         ConfigError: they do not.
@@ -74,7 +74,7 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
 
 
 def _norm_over_heads(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """The layer with both norms of its attention exchanged."""
+    """Replace both norms of the layer's attention."""
     attention = layer.submodules.self_attention
     norms = {
         "q_layernorm": ModuleSpec(module=AllHeadsNorm, params={"num_heads": config.num_attention_heads}),
@@ -111,7 +111,7 @@ class AllHeadsNorm(Norm):
         self.tp_group = mpu.get_tensor_model_parallel_group()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, batch, heads of this rank, head dimension], of that shape and dtype."""
+        """Return [tokens, batch, heads of this rank, head dimension], of that shape and dtype."""
         heads, width = x.shape[-2:]
         weight = self.weight.view(-1, width)
         if self.is_zero_centered:
@@ -155,7 +155,7 @@ class _SharedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of ``x`` and of this rank's part of the weight."""
+        """Return gradients of ``x`` and of this rank's part of the weight."""
         x, weight, inverse = ctx.saved_tensors
         (grad,) = grads
         normed = x * inverse

@@ -37,7 +37,7 @@ _REQUIRED = ("instance_id", "messages", "reward")
 
 
 class RolloutBuffer:
-    """Items by instance, until their group is complete.  Safe to use from several threads.
+    """Items by instance, until their group is complete.  Thread-safe.
 
     Invariant: an item that was accepted is handed out once, with its whole group.
     """
@@ -52,7 +52,7 @@ class RolloutBuffer:
         self._lock = threading.Lock()
 
     def write(self, item: Item) -> Item:
-        """Accept an item; the item with its time.
+        """Accept an item; returns it with its time.
 
         Raises:
             ConfigError: a key is missing, or the reward is not a number.
@@ -69,7 +69,7 @@ class RolloutBuffer:
         return item
 
     def read(self) -> dict[str, Any]:
-        """``{"data": items of the complete groups, "meta_info": ...}``; the groups leave the buffer."""
+        """Return ``{"data": items of the complete groups, "meta_info": ...}``; the groups leave the buffer."""
         with self._lock:
             size, task_type = self.group_size, self.generator.task_type
             valid = [g for g in self._groups.items() if self.generator.is_valid_group(g, size, task_type)]
@@ -102,7 +102,7 @@ class RolloutBuffer:
             return list(self._groups)
 
     def waiting(self) -> dict[str, int]:
-        """Instance -> items that wait."""
+        """Return the waiting items by instance."""
         with self._lock:
             return {instance_id: len(items) for instance_id, items in self._groups.items()}
 
@@ -125,7 +125,7 @@ class GeneratorProcess:
             return self._process.pid
 
     def exit_code(self) -> int | None | str:
-        """The code it ended with; "running", or None before the first start."""
+        """Return the exit code; "running", or None before the first start."""
         if self._process is None:
             return None
         code = self._process.poll()
@@ -152,7 +152,7 @@ class GeneratorProcess:
 
 
 def create_app(folders: Iterable[Path] = (), group_size: int = 1) -> FastAPI:
-    """The service, with the generators of the package and of ``folders``."""
+    """Create the service, with the generators of the package and of ``folders``."""
     generators = load_generators(folders)
     buffer = RolloutBuffer(generators[DEFAULT_TASK_TYPE], group_size)
     process = GeneratorProcess()

@@ -23,17 +23,17 @@ BUILT_IN = Path(__file__).with_name("generator")
 
 
 def keep_group(group: Group, task_type: str) -> Group:
-    """The group as it is."""
+    """Return the group as it is."""
     return group
 
 
 def has_enough_items(group: Group, min_size: int, task_type: str) -> bool:
-    """Whether every repeat of the instance has come back."""
+    """Return True when every repeat of the instance has come back."""
     return len(group[1]) >= min_size
 
 
 def count_groups(temp_data: dict[str, list[Item]]) -> dict[str, Any]:
-    """Counts and the mean reward of what was written since the last reading."""
+    """Count the groups and average the rewards written since the last reading."""
     rewards = [float(item["reward"]) for items in temp_data.values() for item in items]
     num_groups = len(temp_data)
     return {
@@ -57,7 +57,7 @@ class Generator:
 
 
 def load_module(file: Path) -> ModuleType:
-    """The module in ``file``; one of the package under its own name, so that child processes can import it."""
+    """Import ``file``; one of the package under its own name, so that child processes can import it."""
     inside = file.parent == BUILT_IN
     name = f"{__package__}.generator.{file.stem}" if inside else f"slime_generator_{file.stem}"
     if name in sys.modules:
@@ -72,7 +72,7 @@ def load_module(file: Path) -> ModuleType:
 
 
 def load_generators(folders: Iterable[Path] = ()) -> dict[str, Generator]:
-    """Task type -> generator, of the package and of ``folders``; later folders win.
+    """Load the generators of the package and of ``folders``, by task type; later folders win.
 
     Raises:
         ConfigError: a file lacks ``TASK_TYPE`` or ``run_rollout``, or two of one folder have the same task type.

@@ -52,7 +52,7 @@ def buffer_config(args: Namespace) -> BufferConfig:
 def generate_rollout(
     args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """``--rollout-batch-size`` groups from the service at ``--rollout-buffer-url``.
+    """Take ``--rollout-batch-size`` groups from the service at ``--rollout-buffer-url``.
 
     Raises:
         ConfigError: asked to evaluate, or no address was given.
@@ -135,7 +135,7 @@ def _mask_generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMas
 
 
 def _hand_over(args: Namespace, data_buffer: Any, items: list[dict[str, Any]]) -> None:
-    """Groups of samples, the newest first, into the data source; their instances into its notes."""
+    """Give groups of samples, the newest first, and their instances to the data source."""
     by_instance: dict[str, list[dict[str, Any]]] = {}
     for item in items:
         by_instance.setdefault(str(item["instance_id"]), []).append(item)
@@ -152,7 +152,7 @@ def _hand_over(args: Namespace, data_buffer: Any, items: list[dict[str, Any]]) -
 
 
 def _group(data_buffer: Any, items: list[dict[str, Any]], generator: MultiTurnLossMaskGenerator) -> list[Sample]:
-    """The samples of one instance, numbered by the data source's own counters."""
+    """Make the samples of one instance, numbered by the data source's own counters."""
     group_index = data_buffer.sample_group_index
     data_buffer.sample_group_index += 1
     group = []
@@ -165,7 +165,7 @@ def _group(data_buffer: Any, items: list[dict[str, Any]], generator: MultiTurnLo
 
 
 def sample_of(item: dict[str, Any], generator: MultiTurnLossMaskGenerator) -> Sample:
-    """A finished sample from an item: the response begins at the first word of the assistant."""
+    """Make a finished sample of an item: the response begins at the first word of the assistant."""
     messages = item["messages"]
     extra_info = item.get("extra_info") or {}
     token_ids, loss_mask = generator.get_loss_mask(messages, tools=extra_info.get("tools"))

@@ -65,7 +65,7 @@ class AnthropicAdapter(BaseAdapter):
         return messages, [_function_tool(tool) for tool in offered if tool.get("input_schema") is not None]
 
     def _messages(self, message: Any) -> list[Message]:
-        """One message as one or more: each result of a tool is a message of its own."""
+        """Return one message as one or more: each result of a tool becomes a message of its own."""
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise AdapterError(400, f"A message is {str(message)[:200]}; its role must be user or assistant.")
         content = message.get("content")
@@ -125,7 +125,7 @@ def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _assistant_message(blocks: list[dict[str, Any]]) -> Message:
-    """The assistant's content blocks as one message of a chat template."""
+    """Return the assistant's content blocks as one message of a chat template."""
     text = flatten_content([block for block in blocks if block.get("type") == "text"])
     message: Message = {"role": "assistant", "content": text}
     reasoning = "\n".join(block["thinking"] for block in blocks if block.get("type") == "thinking")
@@ -138,7 +138,7 @@ def _assistant_message(blocks: list[dict[str, Any]]) -> Message:
 
 
 def _events(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The answer as the events of a stream."""
+    """Return the answer as the events of a stream."""
     usage = message["usage"]
     opened = {**message, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 1}}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": opened}]
@@ -153,7 +153,7 @@ def _events(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _block_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The block as it opens, and what fills it."""
+    """Return the block as it opens, and the deltas that fill it."""
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
     if block["type"] == "thinking":

@@ -35,7 +35,7 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty",
 
 
 class BaseAdapter(ABC):
-    """A server in front of SGLang that writes down the turns of agents.
+    """A server in front of SGLang that records the turns of agents.
 
     Args:
         tokenizer: of the model, with its chat template.
@@ -163,21 +163,21 @@ class BaseAdapter(ABC):
 
     @abstractmethod
     def _session_id(self, request: web.BaseRequest, body: dict[str, Any]) -> str | None:
-        """The session that a request names."""
+        """Return the session that a request names."""
 
     def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body, changed where a subclass wants to."""
+        """Change the body before anything reads it; by default it stays as it is."""
         return body
 
     @abstractmethod
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
-        """``(messages, tools)`` as chat templates take them.  AdapterError for what is not supported."""
+        """Return ``(messages, tools)`` as chat templates take them.  AdapterError for what is not supported."""
 
     @abstractmethod
     def _build_reply(
         self, parsed: ParsedModelOutput, raw_finish: str, translated: list[Message], tools: list[dict[str, Any]]
     ) -> Reply:
-        """The answer in the protocol's form."""
+        """Return the answer in the protocol's form."""
 
     @abstractmethod
     async def _respond(
@@ -187,11 +187,11 @@ class BaseAdapter(ABC):
 
     @abstractmethod
     def _error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
-        """An error in the protocol's form."""
+        """Return an error in the protocol's form."""
 
     @abstractmethod
     def _event_stream(self) -> EventStream:
-        """How the protocol writes keep-alives and errors into a stream."""
+        """Return the form of keep-alives and errors in a stream."""
 
     # The turn.
 
@@ -205,7 +205,7 @@ class BaseAdapter(ABC):
         return web.json_response(body)
 
     async def _handle_turn(self, request: web.Request) -> web.StreamResponse:
-        """One request from its body to its answer."""
+        """Serve one request from its body to its answer."""
         sid = DEFAULT_SID
         try:
             body = self._preprocess_body(await self._read_body(request))
@@ -278,7 +278,7 @@ class BaseAdapter(ABC):
             raise AdapterError(400, message) from error
 
     def _sampling_params(self, body: dict[str, Any], session: Session, num_prompt: int) -> dict[str, Any]:
-        """Defaults of the session, then what the request asks for, then what the session insists on."""
+        """Merge the session's defaults, the request's parameters and the session's overrides, in this order."""
         params = dict(session.sampling_defaults)
         params |= {key: body[key] for key in _SAMPLING_KEYS if body.get(key) is not None}
         limits = [next((body[key] for key in self.max_token_keys if body.get(key) is not None), None)]
@@ -311,7 +311,7 @@ class BaseAdapter(ABC):
         prompt_ids: list[int],
         params: dict[str, Any],
     ) -> TurnRecord:
-        """The engine's turn, while the client is there; what goes wrong as an error of the protocol."""
+        """Generate the engine's turn while the client is connected; failures become errors of the protocol."""
         call = asyncio.ensure_future(
             common.call_sglang_generate(
                 self.sglang_url,
@@ -376,5 +376,5 @@ class BaseAdapter(ABC):
 
 
 def _is_gone(request: web.BaseRequest) -> bool:
-    """Whether the client has closed its connection."""
+    """Return True when the client has closed its connection."""
     return request.transport is None or request.transport.is_closing()

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SID = "default"
 MAX_RESUMES = 6
-"""How often one turn goes on after an abort; each weight update may cause one."""
+"""Continuations of one turn after aborts; each weight update may cause one."""
 RESUME_WAIT_S = 1.0
 CONNECT_RETRIES = 60
 """One second apart: an engine that is restarted is back by then, and a dead one is reported."""
@@ -176,7 +176,9 @@ def _meta_of(output: Any) -> dict[str, Any]:
 
 
 def _text_of(ids: list[int], texts: list[str], reason: Mapping[str, Any], tokenizer: Any) -> str:
-    """The drawn text without its stop token.  An interrupted turn may be split inside a character: decode it whole."""
+    """Return the drawn text without its stop token.  An interrupted turn may be split inside a character: decode it
+    whole.
+    """
     text = "".join(texts)
     if tokenizer is not None and len(texts) > 1:
         text = tokenizer.decode(ids, skip_special_tokens=False)
@@ -187,7 +189,7 @@ def _text_of(ids: list[int], texts: list[str], reason: Mapping[str, Any], tokeni
 
 
 def flatten_content(content: Any) -> str:
-    """Text of a message's content: a string, or a list of parts; parts that are no text leave a mark."""
+    """Return the text of a message's content: a string, or a list of parts; a part without text becomes a mark."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -208,7 +210,7 @@ def flatten_content(content: Any) -> str:
 
 
 def tool_call_dict(name: str, args: Any, call_id: str | None = None) -> dict[str, Any]:
-    """A tool call as chat templates expect it: arguments as an object, also when they come as JSON text."""
+    """Return a tool call as chat templates expect it: arguments as an object, also when they come as JSON text."""
     if isinstance(args, str):
         try:
             args = json.loads(args or "{}")
@@ -219,18 +221,18 @@ def tool_call_dict(name: str, args: Any, call_id: str | None = None) -> dict[str
 
 
 def manager_finish_reason(raw_finish: str, tool_uses: Sequence[Any] | None = None) -> str:
-    """The engine's finish reason, or ``tool_calls`` where the turn ended by itself with a call of a tool."""
+    """Return the engine's finish reason, or ``tool_calls`` where the turn ended by itself with a call of a tool."""
     return "tool_calls" if tool_uses and raw_finish == "stop" else raw_finish
 
 
 def sid_from_bearer(request: web.BaseRequest) -> str | None:
-    """The session that the header ``Authorization: Bearer`` names; agents send their API key there."""
+    """Return the session named by the header ``Authorization: Bearer``; agents send their API key there."""
     kind, _, value = request.headers.get("Authorization", "").partition(" ")
     return value.strip() or None if kind.lower() == "bearer" else None
 
 
 def sid_from_body(body: Mapping[str, Any]) -> str | None:
-    """The session that ``metadata.session_id`` or ``user`` of the body names."""
+    """Return the session named by ``metadata.session_id`` or ``user`` of the body."""
     metadata = body.get("metadata")
     found = metadata.get("session_id") if isinstance(metadata, Mapping) else None
     found = found or body.get("user")
@@ -267,7 +269,7 @@ class SessionBook:
             self._open[session.sid] = session
 
     def admit(self, sid: str) -> Session:
-        """The session with one more turn counted; an id that was never seen is opened.
+        """Count one more turn of the session and return it; an unknown id is opened.
 
         Raises:
             AdapterError: the session is closed (503) or has used its turns (429).
@@ -306,7 +308,7 @@ class SessionBook:
         return session
 
     async def close(self, sid: str, wait_timeout: float) -> Session | None:
-        """``shut``, and forget the session; the second caller gets None."""
+        """Shut and forget the session; the second caller gets None."""
         with self._lock:
             if sid not in self._open or sid in self._closed:
                 return None
@@ -338,11 +340,11 @@ class EventStream:
 
     @staticmethod
     def of(request: web.BaseRequest) -> web.StreamResponse | None:
-        """The stream of ``request``, when it has begun."""
+        """Return the stream of ``request``, when it has begun."""
         return request.get(_STREAM)
 
     async def begin(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The stream of ``request``."""
+        """Return the stream of ``request``, and begin it when it has not begun."""
         stream = self.of(request)
         if stream is None:
             headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -352,7 +354,7 @@ class EventStream:
         return stream
 
     async def keep_alive(self, request: web.BaseRequest) -> None:
-        """Let the client hear that its request is worked on."""
+        """Tell the client that its request is being worked on."""
         stream = await self.begin(request)
         await stream.write(b": working\n\n" if self._keep_alive is None else self.encode(self._keep_alive))
 
@@ -368,11 +370,11 @@ class EventStream:
         return await self.send(request, [{"type": "error", **error} if self._named else error])
 
     def encode(self, event: dict[str, Any]) -> bytes:
-        """One event on the wire."""
+        """Return one event as it is sent."""
         head = f"event: {event['type']}\n" if self._named else ""
         return f"{head}data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
 
 
 def pieces(text: str, size: int = 512) -> list[str]:
-    """``text`` cut into deltas of a stream."""
+    """Cut ``text`` into deltas of a stream."""
     return [text[start : start + size] for start in range(0, len(text), size)]

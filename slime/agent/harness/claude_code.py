@@ -22,7 +22,7 @@ HOME = f"/home/{AGENT_USER}"
 
 
 class ClaudeCodeHarness(BaseHarness):
-    """Runs ``claude -p``.
+    """The harness of ``claude -p``.
 
     ``SLIME_AGENT_CC_TARBALL`` is an npm tarball for sandboxes without network; ``SLIME_AGENT_CC_EXTRA_ARGS`` and
     ``SLIME_AGENT_CC_EXTRA_ENVS`` are added to the command and its environment.
@@ -31,19 +31,19 @@ class ClaudeCodeHarness(BaseHarness):
     name = "claude-code"
 
     async def install_cli(self, sb: Sandbox) -> None:
-        """Node and the package, unless ``claude`` runs already."""
+        """Install Node and the package, unless ``claude`` runs already."""
         package = npm_source("CC_TARBALL", "@anthropic-ai/claude-code")
         await install_npm_cli(sb, node_runtime=install_node22, npm_package=package, check_cmd="claude --version")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """Settings that answer what it would ask at its first start."""
+        """Write settings that answer the questions of a first start."""
         state = {"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True}
         await sb.write_file(f"{HOME}/.claude.json", json.dumps(state), user=AGENT_USER)
         settings = {"includeCoAuthoredBy": False, "cleanupPeriodDays": 1}
         await sb.write_file(f"{HOME}/.claude/settings.json", json.dumps(settings), user=AGENT_USER)
 
     def environment(self, ctx: HarnessContext) -> dict[str, str]:
-        """The adapter instead of Anthropic, and nothing that talks to anybody else."""
+        """Return variables that point it at the adapter and turn off everything that talks to other servers."""
         return {
             "HOME": HOME,
             "ANTHROPIC_BASE_URL": ctx.adapter_url,
@@ -58,7 +58,7 @@ class ClaudeCodeHarness(BaseHarness):
         }
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """``claude -p`` with the prompt from a file, so that no shell reads it."""
+        """Run ``claude -p`` with the prompt from a file, so that no shell reads it."""
         prompt_file = f"{HOME}/.slime-prompt"
         await sb.write_file(prompt_file, prompt, user=AGENT_USER)
         flags = f"-p --dangerously-skip-permissions --output-format json {extra_args('CC_EXTRA_ARGS')}"

@@ -23,7 +23,7 @@ KEY_VARIABLE = "SLIME_SESSION"
 
 
 class CodexHarness(BaseHarness):
-    """Runs ``codex exec`` over chat completions, so the version must be one that offers ``wire_api = "chat"``.
+    """The harness of ``codex exec`` over chat completions; the version must be one that offers ``wire_api = "chat"``.
 
     ``SLIME_AGENT_CODEX_TARBALL`` is an npm tarball of such a version; ``SLIME_AGENT_CODEX_EXTRA_ARGS`` and
     ``SLIME_AGENT_CODEX_EXTRA_ENVS`` are added to the command and its environment.
@@ -32,12 +32,12 @@ class CodexHarness(BaseHarness):
     name = "codex"
 
     async def install_cli(self, sb: Sandbox) -> None:
-        """Node and the package, unless ``codex`` runs already."""
+        """Install Node and the package, unless ``codex`` runs already."""
         package = npm_source("CODEX_TARBALL", "@openai/codex")
         await install_npm_cli(sb, node_runtime=install_node22, npm_package=package, check_cmd="codex --version")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """A provider that is the adapter."""
+        """Write a configuration whose provider is the adapter."""
         lines = [
             f"model = {json.dumps(MODEL)}",
             'model_provider = "slime"',
@@ -54,7 +54,7 @@ class CodexHarness(BaseHarness):
         await sb.write_file(f"{HOME}/.codex/config.toml", "\n".join([*lines, ""]), user=AGENT_USER)
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """``codex exec -`` with the prompt from a file, so that no shell reads it."""
+        """Run ``codex exec -`` with the prompt from a file, so that no shell reads it."""
         prompt_file = f"{HOME}/.slime-prompt"
         await sb.write_file(prompt_file, prompt, user=AGENT_USER)
         flags = f"--skip-git-repo-check --json {extra_args('CODEX_EXTRA_ARGS')}"

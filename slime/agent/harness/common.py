@@ -26,13 +26,13 @@ NodeRuntime = Callable[[Sandbox], Awaitable[None]]
 
 
 class SingletonABCMeta(ABCMeta):
-    """Metaclass of abstract classes whose concrete subclasses have one instance each in a process."""
+    """Metaclass of abstract classes whose concrete subclasses have one instance per process."""
 
     _instances: dict[type, Any] = {}
     _lock = threading.RLock()
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The instance, made on the first call."""
+        """Return the instance, made on the first call."""
         with SingletonABCMeta._lock:
             if cls not in SingletonABCMeta._instances:
                 SingletonABCMeta._instances[cls] = super().__call__(*args, **kwargs)
@@ -40,7 +40,7 @@ class SingletonABCMeta(ABCMeta):
 
 
 async def install_node22(sb: Sandbox) -> None:
-    """Node 22 in the sandbox, from the tarball ``SLIME_AGENT_NODE_TARBALL`` of this machine; nothing when it is there.
+    """Install Node 22 from the tarball ``SLIME_AGENT_NODE_TARBALL`` of this machine, unless the sandbox has it.
 
     Raises:
         ConfigError: the image has no Node of version 22 and there is no tarball.
@@ -63,7 +63,7 @@ async def install_node22(sb: Sandbox) -> None:
 
 
 async def install_npm_cli(sb: Sandbox, *, node_runtime: NodeRuntime, npm_package: str | Path, check_cmd: str) -> None:
-    """A command from npm, unless ``check_cmd`` succeeds already.
+    """Install a command from npm, unless ``check_cmd`` succeeds already.
 
     Args:
         sb: the sandbox.
@@ -114,12 +114,12 @@ async def run_agent(
 
 
 def extra_args(name: str) -> str:
-    """Words of ``SLIME_AGENT_<name>``, quoted for a shell."""
+    """Return the words of ``SLIME_AGENT_<name>``, quoted for a shell."""
     return shlex.join(shlex.split(agent_setting(name) or ""))
 
 
 def extra_envs(name: str) -> dict[str, str]:
-    """Variables of ``SLIME_AGENT_<name>``, written as ``A=1 B='two words'``.
+    """Return the variables of ``SLIME_AGENT_<name>``, written as ``A=1 B='two words'``.
 
     Raises:
         ConfigError: a word has no ``=``.
@@ -134,7 +134,7 @@ def extra_envs(name: str) -> dict[str, str]:
 
 
 def npm_source(tarball_setting: str, package: str) -> str | Path:
-    """The tarball that ``SLIME_AGENT_<tarball_setting>`` names, else the package's name."""
+    """Return the tarball that ``SLIME_AGENT_<tarball_setting>`` names, else the package's name."""
     return _tarball(tarball_setting) or package
 
 
@@ -156,7 +156,7 @@ class HarnessContext:
     """Arguments of one run of an agent program."""
 
     workdir: str
-    """Where it works."""
+    """The folder it works in."""
     session_id: str
     """Sent as its API key, by which the adapter knows its turns."""
     adapter_url: str

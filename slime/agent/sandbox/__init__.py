@@ -1,4 +1,4 @@
-"""Where an agent's commands run: a protocol, E2B behind it, and this machine behind it."""
+"""Sandboxes for an agent's commands: the protocol, E2B, and this machine."""
 
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.local import LocalSandbox

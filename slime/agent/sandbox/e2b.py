@@ -62,7 +62,7 @@ class E2BSandbox:
 
     @staticmethod
     def _service() -> Any:
-        """The class of E2B's client."""
+        """Import the class of E2B's client."""
         try:
             from e2b import AsyncSandbox
         except ImportError as error:
@@ -125,7 +125,7 @@ class E2BSandbox:
         await self._retried(f"write {path}", lambda: files.write(path, data, user=user), deadline_s)
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """A file's text."""
+        """Return the text of a file."""
         files = self._entered().files
         return str(await self._retried(f"read {path}", lambda: files.read(path, user=user), RPC_TIMEOUT_S))
 
@@ -137,7 +137,7 @@ class E2BSandbox:
     async def _retried(
         self, what: str, call: Callable[[], Awaitable[T]], timeout_s: float, *, once: bool = False
     ) -> T:
-        """One call of the service, tried again when it fails, each attempt with its own deadline."""
+        """Call the service, again when it fails, each attempt with its own deadline."""
         attempts = 1 if once else self.rpc_retries + 1
         for attempt in range(1, attempts + 1):
             try:

@@ -23,7 +23,7 @@ KILL_WAIT_S = 10.0
 
 
 class LocalSandbox:
-    """Runs commands as the user of this process, in a folder that is deleted at the end.
+    """A folder of this machine, deleted at the end, where commands run as the user of this process.
 
     ``user`` is ignored.  Paths of ``write_file`` and ``read_file`` are paths of this machine; relative ones lie in
     the folder.
@@ -88,7 +88,7 @@ class LocalSandbox:
         target.write_bytes(data.encode() if isinstance(data, str) else data)
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """A file's text."""
+        """Return the text of a file."""
         try:
             return (self._entered() / path).read_text(encoding="utf-8", errors="replace")
         except OSError as error:

@@ -18,7 +18,7 @@ FileContent = str | bytes | Path
 
 
 class ExecResult(NamedTuple):
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -73,11 +73,11 @@ class Sandbox(Protocol):
         """Write a file; folders on the way are made."""
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """A file's text.  SandboxError when it does not exist."""
+        """Return the text of a file.  SandboxError when it does not exist."""
 
 
 def checked(result: ExecResult, cmd: str, check: bool) -> ExecResult:
-    """``result``; SandboxError when it had to be a success and is none."""
+    """Return ``result``, or raise SandboxError when ``check`` is set and the command failed."""
     if check and result.code != 0:
         output = (result.err or result.out).strip()[-1000:]
         raise SandboxError(f"A command ended with code {result.code}: {cmd[:300]!r} said {output!r}.")
@@ -111,7 +111,7 @@ async def exec_and_wait(
     out_file: str | None = None,
     want_output: bool = False,
 ) -> tuple[int, str]:
-    """Run ``cmd`` detached and wait for its end; ``(exit code, output)``.
+    """Run ``cmd`` detached and wait for its end; returns ``(exit code, output)``.
 
     Args:
         sb: the sandbox.
@@ -154,7 +154,7 @@ async def exec_and_wait(
 
 
 async def _wait_for_code(sb: Sandbox, code_file: str, user: str, deadline: float) -> int | None:
-    """The code that the job left, or None when the time is up first."""
+    """Poll for the exit code of the job; None when the deadline comes first."""
     wait_s, lost = POLL_FIRST_S, 0
     while True:
         try:

@@ -51,7 +51,7 @@ class Estimator:
     compute: Advantages
     """Gives ``(advantages_N, returns_N)``, one entry per response token."""
     group_baseline: GroupBaseline | None = None
-    """What rewards are measured against before ``compute`` sees them; None leaves them as they are."""
+    """The baseline of the rewards that ``compute`` sees; None leaves them as they are."""
     policy_loss: PolicyLoss = PPO_CLIP
     """The surrogate that the advantages go into."""
     needs_whole_responses: bool = False
@@ -95,7 +95,7 @@ ESTIMATORS: Registry[Estimator] = Registry(
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator of ``--advantage-estimator``.
+    """Return the estimator of ``--advantage-estimator``.
 
     Raises:
         ConfigError: the name is unknown; the message lists those there are.

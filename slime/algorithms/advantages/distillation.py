@@ -14,7 +14,7 @@ def add_distillation(
     *,
     coef: float,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """``A - coef * (log pi_student - log pi_teacher)`` on each token.
+    """Return ``A - coef * (log pi_student - log pi_teacher)`` on each token.
 
     Args:
         advantages_N: [R] each.

@@ -9,7 +9,7 @@ from slime.algorithms.advantages.inputs import AdvantageConfig, AdvantageInputs
 
 
 def group_relative_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> tuple[list[Tensor], list[Tensor]]:
-    """``A[t] = reward``, returns likewise.  The KL gives only the shapes: a penalty belongs in the loss here.
+    """Return ``A[t] = reward``, returns likewise.  The KL gives only the shapes: a penalty belongs in the loss here.
 
     Masked tokens get the value too; the reduction leaves them out.
 

@@ -1,4 +1,4 @@
-"""What every advantage estimator takes."""
+"""Inputs of every advantage estimator."""
 
 from __future__ import annotations
 

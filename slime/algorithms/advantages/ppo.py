@@ -9,7 +9,7 @@ from slime.algorithms.gae import generalised_advantages
 
 
 def ppo_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> tuple[list[Tensor], list[Tensor]]:
-    """Advantages and returns by ``gae.generalised_advantages`` of the token rewards
+    """Return advantages and returns by ``gae.generalised_advantages`` of the token rewards
 
         r[t] = -kl_coef * kl[t]  + (reward if t is the last token of the response)
 

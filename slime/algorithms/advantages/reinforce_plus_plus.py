@@ -12,7 +12,7 @@ from slime.algorithms.discounted import ragged_discounted_sums
 def reinforce_plus_plus_advantages(
     inputs: AdvantageInputs, config: AdvantageConfig
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The return of each token, which is also its advantage:
+    """Compute the return of each token, which is also its advantage:
 
         r[t] = -kl_coef * kl[t] * mask[t]  + (reward if t is the last trained token)
         return[t] = r[t] + gamma * return[t + 1]

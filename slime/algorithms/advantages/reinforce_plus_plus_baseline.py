@@ -10,7 +10,7 @@ from slime.algorithms.advantages.inputs import AdvantageConfig, AdvantageInputs
 def reinforce_plus_plus_baseline_advantages(
     inputs: AdvantageInputs, config: AdvantageConfig
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """``A[t] = reward - kl_coef * kl[t]``, returns likewise; the rewards come with the group mean taken off.
+    """Return ``A[t] = reward - kl_coef * kl[t]``, returns likewise; the rewards have the group mean subtracted.
 
     Source: REINFORCE++, arXiv:2501.03262.
     """

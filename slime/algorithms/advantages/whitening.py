@@ -16,7 +16,7 @@ VARIANCE_EPSILON = 1e-8
 def whiten(
     values_N: Sequence[Tensor], mask_N: Sequence[Tensor], *, group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
-    """``(x - mean) / sqrt(var + 1e-8)`` with mean and variance over the trained tokens of all ranks.
+    """Return ``(x - mean) / sqrt(var + 1e-8)`` with mean and variance over the trained tokens of all ranks.
 
     The variance is the unbiased one when there are at least two trained tokens.  Masked tokens are shifted and scaled
     like the others, though they do not count.  The sums are exchanged in float64, so that a variance small against

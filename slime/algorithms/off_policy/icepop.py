@@ -13,7 +13,8 @@ from slime.algorithms.off_policy.weights import MismatchBounds, importance_weigh
 def icepop(
     loss_T: Tensor, train_log_prob_T: Tensor, rollout_log_prob_T: Tensor, bounds: MismatchBounds
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each token's loss times ``w`` where ``low <= w <= high``, and 0 elsewhere: what is not trusted is dropped.
+    """Return each token's loss times ``w`` where ``low <= w <= high``, and 0 elsewhere: what is not trusted is
+    dropped.
 
     Args and returns as in ``truncated_importance_sampling``; ``tis_clipfrac`` counts the dropped tokens.
 

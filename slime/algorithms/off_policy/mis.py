@@ -36,7 +36,7 @@ class MisConfig:
     """truncate: weights above the upper bound become the bound. clip: also those below the lower one. mask: weights
     stay, and tokens outside the bounds are rejected."""
     tis_level: Level = "token"
-    """What a weight is the ratio of: one token, the product over the sequence, or its geometric mean per token."""
+    """The ratio that is a weight: of one token, the product over the sequence, or its geometric mean per token."""
     tis_upper_bound: float = 2.0
     tis_lower_bound: float | None = None
     """None is ``1 / tis_upper_bound``."""
@@ -45,7 +45,7 @@ class MisConfig:
     use_rs: bool = False
     """Reject tokens, by mask."""
     rs_level: Level = "token"
-    """What is held against the bounds; a sequence outside is rejected as a whole."""
+    """The ratio that is compared with the bounds; a sequence outside is rejected as a whole."""
     rs_lower_bound: float | None = None
     """None is the lower bound of the weights."""
     rs_upper_bound: float | None = None
@@ -82,7 +82,7 @@ class MisConfig:
 
 
 class MisResult(NamedTuple):
-    """What MIS says of some samples; constant."""
+    """Weights, masks and metrics of MIS for some samples; constant."""
 
     weight_N: list[Tensor] | None
     """[R] each, to multiply the loss by; None without ``use_tis``."""
@@ -93,7 +93,7 @@ class MisResult(NamedTuple):
 
 
 def ratio_at(log_ratio_R: Tensor, mask_R: Tensor, level: Level) -> Tensor:
-    """[R] the importance ratio on each token:
+    """Return the importance ratio [R] on each token:
 
         token      exp(d[t])
         sequence   exp(sum of d over trained tokens)
@@ -116,7 +116,7 @@ def mismatch_importance_sampling(
     mask_N: Sequence[Tensor],
     config: MisConfig,
 ) -> MisResult:
-    """Weights, masks and metrics of some samples, in this order: veto, rejection, weights, normalisation.
+    """Compute weights, masks and metrics of some samples, in this order: veto, rejection, weights, normalisation.
 
     A token's loss is to be multiplied by its weight and counted where the new mask is 1; the denominators of the loss
     stay those of the old masks, so that what is rejected does not make the rest weigh more.
@@ -161,7 +161,7 @@ def mismatch_importance_sampling(
 
 
 def mean_weight(weight_N: Sequence[Tensor], mask_N: Sequence[Tensor], *, by_sequence: bool) -> Tensor:
-    """The mean weight over tokens, or over sequences of their means; of what the masks keep, 1 if that is nothing."""
+    """Return the mean weight over kept tokens, or over sequences of their means; 1 if nothing is kept."""
     sums = [torch.where(mask_R != 0, weight_R, 0.0).sum() for weight_R, mask_R in zip(weight_N, mask_N, strict=True)]
     counts = [(mask_R != 0).sum().float() for mask_R in mask_N]
     if by_sequence:
@@ -186,7 +186,7 @@ def _accepted(log_ratio_R: Tensor, is_trained_R: Tensor, config: MisConfig, foun
 
 
 def _bounded(weight_R: Tensor, config: MisConfig, found: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The weights within their bounds, and where they may be used at all."""
+    """Return the weights within their bounds, and a mask of where they may be used at all."""
     low, high = config.tis_bounds
     is_low_R, is_high_R = weight_R < low, weight_R > high
     everywhere_R = torch.ones_like(is_low_R)
@@ -201,7 +201,7 @@ def _bounded(weight_R: Tensor, config: MisConfig, found: dict[str, Tensor]) -> t
 
 
 def _final_weights(weight_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """Of the weights that are used: each (0 where rejected), and the least and the largest of its sequence."""
+    """Return each used weight (0 where rejected), and the least and the largest of its sequence."""
     found: dict[str, list[Tensor]] = {"is_ratio_mean_final": [], "is_ratio_min": [], "is_ratio_max": []}
     for weight_R, mask_R in zip(weight_N, mask_N, strict=True):
         kept = weight_R[mask_R != 0]
@@ -213,7 +213,7 @@ def _final_weights(weight_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -> dict
 
 
 def _divergence(train_R: Tensor, rollout_R: Tensor, is_trained_R: Tensor) -> dict[str, Tensor]:
-    """How far engine and trainer are apart, whatever is done about it.
+    """Measure how far engine and trainer are apart, whatever is done about it.
 
     ``kl`` and ``k3_kl`` estimate KL(rollout || train) from tokens that the engine sampled; the perplexities are those
     of the sequence.

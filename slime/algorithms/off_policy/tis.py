@@ -13,7 +13,7 @@ from slime.algorithms.off_policy.weights import MismatchBounds, importance_weigh
 def truncated_importance_sampling(
     loss_T: Tensor, train_log_prob_T: Tensor, rollout_log_prob_T: Tensor, bounds: MismatchBounds
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each token's loss times ``clamp(w, low, high)``, ``w = pi_train / pi_rollout`` of the same weights.
+    """Return each token's loss times ``clamp(w, low, high)``, ``w = pi_train / pi_rollout`` of the same weights.
 
     Args:
         loss_T: the policy loss; carries the gradient.

@@ -29,12 +29,14 @@ class MismatchBounds:
 
 
 def importance_weight(train_log_prob_T: Tensor, rollout_log_prob_T: Tensor) -> Tensor:
-    """``w = pi_train / pi_rollout`` of each token, under the same weights; constant."""
+    """Return ``w = pi_train / pi_rollout`` of each token, under the same weights; constant."""
     return (train_log_prob_T.detach() - rollout_log_prob_T.detach()).exp()
 
 
 def weight_metrics(weight_T: Tensor, changed_T: Tensor) -> dict[str, Tensor]:
-    """``tis`` the weight before any bound, ``tis_clipfrac`` 1.0 where a bound acted, ``tis_abs`` its distance to 1."""
+    """Return ``tis`` the weight before any bound, ``tis_clipfrac`` 1.0 where a bound acted, ``tis_abs`` its distance
+    to 1.
+    """
     return {
         "tis": weight_T,
         "tis_clipfrac": changed_T.float(),

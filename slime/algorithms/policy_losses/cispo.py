@@ -12,7 +12,7 @@ from slime.algorithms.policy_losses.inputs import ClipConfig, PolicyLossInputs, 
 
 
 def cispo(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
-    """``cispo_loss`` of the micro-batch."""
+    """Compute ``cispo_loss`` of the micro-batch."""
     log_ratio_T = inputs.log_ratio_T
     log_prob_T = torch.cat(list(inputs.log_prob_N))
     return TokenLosses(*cispo_loss(log_ratio_T, log_prob_T, inputs.advantage_T, clip), log_ratio_T)
@@ -21,7 +21,7 @@ def cispo(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
 def cispo_loss(
     log_ratio_T: Tensor, log_prob_T: Tensor, advantage_T: Tensor, clip: ClipConfig
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token, to be minimised:
+    """Return the loss of each token, to be minimised:
 
         loss = -stop_gradient(clamp(rho, 1 - low, 1 + high)) * A * log_prob,    rho = exp(log_ratio)
 

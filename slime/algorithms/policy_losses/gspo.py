@@ -15,7 +15,7 @@ from slime.algorithms.policy_losses.ppo_clip import clipped_policy_loss
 
 
 def gspo(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
-    """``clipped_policy_loss`` with the ratio ``s`` of the whole sequence on each of its tokens:
+    """Compute ``clipped_policy_loss`` with the ratio ``s`` of the whole sequence on each of its tokens:
 
         s = exp(mean over trained tokens of (log pi_new - log pi_old))
 
@@ -29,7 +29,7 @@ def gspo(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
 
 
 def masked_sequence_mean(values_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -> Tensor:
-    """[N] mean of each sequence over its trained tokens; 0 for a sequence without any."""
+    """Return the mean [N] of each sequence over its trained tokens; 0 for a sequence without any."""
     return torch.stack(
         [
             torch.where(mask_R != 0, values_R, 0.0).sum() / mask_R.sum().clamp(min=1)
@@ -41,7 +41,7 @@ def masked_sequence_mean(values_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -
 def sequence_log_ratio(
     log_prob_N: Sequence[Tensor], old_log_prob_N: Sequence[Tensor], mask_N: Sequence[Tensor]
 ) -> Tensor:
-    """[N] log of the length-normalised ratio of each sequence, in nats; every token of the sequence uses it:
+    """Return the log [N] of each sequence's length-normalised ratio, in nats; every token of the sequence uses it:
 
         log s = mean over trained tokens of (log pi_new - log pi_old)
 
@@ -57,6 +57,6 @@ def sequence_log_ratio(
 
 
 def spread_over_tokens(values_N: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[T] each sequence's value on each of its tokens on this rank."""
+    """Return [T]: each sequence's value on each of its tokens on this rank."""
     length_N = torch.tensor(list(lengths), device=values_N.device)
     return values_N.repeat_interleave(length_N, output_size=sum(lengths))

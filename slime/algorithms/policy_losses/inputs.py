@@ -1,4 +1,4 @@
-"""What every policy loss takes and gives.
+"""Inputs and result of every policy loss.
 
 Shapes: N = samples; r = response tokens of a sample on this rank; R = response tokens of a sample, whole whatever the
 context parallelism; T = response tokens of the micro-batch on this rank, samples concatenated.

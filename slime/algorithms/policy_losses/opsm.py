@@ -23,7 +23,7 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """Which tokens stay in the loss: all but those with A < 0 in a sequence whose KL exceeds ``delta``:
+    """Return a mask of the tokens in the loss: all but those with A < 0 in a sequence whose KL exceeds ``delta``:
 
         KL = mean over trained tokens of (log pi_old - log pi_new)
 

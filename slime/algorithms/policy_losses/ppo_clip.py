@@ -14,13 +14,13 @@ __all__ = ["ClipConfig", "clipped_policy_loss", "ppo_clip"]
 
 
 def ppo_clip(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
-    """``clipped_policy_loss`` with a ratio for each token."""
+    """Compute ``clipped_policy_loss`` with a ratio for each token."""
     log_ratio_T = inputs.log_ratio_T
     return TokenLosses(*clipped_policy_loss(log_ratio_T, inputs.advantage_T, clip), log_ratio_T)
 
 
 def clipped_policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, clip: ClipConfig) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic surrogate, to be minimised:
+    """Return PPO's pessimistic surrogate, to be minimised:
 
         loss = max(-rho * A, -clamp(rho, 1 - low, 1 + high) * A),    rho = exp(log_ratio)
 

@@ -112,7 +112,7 @@ _NOT_THE_REFERENCE = (
 
 
 def _starts_from_reference(args: Namespace, rollout_id: int) -> bool:
-    """Whether the actor is still what ``--ref-load`` holds; ``--ci-test`` takes that for granted at the start."""
+    """Return True while the actor is what ``--ref-load`` holds; ``--ci-test`` takes that for granted at the start."""
     if args.use_rollout_routing_replay:
         return False  # the same weights, but only the policy's experts are the engine's
     first = args.num_critic_only_steps if args.use_critic else 0

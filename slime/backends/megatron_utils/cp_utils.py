@@ -24,14 +24,14 @@ from slime.train_data.microbatch import CPLayout
 
 
 def cp_layout(allgather_cp: bool) -> CPLayout:
-    """How the stream of a micro-batch is cut: ``--allgather-cp`` matters only where there is something to cut."""
+    """Return how the stream of a micro-batch is cut; ``--allgather-cp`` matters only with context parallelism."""
     return "allgather" if allgather_cp and mpu.get_context_parallel_world_size() > 1 else "zigzag"
 
 
 def get_logits_and_tokens_offset_with_cp(
     total_length: int, response_length: int
 ) -> tuple[int, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    """Where this rank's two chunks of a sequence lie, and which of their rows give the response's log-probs.
+    """Return where this rank's two chunks of a sequence lie, and which of their rows give the response's log-probs.
 
     Returns:
         chunk size; the chunks, the logit rows and the tokens they predict, each as (start, end) in the sequence.
@@ -45,7 +45,7 @@ def get_logits_and_tokens_offset_with_cp(
 
 
 def slice_with_cp(tokens: Tensor, pad_value: float | int) -> Tensor:
-    """This rank's two chunks of a sequence, padded to equal chunks on all ranks."""
+    """Return this rank's two chunks of a sequence, padded to equal chunks on all ranks."""
     return context_parallel.slice_zigzag(
         tokens,
         cp_rank=mpu.get_context_parallel_rank(),
@@ -65,7 +65,7 @@ def slice_log_prob_with_cp(log_prob: list[float], total_length: int, response_le
 def slice_log_prob_with_cp(
     log_prob: list[float] | Tensor, total_length: int, response_length: int
 ) -> list[float] | Tensor:
-    """This rank's part of a list or tensor with one entry per response token."""
+    """Return this rank's part of a list or tensor with one entry per response token."""
     cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     if isinstance(log_prob, Tensor):
         return context_parallel.slice_response(
@@ -78,7 +78,7 @@ def slice_log_prob_with_cp(
 def local_masks(
     loss_masks: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Tensor]:
-    """This rank's part of each loss mask."""
+    """Return this rank's part of each loss mask."""
     cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     return [
         context_parallel.slice_response(mask, total, response, cp_rank=cp_rank, cp_size=cp_size)
@@ -103,7 +103,7 @@ class _SumOverContextRanks(torch.autograd.Function):
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """The whole response from the parts of all context-parallel ranks; differentiable.
+    """Gather a whole response from the parts of all context-parallel ranks; differentiable.
 
     Args:
         tensor: [local response tokens], as ``slice_log_prob_with_cp`` gives it.
@@ -124,7 +124,7 @@ def zigzag_from_contiguous(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> list[list[Tensor]]:
-    """Values of response tokens from where ``--allgather-cp`` computes them to where zigzag would have.
+    """Move values of response tokens from the ranks of ``--allgather-cp`` to those of the zigzag.
 
     What comes after the model (advantages, losses, metrics) then need not know how the stream was cut.  One
     all-reduce for all columns, differentiable; every context-parallel rank must call.
@@ -164,7 +164,7 @@ def get_sum_of_sample_mean(
     sample_denoms: Sequence[float] | Tensor | None = None,
     calculate_per_token_loss: bool = False,
 ) -> Callable[[Tensor], Tensor]:
-    """A reducer of flat per-token values (this rank's response tokens, samples concatenated) to a scalar.
+    """Return a reducer of flat per-token values (this rank's response tokens, samples concatenated) to a scalar.
 
         sum over samples i of (x_i * mask_i).sum() / max(denominator_i, 1),      or plainly of (x * mask).sum()
 

@@ -116,7 +116,7 @@ class _Facade(types.ModuleType):
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``factory`` with device='cuda' read as the CPU and pin_memory ignored."""
+    """Wrap ``factory``: device='cuda' means the CPU, and pin_memory is ignored."""
 
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -130,7 +130,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _torch_facade() -> _Facade:
-    """``torch`` as modules of megatron.core see it."""
+    """Return ``torch`` as modules of megatron.core see it."""
     stream = _NoStream()
     cuda = _Facade(
         torch.cuda,
@@ -177,7 +177,7 @@ def _patch_moe_utils(module: types.ModuleType) -> None:
 
 
 def _all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
-    """``torch.distributed.all_gather`` of tensors whose first dimensions may differ, as those of ``parts`` do."""
+    """Run ``torch.distributed.all_gather`` on tensors whose first dimensions may differ, as those of ``parts`` do."""
     longest = max(part.size(0) for part in parts)
     padded = tensor.new_zeros(longest, *tensor.shape[1:])
     padded[: tensor.size(0)] = tensor
@@ -188,7 +188,7 @@ def _all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = No
 
 
 def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], group: Any = None) -> None:
-    """``torch.distributed.reduce_scatter`` of parts whose first dimensions may differ."""
+    """Run ``torch.distributed.reduce_scatter`` on parts whose first dimensions may differ."""
     longest = max(part.size(0) for part in parts)
     padded = output.new_zeros(len(parts), longest, *output.shape[1:])
     for row, part in zip(padded, parts, strict=True):
@@ -212,7 +212,7 @@ _MODULE_PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
 
 
 def _patch_tensor_methods() -> None:
-    """The two replacements that are not confined to megatron.core."""
+    """Replace the two methods that cannot be confined to megatron.core."""
     original_type = torch.Tensor.type
 
     @functools.wraps(original_type)
@@ -225,7 +225,7 @@ def _patch_tensor_methods() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Hands each module of megatron.core the facade as soon as its body has run."""
+    """An import hook that puts the facade into each module of megatron.core as soon as its body has run."""
 
     def __init__(self, facade: _Facade, wheel_folder: Path | None) -> None:
         self.facade = facade

@@ -31,7 +31,7 @@ Reader = Callable[..., tuple[Tensor, dict[str, list[Tensor]]]]
 
 
 def run_model(args: Namespace, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The model's logits for a packed batch, in the model's own precision: the softmax is computed in fp32 anyway."""
+    """Compute the logits of a packed batch, in the model's own precision: the softmax is computed in fp32 anyway."""
     arguments = forward_arguments(args, batch)
     inner: Any = model
     while inner is not None and not isinstance(inner, Float16Module):
@@ -113,7 +113,7 @@ def _in_sample_order(
 
 
 def needs_old_log_probs(args: Namespace, data: RolloutBatch) -> bool:
-    """True when something reads them that the first forward pass of training comes too late for, or differs from.
+    """Return True when the first forward pass of training gives the old log-probs too late, or gives others.
 
     With the engine's log-probs as the old ones (``--use-rollout-logprobs``) only a comparison with the trainer's needs
     them.  Otherwise the pass is left out when the forward pass of the one and only optimizer step gives the same
@@ -125,7 +125,7 @@ def needs_old_log_probs(args: Namespace, data: RolloutBatch) -> bool:
 
 
 def readers_of_old_log_probs(args: Namespace, data: RolloutBatch) -> Iterator[str]:
-    """What keeps the pass from being left out, in words."""
+    """Yield, in words, each reason for a forward pass of its own."""
     estimator = get_estimator(args.advantage_estimator)
     if len(data["num_microbatches"]) != 1:
         yield "later steps of a rollout compare with the policy before the first"

@@ -25,7 +25,7 @@ from slime.train_data.context_parallel import allgather_response_windows, respon
 def response_rows(
     total_lengths: Sequence[int], response_lengths: Sequence[int], *, contiguous_length: int | None = None
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Which rows of the packed logits predict response tokens.
+    """Return the rows of the packed logits that predict response tokens.
 
     Args:
         total_lengths: tokens of each sample.
@@ -66,7 +66,7 @@ def get_log_probs_and_entropy(
     top_p_token_offsets: Sequence[Tensor] | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Log-prob of every response token under softmax(logits / temperature), and the entropy there.
+    """Compute the log-prob of every response token under softmax(logits / temperature), and the entropy there.
 
     The columns that pad the vocabulary take no part: the engine has no such tokens, and their logits, which are 0,
     are probabilities like any other.
@@ -132,7 +132,7 @@ def _kept_by_top_p(
     shard: int,
     device: torch.device,
 ) -> KeptTokens:
-    """The tokens of the engine's nucleus in this vocabulary shard; a token without a record keeps everything.
+    """Return the tokens of the engine's nucleus in this vocabulary shard; a token without a record keeps everything.
 
     Args:
         positions: per sample, which of its response tokens this rank has the logits of.
@@ -171,7 +171,7 @@ def get_values(
     top_p_token_offsets: Sequence[Tensor] | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """The critic's value before every response token; arguments as in :func:`get_log_probs_and_entropy`.
+    """Return the critic's value before every response token; arguments as in :func:`get_log_probs_and_entropy`.
 
     Args:
         logits: [1, T, 1], the value head's output.

@@ -61,7 +61,8 @@ __all__ = [
 
 
 def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
-    """``pg_loss - entropy_coef * entropy + kl_loss_coef * kl_loss`` of a micro-batch, each a reduced token loss.
+    """Compute ``pg_loss - entropy_coef * entropy + kl_loss_coef * kl_loss`` of a micro-batch, each a reduced token
+    loss.
 
     The surrogate is that of the advantage estimator (``Estimator.policy_loss``).  Old log-probs are the engine's
     (``--use-rollout-logprobs``), those recomputed before training, or the present ones without gradient when a single
@@ -139,7 +140,7 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
 
 
 def value_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
-    """The critic's clipped regression towards the returns."""
+    """Compute the critic's clipped regression towards the returns."""
     tokens = TrainedTokens(batch)
     _, result = get_values(
         logits,
@@ -159,14 +160,14 @@ def value_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sa
 
 
 def sft_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
-    """Negative log-likelihood of the trained tokens of the response."""
+    """Compute the negative log-likelihood of the trained tokens of the response."""
     log_probs, _ = response_log_probs(args, batch, logits, with_entropy=False)
     loss = -sum_of_sample_mean(torch.cat(TrainedTokens(batch).only(log_probs)))
     return loss, {"loss": loss}
 
 
 def custom_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
-    """The function of ``--custom-loss-function-path``, which sees fp32 logits and the columns as they are."""
+    """Call the function of ``--custom-loss-function-path``, which sees fp32 logits and the columns as they are."""
     if args.custom_loss_function_path is None:
         raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path")
     loss, metrics = load_function(args.custom_loss_function_path)(args, batch, logits.float(), sum_of_sample_mean)
@@ -190,7 +191,8 @@ def loss_function(
     loss_type: str,
     logits: Tensor | LogitsAndMtp,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Loss of one micro-batch, scaled for Megatron's averaging; see ``algorithms.reduction.scale_for_megatron``.
+    """Compute the loss of one micro-batch, scaled for Megatron's averaging
+    (``algorithms.reduction.scale_for_megatron``).
 
     Args:
         args: the run's arguments.
@@ -241,7 +243,7 @@ def loss_function(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corrected:
-    """What a correction made of the policy loss."""
+    """A policy loss after its mismatch correction."""
 
     loss_T: Tensor
     loss_masks: list[Tensor]
@@ -251,12 +253,12 @@ class Corrected:
 
 
 def wants_mismatch(args: Namespace) -> bool:
-    """Whether engine and trainer are compared at all."""
+    """Return True when engine and trainer are compared at all."""
     return args.use_tis or args.get_mismatch_metrics or applies_correction(args)
 
 
 def applies_correction(args: Namespace) -> bool:
-    """Whether the correction changes the loss; with ``--get-mismatch-metrics`` alone it is only looked at.
+    """Return True when the correction changes the loss; ``--get-mismatch-metrics`` alone only measures.
 
     ``use_rs`` is no flag but a key of --custom-config-path: rejection without weights (see MIS).
     """
@@ -296,7 +298,9 @@ def vanilla_tis_function(
     loss_masks: Sequence[Tensor],
     **_: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Truncated importance sampling: the loss of a token times its weight, cut to ``--tis-clip-low .. --tis-clip``."""
+    """Weigh the loss of each token by its importance weight, cut to ``--tis-clip-low .. --tis-clip``: truncated
+    sampling.
+    """
     return _token_wise("tis", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
@@ -309,7 +313,7 @@ def icepop_function(
     loss_masks: Sequence[Tensor],
     **_: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """IcePop, for --custom-tis-function-path: a token whose weight leaves the bounds of --tis-clip is dropped."""
+    """Drop tokens whose importance weight leaves the bounds of --tis-clip: IcePop, for --custom-tis-function-path."""
     return _token_wise("icepop", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 

@@ -24,20 +24,22 @@ DISTRIBUTION = "megatron-core"
 
 
 def find_wheel() -> importlib.metadata.Distribution | None:
-    """The installed megatron-core; metadata that a checkout keeps beside its sources do not count."""
+    """Return the installed megatron-core; metadata that a checkout keeps beside its sources do not count."""
     found = list(importlib.metadata.distributions(name=DISTRIBUTION))
     wheels = [distribution for distribution in found if distribution.read_text("WHEEL") and _folder(distribution)]
     return next(iter(wheels or found), None)
 
 
 def _folder(distribution: importlib.metadata.Distribution) -> Path | None:
-    """``.../megatron`` of an installed distribution; None for one that is installed as a link to its sources."""
+    """Return ``.../megatron`` of an installed distribution; None for one that is installed as a link to
+    its sources.
+    """
     folder = Path(str(distribution.locate_file("megatron")))
     return folder if (folder / "core/__init__.py").is_file() else None
 
 
 class WheelFinder(importlib.abc.MetaPathFinder):
-    """Finds ``megatron.core`` in one folder; its submodules then follow from where it lies."""
+    """An import hook that finds ``megatron.core`` in one folder; its submodules follow from there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +47,7 @@ class WheelFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The wheel's spec for ``megatron.core``, nothing for other names."""
+        """Return the wheel's spec for ``megatron.core``, nothing for other names."""
         if fullname != "megatron.core":
             return None
         return importlib.machinery.PathFinder.find_spec(fullname, [str(self.folder)])

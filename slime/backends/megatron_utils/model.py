@@ -36,7 +36,7 @@ ModelChunks = list[torch.nn.Module]
 def build_model(
     args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = True, on_accelerator: bool = True
 ) -> ModelChunks:
-    """This rank's part of the model on its device, in its precision.
+    """Build this rank's part of the model on its device, in its precision.
 
     Args:
         args: complete Megatron flags.
@@ -81,7 +81,7 @@ def build_model(
 
 
 def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
-    """The distributed optimizer over the model's gradient buffers."""
+    """Build the distributed optimizer over the model's gradient buffers."""
     config = optimizer_config_from_args(args)
     # Shards of fp32 parameters are views, which the offloading optimizer takes only as leaves.
     with torch.no_grad() if config.optimizer_cpu_offload else contextlib.nullcontext():
@@ -103,13 +103,13 @@ def _fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def total_train_iters(args: Namespace) -> int:
-    """Optimizer steps of the whole run: all samples of all rollouts over the global batch size."""
+    """Return the optimizer steps of the whole run: all samples of all rollouts over the global batch size."""
     num_samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
     return num_samples // args.global_batch_size
 
 
 def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Learning rate and weight decay as functions of the samples trained on.
+    """Build the schedule of learning rate and weight decay over the samples trained on.
 
     Flags count optimizer steps; the schedule counts samples, so every length is multiplied by the global batch size.
 
@@ -143,7 +143,7 @@ def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerP
 def setup_model_and_optimizer(
     args: Namespace, role: str = "actor"
 ) -> tuple[ModelChunks, MegatronOptimizer | None, OptimizerParamScheduler | None]:
-    """Model, optimizer and schedule, freshly initialised; with ``--num-rollout 0`` there is no optimizer."""
+    """Build model, optimizer and schedule, freshly initialised; with ``--num-rollout 0`` there is no optimizer."""
     model = build_model(args, role)
     if args.num_rollout == 0:
         return model, None, None
@@ -154,7 +154,7 @@ def setup_model_and_optimizer(
 def initialize_model_and_optimizer(
     args: Namespace, role: str = "actor"
 ) -> tuple[ModelChunks, MegatronOptimizer | None, OptimizerParamScheduler | None, int]:
-    """Model, optimizer and schedule with the checkpoint of ``--load`` in them.
+    """Build model, optimizer and schedule, and load the checkpoint of ``--load`` into them.
 
     Returns:
         model chunks, optimizer, schedule, and the iteration (rollout) of the checkpoint.

@@ -37,7 +37,7 @@ _INDEXER = r"self_attention\.(?:(?:wq_b|wk|k_norm|weights_proj)\.|(?:\w+\.)*\w*i
 
 
 def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
-    """A function that builds this rank's part of the model.
+    """Return a function that builds this rank's part of the model.
 
     Args:
         args: complete Megatron flags.
@@ -109,7 +109,7 @@ def freeze_indexer(model: torch.nn.Module) -> None:
 
 
 def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
-    """The standard model: megatron-core's GPTModel with the layers of ``--spec``, or ours."""
+    """Return the standard model: megatron-core's GPTModel with the layers of ``--spec``, or ours."""
     config = transformer_config_from_args(args)
     if role == "critic":
         config = without_mtp(config)
@@ -153,7 +153,7 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
 
 
 def _custom_provider(args: Namespace, role: str) -> ModelProvider:
-    """The user's provider; ``vp_stage`` and ``role`` are passed when its signature has them."""
+    """Return the user's provider; ``vp_stage`` and ``role`` are passed when its signature has them."""
     function = load_function(args.custom_model_provider_path)
     known = inspect.signature(function).parameters
 
@@ -169,7 +169,7 @@ def _custom_provider(args: Namespace, role: str) -> ModelProvider:
 
 
 def load_spec(path: list[str]) -> Any:
-    """What ``--spec MODULE FUNC`` names: a function or a ready spec.
+    """Import the function or the ready spec that ``--spec MODULE FUNC`` names.
 
     Raises:
         ConfigError: the module or the name does not exist.
@@ -195,7 +195,7 @@ def load_spec(path: list[str]) -> Any:
 def resolve_spec(
     source: Any, args: Namespace, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layer spec for one pipeline stage; a function is called as (args, config, vp_stage)."""
+    """Return the layer spec for one pipeline stage; a function is called as (args, config, vp_stage)."""
     if isinstance(source, (ModuleSpec, TransformerBlockSubmodules)):
         return source
     try:

@@ -49,18 +49,18 @@ class Shard:
         return self.expert_index is not None
 
     def part_of(self, value: Tensor) -> Tensor:
-        """This shard's part of a tensor that belongs to the live parameter: a host copy, a gradient."""
+        """Return this shard's part of a tensor that belongs to the live parameter: a host copy, a gradient."""
         return value[self.expert_index] if self.is_stacked else value
 
     def global_name(self, num_local_experts: int, expert_rank: int) -> str:
-        """The name with the expert's number in the whole model."""
+        """Return the name with the expert's number in the whole model."""
         if self.expert_index is None:
             return self.name
         return self.name.format(expert_rank * num_local_experts + self.expert_index)
 
 
 def iter_shards(model: Sequence[torch.nn.Module], *, with_copies: bool = False) -> Iterator[Shard]:
-    """This rank's parameters, and its expert-bias buffers, under global names.
+    """Yield this rank's parameters, and its expert-bias buffers, under global names.
 
     Args:
         model: this rank's chunks.
@@ -82,7 +82,7 @@ def iter_shards(model: Sequence[torch.nn.Module], *, with_copies: bool = False) 
 
 
 def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
-    """One shard, or one for each of the experts stacked in ``tensor``."""
+    """Yield one shard, or one for each of the experts stacked in ``tensor``."""
     split_dim = None
     if getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "parallel_mode", None) != "duplicated":
         split_dim = tensor.partition_dim
@@ -104,7 +104,7 @@ def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
 def iter_global_parameters(
     model: Sequence[torch.nn.Module], *, with_copies: bool = False
 ) -> Iterator[tuple[str, Shard]]:
-    """:func:`iter_shards` with the experts' numbers in the names."""
+    """Yield :func:`iter_shards` with the experts' numbers in the names."""
     shards = list(iter_shards(model, with_copies=with_copies))
     num_local = 1 + max((shard.expert_index for shard in shards if shard.expert_index is not None), default=-1)
     expert_rank = mpu.get_expert_model_parallel_rank() if num_local else 0
@@ -113,5 +113,5 @@ def iter_global_parameters(
 
 
 def tensor_parallel_group(shard: Shard) -> torch.distributed.ProcessGroup:
-    """The ranks over which a shard's parameter is cut: experts have a group of their own."""
+    """Return the ranks over which a shard's parameter is cut: experts have a group of their own."""
     return mpu.get_expert_tensor_parallel_group() if shard.is_expert else mpu.get_tensor_model_parallel_group()

@@ -47,7 +47,7 @@ def run_microbatches(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """All micro-batches of a step through this rank's chunks, forward and (unless ``forward_only``) backward.
+    """Run all micro-batches of a step through this rank's chunks, forward and (unless ``forward_only``) backward.
 
     Args:
         args: the run's arguments.
@@ -85,7 +85,7 @@ def run_microbatches(
 
 
 class KnownShapes(P2PCommunicator):
-    """Moves activations and their gradients between the stages of one step; the receiver knows every shape.
+    """Point-to-point exchange of activations and gradients between pipeline stages that know every shape.
 
     A message from a neighbour is the output of one of its micro-batches, and messages of one direction arrive in the
     order in which they were sent, which is the order of the neighbour's schedule.  The same table serves forward and
@@ -115,13 +115,15 @@ class KnownShapes(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        """What is about to arrive from the previous and from the next stage; called before every exchange."""
+        """Return the shapes that arrive next from the previous and from the next stage; called before every
+        exchange.
+        """
         nothing: Shape = (0, 0, 0)
         previous = self._from_previous.popleft() if recv_prev else nothing
         return previous, self._from_next.popleft() if recv_next else nothing
 
     def _communicate(self, **arguments: Any) -> tuple[Tensor | None, Tensor | None, Any]:
-        """One exchange with the neighbours; gives what arrived and, when not waited for, the requests by name."""
+        """Exchange with the neighbours once; returns what arrived and, when not waited for, the requests by name."""
         previous, following, requests = super()._communicate(**arguments)
         if requests:
             self._last_sent |= {name: request for name, request in requests.items() if name.startswith("send")}
@@ -137,7 +139,7 @@ class KnownShapes(P2PCommunicator):
 
 
 def _process_groups() -> ProcessGroupCollection:
-    """The groups that the schedules and the end of a backward pass use."""
+    """Return the groups that the schedules and the end of a backward pass use."""
     groups: Any = ProcessGroupCollection()
     groups.tp = mpu.get_tensor_model_parallel_group()
     groups.cp = mpu.get_context_parallel_group()

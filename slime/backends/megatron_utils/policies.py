@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Policies:
-    """The sets of weights of an actor, and their turns.
+    """The sets of weights of an actor, and the moments when one becomes another.
 
     Args:
         args: the run's arguments.
@@ -116,7 +116,7 @@ class ModelSwitch:
         return list(self._host)
 
     def get(self, tag: str) -> Mapping[str, Tensor]:
-        """The host copy of ``tag`` by ``{chunk}.{parameter name}``.
+        """Return the host copy of ``tag`` by ``{chunk}.{parameter name}``.
 
         Raises:
             ConfigError: there is none.

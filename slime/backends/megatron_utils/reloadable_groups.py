@@ -30,7 +30,7 @@ _NOT_PASSED_ON = {"BackendType", "boxed", "unbox", "rank", "size", *dist.Process
 
 
 class ReloadableProcessGroup(dist.ProcessGroup):
-    """A process group that takes the place of ``original`` in torch's books and in those who hold it.
+    """A process group that replaces ``original`` in torch's tables and wherever it is kept.
 
     Its own calls work as before.  Only what insists on the exact class must be given :attr:`inner` instead:
     ``torch.distributed.batch_isend_irecv`` groups its messages into one NCCL operation for nothing else.
@@ -46,18 +46,18 @@ class ReloadableProcessGroup(dist.ProcessGroup):
         self._name = original.group_name
         self._store = c10d._world.pg_map[original][1]
         self._generation = 0
-        self._take_place_of(original)
+        self._replace_in_tables(original)
         self.alive.add(self)
 
-    def _take_place_of(self, original: dist.ProcessGroup) -> None:
+    def _replace_in_tables(self, original: dist.ProcessGroup) -> None:
         world = c10d._world
-        books: list[dict[dist.ProcessGroup, Any]] = [
+        tables: list[dict[dist.ProcessGroup, Any]] = [
             world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag
         ]  # fmt: skip
-        for book in books:
-            if original in book:
-                book[self] = book.pop(original)
-        world.pg_group_ranks[self] = self._ranks  # the original stays here, for those who use it as ``inner``
+        for table in tables:
+            if original in table:
+                table[self] = table.pop(original)
+        world.pg_group_ranks[self] = self._ranks  # the original stays here, for users of ``inner``
         for groups in world.tags_to_pg.values():
             groups[:] = [self if group is original else group for group in groups]
         if original is world.default_pg:
@@ -95,7 +95,7 @@ for _name in dir(dist.ProcessGroup):
 
 
 def _like(group: dist.ProcessGroup, kind: str, store: dist.Store, name: c10d.GroupName) -> dist.ProcessGroup:
-    """A group of the same ranks and options, that has not communicated yet."""
+    """Create a group of the same ranks and options that has not communicated yet."""
     made = dist.ProcessGroup(store, group.rank(), group.size())
     devices = list(group._device_types)
     old: Any = group._get_backend(devices[0])
@@ -116,18 +116,18 @@ def _like(group: dist.ProcessGroup, kind: str, store: dist.Store, name: c10d.Gro
 
 
 def make_groups_reloadable(backend: str = "nccl") -> int:
-    """Put stand-ins in the place of the default group and of all of megatron-core's groups over ``backend``.
+    """Replace the default group and all of megatron-core's groups over ``backend`` by reloadable ones.
 
-    Call it on every rank, before anything has kept a group; a second call finds nothing to do.
+    Call it on every rank, before anything has kept a group; a second call does nothing.
 
     Returns:
         the number of groups.
     """
     made: dict[dist.ProcessGroup, ReloadableProcessGroup] = {}
 
-    def stand_in(value: Any) -> Any:
+    def replaced(value: Any) -> Any:
         if isinstance(value, list):
-            value[:] = [stand_in(item) for item in value]
+            value[:] = [replaced(item) for item in value]
             return value
         if type(value) is not dist.ProcessGroup or value not in c10d._world.pg_map:
             return made.get(value, value) if type(value) is dist.ProcessGroup else value
@@ -136,17 +136,17 @@ def make_groups_reloadable(backend: str = "nccl") -> int:
         made[value] = ReloadableProcessGroup(value)
         return made[value]
 
-    stand_in(c10d._get_default_group())
+    replaced(c10d._get_default_group())
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup | list):
-            setattr(parallel_state, name, stand_in(value))
+            setattr(parallel_state, name, replaced(value))
     return len(made)
 
 
 def release_communicators() -> None:
-    """Give back what the communicators of all reloadable groups hold on the card; does nothing without such groups.
+    """Free the device memory of all reloadable groups' communicators; does nothing without such groups.
 
-    Every rank must call it, with nothing under way on any of the groups.
+    Every rank must call it, with no operation in flight on any of the groups.
     """
     groups = sorted(ReloadableProcessGroup.alive, key=lambda group: c10d._world.pg_names.get(group, ""))
     if groups and torch.cuda.is_available():
@@ -156,5 +156,5 @@ def release_communicators() -> None:
 
 
 def plain_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group itself, or the one behind a stand-in: for callees that want the exact class."""
+    """Return the group itself, or the one inside a reloadable group: for callees that want the exact class."""
     return group.inner if isinstance(group, ReloadableProcessGroup) else group

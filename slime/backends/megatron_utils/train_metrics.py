@@ -43,7 +43,7 @@ FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
 
 
 def is_main_rank() -> bool:
-    """Whether this rank logs for the training group: data and tensor rank 0 of the last pipeline stage."""
+    """Return True on the rank that logs for the training group: data and tensor rank 0 of the last pipeline stage."""
     return (
         mpu.get_data_parallel_rank(with_context_parallel=True) == 0
         and mpu.get_tensor_model_parallel_rank() == 0
@@ -59,7 +59,7 @@ def reduce_step_metrics(
     cp_size: int,
     group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
-    """Means over an optimizer step of what the micro-batches reported.
+    """Average the micro-batches' reports over an optimizer step.
 
     Args:
         reports: of this rank; ``names`` and ``values`` [trained tokens, metric, ...].
@@ -79,7 +79,7 @@ def reduce_step_metrics(
 
 
 def rollout_metrics(args: Namespace, rollout_data: RolloutBatch) -> dict[str, float]:
-    """``rollout/...``: means over the whole rollout of every column.  Collective over data and context parallelism.
+    """Average every column over the whole rollout: ``rollout/...``.  Collective over data and context parallelism.
 
     Per-token columns are averaged as the loss is, so that ``rollout/log_probs`` and a training metric of the same
     tokens agree.  Only on the last pipeline stage, where the columns are.
@@ -116,7 +116,10 @@ def rollout_metrics(args: Namespace, rollout_data: RolloutBatch) -> dict[str, fl
 
 
 def value_metrics(rollout_data: RolloutBatch) -> dict[str, float]:
-    """How much of the returns a critic foresaw in the whole rollout.  Collective over data and context parallelism."""
+    """Measure how much of the returns a critic predicted over the rollout.
+
+    Collective over data and context parallelism.
+    """
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}
     masks = local_masks(rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"])
@@ -146,7 +149,7 @@ def perf_metrics(
     *,
     world_size: int,
 ) -> dict[str, float]:
-    """``perf/...``: seconds of each phase, tokens and floating-point operations a second, packing.  Collective.
+    """Compute ``perf/...``: seconds of each phase, tokens and operations a second, packing.  Collective.
 
     Args:
         args: dimensions of the model.
@@ -203,7 +206,7 @@ def step_metrics(
     step_global_batch_size: int,
     train_step: int,
 ) -> dict[str, float]:
-    """``train/...`` of one optimizer step; a critic's names begin with ``critic-``."""
+    """Name the metrics of one optimizer step ``train/...``; a critic's names begin with ``critic-``."""
     tag = "" if role == "actor" else f"{role}-"
     metrics = {f"train/{tag}{name}": value for name, value in result_metrics.items()}
     metrics[f"train/{tag}grad_norm"] = grad_norm

@@ -1,4 +1,4 @@
-"""What a trainer logs, and when: each rollout, each optimizer step, the times of both, and single spans."""
+"""A trainer's log: each rollout, each optimizer step, the times of both and of single spans; and its data dumps."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ logger = logging.getLogger(__name__)
 
 
 def dump_train_data(args: Namespace, rollout_id: int, rollout_data: RolloutBatch) -> None:
-    """Write what the rollout was trained on.  Collective over all ranks; the first one writes."""
+    """Write the data that the rollout was trained on.  Collective over all ranks; the first one writes."""
     group = get_gloo_group()
     shards: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None
     dist.gather_object(_shard_of_this_rank(rollout_data), shards, dst=0, group=group)
@@ -124,7 +124,7 @@ def dump_train_data(args: Namespace, rollout_id: int, rollout_data: RolloutBatch
 
 @torch.no_grad()
 def _shard_of_this_rank(rollout_data: RolloutBatch) -> dict[str, Any] | None:
-    """This data-parallel rank's samples, from the rank that speaks for it; None from the others."""
+    """Return this data-parallel rank's samples on the rank that writes for it; None on the others."""
     if not mpu.is_pipeline_last_stage(ignore_virtual=True) or mpu.get_tensor_model_parallel_rank() != 0:
         return None
     names = [name for name in sample_columns(rollout_data) if name not in LAYOUT]

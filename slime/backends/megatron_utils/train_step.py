@@ -55,7 +55,7 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step reports."""
+    """Metrics of one optimizer step."""
 
     metrics: dict[str, float]
     """Means over the step, on the last pipeline stage; empty elsewhere."""
@@ -85,7 +85,7 @@ def train_one_step(
     *,
     loss_type: str,
 ) -> StepResult:
-    """Gradients of all micro-batches, one optimizer step, one step of the schedule.
+    """Accumulate the gradients of all micro-batches, take one optimizer step and one step of the schedule.
 
     Args:
         args: the run's arguments.
@@ -236,7 +236,7 @@ def train_rollout(
     loss_type: str,
     on_step: Callable[[int, StepResult], None],
 ) -> None:
-    """All optimizer steps of one rollout.
+    """Take all optimizer steps of one rollout.
 
     Args:
         on_step: called after each step with its index and result.

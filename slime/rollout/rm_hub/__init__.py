@@ -2,7 +2,7 @@
 
 The first of these decides: ``sample.custom_rm_path``, ``--custom-rm-path``, ``sample.metadata["rm_type"]``,
 ``--rm-type``.  A type with the prefix ``boxed_`` grades the last boxed answer instead of the whole response.
-Every grading has a deadline, and one that fails costs its response, not the run: see ``policy``.
+Every grading has a deadline; ``policy`` handles those that fail.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _GRADERS: dict[str, Callable[[Sample], Any]] = {
     "math_verify": lambda sample: compute_math_verify_reward(sample.response, sample.label),
 }
 RM_TYPES = ("remote_rm", *_GRADERS)
-"""What ``--rm-type`` may be, each also with the prefix ``boxed_``."""
+"""Values of ``--rm-type``, each also with the prefix ``boxed_``."""
 
 _MAY_BLOCK = frozenset({"deepscaler", "math", "math_verify", "ifbench"})
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
-    """The reward of one sample: a number, or a dict for ``--reward-key`` to choose from.
+    """Return the reward of one sample: a number, or a dict for ``--reward-key`` to choose from.
 
     A grader that hangs or raises gives the reward of ``--rm-failure-policy``.
 
@@ -108,7 +108,7 @@ async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:
-    """The rewards of several samples, in order: one call of ``--custom-rm-path`` with the list, else one by one."""
+    """Return the rewards of several samples, in order: by ``--custom-rm-path`` in one call, else one by one."""
     path = reward_config(args).custom_rm_path
     if not path:
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))

@@ -15,7 +15,7 @@ ANSWER_START = "###Response"
 
 
 def answer_part(response: str) -> str | None:
-    """What follows the last ``</think>``, else the first ``###Response``; None without either."""
+    """Return the text after the last ``</think>``, else after the first ``###Response``; None without either."""
     if THINKING_END in response:
         return response.rsplit(THINKING_END, 1)[1]
     if ANSWER_START in response:
@@ -24,7 +24,7 @@ def answer_part(response: str) -> str | None:
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
-    """1 when the last box of the answer part holds the label, else 0.  A list of labels is met by any of them."""
+    """Return 1 when the last box of the answer part holds the label (or one of a list of labels), else 0."""
     part = answer_part(response)
     given = None if part is None else extract_answer(part)
     if given is None:

@@ -15,13 +15,13 @@ _ALL_OR_NOTHING = frozenset({"yes", "no", "noanswer"})
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and extra spaces."""
+    """Lower the case; remove punctuation, articles and extra spaces."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """``(f1, precision, recall)`` of the words.  Yes, no and noanswer must match exactly."""
+    """Return ``(f1, precision, recall)`` of the words.  Yes, no and noanswer must match exactly."""
     zero = (0.0, 0.0, 0.0)
     if prediction is None:
         return zero

@@ -23,7 +23,7 @@ _PATTERNS = tuple(
 
 
 def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """1.0 when the response picks the right choice, else 0.0.
+    """Return 1.0 when the response picks the right choice, else 0.0.
 
     Args:
         response: text; what precedes the last ``</think>`` is not read.
@@ -45,7 +45,7 @@ def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] |
 
 
 def _with_short_gaps(text: str) -> str:
-    """One space, or one line end, for each run of white space.
+    """Shrink each run of white space to one space or one line end.
 
     The patterns allow white space in several places in a row: a run of n of them would be tried in n^4 ways.
     """
@@ -53,7 +53,7 @@ def _with_short_gaps(text: str) -> str:
 
 
 def _choices(raw: Any) -> dict[str, str]:
-    """Choice text by letter."""
+    """Return choice text by letter."""
     if isinstance(raw, Mapping):
         return {str(letter).upper(): str(text) for letter, text in raw.items()}
     if isinstance(raw, Sequence) and not isinstance(raw, str):
@@ -80,7 +80,7 @@ def _correct_letter(raw: Any, label: Any, letters: list[str], choices: Mapping[s
 
 
 def _picked_letter(answer: str, letters: list[str]) -> str | None:
-    """The letter the answer settles on: the last one named as such, else the last valid capital on its own."""
+    """Return the letter of the answer: the last one named as such, else the last valid capital on its own."""
     for pattern in _PATTERNS:
         for match in reversed(list(pattern.finditer(answer))):
             letter = next(group for group in match.groups() if group).upper()
@@ -93,7 +93,7 @@ def _picked_letter(answer: str, letters: list[str]) -> str | None:
 def _correct_texts(
     metadata: Mapping[str, Any], label: Any, correct: str | None, choices: Mapping[str, str]
 ) -> list[str]:
-    """What the right answer may be called in words."""
+    """Return the texts that the right answer may have in words."""
     texts = [choices.get(correct or ""), metadata.get("correct_answer"), metadata.get("answer_text"), label]
     return [str(text) for text in texts if text is not None and str(text).strip()]
 
@@ -109,5 +109,5 @@ def _is_letter(text: str, texts: list[str]) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Lower-case words, punctuation as spaces."""
+    """Return lower-case words, punctuation as spaces."""
     return " ".join(text.lower().translate(_NO_PUNCTUATION).split())

@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 @functools.cache
 def _load_checkers(folder: Path) -> ModuleType:
-    """IFBench's ``evaluation_lib``."""
+    """Import IFBench's ``evaluation_lib``."""
     if not (folder / "evaluation_lib.py").is_file():
         _clone(folder)
     if str(folder) not in sys.path:
@@ -54,7 +54,7 @@ def _clone(folder: Path) -> None:
 
 
 def compute_ifbench_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """1.0 when every instruction in ``metadata`` is followed strictly, else 0.0.
+    """Return 1.0 when every instruction in ``metadata`` is followed strictly, else 0.0.
 
     Args:
         metadata: ``instruction_id_list``, ``kwargs`` (one mapping per instruction), ``prompt_text``, ``record_id``.

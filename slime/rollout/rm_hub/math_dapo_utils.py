@@ -38,19 +38,19 @@ REMOVED_WORDS = (
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""The last ``\boxed{...}`` with its braces balanced; None without one."""
+    r"""Return the last ``\boxed{...}`` with its braces balanced; None without one."""
     start = string.rfind("\\boxed{")
     return None if start < 0 else _last_box(string[start:])
 
 
 def remove_boxed(text: str) -> str:
-    r"""The content of ``\boxed{...}``; the text must have that form."""
+    r"""Return the content of ``\boxed{...}``; the text must have that form."""
     assert text.startswith("\\boxed{") and text.endswith("}"), f"not a box: {text!r}"
     return text[len("\\boxed{") : -1]
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Minerva's clean-up: the right side of an equation, without units, formatting and spaces."""
+    """Apply Minerva's clean-up: the right side of an equation, without units, formatting and spaces."""
     text = final_answer.split("=")[-1]
     for before, after in SUBSTITUTIONS:
         text = text.replace(before, after)
@@ -70,7 +70,7 @@ def normalize_final_answer(final_answer: str) -> str:
 def is_correct_minerva(
     solution_str: str, gt: Any, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> tuple[bool, str]:
-    """``(is correct, prediction)`` by the last match of ``answer_pattern``."""
+    """Return ``(is correct, prediction)`` by the last match of ``answer_pattern``."""
     found = re.findall(answer_pattern, solution_str)
     prediction = normalize_final_answer(found[-1] if found else NO_ANSWER)
     truth = str(gt)
@@ -80,7 +80,7 @@ def is_correct_minerva(
 
 
 def _integral(text: str) -> str:
-    """``42.0`` as ``42``; everything else unchanged."""
+    """Return ``42.0`` as ``42``; everything else unchanged."""
     try:
         value = float(text)
         return str(int(value)) if value == int(value) else text
@@ -91,7 +91,7 @@ def _integral(text: str) -> str:
 def is_correct_strict_box(
     pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None
 ) -> tuple[int, str | None]:
-    """``(1 or -1, prediction)`` by the last box near the end.
+    """Return ``(1 or -1, prediction)`` by the last box near the end.
 
     Args:
         pause_tokens_index: character positions of four pause marks; the window then begins before the last of them.
@@ -112,7 +112,7 @@ def verify(
     strict_box_verify: bool = False,
     pause_tokens_index: Sequence[int] | None = None,
 ) -> tuple[bool, str | None]:
-    """``(is correct, prediction)`` by the answer line, or by the box when ``strict_box_verify``."""
+    """Return ``(is correct, prediction)`` by the answer line, or by the box when ``strict_box_verify``."""
     if strict_box_verify:
         score, boxed = is_correct_strict_box(solution_str, answer, pause_tokens_index)
         return score == 1, boxed
@@ -125,6 +125,6 @@ def compute_score(
     strict_box_verify: bool = False,
     pause_tokens_index: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """``{"score": 1.0 or -1.0, "acc": bool, "pred": str}`` from the last 300 characters of a response."""
+    """Return ``{"score": 1.0 or -1.0, "acc": bool, "pred": str}`` from the last 300 characters of a response."""
     correct, prediction = verify(solution_str[-TAIL_CHARS:], ground_truth, strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}

@@ -26,7 +26,7 @@ MAX_SYMBOLIC_LENGTH = 512
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""The last ``\boxed{...}`` (else ``\fbox{...}``) of a text with its braces balanced; None without one."""
+    r"""Return the last ``\boxed{...}`` (else ``\fbox{...}``) of a text with its braces balanced; None without one."""
     start = string.rfind("\\boxed")
     if start < 0:
         start = string.rfind("\\fbox")
@@ -44,7 +44,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(text: str | None) -> str | None:
-    r"""What stands between the braces of ``\boxed{...}``; None when the text has another form."""
+    r"""Return the text between the braces of ``\boxed{...}``; None when the text has another form."""
     prefix = "\\boxed{"
     if text is None or not text.startswith(prefix) or not text.endswith("}"):
         return None
@@ -52,12 +52,12 @@ def remove_boxed(text: str | None) -> str | None:
 
 
 def extract_boxed_answer(solution: str) -> str | None:
-    """The content of the last box of a solution; None without one."""
+    """Return the content of the last box of a solution; None without one."""
     return remove_boxed(last_boxed_only_string(solution))
 
 
 def extract_answer(passage: str) -> str | None:
-    """The content of the last box of a passage; None when the passage has no box or is empty."""
+    """Return the content of the last box of a passage; None when the passage has no box or is empty."""
     return extract_boxed_answer(passage) if passage and "\\boxed" in passage else None
 
 
@@ -69,7 +69,7 @@ _ONE_ARGUMENT = r"[^{}\\\s]"
 
 
 def mathd_normalize_answer(answer: str | None) -> str | None:
-    r"""The string form: spelling evened out, units cut off, spaces gone, ``1/2`` and ``0.5`` as ``\frac{1}{2}``."""
+    r"""Normalise the spelling: no units, no spaces, ``1/2`` and ``0.5`` as ``\frac{1}{2}``."""
     if answer is None:
         return None
     text = _unwrap_text(answer.strip())
@@ -96,7 +96,7 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
 
 
 def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
-    """True when the two answers have the same string form."""
+    """Return True when the two answers have the same string form."""
     return mathd_normalize_answer(ground_truth) == mathd_normalize_answer(given_answer)
 
 
@@ -118,7 +118,7 @@ _REFUSED = re.compile(r"\^\{|\^\(|\^\d+\^|\^\d\d|[_'\"\\;:]")
 
 
 def _symbolic_form(answer: str) -> str:
-    """Plain text that sympy can read: no units, no LaTeX, no spaces."""
+    """Return plain text that sympy can read: no units, no LaTeX, no spaces."""
     text = _unwrap_text(answer)
     text = re.sub(r"\\?[%$]", "", text)
     text = text.replace(" or ", " , ").replace(" and ", " , ")
@@ -142,7 +142,7 @@ def _symbolic_form(answer: str) -> str:
 
 
 def _latex_to_text(latex: str) -> str:
-    """LaTeX as plain characters; the text itself when it cannot be read."""
+    """Return LaTeX as plain characters; the text itself when it cannot be read."""
     from pylatexenc.latex2text import LatexNodes2Text
 
     prepared = re.sub(r"\\[td]?frac", r" \\frac", latex)  # the space keeps "7\frac{3}{4}" a mixed number
@@ -169,7 +169,7 @@ def _is_integral(value: float) -> bool:
 
 
 def _as_integer(text: str) -> str | None:
-    """``text`` as a plain integer when it is one, thousands commas allowed; else None."""
+    """Return ``text`` as a plain integer when it is one, thousands commas allowed; else None."""
     plain = text
     while (shorter := _THOUSANDS.sub(r"\1\2", plain)) != plain:
         plain = shorter
@@ -180,7 +180,7 @@ def _as_integer(text: str) -> str | None:
 
 
 def _elements(text: str) -> list[str]:
-    """The members of a tuple or interval; the text itself when it is neither."""
+    """Return the members of a tuple or interval; the text itself when it is neither."""
     if not text:
         return []
     if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not set(text[1:-1]) & set("()[]"):
@@ -207,7 +207,7 @@ def _are_symbolically_equal(given: str, truth: str) -> bool:
 
 
 def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
-    """True when the two answers have the same symbolic form, member by member, or sympy shows them equal."""
+    """Return True when the two answers have the same symbolic form, member by member, or sympy shows them equal."""
     truth, given = _symbolic_form(ground_truth), _symbolic_form(given_answer)
     if truth == given:
         return True
@@ -225,12 +225,12 @@ def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
 
 
 def is_same_answer(given_answer: str, ground_truth: str) -> bool:
-    """True when either normal form says so."""
+    """Return True when either normal form is the same."""
     return grade_answer_mathd(given_answer, ground_truth) or grade_answer_sympy(given_answer, ground_truth)
 
 
 def truth_of_label(label: Any) -> str | None:
-    r"""The answer that a label states: its box when it has one, else its text; None for an empty label."""
+    r"""Return the answer that a label states: its box when it has one, else its text; None for an empty label."""
     if label is None or label == "":
         return None
     text = str(label)
@@ -238,7 +238,9 @@ def truth_of_label(label: Any) -> str | None:
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    """``--rm-type math``: the last box of the solution holds the ground truth.  An empty ground truth is never met."""
+    """Grade as ``--rm-type math``: 1 when the last box of the solution holds the ground truth.  An empty ground truth
+    is never met.
+    """
     if not ground_truth:
         return False
     truth = truth_of_label(ground_truth)
@@ -261,7 +263,7 @@ def is_math_verify_installed() -> bool:
 
 
 def compute_math_verify_reward(response: str, label: Any) -> int:
-    """1 when the last box of the response holds the label, else 0."""
+    """Return 1 when the last box of the response holds the label, else 0."""
     if not is_math_verify_installed():
         raise ConfigError(INSTALL_MATH_VERIFY)
     truth, given = truth_of_label(label), extract_answer(response)

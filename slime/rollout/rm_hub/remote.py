@@ -30,7 +30,7 @@ async def close_remote_rm_client() -> None:
 
 
 async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> Any:
-    """The JSON that ``--rm-url`` answers to ``{"prompt", "response", "label"}``.
+    """Post ``{"prompt", "response", "label"}`` to ``--rm-url`` and return its JSON answer.
 
     Tried ``max_retries`` times, waiting 1, 2, 4 ... at most 30 seconds plus up to one random second in between.
 

@@ -41,11 +41,13 @@ class SymbolicWorker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def is_zero(self, expression: str) -> bool:
-        """True when sympy simplifies the expression to 0; False when not, not readable, or not within the limit."""
+        """Return True when sympy simplifies the expression to 0; False when not, not readable, or not within the
+        limit.
+        """
         return self._answers({"expression": expression}, {"is_zero": True})
 
     def is_same(self, gold: str, answer: str) -> bool:
-        """True when math-verify calls the two equal; False when not, not readable, or not within the limit."""
+        """Return True when math-verify calls the two equal; False when not, not readable, or not within the limit."""
         return self._answers({"gold": gold, "answer": answer}, {"is_same": True})
 
     def _answers(self, question: dict[str, str], wanted: dict[str, bool]) -> bool:
@@ -144,7 +146,7 @@ atexit.register(_POOL.close)
 
 
 def is_zero(expression: str) -> bool:
-    """True when sympy simplifies the expression to 0 within ``TIME_LIMIT_S`` seconds.
+    """Return True when sympy simplifies the expression to 0 within ``TIME_LIMIT_S`` seconds.
 
     Expressions are in the notation of a text book: ``2x`` is a product, ``x^2`` a power.
     """
@@ -152,5 +154,5 @@ def is_zero(expression: str) -> bool:
 
 
 def is_same_by_math_verify(gold: str, answer: str) -> bool:
-    """True when math-verify, which must be installed, calls the two equal within ``TIME_LIMIT_S`` seconds."""
+    """Return True when math-verify, which must be installed, calls the two equal within ``TIME_LIMIT_S`` seconds."""
     return _POOL.ask(lambda worker: worker.is_same(gold, answer))

@@ -17,7 +17,7 @@ MAX_MEMORY_BYTES = 2 << 30
 
 
 def is_zero(expression: str) -> bool:
-    """True when sympy simplifies the expression to 0; False when it cannot be read."""
+    """Return True when sympy simplifies the expression to 0; False when it cannot be read."""
     from sympy import simplify
     from sympy.parsing import sympy_parser
 
@@ -34,7 +34,9 @@ def is_zero(expression: str) -> bool:
 
 
 def is_same(gold: str, answer: str) -> bool:
-    """True when math-verify, which must be installed, finds the gold answer in ``answer``; False when unreadable."""
+    """Return True when math-verify, which must be installed, finds the gold answer in ``answer``; False when
+    unreadable.
+    """
     from math_verify import parse, verify
 
     try:

@@ -51,7 +51,7 @@ DATASET_DIR = "/root/datasets"
 
 @dataclasses.dataclass
 class ExecuteTrainConfig:
-    """What a script's user may choose beside the script's own options."""
+    """Choices of a script's user beside the script's own options."""
 
     cuda_core_dump: bool = False
     """Let a GPU fault leave a core dump."""
@@ -175,7 +175,7 @@ _CORE_DUMP = {
 
 
 def _enter(megatron_model_type: str | None) -> str:
-    """Shell text that brings the recipes' functions, and ``MODEL_ARGS`` where a model is given."""
+    """Return shell text that brings the recipes' functions, and ``MODEL_ARGS`` where a model is given."""
     words = f"source {shlex.quote(str(repo_base_dir / 'scripts' / 'lib.sh'))}"
     if megatron_model_type is None:
         return words
@@ -187,7 +187,7 @@ def _enter(megatron_model_type: str | None) -> str:
 
 
 def _words(text: str) -> dict[str, str]:
-    """``A=1 B=2`` as a dict."""
+    """Parse ``A=1 B=2`` into a dict."""
     pairs = {}
     for word in shlex.split(text):
         name, sign, value = word.partition("=")
@@ -198,7 +198,7 @@ def _words(text: str) -> dict[str, str]:
 
 
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:
-    """Flags that log to Weights & Biases; empty text without ``WANDB_API_KEY``."""
+    """Return flags that log to Weights & Biases; empty text without ``WANDB_API_KEY``."""
     if env.get_str("WANDB_API_KEY") is None:
         print("get_default_wandb_args: WANDB_API_KEY is not set, nothing is logged there")
         return ""
@@ -215,17 +215,17 @@ def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, r
 
 
 def create_run_id() -> str:
-    """The time and three digits, for the names of runs."""
+    """Return the time and three digits, for the names of runs."""
     return f"{time.strftime('%y%m%d-%H%M%S')}-{random.SystemRandom().randint(0, 999):03d}"
 
 
 def get_bool_env_var(name: str, default: str = "false") -> bool:
-    """Whether an environment variable says yes (1, true, yes, on)."""
+    """Return True when an environment variable says yes (1, true, yes, on)."""
     return env.is_yes(env.get_str(name, default))
 
 
 def get_env_enable_infinite_run() -> bool:
-    """``SLIME_TEST_ENABLE_INFINITE_RUN``: whether a test script goes on without an end."""
+    """Return ``SLIME_TEST_ENABLE_INFINITE_RUN``: True when a test script goes on without an end."""
     return get_bool_env_var("SLIME_TEST_ENABLE_INFINITE_RUN")
 
 
@@ -238,7 +238,7 @@ def save_to_temp_file(text: str, ext: str) -> str:
 
 @functools.cache
 def check_has_nvlink() -> bool:
-    """Whether GPUs of this machine are linked directly."""
+    """Return True when GPUs of this machine are linked directly."""
     links = exec_command("nvidia-smi topo -m 2>/dev/null | grep -o 'NV[0-9][0-9]*' | wc -l", capture_output=True)
     return int(links or 0) > 0
 

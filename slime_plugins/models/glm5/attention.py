@@ -51,7 +51,7 @@ class LatentUpProjection(ColumnParallelLinear):
     """
 
     def forward(self) -> Tensor:
-        """[n * (qk + v), c]"""
+        """Return the weight [n * (qk + v), c]."""
         return self.weight
 
 
@@ -65,7 +65,7 @@ class IndexKeyNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape and dtype of ``x``."""
+        """Apply the norm; the result has the shape and dtype of ``x``."""
         normed = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
         return normed.to(x.dtype)
 
@@ -80,7 +80,7 @@ class SparseLatentAttention(LatentAttention):
     def __init__(
         self, *args: Any, settings: IndexerSettings, source_layer: int, is_computing: bool, **kwargs: Any
     ) -> None:
-        """As the base class.
+        """Take what megatron-core passes to any core attention; ``k_channels`` is set by multi-latent attention.
 
         Args:
             settings: sizes of the indexer.
@@ -150,7 +150,7 @@ class SparseLatentAttention(LatentAttention):
         return self.linear_proj(out)
 
     def absorbed_query(self, query_latent: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """[t, n, c + rope]: queries that meet the latents themselves, from query latents [s, 1, rank]."""
+        """Map query latents [s, 1, rank] to [t, n, c + rope]: queries that meet the latents themselves."""
         config = self.config
         query = self.linear_q_up_proj(query_latent)[0].squeeze(1).unflatten(-1, (self.num_heads, self.query_width))
         plain, turning = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
@@ -159,19 +159,19 @@ class SparseLatentAttention(LatentAttention):
         return torch.cat([latent, rotate_pairs(turning, cosines[:, None], sines[:, None])], dim=-1)
 
     def attend(self, query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
-        """[t, 1, n * v] from queries [t, n, c + rope] and keys [T, c + rope] of the whole stream."""
+        """Attend from queries [t, n, c + rope] to keys [T, c + rope] of the whole stream; returns [t, 1, n * v]."""
         _, value_weight = self._absorbed_weights()
         latent = sparse_attention(query, key, indices, scale=self.softmax_scale, value_dim=self.config.kv_lora_rank)
         return torch.einsum("tnc,nvc->tnv", latent, value_weight).flatten(1).unsqueeze(1)
 
     def _absorbed_weights(self) -> tuple[Tensor, Tensor]:
-        """The halves of the up projection: keys' [n, qk, c] and values' [n, v, c]."""
+        """Return the halves of the up projection: keys' [n, qk, c] and values' [n, v, c]."""
         weight = self.linear_kv_up_proj().unflatten(0, (self.num_heads, -1))
         key_weight, value_weight = weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
         return key_weight, value_weight
 
     def _over_tensor_ranks(self, x: Tensor) -> Tensor:
-        """[t, ...] whole on every tensor-parallel rank; its gradient is summed: each rank serves its own heads."""
+        """Gather [t, ...] on every tensor-parallel rank; its gradient is summed: each rank serves its own heads."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group)
@@ -186,7 +186,7 @@ class SparseLatentAttention(LatentAttention):
         cosines: Tensor,
         sines: Tensor,
     ) -> Tensor:
-        """[t, k] positions in the whole stream, -1 for none: this layer's choice, or that of its source."""
+        """Return [t, k] positions in the whole stream, -1 for none: this layer's choice, or that of its source."""
         choices = vars(packed_seq_params).setdefault("chosen_keys", {})
         if self.is_computing:
             choices[self.source_layer] = self.choose(hidden_states, query_latent, packed_seq_params, cosines, sines)
@@ -233,7 +233,7 @@ class SparseLatentAttention(LatentAttention):
         return _all_gather(indices, self.tp_group) if self.config.sequence_parallel else indices
 
     def rotary_tables(self, rotary_key: Tensor, packed_seq_params: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [t, rope / 2] of this rank's contiguous part of the stream."""
+        """Return cosines and sines [t, rope / 2] of this rank's contiguous part of the stream."""
         assert packed_seq_params is not None
         cached = vars(packed_seq_params).get("contiguous_rotary_tables")
         if cached is None:
@@ -248,7 +248,7 @@ class SparseLatentAttention(LatentAttention):
 def sparse_attention_spec(
     config: MLATransformerConfig, settings: IndexerSettings, *, source_layer: int, is_computing: bool
 ) -> ModuleSpec:
-    """Self-attention of a layer that attends to the keys chosen by ``source_layer``."""
+    """Return self-attention of a layer that attends to the keys chosen by ``source_layer``."""
     spec = latent_attention_spec(config)
     spec.module = SparseLatentAttention
     spec.params = {**spec.params, "settings": settings, "source_layer": source_layer, "is_computing": is_computing}
@@ -257,7 +257,7 @@ def sparse_attention_spec(
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The parts of all ranks, one behind the other in the first dimension; no gradient."""
+    """Gather the parts of all ranks, one behind the other in the first dimension; no gradient."""
     if group.size() == 1:
         return x
     whole = x.new_empty(x.size(0) * group.size(), *x.shape[1:])

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int | None = None) -> BlockSpec:
-    """The layers of this pipeline stage.
+    """Return the layers of this pipeline stage.
 
     Args:
         args: complete flags; ``hf_checkpoint`` and ``allgather_cp`` are read.
@@ -63,7 +63,7 @@ def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int |
 
 
 def check_stages(args: Namespace, config: MLATransformerConfig) -> None:
-    """Called by slime with the flags, before a GPU is taken: does every pipeline stage choose its own keys?
+    """Check, before a GPU is taken, that every pipeline stage of the flags begins with a layer that chooses keys.
 
     Raises:
         PipelineSplitError: a (virtual) stage would begin with a layer that takes over an earlier one's keys.
@@ -75,7 +75,7 @@ def check_stages(args: Namespace, config: MLATransformerConfig) -> None:
 
 
 def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
-    """Sizes of the indexer and how it pairs the dimensions that turn.
+    """Return the sizes of the indexer and how it pairs the dimensions that turn.
 
     Raises:
         ConfigError: the config is not that of a model with an indexer.
@@ -102,7 +102,7 @@ def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
 def replace_attention(
     layer: ModuleSpec, config: MLATransformerConfig, settings: IndexerSettings, sharing: IndexSharing, number: int
 ) -> ModuleSpec:
-    """Layer ``number`` (from 1, over the whole model) with sparse attention in place of its own."""
+    """Return layer ``number`` (from 1, over the whole model) with sparse attention in place of its own."""
     attention = sparse_attention_spec(
         config, settings, source_layer=sharing.source(number), is_computing=sharing.computes(number)
     )
@@ -110,7 +110,7 @@ def replace_attention(
 
 
 def first_layers_of_stages(config: MLATransformerConfig, vp_stage: int | None) -> list[int]:
-    """The first layer (from 1) of every pipeline stage that has layers, virtual ones included, in no order.
+    """Return the first layer (from 1) of every pipeline stage that has layers, virtual ones included, in no order.
 
     A ``--pipeline-model-parallel-layout`` tells megatron-core of this rank's stage only; there it is that one.
     """

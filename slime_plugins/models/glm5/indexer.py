@@ -58,7 +58,7 @@ def rotate_last(x: Tensor, cosines: Tensor, sines: Tensor, *, is_interleaved: bo
 def choose_keys(
     query: Tensor, weight: Tensor, key: Tensor, stream: PackedStream, *, first_row: int, topk: int
 ) -> Tensor:
-    """[t, k] int32 positions of the chosen keys in the stream, -1 where a row has fewer; k = min(topk, longest).
+    """Choose keys: [t, k] int32 positions in the stream, -1 where a row has fewer; k = min(topk, longest).
 
     A row with at most ``topk`` keys before it (itself included) attends to all of them, and its scores are never
     computed: with short sequences the indexer costs nothing.
@@ -91,7 +91,7 @@ def choose_keys(
 
 
 def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """[t, s] fp32: sum over h of ``weight[t, h] * relu(query[t, h] . key[s])``."""
+    """Compute [t, s] fp32: sum over h of ``weight[t, h] * relu(query[t, h] . key[s])``."""
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         from slime_plugins.models.glm5.sparse_kernels import index_scores_kernel
 
@@ -101,7 +101,7 @@ def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
 
 
 def _elements_per_row(query: Tensor, num_keys: int) -> int:
-    """Scratch elements for one row: the kernel keeps one score per key, plain torch one per head."""
+    """Return the scratch elements for one row: the kernel keeps one score per key, plain torch one per head."""
     is_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return num_keys * (1 if is_kernel else query.shape[1])
 
@@ -124,7 +124,7 @@ class PackedStream:
 
     @classmethod
     def from_offsets(cls, cu_seqlens: Tensor) -> PackedStream:
-        """From cumulative lengths [S + 1] over all context-parallel ranks; waits for the device once."""
+        """Make the stream of cumulative lengths [S + 1] over all context-parallel ranks; waits for the device once."""
         offsets = cu_seqlens.tolist()
         lengths = torch.tensor([end - start for start, end in zip(offsets, offsets[1:], strict=False)])
         start_T = torch.tensor(offsets[:-1]).repeat_interleave(lengths)
@@ -132,7 +132,7 @@ class PackedStream:
 
     @classmethod
     def of(cls, packed_seq_params: Any) -> PackedStream:
-        """That of a micro-batch; made once and kept on megatron-core's description of it."""
+        """Return the stream of a micro-batch; made once and kept on megatron-core's description of it."""
         cached = vars(packed_seq_params).get("packed_stream")
         if cached is None:
             padded = packed_seq_params.cu_seqlens_q_padded
@@ -150,10 +150,10 @@ class PackedStream:
         return max(end - start for start, end in self.sequences())
 
     def sequences(self) -> list[tuple[int, int]]:
-        """(start, end) of every sequence."""
+        """Return (start, end) of every sequence."""
         return list(zip(self.offsets, self.offsets[1:], strict=False))
 
     def positions(self, first: int, count: int) -> Tensor:
-        """[count] position in its own sequence of each token from ``first`` on."""
+        """Return [count]: the position in its own sequence of each token from ``first`` on."""
         token = torch.arange(first, first + count, device=self.start_T.device)
         return token - self.start_T[first : first + count]

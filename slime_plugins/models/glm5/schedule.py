@@ -1,4 +1,4 @@
-"""Which layers of a sparse-attention model choose keys, and which take over the choice of an earlier layer.
+"""The layers of a sparse-attention model that choose keys, and those that share the choice of an earlier layer.
 
 Layers are counted from 1, as Megatron's ``layer_number`` does.  A *computing* layer runs an indexer; a *skip* layer
 attends to the keys that the nearest computing layer below it chose.
@@ -25,7 +25,7 @@ class PipelineSplitError(ConfigError, AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class IndexSharing:
-    """Which layers compute; how the HF config said so is kept for messages."""
+    """The layers that compute an index, and the settings of the HF config that said so, for messages."""
 
     is_computing: tuple[bool, ...]
     """One entry per decoder layer."""
@@ -35,7 +35,7 @@ class IndexSharing:
     """``index_skip_topk_offset``; 2 is the default of the config class of transformers, and SGLang's."""
 
     def source(self, layer: int) -> int:
-        """The layer (from 1) whose choice ``layer`` attends to: itself when it computes.
+        """Return the layer (from 1) whose choice ``layer`` attends to: itself when it computes.
 
         A layer behind the last one (multi-token prediction) always computes: it is trained to stand alone.
         """
@@ -46,7 +46,7 @@ class IndexSharing:
         return layer
 
     def computes(self, layer: int) -> bool:
-        """Whether layer ``layer`` (from 1) has an indexer."""
+        """Return True when layer ``layer`` (from 1) has an indexer."""
         return self.source(layer) == layer
 
     def check_stages(self, first_layers: Iterable[int]) -> None:
@@ -73,7 +73,7 @@ class IndexSharing:
 
 
 def index_sharing(config: Mapping[str, Any], num_layers: int) -> IndexSharing:
-    """The sharing that a HF config asks for: by type, else by pattern, else by frequency and offset.
+    """Return the sharing that a HF config asks for: by type, else by pattern, else by frequency and offset.
 
     Args:
         config: the keys of config.json.
@@ -103,7 +103,9 @@ def index_sharing(config: Mapping[str, Any], num_layers: int) -> IndexSharing:
 
 
 def _from_types(key: str, types: str | Sequence[str], num_layers: int) -> tuple[bool, ...]:
-    """``FSSF`` or ``["full", "shared", ...]``; entries behind the last layer belong to multi-token prediction."""
+    """Parse ``FSSF`` or ``["full", "shared", ...]``; entries behind the last layer belong to multi-token
+    prediction.
+    """
     known = {"F": True, "S": False, "full": True, "shared": False}
     unknown = sorted({entry for entry in types if entry not in known})
     if len(types) < num_layers or unknown:
@@ -116,7 +118,7 @@ def _from_types(key: str, types: str | Sequence[str], num_layers: int) -> tuple[
 
 
 def _ranges(layers: Sequence[int]) -> str:
-    """A list of numbers, its middle left out when it is long."""
+    """Format a list of numbers, its middle left out when it is long."""
     shown = [str(layer) for layer in layers]
     if len(shown) > 12:
         shown = [*shown[:6], "...", *shown[-3:]]

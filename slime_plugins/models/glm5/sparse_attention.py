@@ -25,7 +25,7 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 def sparse_attention(query: Tensor, key: Tensor, indices: Tensor, *, scale: float, value_dim: int) -> Tensor:
-    """[t, n, v] attention of each query to its own keys, differentiable in ``query`` and ``key``.
+    """Attend from each query to its own keys, [t, n, v]; differentiable in ``query`` and ``key``.
 
     On CUDA in bf16 or fp16 by a Triton kernel, otherwise in plain torch; both accumulate in fp32 (fp64 for fp64).
 
@@ -46,7 +46,9 @@ def sparse_attention(query: Tensor, key: Tensor, indices: Tensor, *, scale: floa
 
 
 class _PlainSparseAttention(torch.autograd.Function):
-    """Blocks of rows; keeps the output and one number per query and head, and recomputes the rest on the way back."""
+    """Sparse attention in blocks of rows; keeps the output and one number per query and head, and
+    recomputes the rest.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, indices: Tensor, scale: float, value_dim: int) -> Tensor:
@@ -85,14 +87,14 @@ class _PlainSparseAttention(torch.autograd.Function):
 
 
 def _logits(query: Tensor, key: Tensor, indices: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gathered keys [b, k, d] and the scaled logits [b, n, k] of a block, -inf where there is no key."""
+    """Return the gathered keys [b, k, d] and the scaled logits [b, n, k] of a block, -inf where there is no key."""
     keys = key[indices.clamp_min(0)].to(dtype)
     logits = torch.einsum("bnd,bkd->bnk", query.to(dtype), keys) * scale
     return keys, logits.masked_fill(indices[:, None] < 0, float("-inf"))
 
 
 def _row_blocks(query: Tensor, indices: Tensor) -> Iterator[slice]:
-    """Rows whose gathered keys fit the budget."""
+    """Yield row ranges so small that ``num_buffers`` float32 copies of one take no more than a chunk."""
     per_row = max(indices.shape[1] * query.shape[-1], 1)
     block = max(_BLOCK_ELEMENTS[query.device.type] // per_row, 1)
     for start in range(0, query.shape[0], block):

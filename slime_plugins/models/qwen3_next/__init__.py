@@ -32,7 +32,7 @@ __all__ = ["check_stages", "get_qwen3_next_spec"]
 
 
 def get_qwen3_next_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
-    """The layers of this pipeline stage.
+    """Return the layers of this pipeline stage.
 
     Args:
         args: not read; part of what ``--spec`` calls with.
@@ -53,7 +53,7 @@ def get_qwen3_next_spec(args: Namespace, config: TransformerConfig, vp_stage: in
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
-    """Called by slime with the flags, before a GPU is taken.
+    """Check the flags before a GPU is taken.
 
     Raises:
         ConfigError: nothing says which layers have linear attention.
@@ -66,7 +66,7 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
 
 
 def with_delta_net(layer: ModuleSpec) -> ModuleSpec:
-    """The layer with linear attention in place of its own."""
+    """Return the layer with linear attention in place of its own."""
     names = dict(layer.submodules.sharded_state_dict_keys_map)
     # On disk the norm belongs to the projection that follows, as TransformerEngine has it.
     names["input_layernorm."] = "self_attention.in_proj.layer_norm_"

@@ -39,8 +39,8 @@ UNIT_EPSILON = 1e-6
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, rows: PackedRows
 ) -> Tensor:
-    """Outputs [t, h, r, dv] in the dtype of ``value``; on CUDA in 16 bits by ``fla``'s kernels where they are
-    installed, else in fp32 (fp64 for fp64) by :func:`chunked_delta_rule`.
+    """Return [t, h, r, dv] in the dtype of ``value``: by ``fla``'s kernels on CUDA in 16 bits, else by
+    :func:`chunked_delta_rule`.
 
     Args:
         query, key: [t, h, dk], made unit vectors here.
@@ -58,7 +58,7 @@ def gated_delta_rule(
 def by_kernel(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, rows: PackedRows
 ) -> Tensor:
-    """:func:`gated_delta_rule` by a kernel that wants a batch of one, and as many key heads as value heads."""
+    """Run :func:`gated_delta_rule` by a kernel that wants a batch of one, and as many key heads as value heads."""
     repeats = value.size(2)
     out, _ = kernel(
         q=query.repeat_interleave(repeats, dim=1)[None],
@@ -74,7 +74,7 @@ def by_kernel(
 
 @functools.cache
 def fla_kernel() -> Kernel | None:
-    """The Triton kernels of flash-linear-attention; None where the package is not installed."""
+    """Return the Triton kernels of flash-linear-attention; None where the package is not installed."""
     if importlib.util.find_spec("fla") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -85,7 +85,7 @@ def fla_kernel() -> Kernel | None:
 def chunked_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, rows: PackedRows
 ) -> Tensor:
-    """:func:`gated_delta_rule` in plain torch, on any device."""
+    """Run :func:`gated_delta_rule` in plain torch, on any device."""
     dtype = torch.promote_types(value.dtype, torch.float32)
     q, k = (_chunks(unit(x.to(dtype)), rows)[:, :, None] for x in (query, key))  # [n, h, 1, c, dk]
     q = q * query.size(-1) ** -0.5
@@ -131,10 +131,10 @@ def chunked_delta_rule(
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of the last dimension with length one (a little less where they are tiny)."""
+    """Normalise the vectors of the last dimension to length one (a little less where they are tiny)."""
     return x * (x.square().sum(-1, keepdim=True) + UNIT_EPSILON).rsqrt()
 
 
 def _chunks(x: Tensor, rows: PackedRows) -> Tensor:
-    """[t, ..., d] to [n, ..., c, d]; zeros in the place of missing tokens, which then write and read nothing."""
+    """Map [t, ..., d] to [n, ..., c, d]; missing tokens are zeros, which write and read nothing."""
     return rows_or_zeros(x, rows.chunk_tokens).movedim(1, -2)

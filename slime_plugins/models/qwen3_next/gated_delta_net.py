@@ -77,7 +77,7 @@ class GatedNorm(torch.nn.Module):
         self.weight.sequence_parallel = self.is_summed_later  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, gate: Tensor, tp_group: torch.distributed.ProcessGroup) -> Tensor:
-        """[..., size] of the dtype of ``x``."""
+        """Apply the gated norm: [..., size] of the dtype of ``x``."""
         weight = self.weight
         if not self.is_summed_later:
             weight = copy_to_tensor_model_parallel_region(weight, group=tp_group)
@@ -100,7 +100,7 @@ class GatedDeltaNet(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Takes what megatron-core's TransformerLayer passes to any self-attention."""
+        """Take what megatron-core's TransformerLayer passes to any self-attention."""
         super().__init__(config=config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -154,7 +154,9 @@ class GatedDeltaNet(MegatronModule):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """Decays of all speeds, from 1 / 16 on, alike in every layout; the convolution passes the token itself."""
+        """Initialise decays of all speeds, from 1 / 16 on, alike in every layout; the convolution passes the token
+        itself.
+        """
         num_all = self.A_log.numel() * self.tp_group.size()
         head = torch.arange(self.A_log.numel(), device=self.A_log.device) + self.tp_group.rank() * self.A_log.numel()
         self.A_log.copy_((16 * (head + 1) / num_all).log())
@@ -197,7 +199,7 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(out.flatten(1).unsqueeze(1))
 
     def core(self, mixed: Tensor, rows: PackedRows) -> Tensor:
-        """[T, h, r * dv] from the projections [T, h, 2 dk + r dv + 2 r] of this rank's share of heads."""
+        """Return [T, h, r * dv] from the projections [T, h, 2 dk + r dv + 2 r] of this rank's share of heads."""
         qkv, strength_and_step = mixed.split(self.part_sizes[:2], dim=-1)
         qkv = F.silu(self.convolve(qkv.flatten(1), rows)).unflatten(-1, (-1, self.channels))
         query, key, value = qkv.split([self.key_width, self.key_width, self.ratio * self.value_width], dim=-1)
@@ -209,19 +211,19 @@ class GatedDeltaNet(MegatronModule):
         return out.flatten(2)
 
     def convolve(self, x: Tensor, rows: PackedRows) -> Tensor:
-        """[T, channels] to the same: each channel over the last tokens of its own sequence."""
+        """Convolve [T, channels]: each channel over the last tokens of its own sequence."""
         weight = self._share(self.conv_weight)[:, None]
         padded = rows_or_zeros(x, rows.conv_tokens).T[None]
         return F.conv1d(padded, weight.to(x.dtype), groups=weight.size(0))[0].T.index_select(0, rows.conv_places)
 
     def _share(self, parameter: Tensor) -> Tensor:
-        """The part of a parameter that belongs to this context-parallel rank's share of heads."""
+        """Return the part of a parameter that belongs to this context-parallel rank's share of heads."""
         return parameter.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """As the base class, which takes a module's own parameters for whole ones."""
+        """Return the entries as the base class does, which takes a module's own parameters for whole ones."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
@@ -242,7 +244,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def gated_delta_net_spec() -> ModuleSpec:
-    """Self-attention of a layer with a gated delta net."""
+    """Return self-attention of a layer with a gated delta net."""
     provider = LocalSpecProvider()
     return ModuleSpec(
         module=GatedDeltaNet,
@@ -259,7 +261,7 @@ def _factory(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _cut_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """A parameter of which each tensor-parallel rank holds a part of the rows."""
+    """Return a parameter of which each tensor-parallel rank holds a part of the rows."""
     parameter = torch.nn.Parameter(torch.empty(*shape, **_factory(config)))
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter
@@ -276,7 +278,8 @@ def _cut_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter
 
 
 def heads_for_tokens(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[t, h, w] of every rank to [T, h / cp, w]: all tokens, in their natural order, of this rank's share of heads.
+    """Exchange [t, h, w] of every rank for [T, h / cp, w]: all tokens, in natural order, of this rank's share of
+    heads.
 
     Args:
         x: heads in their order; cp must divide their number.
@@ -288,7 +291,7 @@ def heads_for_tokens(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tens
 
 
 def tokens_for_heads(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of :func:`heads_for_tokens`."""
+    """Invert :func:`heads_for_tokens`."""
     by_rank = torch.empty_like(order)
     by_rank[order] = torch.arange(order.numel(), device=order.device)
     shares = all_to_all(group, x.index_select(0, by_rank).contiguous())
@@ -296,7 +299,9 @@ def tokens_for_heads(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tens
 
 
 def natural_order(packed_seq_params: Any, cp_size: int) -> Tensor:
-    """[T] where each token of the stream lies in the ranks' parts, one part behind the other; kept on its argument."""
+    """Return [T], the place of each token of the stream in the concatenated parts of the ranks; kept on
+    its argument.
+    """
     cached = vars(packed_seq_params).get("natural_order")
     if cached is None:
         cu = cumulative_lengths(packed_seq_params)
@@ -306,7 +311,9 @@ def natural_order(packed_seq_params: Any, cp_size: int) -> Tensor:
 
 
 def zigzag_places(offsets: list[int], cp_size: int) -> Tensor:
-    """[T] for sequences that begin at ``offsets`` (the last is the end), each a multiple of 2 * cp_size long."""
+    """Return [T] for sequences that begin at ``offsets`` (the last is the end), each a multiple of 2 *
+    cp_size long.
+    """
     per_rank = offsets[-1] // cp_size
     places = []
     for begin, end in zip(offsets, offsets[1:], strict=False):

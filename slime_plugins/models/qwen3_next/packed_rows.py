@@ -1,4 +1,4 @@
-"""Where the tokens of packed sequences lie in the chunks of the delta rule and in the input of the convolution.
+"""Places of the tokens of packed sequences in the chunks of the delta rule and in the input of the convolution.
 
 A micro-batch is one stream of T tokens, sequence after sequence.  Both operations look back, and neither may see the
 sequence before: chunks begin anew with each sequence, and K - 1 rows of zeros stand in front of each in what is
@@ -29,7 +29,7 @@ class PackedRows:
     chunk_places: Tensor
     """[T] where each token lies in ``chunk_tokens``, flattened."""
     chunks_of_step: tuple[int, ...]
-    """How many sequences have a first chunk, a second one, ...; the longest sequences come first in each step."""
+    """Sequences that have a first chunk, a second one, ...; the longest sequences come first in each step."""
     conv_tokens: Tensor
     """[T + S (K - 1)] the input rows of the convolution."""
     conv_places: Tensor
@@ -81,7 +81,9 @@ class PackedRows:
 
     @classmethod
     def of(cls, packed_seq_params: Any, conv_width: int) -> PackedRows:
-        """That of a micro-batch; made once, which waits for the device, and kept on megatron-core's description."""
+        """Return the index tensors of a micro-batch; made once, which waits for the device, and kept on its
+        description.
+        """
         cached = vars(packed_seq_params).get("packed_rows")
         if cached is None:
             cu = cumulative_lengths(packed_seq_params)
@@ -91,12 +93,12 @@ class PackedRows:
 
 
 def cumulative_lengths(packed_seq_params: Any) -> Tensor:
-    """[S + 1] over all context-parallel ranks; padding is a sequence of its own."""
+    """Return [S + 1] over all context-parallel ranks; padding is a sequence of its own."""
     padded = packed_seq_params.cu_seqlens_q_padded
     return packed_seq_params.cu_seqlens_q if padded is None else padded
 
 
 def rows_or_zeros(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]`` along the first dimension, where the index behind the last row gives zeros."""
+    """Select ``x[index]`` along the first dimension; the index behind the last row gives zeros."""
     padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return padded.index_select(0, index.flatten()).unflatten(0, index.shape)

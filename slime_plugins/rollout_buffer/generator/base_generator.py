@@ -36,7 +36,7 @@ Message = dict[str, Any]
 
 
 class Worker:
-    """Plays the instances of one process."""
+    """A player of the instances of one process."""
 
     def __init__(self, data: Mapping[str, Any], concurrency: int) -> None:
         self.engine_url = str(data["remote_engine_url"]).rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
@@ -48,7 +48,7 @@ class Worker:
         self.slots = asyncio.Semaphore(concurrency)
 
     async def run(self, instances: list[dict[str, Any]]) -> int:
-        """Play all of them; how many failed."""
+        """Play all of them; returns how many failed."""
         return sum(await asyncio.gather(*[self._play_and_post(instance) for instance in instances]))
 
     async def _play_and_post(self, instance: dict[str, Any]) -> int:
@@ -62,7 +62,7 @@ class Worker:
             return 0
 
     async def play(self, instance: dict[str, Any]) -> dict[str, Any]:
-        """``{"messages", "reward", "extra_info"}`` of one instance."""
+        """Play one instance; returns ``{"messages", "reward", "extra_info"}``."""
         began = time.time()
         text, finish_reason = await self.answer(instance["messages"])
         sample = Sample(prompt=instance["messages"], response=text, label=instance["label"])
@@ -72,7 +72,7 @@ class Worker:
         return {"messages": messages, "reward": float(reward), "extra_info": extra_info}
 
     async def answer(self, messages: list[Message]) -> tuple[str, str]:
-        """The engine's answer and why it ended; an aborted one goes on from its text."""
+        """Return the engine's answer and its finish reason; an aborted one continues from its text."""
         text, reason = "", "abort"
         for attempt in range(MAX_ATTEMPTS):
             body: dict[str, Any] = {"model": MODEL, "messages": messages, "stream": False, **self.sampling}
@@ -91,7 +91,7 @@ class Worker:
 
 
 def _read_choice(answer: Any) -> tuple[str, str]:
-    """``(text, finish reason)``; reasoning that the engine took out of the text is put back."""
+    """Return ``(text, finish reason)``; reasoning that the engine took out of the text is put back."""
     try:
         choice = answer["choices"][0]
         text = choice["message"].get("content") or ""
@@ -102,7 +102,7 @@ def _read_choice(answer: Any) -> tuple[str, str]:
 
 
 def read_instances(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every instance as often as it is to be played, without those that ``skip_instance_ids`` names.
+    """Return every instance as often as it is to be played, without those that ``skip_instance_ids`` names.
 
     A row has ``prompt`` (text or messages) or ``messages``, ``label`` and, if it has a name, ``instance_id``.  In
     later epochs ids get a suffix, so that each epoch makes groups of its own.
@@ -123,7 +123,7 @@ def read_instances(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def work(data: dict[str, Any], instances: list[dict[str, Any]], concurrency: int) -> None:
-    """A worker process."""
+    """Run a worker process."""
     logging.basicConfig(level=logging.INFO)
 
     async def run() -> int:

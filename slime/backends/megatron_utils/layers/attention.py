@@ -64,7 +64,7 @@ class PackedAttention(MegatronModule):
         v_channels: int | None = None,
         **_: Any,
     ) -> None:
-        """Takes what megatron-core passes to any core attention; ``k_channels`` is set by multi-latent attention."""
+        """Take what megatron-core passes to any core attention; ``k_channels`` is set by multi-latent attention."""
         super().__init__(config=config)
         check_attention_config(config)
         if pg_collection is None:
@@ -103,7 +103,7 @@ class PackedAttention(MegatronModule):
         return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, max_length: int) -> Tensor:
-        """[t, h, d_v] for [t, h, d] inputs; ``cu`` are the cumulative full lengths."""
+        """Map [t, h, d] inputs to [t, h, d_v]; ``cu`` are the cumulative full lengths."""
         cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
         if cp_size == 1:
             return self._attend(query, key, value, cu, cu, max_length, max_length)
@@ -112,7 +112,7 @@ class PackedAttention(MegatronModule):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
     ) -> Tensor:
-        """Causal attention of packed sequences whose last query stands at their last key."""
+        """Attend causally in packed sequences whose last query stands at their last key."""
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
             return varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, scale=self.scale)
         lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
@@ -137,7 +137,7 @@ def check_attention_config(config: TransformerConfig) -> None:
 def per_sequence_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths_q: list[int], lengths_k: list[int], *, scale: float
 ) -> Tensor:
-    """Attention one sequence at a time, on any device and in any dtype."""
+    """Attend one sequence at a time, on any device and in any dtype."""
     pieces = []
     for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
         num_q, num_k = q.size(0), k.size(0)
@@ -162,7 +162,7 @@ def per_sequence_attention(
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, scale: float
 ) -> Tensor:
-    """Attention of all sequences in one flash kernel; CUDA, bf16 or fp16.  No synchronisation with the host."""
+    """Attend in all sequences by one flash kernel; CUDA, bf16 or fp16.  No synchronisation with the host."""
     attend, knows_gqa = _varlen_kernel()
     width, value_width = query.size(-1), value.size(-1)
     # The kernel wants one head dimension: multi-latent attention has values narrower (or wider) than keys.
@@ -182,7 +182,7 @@ def varlen_attention(
 
 @functools.cache
 def _varlen_kernel() -> tuple[Any, bool]:
-    """torch's varlen attention, and whether it wants to be told of GQA (torch 2.13 does, 2.11 sees it itself)."""
+    """Return torch's varlen attention, and True when it has the argument enable_gqa (torch 2.13; 2.11 infers it)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -205,7 +205,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ZigzagPlan:
-    """Which gathered rows each chunk of a rank attends to.  The same for all layers of a micro-batch."""
+    """The gathered rows that each chunk of a rank attends to.  The same for all layers of a micro-batch."""
 
     cu_q: Tensor
     """int32 [2 S + 1], cumulative lengths of the chunks in the order in which they lie."""
@@ -216,7 +216,9 @@ class ZigzagPlan:
 
     @classmethod
     def build(cls, cu: Tensor, num_local: int, *, cp_rank: int, cp_size: int) -> ZigzagPlan:
-        """From cumulative full lengths [S + 1], each a multiple of 2 cp, without waiting for the device."""
+        """Build the plan from cumulative full lengths [S + 1], each a multiple of 2 cp, without waiting for the
+        device.
+        """
         chunk_S = cu.diff().long() // (2 * cp_size)
         seen = torch.tensor([cp_rank + 1, 2 * cp_size - cp_rank], device=cu.device)
         keys_2S = (chunk_S[:, None] * seen).flatten()
@@ -257,7 +259,7 @@ def zigzag_attention(
     cp_rank: int,
     cp_size: int,
 ) -> Tensor:
-    """Attention from this rank's chunks of every sequence to all earlier keys; gradients of keys go to their ranks.
+    """Attend from this rank's chunks of every sequence to all earlier keys; gradients of keys go to their ranks.
 
     Args:
         attend: causal attention of packed sequences.
@@ -283,7 +285,7 @@ def zigzag_attention(
 
 
 class PackedSelfAttention(SelfAttention):
-    """Queries and keys are rotated as soon as they exist; the base class gets no angles, so it rotates nothing."""
+    """Self-attention that rotates queries and keys itself; the base class gets no angles, so it rotates nothing."""
 
     _tables: RotaryTables | None = None
     """Of the micro-batch in this forward call; None outside of one."""
@@ -297,7 +299,7 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the base class; packed micro-batches take the way described above."""
+        """Attend as the base class does, and rotate packed queries and keys here."""
         skips = self.config.no_rope_freq
         freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         if packed_seq_params is None or freqs is None or (skips and skips[self.layer_number - 1]):
@@ -321,7 +323,9 @@ class PackedSelfAttention(SelfAttention):
             self._tables = None
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        """Query, key, value (and gate), [t, 1, heads, head dimension], rotated when a forward call asks for it."""
+        """Return query, key, value (and gate), [t, 1, heads, head dimension], rotated when a forward call asks
+        for it.
+        """
         query, key, *others = super().get_query_key_value_tensors(*args, **options)
         if self._tables is not None:
             query, key = (

@@ -82,7 +82,7 @@ class StackedLinear(torch.nn.Module):
                     init_method(matrix)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """[T, in] sorted by expert to [T, out]."""
+        """Map [T, in] sorted by expert to [T, out]."""
         return grouped_linear(x, self.weight, tokens_per_expert, use_grouped_product=self.use_grouped_product)
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class StackedLinear(torch.nn.Module):
     def sharded_entry(
         self, key: str, sharded_offsets: tuple[tuple[int, int, int], ...]
     ) -> ShardedTensor | ShardedTensorFactory:
-        """The parameter as this rank's part of the tensor [.., experts, out, in] of a checkpoint.
+        """Return the parameter as this rank's part of the tensor [.., experts, out, in] of a checkpoint.
 
         ``sharded_offsets`` (the layer, where layers are stacked too) are axes in front of these three.
         """
@@ -144,7 +144,7 @@ class StackedExperts(MegatronModule):
         submodules: Any = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """The signature is that of megatron-core's experts; there are no submodules to choose.
+        """Build the experts; the signature is that of megatron-core's, and there are no submodules to choose.
 
         Raises:
             ConfigError: biases in the experts.
@@ -206,7 +206,7 @@ class StackedExperts(MegatronModule):
         return output, None
 
     def activation(self, x: Tensor, probs: Tensor) -> Tensor:
-        """[T, gates and ups] to [T, ffn], times [T, 1] probabilities, in the dtype of ``x``."""
+        """Map [T, gates and ups] to [T, ffn], times [T, 1] probabilities, in the dtype of ``x``."""
         config = self.config
         is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
         if config.gated_linear_unit and config.activation_func is F.silu and is_plain:
@@ -222,7 +222,7 @@ class StackedExperts(MegatronModule):
         return (activated * probs).to(x.dtype)
 
     def backward_dw(self) -> None:
-        """Weight gradients are computed with the others."""
+        """Do nothing: weight gradients are computed with the others."""
 
     def sharded_state_dict(
         self,
@@ -230,7 +230,9 @@ class StackedExperts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedState:
-        """Both parameters under ``{prefix}experts.linear_fc{1,2}.weight``, of whole shape [.., experts, out, in]."""
+        """Return both parameters under ``{prefix}experts.linear_fc{1,2}.weight``, of whole shape [.., experts, out,
+        in].
+        """
         return {
             f"{prefix}{name}.weight": getattr(self, name).sharded_entry(
                 f"{prefix}experts.{name}.weight", sharded_offsets
@@ -252,7 +254,7 @@ _ALIGNMENT = 16
 
 
 def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped matrix product takes these operands (x [T, in], weight [E, out, in])."""
+    """Return True when torch's grouped matrix product takes these operands (x [T, in], weight [E, out, in])."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not x.size(0):
         return False
     row_bytes = (size * x.element_size() for size in weight.shape[1:])

@@ -59,7 +59,7 @@ class ReplicatedLinear(torch.nn.Linear):
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
-        """[output_size, input_size], initialised alike on all tensor-parallel ranks."""
+        """Return [output_size, input_size], initialised alike on all tensor-parallel ranks."""
         device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(input_size, output_size, bias=False, device=device, dtype=config.params_dtype)
         if config.perform_initialization:
@@ -84,7 +84,7 @@ class LatentAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Takes what megatron-core's TransformerLayer passes to any self-attention."""
+        """Take what megatron-core's TransformerLayer passes to any self-attention."""
         super().__init__(config=config)
         self.config: MLATransformerConfig
         if pg_collection is None:
@@ -135,7 +135,7 @@ class LatentAttention(MegatronModule):
         )
 
     def _column(self, module: Any, input_size: int, output_size: int) -> torch.nn.Module:
-        """A projection whose output heads are cut over the tensor-parallel ranks."""
+        """Return a projection whose output heads are cut over the tensor-parallel ranks."""
         return build_module(
             module,
             input_size,
@@ -152,7 +152,7 @@ class LatentAttention(MegatronModule):
     def _core(
         self, submodules: MLASelfAttentionSubmodules, attn_mask_type: AttnMaskType, cp_comm_type: str | None
     ) -> torch.nn.Module:
-        """Attention over expanded heads; a subclass may attend over the latents instead."""
+        """Attend over expanded heads; a subclass may attend over the latents instead."""
         return build_module(
             submodules.core_attention,
             config=self.config,
@@ -209,7 +209,7 @@ class LatentAttention(MegatronModule):
         return self.linear_proj(out)
 
     def compress(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The normed latents of queries [s, b, rank] and of keys and values [s, b, rank], and the rotary key.
+        """Compute the normed latents of queries [s, b, rank] and of keys and values [s, b, rank], and the rotary key.
 
         Without ``--q-lora-rank`` the first is ``hidden_states`` itself.  The rotary key [t, b, rope] is whole on every
         tensor-parallel rank, not yet turned, and its gradient is summed over the ranks: each uses it for its heads.
@@ -228,7 +228,9 @@ class LatentAttention(MegatronModule):
     def expand(
         self, query_latent: Tensor, kv_latent: Tensor, rotary_key: Tensor, cosines: Tensor, sines: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [t, b, n, qk + rope], turned, and values [t, b, n, v], from what :meth:`compress` gives."""
+        """Expand the result of :meth:`compress` to queries and keys [t, b, n, qk + rope], rotated, and values [t, b,
+        n, v].
+        """
         config = self.config
         project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
         query = project(query_latent)[0].unflatten(-1, (self.num_heads, self.query_width))
@@ -240,7 +242,9 @@ class LatentAttention(MegatronModule):
         return query, torch.cat([plain_key, turned_key], dim=-1), value.contiguous()
 
     def rotary_tables(self, rotary_key: Tensor, packed_seq_params: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [t, 1, 1, rope / 2] of this rank's tokens; all layers of a micro-batch share them."""
+        """Return cosines and sines [t, 1, 1, rope / 2] of this rank's tokens; all layers of a micro-batch
+        share them.
+        """
         cached = vars(packed_seq_params).get("latent_rotary_tables") if packed_seq_params is not None else None
         if cached is not None:
             return cached
@@ -259,7 +263,9 @@ class LatentAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """As TransformerEngine's layers are saved: the norms of the latents belong to the up projections."""
+        """Return the entries as TransformerEngine's layers are saved: norms of latents belong to the up
+        projections.
+        """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         apply_prefix_mapping(
             state,
@@ -272,7 +278,7 @@ class LatentAttention(MegatronModule):
 
 
 def latent_attention_spec(config: TransformerConfig) -> ModuleSpec:
-    """Multi-latent attention over packed sequences."""
+    """Return multi-latent attention over packed sequences."""
     provider = LocalSpecProvider()
     column = provider.column_parallel_linear()
     latent_norm = Norm if config.qk_layernorm else IdentityOp

@@ -43,7 +43,7 @@ megatron_wheel.mend_missing_transformer_engine()
 
 
 def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
-    """For each layer of the whole model, whether it has experts.
+    """Return, for each layer of the whole model, whether it has experts.
 
     Raises:
         ConfigError: the pattern of ``--moe-layer-freq`` is not as long as the model.
@@ -76,7 +76,7 @@ def get_layer_spec(
     post_self_attn_layernorm: bool = False,
     post_mlp_layernorm: bool = False,
 ) -> ModuleSpec:
-    """One transformer layer: norm, self-attention, norm, MLP or experts.
+    """Return one transformer layer: norm, self-attention, norm, MLP or experts.
 
     Args:
         config: decides the kind of attention and its sizes.
@@ -115,7 +115,7 @@ def get_block_spec(
     post_self_attn_layernorm: bool = False,
     post_mlp_layernorm: bool = False,
 ) -> BlockSpec:
-    """The layers of this pipeline stage, and the final norm; options as in :func:`get_layer_spec`."""
+    """Return the layers of this pipeline stage, and the final norm; options as in :func:`get_layer_spec`."""
     pattern = moe_layer_pattern(config)
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -133,7 +133,7 @@ def get_block_spec(
 
 
 def _attention_spec(config: TransformerConfig) -> ModuleSpec:
-    """Multi-head or grouped-query attention."""
+    """Return multi-head or grouped-query attention."""
     provider = LocalSpecProvider()
     qk_norm = Norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
@@ -153,7 +153,7 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def mlp_spec(*, is_moe: bool) -> ModuleSpec | type[RoutedExperts]:
-    """The MLP of one layer: dense, or experts, with the shared experts that the config asks for."""
+    """Return the MLP of one layer: dense, or experts, with the shared experts that the config asks for."""
     if is_moe:
         return RoutedExperts
     matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -205,7 +205,7 @@ class SandwichLayer(RoutedLayer):
 
 
 def _norm_first(norm: torch.nn.Module, get_residual_add: GetResidualAdd) -> GetResidualAdd:
-    """``get_residual_add`` with ``norm`` applied to what is added."""
+    """Return ``get_residual_add`` with ``norm`` applied to what is added."""
 
     def get_norm_and_add(training: bool, fused: bool) -> ResidualAdd:
         residual_add = get_residual_add(training, fused)

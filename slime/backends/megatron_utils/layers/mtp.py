@@ -54,7 +54,7 @@ from slime.train_data.multi_token import MultiTokenDepth, multi_token_depths
 
 @dataclass(frozen=True, slots=True)
 class MtpInputs:
-    """What a forward pass needs to run the MTP layers."""
+    """Inputs of a forward pass that runs the MTP layers."""
 
     depths: Sequence[MultiTokenDepth]
     """One for each layer."""
@@ -65,7 +65,7 @@ class MtpInputs:
 
 
 class LogitsAndMtp(NamedTuple):
-    """What a forward pass with :class:`MtpInputs` gives."""
+    """Output of a forward pass with :class:`MtpInputs`."""
 
     logits: Tensor
     """[1, T, V] of the model itself."""
@@ -74,7 +74,7 @@ class LogitsAndMtp(NamedTuple):
 
 
 def get_mtp_spec(config: TransformerConfig, block: ModuleSpec | TransformerBlockSubmodules) -> ModuleSpec:
-    """``--mtp-num-layers`` layers, inside of which is the layer that the block names for it, or its last one."""
+    """Return ``--mtp-num-layers`` layers, each around the layer that the block names for it, or its last one."""
     if isinstance(block, ModuleSpec):
         inner = block
     else:
@@ -94,7 +94,7 @@ def get_mtp_spec(config: TransformerConfig, block: ModuleSpec | TransformerBlock
 
 
 def without_mtp(config: TransformerConfig) -> TransformerConfig:
-    """The config of the model itself: megatron-core does nothing about MTP with it."""
+    """Return the config of the model itself, which tells megatron-core nothing of MTP."""
     trunk = copy.copy(config)
     trunk.mtp_num_layers = None
     return trunk
@@ -104,7 +104,7 @@ class MtpLayer(MultiTokenPredictionLayer):
     """One layer: ``norm(transformer_layer(eh_proj([enorm(embedding); hnorm(hidden)])))``."""
 
     def forward(self, hidden: Tensor, embedded: Tensor, **layer_arguments: Any) -> Tensor:
-        """[t, 1, h] (a slice of the tokens under sequence parallelism) to the same.
+        """Map [t, 1, h] (a slice of the tokens under sequence parallelism) to the same.
 
         Args:
             hidden: of the model, behind its final norm, or of the MTP layer before this one.
@@ -134,7 +134,7 @@ class MtpBlock(MultiTokenPredictionBlock):
         embed: Callable[[Tensor], Tensor],
         **layer_arguments: Any,
     ) -> list[Tensor]:
-        """Hidden states [t, 1, h] of every depth.
+        """Return the hidden states [t, 1, h] of every depth.
 
         Args:
             hidden: of the model, behind its final norm; detached here.
@@ -160,7 +160,7 @@ class GPTModelWithMtp(GPTModel):
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, mtp_spec: ModuleSpec, trains_mtp: bool, **kwargs: Any):
-        """Args as of GPTModel.
+        """Take the arguments of GPTModel.
 
         Args:
             config: with ``mtp_num_layers``.
@@ -193,7 +193,9 @@ class GPTModelWithMtp(GPTModel):
             self._embedding_copy = (copied.requires_grad_(False),)
 
     def forward(self, *args: Any, mtp_inputs: MtpInputs | None = None, **kwargs: Any) -> Any:
-        """As GPTModel's; with ``mtp_inputs``, on the stage with the vocabulary projection, :class:`LogitsAndMtp`."""
+        """Run as GPTModel does; with ``mtp_inputs``, give :class:`LogitsAndMtp` on the stage with the vocabulary
+        projection.
+        """
         self._mtp_inputs = mtp_inputs
         try:
             return super().forward(*args, **kwargs)
@@ -201,7 +203,7 @@ class GPTModelWithMtp(GPTModel):
             self._mtp_inputs = None
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        """The hook of megatron-core's forward between decoder and logits."""
+        """Run the hook of megatron-core's forward between decoder and logits."""
         output = super()._postprocess(hidden_states, **kwargs)
         inputs = self._mtp_inputs
         if inputs is None or not self.post_process:
@@ -228,7 +230,9 @@ class GPTModelWithMtp(GPTModel):
         return embedding(input_ids=input_ids, position_ids=None)
 
     def _log_probs(self, hidden: Tensor, depth: MultiTokenDepth, inputs: MtpInputs) -> Tensor:
-        """[R] log-probs of the depth's targets; of the logits there is never more than one chunk of rows."""
+        """Return [R] log-probs of the depth's targets; at no time is there more than one chunk of rows of the
+        logits.
+        """
         shared = self.share_embeddings_and_output_weights
         weight = (self.shared_embedding_or_output_weight() if shared else self.output_layer.weight).detach()
         if self.config.sequence_parallel:
@@ -292,7 +296,9 @@ def send_embedding_to_mtp(model: Sequence[torch.nn.Module]) -> None:
 
 
 def mtp_inputs(args: Namespace, chunk: torch.nn.Module, batch: dict[str, Any]) -> MtpInputs | None:
-    """Inputs and targets of the MTP layers for a batch of ``data.get_batch``; None where there is nothing to train."""
+    """Return inputs and targets of the MTP layers for a batch of ``data.get_batch``; None where nothing is to be
+    trained.
+    """
     if not (args.enable_mtp_training and hasattr(unwrap_model(chunk), "mtp")):
         return None
     depths = multi_token_depths(
@@ -310,7 +316,7 @@ def mtp_inputs(args: Namespace, chunk: torch.nn.Module, batch: dict[str, Any]) -
 
 
 def mtp_loss(depths: Sequence[MultiTokenDepth], log_probs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean loss over the depths, reduced but not yet weighed against the policy's, and what is logged of it.
+    """Return the mean loss over the depths, reduced but not yet weighed against the policy's, and its metrics.
 
     Args:
         depths: the targets.

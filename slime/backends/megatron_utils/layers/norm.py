@@ -49,7 +49,7 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x / rms(x) * weight`` or ``(x - mean) / std * weight + bias``, of the shape and dtype of ``x``."""
+        """Compute ``x / rms(x) * weight`` or ``(x - mean) / std * weight + bias``, of the shape and dtype of ``x``."""
         if not self.is_zero_centered:
             if self.bias is None:
                 return F.rms_norm(x, self.shape, self.weight, self.eps)

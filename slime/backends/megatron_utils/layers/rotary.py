@@ -29,7 +29,7 @@ class RotaryTables(NamedTuple):
 
 
 def packed_positions(cu_seqlens: Tensor, num_tokens: int, *, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
-    """Position of each token of this rank in its own sequence, int64 [num_tokens].
+    """Return the position of each token of this rank in its own sequence, int64 [num_tokens].
 
     Args:
         cu_seqlens: [n + 1], cumulative full lengths, each a multiple of 2 * cp_size when that is above 1.
@@ -53,7 +53,7 @@ def rotary_tables(
     params: PackedSeqParams, freqs: Tensor, num_tokens: int, *, cp_rank: int, cp_size: int, interleaved: bool,
     mscale: float = 1.0,
 ) -> RotaryTables:  # fmt: skip
-    """The tables of a micro-batch, computed by its first layer and kept on ``params`` for the others.
+    """Return the tables of a micro-batch, computed by its first layer and kept on ``params`` for the others.
 
     Args:
         params: of the micro-batch; lengths over all context-parallel ranks.
@@ -96,7 +96,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool) -> Tenso
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """:func:`apply_rotary` in plain torch, on any device."""
+    """Apply :func:`apply_rotary` in plain torch, on any device."""
     width = 2 * cos.size(1)
     dtype = torch.promote_types(x.dtype, torch.float32)
     turned, rest = x[..., :width].to(dtype), x[..., width:]
@@ -135,7 +135,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """How much YaRN strengthens the logits of positions stretched by ``factor``; 1 when nothing is stretched."""
+    """Return the factor by which YaRN strengthens the logits of stretched positions; 1 when nothing is stretched."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -147,7 +147,7 @@ class LatentRotary:
     """Dimensions of a head that turn."""
     base: float
     factor: float = 1.0
-    """How much longer than the original positions may be; 1 is plain rotary."""
+    """Stretch of the positions beyond the original length; 1 is plain rotary."""
     original_length: int = 4096
     """Longest position before stretching."""
     beta_fast: float = 32.0
@@ -159,7 +159,7 @@ class LatentRotary:
 
     @classmethod
     def from_config(cls, config: Any) -> LatentRotary:
-        """From an MLATransformerConfig."""
+        """Read the settings from an MLATransformerConfig."""
         return cls(
             width=config.qk_pos_emb_head_dim,
             base=config.rotary_base,
@@ -183,7 +183,7 @@ class LatentRotary:
         return head_width**-0.5 * yarn_magnitude(self.factor, self.mscale_all_dim) ** 2
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
-        """[width / 2] radians per position, fp32."""
+        """Return [width / 2] radians per position, fp32."""
         powers = self.base ** (torch.arange(0, self.width, 2, dtype=torch.float32, device=device) / self.width)
         if self.factor <= 1:
             return 1.0 / powers
@@ -196,11 +196,11 @@ class LatentRotary:
         return stretched / (self.factor * powers) + (1 - stretched) / powers
 
     def _dimension_that_turns(self, times: float) -> float:
-        """The (fractional) pair of dimensions that turns ``times`` times over the original length."""
+        """Return the (fractional) pair of dimensions that turns ``times`` times over the original length."""
         return self.width * math.log(self.original_length / (times * 2 * math.pi)) / (2 * math.log(self.base))
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [n, width / 2] of n positions, fp32, with their magnitude."""
+        """Return cosines and sines [n, width / 2] of n positions, fp32, with their magnitude."""
         angles = positions.float()[:, None] * self.frequencies(positions.device)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
@@ -221,7 +221,7 @@ def rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def zigzag_positions(cu_seqlens: Tensor, num_local: int, *, cp_rank: int, cp_size: int) -> Tensor:
-    """Position of each of this rank's tokens in its own sequence: int64 [num_local].
+    """Return the position of each of this rank's tokens in its own sequence: int64 [num_local].
 
     Args:
         cu_seqlens: cumulative lengths over all context-parallel ranks, each length a multiple of 2 * cp_size where
@@ -242,6 +242,6 @@ def zigzag_positions(cu_seqlens: Tensor, num_local: int, *, cp_rank: int, cp_siz
 
 
 def cumulative_lengths(packed_seq_params: PackedSeqParams) -> Tensor:
-    """The packing's cumulative lengths, padding included."""
+    """Return the packing's cumulative lengths, padding included."""
     padded = packed_seq_params.cu_seqlens_q_padded
     return packed_seq_params.cu_seqlens_q if padded is None else padded

@@ -32,9 +32,7 @@ class RoutedLayer(TransformerLayer):
     """TransformerLayer that hands the router's inputs to its experts, in place of megatron-core's padding mask."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the parent's; ``packed_seq_params`` may carry samples (``attach_routed_samples``) and experts to choose
-        (``RoutingReplay.attach``).
-        """
+        """Run as the parent does; ``packed_seq_params`` may carry samples and the experts to choose."""
         kwargs["padding_mask"] = RouterInputs.of(kwargs.get("packed_seq_params"))
         return super().forward(*args, **kwargs)
 
@@ -49,7 +47,9 @@ class RoutedExperts(MoELayer):
     moe_layer_recompute: bool
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules | None = None, **kwargs: Any) -> None:
-        """``submodules`` in place of our router and experts; shared experts are built where the config has them."""
+        """Build with ``submodules`` in place of our router and experts; the config says whether there are shared
+        experts.
+        """
         super().__init__(config, submodules or _parts(), **kwargs)
         # Recomputed here, with the inputs that the pass had.
         self.recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
@@ -59,7 +59,7 @@ class RoutedExperts(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: RouterInputs | None = None
     ) -> Any:
-        """[t, 1, hidden] to [t, 1, hidden], and the None that stands for a bias."""
+        """Map [t, 1, hidden] to [t, 1, hidden], and the None that stands for a bias."""
         run = partial(self._run, padding_mask or RouterInputs())
         if self.recomputes:
             return tensor_parallel.checkpoint(run, False, hidden_states)

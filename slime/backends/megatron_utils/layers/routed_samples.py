@@ -1,4 +1,4 @@
-"""What a router must know about the tokens that it sees: which sample each belongs to, and what the sample weighs.
+"""The samples behind the tokens that a router sees: which one each token belongs to, and its weight.
 
 The balancing losses of a mixture of experts are means over tokens.  In a packed micro-batch a plain mean would count
 padding, mix samples of one bin, and weigh a sample by how full its bin is.  Here every sample's balancing loss weighs
@@ -38,19 +38,21 @@ class RoutedSamples:
     """[S] float32: what megatron-core's way of averaging must be multiplied with."""
 
     def of_tensor_rank(self, num_tokens: int) -> Tensor:
-        """``sample_of`` [num_tokens] for what a router sees."""
+        """Return ``sample_of`` [num_tokens] for what a router sees."""
         return part_of_tensor_rank(self.sample_of, num_tokens)
 
 
 def part_of_tensor_rank(values_T: Tensor, num_tokens: int) -> Tensor:
-    """[num_tokens] of values [T]: under sequence parallelism a router sees this tensor rank's part of the tokens."""
+    """Return [num_tokens] of values [T]: under sequence parallelism a router sees this tensor rank's part of the
+    tokens.
+    """
     if len(values_T) == num_tokens:
         return values_T
     return values_T.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
 
 
 def routers_need_samples(args: Namespace) -> bool:
-    """Whether anything in the routers depends on more than the single token: balancing losses, a moving bias."""
+    """Return True when the routers depend on more than the single token: balancing losses, a moving bias."""
     if not args.num_experts:
         return False
     coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
@@ -77,7 +79,7 @@ def attach_routed_samples(
 def routed_samples(
     args: Namespace, batch: Mapping[str, Any], num_microbatches: int, step_global_batch_size: int
 ) -> RoutedSamples:
-    """The samples of a batch, weighted for a step of so many micro-batches and rollouts."""
+    """Return the samples of a batch, weighted for a step of so many micro-batches and rollouts."""
     lengths = batch["total_lengths"]
     device = batch["tokens"].device
     cp_size = mpu.get_context_parallel_world_size()

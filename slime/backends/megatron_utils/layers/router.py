@@ -32,7 +32,7 @@ from slime.utils.errors import SlimeError
 
 @dataclass(frozen=True, slots=True)
 class RouterInputs:
-    """What the routers of one pass know beside hidden states."""
+    """Inputs of the routers of one pass beside the hidden states."""
 
     samples: RoutedSamples | None = None
     """For balancing losses and the bias."""
@@ -41,7 +41,7 @@ class RouterInputs:
 
     @classmethod
     def of(cls, packed_seq_params: Any) -> RouterInputs:
-        """What was attached to the packing of a micro-batch."""
+        """Return the inputs attached to the packing of a micro-batch."""
         return cls(
             getattr(packed_seq_params, "routed_samples", None), getattr(packed_seq_params, "expert_replay", None)
         )
@@ -60,14 +60,15 @@ class Router(TopKRouter):
         """The layer whose choices are replayed here; None leaves the router out of it (MTP layers)."""
 
     def take(self, inputs: RouterInputs) -> None:
-        """What holds for the next pass."""
+        """Set the inputs of the next pass."""
         self.samples = inputs.samples
         self.router_replay = None
         if inputs.replay is not None and self.replayed_layer is not None:
             self.router_replay = inputs.replay.of_layer(self.replayed_layer)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """What ``.bfloat16()``, ``.to()`` and their like call: ``expert_bias`` stays fp32 whatever the model's dtype.
+        """Convert as ``.bfloat16()``, ``.to()`` and their like do; ``expert_bias`` stays fp32 whatever the model's
+        dtype.
 
         megatron-core restores its dtype at the next forward pass only, when a checkpoint that was loaded into the
         buffer has been rounded already.
@@ -79,7 +80,9 @@ class Router(TopKRouter):
         return self
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Any = None) -> Tensor:
-        """Logits [T, E] that carry the gradient of ``logsumexp(logits)^2``, averaged over each sample's tokens."""
+        """Return logits [T, E] that carry the gradient of ``logsumexp(logits)^2``, averaged over each sample's
+        tokens.
+        """
         coefficient = self.config.moe_z_loss_coeff
         if self.samples is None or not coefficient or not self._is_training():
             return super().apply_z_loss(logits)
@@ -127,11 +130,11 @@ class Router(TopKRouter):
                 self.local_tokens_per_expert += routing_map.sum(dim=0)
 
     def _is_training(self) -> bool:
-        """False in log-prob passes, and in the first pass over a layer that is recomputed."""
+        """Return False in log-prob passes, and in the first pass over a layer that is recomputed."""
         return self.training and torch.is_grad_enabled()
 
     def _token_weights(self, num_tokens: int) -> Tensor:
-        """[T]: what a token weighs, its sample's weight over its sample's length; 0 for padding."""
+        """Return [T]: the weight of each token, its sample's weight over its sample's length; 0 for padding."""
         assert self.samples is not None
         per_sample = self.samples.weights / self.samples.lengths
         return torch.cat([per_sample, per_sample.new_zeros(1)])[self.samples.of_tensor_rank(num_tokens)]
@@ -139,7 +142,7 @@ class Router(TopKRouter):
     def _attach(
         self, probs: Tensor, kind: str, scores: Tensor, routing_map: Tensor, group_of: Tensor, num_groups: int
     ) -> Tensor:
-        """``probs`` that carry the gradient of this rank's part of a balancing loss.
+        """Return ``probs`` that carry the gradient of this rank's part of a balancing loss.
 
         Args:
             probs: [T, E], returned as they are.
@@ -206,7 +209,7 @@ class HostChoices:
         self.written.add(layer)
 
     def read(self, layer: int, device: torch.device) -> Tensor:
-        """[T, k] int64 of a layer.
+        """Return the recorded ids of a layer, int64 [T, k].
 
         Raises:
             SlimeError: this layer's router was not asked when the choices were written down.
@@ -221,7 +224,7 @@ class HostChoices:
 
 @dataclass(slots=True)
 class ChangedChoices:
-    """How often a router would have chosen others than those it was told, over the tokens of a step."""
+    """A count of choices that the router would make differently now, over the tokens of a step."""
 
     counts: dict[torch.device, Tensor] = field(default_factory=dict)
 
@@ -236,7 +239,7 @@ class ChangedChoices:
         self.counts[counts.device] = counts if known is None else known + counts
 
     def take(self) -> Tensor:
-        """[changed, compared] since the last call, int64 on the host."""
+        """Set the inputs of the next pass."""
         total = torch.zeros(2, dtype=torch.int64)
         for counts in self.counts.values():
             total += counts.cpu()
@@ -246,7 +249,7 @@ class ChangedChoices:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchReplay:
-    """What the routers of one pass over a micro-batch do: write their choice down, or choose what is written."""
+    """The choices of all routers in one pass over a micro-batch, recorded or replayed."""
 
     stage: Stage
     choices: HostChoices
@@ -255,7 +258,7 @@ class MicroBatchReplay:
     changed: ChangedChoices
 
     def of_layer(self, layer: int) -> LayerReplay:
-        """For the router of a layer, by its number in the whole model, counted from 1."""
+        """Return the replay of one layer, by its number in the whole model, counted from 1."""
         return LayerReplay(self, layer)
 
 
@@ -274,7 +277,8 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [T, k] and ids [T, k] of the experts chosen; the scores are the present ones and carry a gradient.
+        """Return scores [T, k] and ids [T, k] of the experts chosen; the scores are the present ones and carry a
+        gradient.
 
         Args:
             scores: [T, E] by which experts are ranked.

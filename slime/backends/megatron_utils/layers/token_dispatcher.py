@@ -44,7 +44,9 @@ class GatherDispatcher(MoETokenDispatcher):
 
     @staticmethod
     def serves(config: TransformerConfig) -> bool:
-        """Whether it can stand in for what the config asks for: no dropped tokens, no overlap of shared experts."""
+        """Return True when this dispatcher does what the config asks for: no dropped tokens, no overlap of shared
+        experts.
+        """
         return (
             config.moe_token_dispatcher_type == "alltoall"
             and config.moe_expert_capacity_factor is None
@@ -79,7 +81,7 @@ class GatherDispatcher(MoETokenDispatcher):
         return rows, probs.gather(1, chosen).flatten()[order]
 
     def _plan(self, counts: Tensor) -> None:
-        """From the [E] rows that every rank has for every expert: who sends how many, and where each row goes."""
+        """Plan, from the [E] rows that every rank has for every expert, who sends how many and where each row goes."""
         everyone = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
         everyone = everyone.view(self.ep_size, self.tp_size, self.ep_size, self.num_local_experts).transpose(0, 1)
         mine = everyone[:, :, self.ep_group.rank()]  # [tensor, expert rank, e]
@@ -112,7 +114,7 @@ class GatherDispatcher(MoETokenDispatcher):
         )
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [R, H] sorted by local expert, [e] rows of each, [R] probabilities."""
+        """Return rows [R, H] sorted by local expert, [e] rows of each, [R] probabilities."""
         if not self.is_spread:
             return hidden_states, self.tokens_per_expert, probs
         if self.tp_size > 1:
@@ -123,7 +125,9 @@ class GatherDispatcher(MoETokenDispatcher):
         return _TakeRows.apply(hidden_states, self.source), self.tokens_per_expert, _TakeRows.apply(probs, self.source)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The experts' outputs [R, H] in the order in which the rows arrived, summed over tensor-parallel ranks."""
+        """Return the experts' outputs [R, H] in the order in which the rows arrived, summed over tensor-parallel
+        ranks.
+        """
         if not self.is_spread:
             return hidden_states
         dtype = hidden_states.dtype
@@ -142,17 +146,17 @@ class GatherDispatcher(MoETokenDispatcher):
         return all_to_all(self.ep_group, hidden_states, self.input_splits, self.output_splits)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """[T * k, H] to the tokens' shape: the sum over each token's experts."""
+        """Sum [T * k, H] over each token's experts, in the tokens' shape."""
         return _SumCopies.apply(hidden_states, self.token_of_row, self.row_of_copy).view(self.shape)
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes ``order``."""
+    """Return the permutation that undoes ``order``."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _sum_copies(rows: Tensor, row_of_copy: Tensor) -> Tensor:
-    """[T * k, H] and [T, k] to [T, H]; torch adds bf16 up in fp32."""
+    """Sum the weighted copies, [T * k, H] and [T, k] to [T, H]; torch adds bf16 up in fp32."""
     return rows.index_select(0, row_of_copy.flatten()).view(*row_of_copy.shape, -1).sum(1)
 
 

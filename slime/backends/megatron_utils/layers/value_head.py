@@ -48,13 +48,13 @@ class ValueHead(torch.nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights from N(0, std), bias 0; from a generator of its own, so that neither rank nor layout matters."""
+        """Draw weights from N(0, std), bias 0, by a generator of its own, so that neither rank nor layout matters."""
         generator = torch.Generator().manual_seed(self._seed)
         self.weight.copy_(torch.empty(self.weight.shape).normal_(0.0, self._std, generator=generator))
         self.bias.zero_()
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> Any:
-        """[t, 1, hidden] to fp32 [t, 1, 1], with the None that megatron-core's linear layers return as bias."""
+        """Map [t, 1, hidden] to fp32 [t, 1, 1], with the None that megatron-core's linear layers return as bias."""
         # A value rounded to bf16 would be off by up to 0.4%, and every advantage is a difference of values.
         values = F.linear(hidden.float(), self.weight.float(), self.bias.float())
         if self.sequence_parallel:
@@ -64,12 +64,12 @@ class ValueHead(torch.nn.Linear):
 
 
 def is_of_value_head(parameter: Any) -> bool:
-    """Whether a parameter belongs to a critic's output layer."""
+    """Return True when a parameter belongs to a critic's output layer."""
     return getattr(parameter, "is_value_head", False)
 
 
 def find_value_head(model: Sequence[torch.nn.Module]) -> ValueHead | None:
-    """The critic's output layer among this rank's chunks: there is one on the last pipeline stage of a critic."""
+    """Find the critic's output layer among this rank's chunks; the last pipeline stage of a critic has one."""
     for chunk in unwrap_model(list(model)):
         head = getattr(chunk, "output_layer", None)
         if isinstance(head, ValueHead):
