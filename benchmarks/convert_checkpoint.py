@@ -2,8 +2,8 @@
 
     python benchmarks/convert_checkpoint.py [--folder DIR] [--layers N] [--experts N]
 
-Every conversion is the command-line tool in a process of its own; its peak memory is that of the kernel's accounting, less
-what the same tool takes for a tiny model.  The result must equal the source bit for bit.
+Every conversion is the command-line tool in a process of its own; its peak memory is that of the kernel's accounting,
+less what the same tool takes for a tiny model.  The result must equal the source bit for bit.
 """
 
 from __future__ import annotations
