@@ -72,11 +72,12 @@ from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.observability.logging_utils import configure_logger, finish_tracking  # noqa: E402
-from slime.ray.rollout_data import check_fan_out, flatten, schedule_config, train_data_from_samples  # noqa: E402
+from slime.ray.rollout_data import check_fan_out, flatten, schedule_config_of, train_data_from_samples  # noqa: E402
 from slime.ray.rollout_logging import log_rollout  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.rm_hub import async_rm  # noqa: E402
 from slime.rollout.sglang_rollout import GenerateState, abort, generate_rollout  # noqa: E402
+from slime.train_data.columns import RankBatch  # noqa: E402
 from slime.train_data.schedule import build_dp_schedule  # noqa: E402
 from slime.train_data.split import split_by_rank  # noqa: E402
 from slime.utils.async_utils import run  # noqa: E402
@@ -192,10 +193,10 @@ def measure_between(args: Namespace, actor: Any, watch: Stopwatch, repeat: int, 
         train_data = train_data_from_samples(args, samples)
     with watch.time("schedule"):
         schedule = build_dp_schedule(
-            schedule_config(args, parallel),
-            [len(tokens) for tokens in train_data["tokens"]],
+            schedule_config_of(args, parallel),
+            [len(tokens) for tokens in train_data.tokens],
             global_batch_size=args.global_batch_size,
-            rollout_indices=train_data["rollout_ids"],
+            rollout_indices=train_data.rollout_ids,
         )
     with watch.time("split"):
         rank_data = split_by_rank(train_data, schedule)[0]
@@ -211,20 +212,20 @@ class TrainSide:
         self.args, self.actor, self.watch = args, actor, watch
         self.num_tokens = 0
 
-    def measure(self, repeat: int, rank_data: dict[str, Any]) -> None:
+    def measure(self, repeat: int, rank_data: RankBatch) -> None:
         """Both variants once, in alternating order."""
         batches = self._pack(rank_data)
         for variant in _rotated([self._train, self._bare], repeat):
             variant(repeat, rank_data, batches)
 
-    def _pack(self, rank_data: dict[str, Any]) -> list[dict[str, Any]]:
+    def _pack(self, rank_data: RankBatch) -> list[dict[str, Any]]:
         data = prepare_rollout_data(rank_data)
         self.num_tokens = sum(data["total_lengths"])
         iterator = get_data_iterator(data, 1)[0]
         packed = [get_batch(iterator, [], self.args.data_pad_size_multiplier) for _ in iterator.micro_batch_indices]
         return [forward_arguments(self.args, batch) for batch in packed]
 
-    def _train(self, repeat: int, rank_data: dict[str, Any], batches: list[dict[str, Any]]) -> None:
+    def _train(self, repeat: int, rank_data: RankBatch, batches: list[dict[str, Any]]) -> None:
         with self.watch.time("train"):
             metrics = self.actor.train(repeat, rank_data)
         assert metrics is not None, "this is the main rank"
@@ -235,7 +236,7 @@ class TrainSide:
             rest_s -= elapsed_s
         self.watch.add("train_rest", rest_s)
 
-    def _bare(self, repeat: int, rank_data: dict[str, Any], batches: list[dict[str, Any]]) -> None:
+    def _bare(self, repeat: int, rank_data: RankBatch, batches: list[dict[str, Any]]) -> None:
         model, optimizer = self.actor.model[0], self.actor.optimizer
         assert optimizer is not None, "--num-rollout is above 0"
         with self.watch.time("bare_train"):

@@ -85,6 +85,7 @@ def sequence_lengths(num_tokens: int, longest: int, seed: int) -> list[int]:
 
 def make_rank_data(args: Namespace, options: argparse.Namespace, dp_size: int, dp_rank: int, seed: int) -> Any:
     """Return the rollout side's data for this rank: ``options.microbatches`` full packs of random tokens."""
+    from slime.train_data.columns import TrainBatch
     from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
     from slime.train_data.split import split_by_rank
 
@@ -111,7 +112,7 @@ def make_rank_data(args: Namespace, options: argparse.Namespace, dp_size: int, d
         micro_batch_size=1,
     )  # fmt: skip
     schedule = build_dp_schedule(config, lengths, global_batch_size=len(lengths), rollout_indices=data["rollout_ids"])
-    return split_by_rank(data, schedule)[dp_rank], lengths
+    return split_by_rank(TrainBatch.from_dict(data), schedule)[dp_rank], lengths
 
 
 def model_flops(args: Namespace, num_parameters: int, lengths: list[int]) -> tuple[float, float]:

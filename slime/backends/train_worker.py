@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.train_data.columns import RankBatch
 from slime.utils import distributed_utils, env
 from slime.utils.errors import ProcessError, WeightSyncError
 from slime.weights.receiver import ExcludedEngine, WeightReceiver
@@ -93,13 +94,13 @@ class TrainWorker(ABC):
 
     @abstractmethod
     def train(
-        self, rollout_id: int, rank_data: dict[str, Any], external_data: dict[str, Any] | None = None
+        self, rollout_id: int, rank_batch: RankBatch, external_data: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
         """Take the optimizer steps of one rollout on this rank's share of its data.
 
         Args:
             rollout_id: the rollout that made the data.
-            rank_data: this data-parallel rank's entry of ``slime.train_data.split.split_by_rank``.
+            rank_batch: this data-parallel rank's entry of ``slime.train_data.split.split_by_rank``.
             external_data: what another role computed for the same samples (a critic's ``values``).
 
         Returns:

@@ -1,15 +1,16 @@
-"""From the groups that a rollout function returned to the data that the trainer ranks take.
+"""The way from the groups of a rollout function to the batches of the trainer ranks.
 
-Hooks may replace the reward normalisation and the whole conversion; what they return meets the same column table.
+Hooks may replace the reward normalisation and the whole conversion; their results meet the same column table.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from slime.train_data.columns import COLUMNS
+from slime.arguments.schedule import schedule_config
+from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
@@ -21,7 +22,7 @@ from slime.utils.types import Sample
 
 
 def flatten(groups: Iterable[Any]) -> list[Sample]:
-    """The samples of arbitrarily nested groups, in order."""
+    """Return the samples of arbitrarily nested groups, in order."""
     flat: list[Sample] = []
     for item in groups:
         if isinstance(item, Sample):
@@ -32,7 +33,7 @@ def flatten(groups: Iterable[Any]) -> list[Sample]:
 
 
 def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
-    """Samples that one execution of a prompt fanned out into must share a rollout id.
+    """Check that samples of one execution of a prompt share a rollout id.
 
     Raises:
         HookError: a list at depth two or more holds several samples without one common, non-None ``rollout_id``.
@@ -52,18 +53,18 @@ def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
         check_fan_out(item, depth=depth + 1)
 
 
-def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> dict[str, Any]:
+def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
     path = args.custom_convert_samples_to_train_data_path
     data = load_function(path)(args, samples)
-    needed = [column.name for column in COLUMNS.values() if column.required]
+    needed = TrainBatch.required()
     missing = [name for name in needed if not isinstance(data, dict) or name not in data]
     if missing:
-        what = f"a dict without {', '.join(missing)}" if isinstance(data, dict) else type(data).__name__
+        returned = f"a dict without {', '.join(missing)}" if isinstance(data, dict) else type(data).__name__
         raise HookError(
-            f"--custom-convert-samples-to-train-data-path {path} returned {what}; it must return a dict of columns "
-            f"(slime/train_data/columns.py), {', '.join(needed)} among them."
+            f"--custom-convert-samples-to-train-data-path {path} returned {returned}; it must return a dict of "
+            f"columns (slime/train_data/columns.py), {', '.join(needed)} among them."
         )
-    return data
+    return TrainBatch.from_dict(data)
 
 
 def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, Any]:
@@ -77,8 +78,8 @@ def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, An
     return result[0], result[1]
 
 
-def train_data_from_samples(args: Namespace, samples: list[Sample]) -> dict[str, Any]:
-    """The train data, one entry per sample in each column."""
+def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatch:
+    """Return the train data of a rollout, converted by slime or by the custom converter."""
     if args.custom_convert_samples_to_train_data_path:
         return _converted_by_plug_in(args, samples)
     if args.custom_reward_post_process_path:
@@ -98,25 +99,27 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> dict[str,
     for name, values in (("raw rewards", raw_rewards), ("rewards", rewards)):
         if len(values) != len(samples):
             raise DataError(f"{len(values)} {name} for {len(samples)} samples; there must be one for each sample")
-    routed = RoutedShape.from_args(args) if args.use_rollout_routing_replay else None
+    routed = None
+    if args.use_rollout_routing_replay:
+        routed = RoutedShape(num_layers=args.num_layers, top_k=args.moe_router_topk, num_experts=args.num_experts)
     return samples_to_train_data(samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p, routed=routed)
 
 
-def schedule_config(args: Namespace, parallel: dict[str, int]) -> ScheduleConfig:
-    """How the trainer is laid out and how its micro-batches are packed."""
+def schedule_config_of(args: Namespace, parallel: Mapping[str, int]) -> ScheduleConfig:
+    """Return the packing over a trainer with the parallel sizes that it reported."""
     sizes = ("dp_size", "cp_size", "vpp_size", "microbatch_group_size_per_vp_stage")
-    return ScheduleConfig.from_args(args, **{name: parallel[name] for name in sizes})
+    return schedule_config(args, **{name: parallel[name] for name in sizes})
 
 
 def split_for_ranks(
-    args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]
-) -> tuple[list[dict[str, Any]], DPSchedule]:
-    """One rank's data per data-parallel rank, and the schedule that dealt it out."""
-    lengths = [len(tokens) for tokens in train_data["tokens"]]
+    args: Namespace, batch: TrainBatch, parallel: dict[str, int]
+) -> tuple[list[RankBatch], DPSchedule]:
+    """Return the share of each data-parallel rank, and the schedule that assigned the samples."""
+    lengths = [len(tokens) for tokens in batch.tokens]
     schedule = build_dp_schedule(
-        schedule_config(args, parallel),
+        schedule_config_of(args, parallel),
         lengths,
         global_batch_size=args.global_batch_size,
-        rollout_indices=train_data["rollout_ids"],
+        rollout_indices=batch.rollout_ids,
     )
-    return split_by_rank(train_data, schedule), schedule
+    return split_by_rank(batch, schedule), schedule

@@ -36,10 +36,10 @@ class TrainRayActor(Watched, RayActor):
     def train_boxed(self, rollout_id: int, boxes: list[Box], external_data: Any = None) -> Any:
         """Fetch this rank's share of the rollout and train on it."""
         dp_rank = self.get_parallel_config()["dp_rank"]  # type: ignore[attr-defined]
-        rank_data = wait_for(
+        rank_batch = wait_for(
             boxes[dp_rank].inner, what=f"the train data of data-parallel rank {dp_rank}", timeout_s=FETCH_TIMEOUT_S
         )
-        return self.train(rollout_id, rank_data, external_data=external_data)  # type: ignore[attr-defined]
+        return self.train(rollout_id, rank_batch, external_data=external_data)  # type: ignore[attr-defined]
 
     def connect_engines(self, engines: UpdatableEngines) -> None:
         """Dress the engines' handles as receivers and let the weight sender connect to them."""

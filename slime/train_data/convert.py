@@ -1,7 +1,4 @@
-"""Finished samples to train data: a dict of columns, one entry per sample in each.
-
-The names are those of ``slime.train_data.columns``; splitting among ranks is ``slime.train_data.split``.
-"""
+"""Finished samples to the ``TrainBatch`` of their rollout; ``slime.train_data.split`` splits it among ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +6,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
+from slime.train_data.columns import COLUMNS, Ints, TrainBatch
 from slime.train_data.routed_experts import RoutedShape, routed_rows, rows_needed
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
+
+_PER_TOKEN = {
+    name: column.read for name, column in COLUMNS.items() if column.span == "response" and column.read is not None
+}
+"""Columns with one entry per response token that are read from samples."""
 
 
 def samples_to_train_data(
@@ -21,8 +24,8 @@ def samples_to_train_data(
     *,
     rollout_top_p: float = 1.0,
     routed: RoutedShape | None = None,
-) -> dict[str, Any]:
-    """The columns of one rollout's samples.
+) -> TrainBatch:
+    """Return the columns of one rollout's samples.
 
     Args:
         samples: flat, in the order in which they will be scheduled.
@@ -40,24 +43,11 @@ def samples_to_train_data(
         _check_lengths(sample)
     loss_masks = [_loss_mask(sample) for sample in samples]
     rollout_ids = _rollout_ids(samples)
-    train_data: dict[str, Any] = {
-        "tokens": [sample.tokens for sample in samples],
-        "response_lengths": [sample.response_length for sample in samples],
-        "rewards": list(rewards),
-        "raw_reward": [
-            (sample.metadata or {}).get("raw_reward", raw) for sample, raw in zip(samples, raw_rewards, strict=True)
-        ],
-        "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
-        "sample_indices": [sample.index for sample in samples],
-        "rollout_ids": rollout_ids,
-        "loss_masks": loss_masks,
-        "rollout_mask_sums": rollout_mask_sums(loss_masks, rollout_ids),
-    }
-    train_data.update(_optional_columns(samples))
+    optional: dict[str, Any] = _optional_columns(samples)
     if rollout_top_p != 1.0:
-        train_data.update(_top_p_columns(samples, rollout_top_p))
+        optional |= _top_p_columns(samples, rollout_top_p)
     if routed is not None:
-        train_data["rollout_routed_experts"] = [
+        optional["rollout_routed_experts"] = [
             routed_rows(
                 sample.rollout_routed_experts,
                 f"sample {sample.index}",
@@ -68,12 +58,27 @@ def samples_to_train_data(
             for sample, mask in zip(samples, loss_masks, strict=True)
         ]
     elif any(sample.rollout_routed_experts is not None for sample in samples):
-        train_data["rollout_routed_experts"] = [_present(sample, "rollout_routed_experts") for sample in samples]
-    return train_data
+        optional["rollout_routed_experts"] = [
+            _present(sample, "rollout_routed_experts", sample.rollout_routed_experts) for sample in samples
+        ]
+    return TrainBatch(
+        tokens=[sample.tokens for sample in samples],
+        response_lengths=[sample.response_length for sample in samples],
+        rewards=list(rewards),
+        raw_reward=[
+            (sample.metadata or {}).get("raw_reward", raw) for sample, raw in zip(samples, raw_rewards, strict=True)
+        ],
+        truncated=[int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
+        sample_indices=[sample.index for sample in samples],
+        rollout_ids=rollout_ids,
+        loss_masks=loss_masks,
+        rollout_mask_sums=rollout_mask_sums(loss_masks, rollout_ids),
+        **optional,
+    )
 
 
-def rollout_mask_sums(loss_masks: Sequence[Sequence[int]], rollout_ids: Sequence[int]) -> list[int]:
-    """For each sample the trained tokens of its whole rollout, siblings of a fan-out included.
+def rollout_mask_sums(loss_masks: Sequence[Ints], rollout_ids: Sequence[int]) -> list[int]:
+    """Return for each sample the trained tokens of its whole rollout, siblings of a fan-out included.
 
     The loss divides by it, so that a rollout counts once however many samples it was cut into.
     """
@@ -84,13 +89,13 @@ def rollout_mask_sums(loss_masks: Sequence[Sequence[int]], rollout_ids: Sequence
 
 
 def source_name(sample: Sample) -> str:
-    """The data source a sample came from: ``sample.source``, else ``metadata["source_name"]``, else "unknown"."""
+    """Return the data source of a sample: ``sample.source``, else ``metadata["source_name"]``, else "unknown"."""
     own = getattr(sample, "source", None)
     return str(own or (sample.metadata or {}).get("source_name") or "unknown")
 
 
 def _rollout_ids(samples: Sequence[Sample]) -> list[int]:
-    """Each sample's rollout id; a sample without one is a rollout of its own and gets the next unused number."""
+    """Return each sample's rollout id; one without is a rollout of its own and gets the next unused number."""
     used = {sample.rollout_id for sample in samples if sample.rollout_id is not None}
     ids: list[int] = []
     candidate = 0
@@ -126,44 +131,39 @@ def _check_lengths(sample: Sample) -> None:
             "prompt and the response, and at least one prompt token; check --custom-generate-function-path or "
             "--rollout-function-path"
         )
-    for field in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
-        values = getattr(sample, field)
+    entries = {"loss_mask": sample.loss_mask} | {name: read(sample) for name, read in _PER_TOKEN.items()}
+    for name, values in entries.items():
         if values is not None and len(values) != response:
             raise DataError(
-                f"sample {sample.index} has {len(values)} entries in {field} and response_length {response}; there "
+                f"sample {sample.index} has {len(values)} entries in {name} and response_length {response}; there "
                 "must be one for each response token; Sample.append_response_tokens keeps them together"
             )
 
 
 def _optional_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """The columns that exist when any sample has the field."""
+    """Return the columns that are read from samples and that any of them has."""
     columns: dict[str, list[Any]] = {}
-    for field in ("rollout_log_probs", "teacher_log_probs"):
-        if any(getattr(sample, field) is not None for sample in samples):
-            columns[field] = [_per_response_token(sample, field) for sample in samples]
-    if any(sample.multimodal_train_inputs is not None for sample in samples):
-        columns["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
-    if any(sample.train_metadata is not None for sample in samples):
-        columns["metadata"] = [sample.train_metadata for sample in samples]
-    if any("round_number" in (sample.metadata or {}) for sample in samples):
-        columns["round_number"] = [(sample.metadata or {}).get("round_number") for sample in samples]
+    for name, column in COLUMNS.items():
+        entries = [column.read(sample) for sample in samples] if column.read is not None else []
+        if any(entry is not None for entry in entries):
+            if column.span == "response":
+                entries = [
+                    _present(sample, name, [] if entry is None and sample.response_length == 0 else entry)
+                    for sample, entry in zip(samples, entries, strict=True)
+                ]
+            columns[name] = entries
     names = [source_name(sample) for sample in samples]
     if any(name != "unknown" for name in names):
         columns["source_names"] = names
     return columns
 
 
-def _present(sample: Sample, field: str) -> Any:
-    value = getattr(sample, field)
-    if value is None:
+def _present(sample: Sample, name: str, entry: Any) -> Any:
+    if entry is None:
         raise DataError(
-            f"sample {sample.index} has no {field} while other samples of the rollout have; give it to all or to none"
+            f"sample {sample.index} has no {name} while other samples of the rollout have; give it to all or to none"
         )
-    return value
-
-
-def _per_response_token(sample: Sample, field: str) -> Any:
-    return [] if sample.response_length == 0 and getattr(sample, field) is None else _present(sample, field)
+    return entry
 
 
 def _top_p_columns(samples: Sequence[Sample], rollout_top_p: float) -> dict[str, list[Any]]:

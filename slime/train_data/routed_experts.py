@@ -9,7 +9,6 @@ T = tokens of the micro-batch on this rank, padding included, E = experts of a l
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,17 +25,12 @@ EXPERT_ID_DTYPE = torch.int16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedShape:
-    """What the routing of a model looks like."""
+    """The sizes of a model's expert choices."""
 
     num_layers: int
     """N: layers of the whole model, dense ones included; an engine sends rows for all of them."""
     top_k: int
     num_experts: int
-
-    @classmethod
-    def from_args(cls, namespace: Namespace) -> RoutedShape:
-        """The shape under its Megatron flag names."""
-        return cls(num_layers=namespace.num_layers, top_k=namespace.moe_router_topk, num_experts=namespace.num_experts)
 
     def __post_init__(self) -> None:
         if self.num_experts > torch.iinfo(EXPERT_ID_DTYPE).max:

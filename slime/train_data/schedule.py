@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slime.train_data.bins import first_fit, karmarkar_karp, split_until
 from slime.train_data.flops import FlopsModel
@@ -20,7 +20,7 @@ from slime.utils.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """How the trainer is laid out, and how its micro-batches are packed."""
+    """Parallel sizes of the trainer, and the packing of its micro-batches."""
 
     dp_size: int
     cp_size: int = 1
@@ -47,25 +47,6 @@ class ScheduleConfig:
             raise ConfigError(f"--micro-batch-size is {self.micro_batch_size}; it must be at least 1")
         if (self.balance_data or self.balance_by_flops) and self.flops is None:
             raise ConfigError("--balance-data and --balance-by-flops need the model's dimensions; none were given")
-
-    @classmethod
-    def from_args(
-        cls, namespace: Any, *, dp_size: int, cp_size: int, vpp_size: int, microbatch_group_size_per_vp_stage: int
-    ) -> ScheduleConfig:
-        """The packing that the flags ask for, over a trainer of these sizes."""
-        is_balanced = namespace.balance_data or namespace.balance_by_flops
-        return cls(
-            dp_size=dp_size,
-            cp_size=cp_size,
-            vpp_size=vpp_size,
-            microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
-            use_dynamic_batch_size=namespace.use_dynamic_batch_size,
-            max_tokens_per_gpu=namespace.max_tokens_per_gpu,
-            micro_batch_size=namespace.micro_batch_size,
-            balance_data=namespace.balance_data,
-            balance_by_flops=namespace.balance_by_flops,
-            flops=FlopsModel.from_args(namespace) if is_balanced else None,
-        )
 
     @property
     def micro_batch_multiple(self) -> int:

@@ -1,70 +1,55 @@
-"""Train data and a schedule to one ``RankData`` for each data-parallel rank.
-
-RankData is a plain dict: the per-sample columns of this rank in micro-batch order, the columns of batch scope whole,
-and the schedule of this rank.
-"""
+"""A rollout's ``TrainBatch`` and a schedule to one ``RankBatch`` for each data-parallel rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from slime.train_data.columns import COLUMNS, Column
+from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.convert import rollout_mask_sums
 from slime.train_data.schedule import DPSchedule
 from slime.utils.errors import DataError
 
 
-def split_by_rank(train_data: Mapping[str, Any], schedule: DPSchedule) -> list[dict[str, Any]]:
-    """What each data-parallel rank trains on.
-
-    Beside the columns a rank gets ``partition`` (positions of its samples in the rollout), ``total_lengths`` (tokens
-    of each of its samples), ``local_raw_reward`` (the raw rewards of its samples; ``raw_reward`` stays whole),
-    ``micro_batch_indices`` (lists of positions within the partition), ``num_microbatches`` and ``global_batch_sizes``
-    (one entry per step, the same on every rank).
+def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
+    """Return the share of each data-parallel rank.
 
     Raises:
-        DataError: a required column is missing, a column has not one entry per sample, or an unknown column is not a
-            per-sample list.
+        DataError: a column has not one entry per sample.
     """
-    num_samples = _check_columns(train_data)
-    columns = dict(train_data)
-    if "rollout_mask_sums" not in columns:
-        columns["rollout_mask_sums"] = rollout_mask_sums(columns["loss_masks"], columns["rollout_ids"])
-    total_lengths = [len(tokens) for tokens in columns["tokens"]]
+    num_samples = _check_columns(batch)
+    if batch.rollout_mask_sums is None:
+        batch = replace(batch, rollout_mask_sums=rollout_mask_sums(batch.loss_masks, batch.rollout_ids))
+    total_lengths = [len(tokens) for tokens in batch.tokens]
 
-    ranks: list[dict[str, Any]] = []
+    ranks: list[RankBatch] = []
     for partition, micro_batch_indices in zip(schedule.partitions, schedule.micro_batch_indices, strict=True):
         assert all(0 <= position < num_samples for position in partition), (partition, num_samples)
-        rank: dict[str, Any] = {"partition": list(partition)}
-        for name, values in columns.items():
-            column = COLUMNS.get(name, Column(name))
-            if column.scope == "batch":
-                rank[name] = list(values)
-            else:
-                rank[name] = _as_column([values[position] for position in partition], column.dtype)
-        rank["total_lengths"] = [total_lengths[position] for position in partition]
-        if "raw_reward" in columns:
-            rank["local_raw_reward"] = [columns["raw_reward"][position] for position in partition]
-        rank["micro_batch_indices"] = micro_batch_indices
-        rank["num_microbatches"] = list(schedule.num_microbatches)
-        rank["global_batch_sizes"] = list(schedule.global_batch_sizes)
-        ranks.append(rank)
+        columns: dict[str, Any] = {
+            name: list(values)
+            if column.scope == "batch"
+            else _as_column([values[position] for position in partition], column.dtype)
+            for name, column, values in batch.columns()
+        }
+        raw_reward = batch.raw_reward
+        columns |= {
+            "partition": list(partition),
+            "total_lengths": [total_lengths[position] for position in partition],
+            "local_raw_reward": None if raw_reward is None else [raw_reward[position] for position in partition],
+            "micro_batch_indices": micro_batch_indices,
+            "num_microbatches": list(schedule.num_microbatches),
+            "global_batch_sizes": list(schedule.global_batch_sizes),
+        }
+        ranks.append(RankBatch.from_dict(columns))
     return ranks
 
 
-def _check_columns(train_data: Mapping[str, Any]) -> int:
-    missing = [name for name, column in COLUMNS.items() if column.required and name not in train_data]
-    if missing:
-        raise DataError(
-            f"the train data lacks {', '.join(missing)}; each is one entry per sample; a converter given by "
-            "--custom-convert-samples-to-train-data-path must return all required columns of "
-            "slime/train_data/columns.py"
-        )
-    num_samples = len(train_data["tokens"])
-    for name, values in train_data.items():
+def _check_columns(batch: TrainBatch) -> int:
+    num_samples = len(batch.tokens)
+    for name, _, values in batch.columns():
         length = len(values) if isinstance(values, (Sequence, torch.Tensor)) and not isinstance(values, str) else None
         if length != num_samples:
             raise DataError(
@@ -73,7 +58,7 @@ def _check_columns(train_data: Mapping[str, Any]) -> int:
                 "converter given by --custom-convert-samples-to-train-data-path"
             )
     for position, (tokens, response, mask) in enumerate(
-        zip(train_data["tokens"], train_data["response_lengths"], train_data["loss_masks"], strict=True)
+        zip(batch.tokens, batch.response_lengths, batch.loss_masks, strict=True)
     ):
         if len(mask) != response or response >= len(tokens):
             raise DataError(
@@ -85,7 +70,7 @@ def _check_columns(train_data: Mapping[str, Any]) -> int:
 
 
 def _as_column(values: list[Any], dtype: torch.dtype | None) -> list[Any] | torch.Tensor:
-    """The entries as CPU tensors; a column of plain numbers becomes one tensor."""
+    """Return the entries as CPU tensors; a column of plain numbers becomes one tensor."""
     if dtype is None:
         return values
     if values and isinstance(values[0], (int, float)):

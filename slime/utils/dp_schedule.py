@@ -8,7 +8,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
-from slime.train_data.schedule import DPSchedule, ScheduleConfig
+from slime.arguments.schedule import schedule_config
+from slime.train_data.schedule import DPSchedule
 from slime.train_data.schedule import build_dp_schedule as _build_dp_schedule
 from slime.utils.errors import ConfigError, DataError
 
@@ -37,7 +38,7 @@ def build_dp_schedule(
     """
     flags = {name: getattr(args, name, None) or default for name, default in _DEFAULTS.items()}
     try:
-        config = ScheduleConfig.from_args(
+        config = schedule_config(
             Namespace(**{**vars(args), **flags}),
             dp_size=train_parallel_config["dp_size"],
             cp_size=train_parallel_config.get("cp_size", 1),

@@ -28,18 +28,18 @@ def my_share(args: Namespace, worker: Any) -> dict[str, Any]:
     return cut(args, make_train_data(), parallel)[parallel["dp_rank"]]
 
 
-def whole_values(rank_data: dict[str, Any], values: list[Any]) -> Values:
+def whole_values(rank_data: Any, values: list[Any]) -> Values:
     """Values of this rank's samples, put together from the parts of the context-parallel ranks."""
     from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 
-    lengths = zip(rank_data["total_lengths"], rank_data["response_lengths"], strict=True)
+    lengths = zip(rank_data.total_lengths, rank_data.response_lengths, strict=True)
     return {
         position: all_gather_with_cp(value, *length).tolist()
-        for position, value, length in zip(rank_data["partition"], values, lengths, strict=True)
+        for position, value, length in zip(rank_data.partition, values, lengths, strict=True)
     }
 
 
-def value_gradients(args: Namespace, rank_data: dict[str, Any]) -> dict[str, list[float]]:
+def value_gradients(args: Namespace, rank_data: Any) -> dict[str, list[float]]:
     """Gradient of the value loss for every parameter, whole, by global name.
 
     The old values are shifted by a random amount per token, so that some are clipped.

@@ -82,7 +82,7 @@ def snapshot(worker: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in worker.weights.get("seen").items()}
 
 
-def log_probs_under(worker: Any, rank_data: dict[str, Any], weights: dict[str, Tensor]) -> list[Tensor]:
+def log_probs_under(worker: Any, rank_data: Any, weights: dict[str, Tensor]) -> list[Tensor]:
     """Log-probs of this rank's samples under other weights."""
     for name, tensor in worker.weights.get("seen").items():
         tensor.copy_(weights[name])

@@ -33,7 +33,7 @@ PACKINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def full_gradients(args: Namespace, rank_data: dict[str, Any]) -> dict[str, list[float]]:
+def full_gradients(args: Namespace, rank_data: Any) -> dict[str, list[float]]:
     """Gradient of every parameter, whole, by global name: one accumulation without a sharded optimizer."""
     import torch
     from megatron.core.distributed import finalize_model_grads

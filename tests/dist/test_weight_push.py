@@ -120,7 +120,7 @@ def push_from_layouts(rank: int, world_size: int, port: int, folder: str) -> dic
         engine.close()
 
 
-def push_and_compare(worker: Any, engine: Any, rank_data: dict[str, Any], train_data: dict[str, Any]) -> float:
+def push_and_compare(worker: Any, engine: Any, rank_data: Any, train_data: dict[str, Any]) -> float:
     """Push, and give the largest difference between the trainer's and the engine's log-probs, where there are any."""
     from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
     from slime.backends.megatron_utils.forward import forward_only

@@ -72,8 +72,9 @@ def make_train_data(vocab_size: int = 131, seed: int = 0) -> dict[str, Any]:
     return data
 
 
-def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -> list[dict[str, Any]]:
-    """One entry per data-parallel rank."""
+def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -> list[Any]:
+    """One ``RankBatch`` per data-parallel rank."""
+    from slime.train_data.columns import TrainBatch
     from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
     from slime.train_data.split import split_by_rank
 
@@ -92,7 +93,7 @@ def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -
         global_batch_size=args.global_batch_size,
         rollout_indices=train_data["rollout_ids"],
     )
-    return split_by_rank(train_data, schedule)
+    return split_by_rank(TrainBatch.from_dict(train_data), schedule)
 
 
 def start_worker(

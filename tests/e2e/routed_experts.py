@@ -135,7 +135,7 @@ def check_trainer(folder: Path, samples: list[Sample]) -> tuple[float, float]:
         args = trainer.make_args(case, folder, *flags)
         initialize.init(args)
         model = trainer.load_model(args)
-        rank_data = prepare_rollout_data(trainer.rank_data_of(args, data))
+        rank_data = prepare_rollout_data(trainer.rank_data_of(args, data.to_dict()))
         replay = RoutingReplay(args, model)
         replay.begin(rank_data)
         log_probs = old_log_probs(args, model, rank_data, replay)

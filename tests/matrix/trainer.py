@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.train_step import accumulate_gradients
 from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_buckets, iter_hf_tensors
+from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
 from slime.utils.types import RolloutBatch
@@ -57,7 +58,7 @@ def make_args(case: FamilyCase, folder: Path, *flags: object, world_size: int = 
     return parse_args(argv=[str(word) for word in argv])
 
 
-def rank_data_of(args: Namespace, train_data: dict[str, Any]) -> dict[str, Any]:
+def rank_data_of(args: Namespace, train_data: dict[str, Any]) -> RankBatch:
     """This rank's share, cut and packed as the rollout manager does it."""
     config = ScheduleConfig(
         dp_size=mpu.get_data_parallel_world_size(),
@@ -74,7 +75,7 @@ def rank_data_of(args: Namespace, train_data: dict[str, Any]) -> dict[str, Any]:
         global_batch_size=args.global_batch_size,
         rollout_indices=train_data["rollout_ids"],
     )
-    return split_by_rank(train_data, schedule)[mpu.get_data_parallel_rank()]
+    return split_by_rank(TrainBatch.from_dict(train_data), schedule)[mpu.get_data_parallel_rank()]
 
 
 def load_model(args: Namespace) -> Chunks:

@@ -231,9 +231,9 @@ def product_steps(examples, theta, layout, estimator, per_token):
         layout.schedule_config(),
         [len(sample.tokens) for sample in samples],
         global_batch_size=GLOBAL_BATCH_SIZE,
-        rollout_indices=train_data["rollout_ids"],
+        rollout_indices=train_data.rollout_ids,
     )
-    ranks = [columns(examples, rank) for rank in split_by_rank(train_data, schedule)]
+    ranks = [columns(examples, rank.to_dict()) for rank in split_by_rank(train_data, schedule)]
     keys = ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_mask_sums", "rewards")
     results = []
     first = 0

@@ -78,9 +78,9 @@ def rollout_of_this_rank(
     dp_size, cp_size = mpu.get_data_parallel_world_size(), mpu.get_context_parallel_world_size()
     schedule = build_dp_schedule(
         ScheduleConfig(dp_size=dp_size, cp_size=cp_size, **PACKINGS[packing]),
-        [len(tokens) for tokens in train_data["tokens"]],
+        [len(tokens) for tokens in train_data.tokens],
         global_batch_size=ROLLOUTS_PER_STEP,
-        rollout_indices=train_data["rollout_ids"],
+        rollout_indices=train_data.rollout_ids,
     )
     data = prepare_rollout_data(split_by_rank(train_data, schedule)[mpu.get_data_parallel_rank()])
     if mpu.is_pipeline_last_stage():

@@ -15,6 +15,7 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynami
 from slime.rollout.groups import leaf_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
+from slime.train_data.columns import TrainBatch
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.plugin_contracts.bench import GROUP_SIZE, Bench, fanned_out
@@ -258,7 +259,7 @@ def convert(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     with findings.step("the columns can be split among trainer ranks"):
         data = load_function(path)(args, flatten(bench.groups(args, 2)))
         expect(isinstance(data, dict), f"it returned {type(data).__name__}, no dict")
-        split_for_ranks(args, data, ONE_RANK)
+        split_for_ranks(args, TrainBatch.from_dict(data), ONE_RANK)
 
 
 def rollout_log(findings: Findings, bench: Bench, flag: str, path: str) -> None:

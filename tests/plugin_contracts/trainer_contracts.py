@@ -17,7 +17,7 @@ from tests.plugin_contracts.rollout_contracts import ONE_RANK
 def rank_data(args: Namespace, bench: Bench) -> dict[str, Any]:
     """One rank's rollout data as the hooks after the advantages see it."""
     per_rank, _ = split_for_ranks(args, train_data_from_samples(args, flatten(bench.groups(args, 2))), ONE_RANK)
-    data = per_rank[0]
+    data = per_rank[0].to_dict()
     data["loss_masks"] = [torch.as_tensor(mask) for mask in data["loss_masks"]]
     lengths = data["response_lengths"]
     generator = torch.Generator().manual_seed(0)

@@ -62,6 +62,8 @@ class Estimator:
     """Makes no sense without ``--normalize-advantages``."""
     uses_kl: bool = False
     """Takes ``--kl-coef`` times the KL from the reference off the reward of each token."""
+    columns: tuple[str, ...] = ()
+    """Columns of the train data that ``compute`` finds in ``AdvantageInputs.columns``."""
 
 
 def _adopt(path: str, found: Any) -> Estimator:

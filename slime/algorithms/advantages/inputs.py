@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -39,3 +40,5 @@ class AdvantageInputs:
     """1 where a token is trained; None is all of them."""
     values_N: Sequence[Tensor] | None = None
     """The critic's value of each token."""
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """The columns of ``Estimator.columns``, by name; one entry for each sample, [R] where they span the response."""

@@ -33,6 +33,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler
 from slime.observability.timer import Timer, timer
+from slime.train_data.columns import RankBatch
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
@@ -133,7 +134,7 @@ class MegatronTrainRayActor(TrainWorker):
     # Training
 
     def train(
-        self, rollout_id: int, rank_data: dict[str, Any], external_data: dict[str, Any] | None = None
+        self, rollout_id: int, rank_batch: RankBatch, external_data: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
         """All optimizer steps of one rollout; see the base class."""
         clock = Timer()
@@ -143,7 +144,7 @@ class MegatronTrainRayActor(TrainWorker):
             self.wake_up()
             memory.restart_peak()
             with timer("data_preprocess"):
-                data = prepare_rollout_data(rank_data, self.args.padded_vocab_size)
+                data = prepare_rollout_data(rank_batch, self.args.padded_vocab_size)
                 iterators = get_data_iterator(data, len(self.model))
                 self._begin_routing(data, iterators)
             train = self._train_critic if self.role == "critic" else self._train_actor

@@ -20,6 +20,7 @@ from slime.algorithms.advantages.distillation import add_distillation
 from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.kl import approx_kl
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, local_masks, slice_log_prob_with_cp
+from slime.backends.megatron_utils.data import PER_TOKEN_COLUMNS
 from slime.utils.errors import DataError
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch
@@ -84,6 +85,12 @@ def _estimate(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) 
     values = None if values is None else _without_strange_numbers(values, masks)
     if estimator.needs_values and values is None:
         raise DataError(f"--advantage-estimator {args.advantage_estimator} needs the critic's values; there are none")
+    missing = [name for name in estimator.columns if rollout_data.get(name) is None]
+    if missing:
+        raise DataError(
+            f"--advantage-estimator {args.advantage_estimator} needs {', '.join(missing)}, and the samples have none; "
+            "see slime/train_data/columns.py, or --custom-convert-samples-to-train-data-path"
+        )
     is_gathered = estimator.needs_whole_responses and mpu.get_context_parallel_world_size() > 1
 
     def whole(column: list[Tensor]) -> list[Tensor]:
@@ -97,6 +104,12 @@ def _estimate(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) 
             kl_N=whole(rollout_data["kl"]),
             mask_N=rollout_data["loss_masks"] if is_gathered else masks,
             values_N=None if values is None else whole(values),
+            columns={
+                name: whole(_without_strange_numbers(rollout_data[name], masks))
+                if name in PER_TOKEN_COLUMNS
+                else rollout_data[name]
+                for name in estimator.columns
+            },
         ),
         AdvantageConfig(kl_coef=args.kl_coef, gamma=args.gamma, lambd=args.lambd),
     )

@@ -21,14 +21,14 @@ from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.cp_utils import cp_layout, slice_log_prob_with_cp
-from slime.train_data.columns import COLUMNS
+from slime.train_data.columns import COLUMNS, RankBatch
 from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.utils.errors import DataError
 from slime.utils.types import RolloutBatch
 
-_PER_TOKEN_COLUMNS = tuple(
-    column.name
-    for column in COLUMNS.values()
+PER_TOKEN_COLUMNS = frozenset(
+    name
+    for name, column in COLUMNS.items()
     if column.span == "response" and column.dtype is not None and column.dtype.is_floating_point
 )
 """Columns with one float per response token; they arrive whole and are cut for context parallelism here."""
@@ -39,25 +39,25 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def prepare_rollout_data(rank_data: dict[str, Any], vocab_size: int | None = None) -> RolloutBatch:
-    """The rank's columns as the trainer's hooks see them: tensors on the device, per-token floats local to the rank.
+def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> RolloutBatch:
+    """Return the columns as the trainer's hooks see them: tensors on the device, per-token floats local to the rank.
 
     Args:
-        rank_data: what the rollout manager dealt to this rank.
+        batch: this rank's share of the rollout.
         vocab_size: rows of the embedding; a token beyond them is refused here, for a GPU would end without its name.
 
     Raises:
         DataError: a column does not have one entry per sample, or an entry the wrong length, or a token is none.
     """
-    data: RolloutBatch = dict(rank_data)
+    data: RolloutBatch = batch.to_dict()
     device = current_device()
-    tokens_N = [torch.as_tensor(tokens, dtype=torch.long) for tokens in data["tokens"]]
+    tokens_N = [torch.as_tensor(tokens, dtype=torch.long) for tokens in batch.tokens]
     if vocab_size is not None:
         _check_tokens(tokens_N, vocab_size)
     data["tokens"] = [tokens.to(device) for tokens in tokens_N]
     data["total_lengths"] = [int(tokens.numel()) for tokens in data["tokens"]]
-    data["response_lengths"] = [int(length) for length in data["response_lengths"]]
-    data["loss_masks"] = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in data["loss_masks"]]
+    data["response_lengths"] = [int(length) for length in batch.response_lengths]
+    data["loss_masks"] = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in batch.loss_masks]
     for index, (mask, length) in enumerate(zip(data["loss_masks"], data["response_lengths"], strict=True)):
         if mask.numel() != length or not 0 <= length < data["total_lengths"][index]:
             raise DataError(
@@ -65,22 +65,13 @@ def prepare_rollout_data(rank_data: dict[str, Any], vocab_size: int | None = Non
                 f"loss mask of {mask.numel()}; a response needs a prompt before it and a mask of its own length. Look "
                 "at the rollout function that made it"
             )
-    sums = data.get("rollout_mask_sums")
-    if sums is None:
-        sums = [float(mask.sum()) for mask in data["loss_masks"]]
-    data["rollout_mask_sums"] = torch.as_tensor(sums, dtype=torch.float32, device=device)
-    for column in _PER_TOKEN_COLUMNS:
-        if data.get(column) is None:
-            data.pop(column, None)
-            continue
-        data[column] = [
-            slice_log_prob_with_cp(torch.as_tensor(values, dtype=torch.float32), total, response).to(device)
-            for values, total, response in zip(
-                data[column], data["total_lengths"], data["response_lengths"], strict=True
-            )
+    data["rollout_mask_sums"] = torch.as_tensor(batch.rollout_mask_sums, dtype=torch.float32, device=device)
+    lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
+    for name in PER_TOKEN_COLUMNS & data.keys():
+        data[name] = [
+            slice_log_prob_with_cp(torch.as_tensor(values, dtype=torch.float32), *length).to(device)
+            for values, length in zip(data[name], lengths, strict=True)
         ]
-    if data.get("raw_reward") is not None and data.get("partition") is not None:
-        data["local_raw_reward"] = [data["raw_reward"][index] for index in data["partition"]]
     return data
 
 

@@ -57,7 +57,7 @@ class RoutingReplay:
 
     def __init__(self, args: Namespace, model: Sequence[torch.nn.Module]) -> None:
         self._args = args
-        self._shape = RoutedShape.from_args(args)
+        self._shape = RoutedShape(num_layers=args.num_layers, top_k=args.moe_router_topk, num_experts=args.num_experts)
         self._layers = _number_routers(model)
         self._stage: Stage = "fallthrough"
         self._choices: list[HostChoices] = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.arguments.schedule import schedule_config
 from slime.planning.from_flags.trainer import longest_sample
 from slime.planning.parallel import ParallelSizes
 from slime.planning.plan import PlanOptions
 from slime.planning.traffic import StepWork, reference_lengths, step_work
 from slime.train_data.flops import FlopsModel
-from slime.train_data.schedule import ScheduleConfig
 from slime.utils.errors import SlimeError
 
 
@@ -22,7 +22,7 @@ def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, probl
         return None
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
     lengths = list(options.lengths or reference_lengths(num_samples, longest_sample(args)))
-    schedule = ScheduleConfig.from_args(
+    schedule = schedule_config(
         args,
         dp_size=sizes.data,
         cp_size=sizes.context,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime.train_data.columns import COLUMNS
+from slime.train_data.columns import COLUMNS, TrainBatch
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.schedule import DPSchedule
 from slime.train_data.split import split_by_rank
@@ -22,40 +22,40 @@ def convert(samples, **kwargs):
 
 def test_defaults_are_filled_in():
     data = convert([sample(7), sample(8, status=Sample.Status.TRUNCATED, loss_mask=[1, 0, 1])])
-    assert data["loss_masks"] == [[1, 1, 1], [1, 0, 1]]
-    assert data["truncated"] == [0, 1]
-    assert data["sample_indices"] == [7, 8]
-    assert data["rollout_ids"] == [0, 1]
-    assert data["rollout_mask_sums"] == [3, 2]
-    assert data["rewards"] == [0.0, 1.0]
-    assert set(data) <= set(COLUMNS)
+    assert data.loss_masks == [[1, 1, 1], [1, 0, 1]]
+    assert data.truncated == [0, 1]
+    assert data.sample_indices == [7, 8]
+    assert data.rollout_ids == [0, 1]
+    assert data.rollout_mask_sums == [3, 2]
+    assert data.rewards == [0.0, 1.0]
+    assert set(data.to_dict()) <= set(COLUMNS)
 
 
 def test_siblings_of_a_rollout_share_their_mask_sum_and_strangers_get_unused_ids():
     data = convert([sample(0), sample(1, rollout_id=0), sample(2, rollout_id=0, loss_mask=[0, 0, 1]), sample(3)])
-    assert data["rollout_ids"] == [1, 0, 0, 2]
-    assert data["rollout_mask_sums"] == [3, 4, 4, 3]
+    assert data.rollout_ids == [1, 0, 0, 2]
+    assert data.rollout_mask_sums == [3, 4, 4, 3]
 
 
 def test_removed_sample_stays_in_the_batch_with_an_empty_mask():
     data = convert([sample(0, remove_sample=True, loss_mask=[1, 1, 1])])
-    assert data["loss_masks"] == [[0, 0, 0]]
-    assert data["rollout_mask_sums"] == [0]
+    assert data.loss_masks == [[0, 0, 0]]
+    assert data.rollout_mask_sums == [0]
 
 
 def test_raw_reward_of_the_metadata_wins():
-    assert convert([sample(0, metadata={"raw_reward": 5.0})])["raw_reward"] == [5.0]
+    assert convert([sample(0, metadata={"raw_reward": 5.0})]).raw_reward == [5.0]
 
 
 def test_optional_columns_appear_when_any_sample_has_them():
     tagged = sample(1, rollout_log_probs=[-1.0, -2.0, -3.0], train_metadata={"k": 1}, metadata={"round_number": 2})
     tagged.source = "gsm8k"
     data = convert([sample(0, rollout_log_probs=[-1.0] * 3), tagged])
-    assert data["rollout_log_probs"] == [[-1.0] * 3, [-1.0, -2.0, -3.0]]
-    assert data["metadata"] == [None, {"k": 1}]
-    assert data["round_number"] == [None, 2]
-    assert data["source_names"] == ["unknown", "gsm8k"]
-    assert "teacher_log_probs" not in data
+    assert data.rollout_log_probs == [[-1.0] * 3, [-1.0, -2.0, -3.0]]
+    assert data.metadata == [None, {"k": 1}]
+    assert data.round_number == [None, 2]
+    assert data.source_names == ["unknown", "gsm8k"]
+    assert data.teacher_log_probs is None and "teacher_log_probs" not in data.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_log_probs_on_some_samples_only_are_refused():
 def test_nucleus_is_demanded_when_sampling_was_cut():
     kept = sample(0, rollout_top_p_token_ids=[4, 5, 6, 7], rollout_top_p_token_offsets=[0, 2, 3, 4])
     data = convert([kept], rollout_top_p=0.9)
-    assert data["rollout_top_p_token_offsets"] == [[0, 2, 3, 4]]
+    assert data.rollout_top_p_token_offsets == [[0, 2, 3, 4]]
     with pytest.raises(DataError, match="--rollout-top-p is 0.9"):
         convert([sample(0)], rollout_top_p=0.9)
 
@@ -95,32 +95,32 @@ SCHEDULE = DPSchedule([[2, 0], [1, 3]], [[[0], [1]], [[0, 1], []]], [2], [4])
 def test_each_rank_gets_its_samples_in_micro_batch_order():
     data = convert([sample(index, response=index + 1, rollout_log_probs=[-0.5] * (index + 1)) for index in range(4)])
     first, second = split_by_rank(data, SCHEDULE)
-    assert first["partition"] == [2, 0]
-    assert first["response_lengths"] == [3, 1]
-    assert first["total_lengths"] == [5, 3]
-    assert first["raw_reward"] == second["raw_reward"] == [0.0, 1.0, 2.0, 3.0]
-    assert first["local_raw_reward"] == [2.0, 0.0]
-    assert first["rewards"] == [2.0, 0.0] and second["rewards"] == [1.0, 3.0]
-    assert first["tokens"][0].dtype == torch.int64
-    assert first["loss_masks"][1].tolist() == [1]
-    assert first["rollout_log_probs"][0].dtype == torch.float32
-    assert first["rollout_mask_sums"].tolist() == [3.0, 1.0]
-    assert second["micro_batch_indices"] == [[0, 1], []]
-    assert second["num_microbatches"] == [2]
+    assert first.partition == [2, 0]
+    assert first.response_lengths == [3, 1]
+    assert first.total_lengths == [5, 3]
+    assert first.raw_reward == second.raw_reward == [0.0, 1.0, 2.0, 3.0]
+    assert first.local_raw_reward == [2.0, 0.0]
+    assert first.rewards == [2.0, 0.0] and second.rewards == [1.0, 3.0]
+    assert first.tokens[0].dtype == torch.int64
+    assert first.loss_masks[1].tolist() == [1]
+    assert first.rollout_log_probs[0].dtype == torch.float32
+    assert first.rollout_mask_sums.tolist() == [3.0, 1.0]
+    assert second.micro_batch_indices == [[0, 1], []]
+    assert second.num_microbatches == [2]
 
 
 def test_column_of_a_custom_converter_is_carried_and_metadata_too():
     data = convert([sample(index, train_metadata={"i": index}) for index in range(4)])
-    data["my_weight"] = [0.1, 0.2, 0.3, 0.4]
-    first, _ = split_by_rank(data, SCHEDULE)
-    assert first["my_weight"] == [0.3, 0.1]
-    assert first["metadata"] == [{"i": 2}, {"i": 0}]
+    by_converter = data.to_dict() | {"my_weight": [0.1, 0.2, 0.3, 0.4]}
+    first, _ = split_by_rank(TrainBatch.from_dict(by_converter), SCHEDULE)
+    assert first.to_dict()["my_weight"] == first.extra["my_weight"] == [0.3, 0.1]
+    assert first.metadata == [{"i": 2}, {"i": 0}]
 
 
 def test_mask_sums_are_added_when_a_converter_leaves_them_out():
     data = convert([sample(index) for index in range(4)])
-    del data["rollout_mask_sums"]
-    assert split_by_rank(data, SCHEDULE)[0]["rollout_mask_sums"].tolist() == [3.0, 3.0]
+    data.rollout_mask_sums = None
+    assert split_by_rank(data, SCHEDULE)[0].rollout_mask_sums.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ def test_mask_sums_are_added_when_a_converter_leaves_them_out():
 )
 def test_column_that_does_not_fit_the_samples_is_refused(name, value, message):
     data = convert([sample(index) for index in range(4)])
-    data[name] = value
+    changed = TrainBatch.from_dict(data.to_dict() | {name: value})
     with pytest.raises(DataError, match=message):
-        split_by_rank(data, SCHEDULE)
+        split_by_rank(changed, SCHEDULE)
 
 
 def test_missing_required_column_is_named():
-    data = convert([sample(index) for index in range(4)])
+    data = convert([sample(index) for index in range(4)]).to_dict()
     del data["rollout_ids"]
     with pytest.raises(DataError, match="lacks rollout_ids"):
-        split_by_rank(data, SCHEDULE)
+        TrainBatch.from_dict(data)

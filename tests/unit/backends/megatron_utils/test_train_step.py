@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
 from slime.utils.errors import ConfigError, DataError, SlimeError
+from tests.unit.train_data.rank_batch import one_rank
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +180,6 @@ def test_metrics_of_micro_batches_are_summed_then_divided() -> None:
 
 def test_a_sample_without_a_prompt_is_refused(folder: Path) -> None:
     build(folder)
-    data = {"tokens": [[1, 2]], "response_lengths": [2], "loss_masks": [[1, 1]]}
+    data = one_rank(tokens=[[1, 2]], response_lengths=[2], loss_masks=[[1, 1]])
     with pytest.raises(DataError, match="sample 0 of this rank has 2 tokens, a response of 2"):
         prepare_rollout_data(data)
