@@ -1,4 +1,4 @@
-"""Adding an estimator that needs a new column touches three files: the example of CONTRIBUTING.md, on a copy of slime."""
+"""Adding an estimator that needs a new column touches three files: the example of CONTRIBUTING.md, on a copy."""
 
 from __future__ import annotations
 
