@@ -35,9 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.model_shapes import MODELS, Output, outputs, random_parameters  # noqa: E402
 from slime.weights.digest import digest_bytes  # noqa: E402
-from slime.weights.kernels.cast_table import CastItem, CastTable  # noqa: E402
-from slime.weights.kernels.copy_table import CopyItem, CopyTable  # noqa: E402
-from slime.weights.kernels.digest_table import DigestTable, as_unsigned  # noqa: E402
+from slime.weights.kernels.table_items import CastItem, CopyItem  # noqa: E402
+from slime.weights.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned  # noqa: E402
 from slime.weights.manifest import align  # noqa: E402
 from slime.weights.quantize.block_fp8 import num_blocks, quantize_block  # noqa: E402
 

@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_t
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError, WeightSyncError
-from slime.weights.kernels.cast_table import CastTable
+from slime.weights.kernels.tables import CastTable
 from slime.weights.quantize import Quantizer
 from slime.weights.quantize.formats import BlockFp8
 from tests.matrix import layout_rank

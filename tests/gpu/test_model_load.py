@@ -7,7 +7,7 @@ import torch
 
 from slime.backends.sglang_utils.model_load import ModelLoad
 from slime.weights.digest import combine
-from slime.weights.kernels.digest_table import DigestTable, as_unsigned
+from slime.weights.kernels.tables import DigestTable, as_unsigned
 from tests.loaded_model.buckets import cut_buckets, digests, fill, whole_buckets
 from tests.unit.backends.sglang_utils.test_load_plan import FOLLOWED, NOT_FOLLOWED, Recipe
 from tests.unit.backends.sglang_utils.toy_models import Computing, Fused, Joined

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from slime.weights.digest import digest_bytes
-from slime.weights.kernels.cast_table import CastItem, CastTable
-from slime.weights.kernels.copy_table import CopyItem, CopyTable
-from slime.weights.kernels.digest_table import DigestTable, as_unsigned, digest_segments
+from slime.weights.kernels.table_items import CastItem, CopyItem
+from slime.weights.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned, digest_segments
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.unit.weights.kernels.table_cases import (
     COPY_BYTES,

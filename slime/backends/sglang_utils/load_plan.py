@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_follower import LoadTrace, Write
 from slime.backends.sglang_utils.load_trace import trace_load
-from slime.weights.kernels.copy_table import CopyItem
+from slime.weights.kernels.table_items import CopyItem
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest
 from slime.weights.tensor_slice import (
     NotRectangularError,

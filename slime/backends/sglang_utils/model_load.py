@@ -15,7 +15,7 @@ from slime.backends.sglang_utils.held_tensors import Complete, HeldTensors, Name
 from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
 from slime.backends.sglang_utils.weight_check import differing_names, find_poison_in, poison
 from slime.utils.errors import WeightSyncError
-from slime.weights.kernels.copy_table import CopyTable
+from slime.weights.kernels.tables import CopyTable
 from slime.weights.manifest import BucketEntry, Manifest, pack_whole
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from slime.utils.errors import WeightSyncError
 from slime.weights.bucket_files import read_bucket
 from slime.weights.channel import WeightChannel
 from slime.weights.digest import combine_wrapped
-from slime.weights.kernels.digest_table import DigestTable
+from slime.weights.kernels.tables import DigestTable
 from slime.weights.manifest import BucketEntry, Manifest
 from slime.weights.stored_tensors import StoredTensor, read_layout
 

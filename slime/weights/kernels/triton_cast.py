@@ -1,4 +1,4 @@
-"""The launch of ``cast_table``: blocks of FP8, casts and copies of a whole bucket by one kernel.
+"""The launch of ``CastTable``: blocks of FP8, casts and copies of a whole bucket by one kernel.
 
 A program works at one tile: one block of FP8 (``triton_fp8``), or a piece of a matrix that is copied or cast
 (``triton_tiles``).  With digests, tiles of the two usual forms are digested while they are in registers, which spares
@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from slime.weights.digest import WORD_BYTES as DIGEST_BYTES
-from slime.weights.kernels.cast_table import CastItem, run_in_torch
-from slime.weights.kernels.rectangles import VECTOR_BYTES, Matrix, is_aligned, matrices, tile_index
+from slime.weights.kernels.copy_2d import VECTOR_BYTES, Copy2D, is_aligned, matrices, tile_index
+from slime.weights.kernels.table_items import CastItem, run_in_torch
 from slime.weights.kernels.triton_digest import DigestLaunch, add_digest
 from slime.weights.kernels.triton_fp8 import quantize_block_of, quantize_pairs
 from slime.weights.kernels.triton_tiles import (
@@ -267,7 +267,7 @@ class CastLaunch:
             return [], []
         descriptors: list[list[int]] = []
         tiles: list[int] = []
-        for matrix in _rectangles(item, to_dtype):
+        for matrix in _copies_of(item, to_dtype):
             rows, counts = move_descriptors(matrix, from_dtype, to_dtype, (self.shape.rows, self.shape.columns), 0)
             descriptors += rows
             tiles += counts
@@ -281,13 +281,13 @@ def _few_masks(forms: int) -> int:
     return forms | WORDS.value | (0 if forms <= MOVES.value else FROM_BF16_WHOLE.value)
 
 
-def _rectangles(item: CastItem, to_dtype: torch.dtype) -> list[Matrix]:
+def _copies_of(item: CastItem, to_dtype: torch.dtype) -> list[Copy2D]:
     """Whole runs, and the run that is cut off at the end."""
     stride, columns = item.source.stride(0), item.columns
     run = min(item.row_run, item.rows)
     num_whole, rest = divmod(item.rows, run)
     size, to_size = item.source.element_size(), to_dtype.itemsize
-    found: list[Matrix] = []
+    found: list[Copy2D] = []
     for first, shape in ((0, (num_whole, run, columns)), (num_whole, (1, rest, columns))):
         source = item.source.data_ptr() + first * item.run_stride * stride * size
         target = item.out_offset + first * run * columns * to_size

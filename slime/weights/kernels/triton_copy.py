@@ -1,4 +1,4 @@
-"""The launches of ``copy_table``: all tiles of all items by one kernel, whatever their dtypes and strides."""
+"""The launches of ``CopyTable``: all tiles of all items by one kernel, whatever their dtypes and strides."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slime.weights.kernels.copy_table import CopyItem, differing_bytes, source_view
-from slime.weights.kernels.rectangles import VECTOR_BYTES, matrices, tile_index
+from slime.weights.kernels.copy_2d import VECTOR_BYTES, matrices, tile_index
+from slime.weights.kernels.table_items import CopyItem, differing_bytes, source_view
 from slime.weights.kernels.triton_tiles import (
     FIELDS,
     FIRST_TILE,

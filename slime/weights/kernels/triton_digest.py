@@ -1,4 +1,4 @@
-"""The launch of ``digest_table``: sums of mixed 64-bit words, many segments at once."""
+"""The launch of ``DigestTable``: sums of mixed 64-bit words, many segments at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slime.weights import digest
-from slime.weights.kernels.rectangles import is_aligned, tile_index
+from slime.weights.kernels.copy_2d import is_aligned, tile_index
 from slime.weights.kernels.triton_tiles import on_device
 
 GOLDEN = tl.constexpr(digest.GOLDEN)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slime.weights.kernels.rectangles import VECTOR_BYTES
+from slime.weights.kernels.copy_2d import VECTOR_BYTES
 from slime.weights.kernels.triton_digest import add_digest
 from slime.weights.quantize.block_fp8 import FP8_MAX, MIN_ABSMAX
 

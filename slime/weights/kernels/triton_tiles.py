@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slime.weights.kernels.rectangles import VECTOR_WORDS, Matrix, as_lines, in_words
+from slime.weights.kernels.copy_2d import VECTOR_WORDS, Copy2D, as_lines, in_words
 
 # Descriptors are rows of int64.  These fields are the same in every table.
 FORM = tl.constexpr(0)
@@ -197,7 +197,7 @@ def form_of(src_dtype: torch.dtype, dst_dtype: torch.dtype) -> int | None:
 
 
 def move_descriptors(
-    matrix: Matrix, src_dtype: torch.dtype, dst_dtype: torch.dtype, tile: tuple[int, int], last: int
+    matrix: Copy2D, src_dtype: torch.dtype, dst_dtype: torch.dtype, tile: tuple[int, int], last: int
 ) -> tuple[list[list[int]], list[int]]:
     """Descriptors of one matrix, in the widest form that fits, and the number of their tiles.
 

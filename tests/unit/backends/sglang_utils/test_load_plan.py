@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_plan import LoadPlan
 from slime.backends.sglang_utils.load_trace import trace_load
-from slime.weights.kernels.copy_table import CopyTable
+from slime.weights.kernels.tables import CopyTable
 from slime.weights.manifest import Manifest
 from slime.weights.tensor_slice import TensorSlice
 from tests.loaded_model.buckets import cut_buckets, fill, manifest_of, whole_buckets

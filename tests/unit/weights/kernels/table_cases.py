@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from slime.weights.digest import digest_bytes
-from slime.weights.kernels.cast_table import CastItem, CastTable
-from slime.weights.kernels.copy_table import CopyItem
-from slime.weights.kernels.digest_table import as_unsigned
+from slime.weights.kernels.table_items import CastItem, CopyItem
+from slime.weights.kernels.tables import CastTable, as_unsigned
 from slime.weights.manifest import align
 from slime.weights.quantize.block_fp8 import num_blocks
 

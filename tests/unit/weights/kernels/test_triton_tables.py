@@ -20,8 +20,7 @@ def compare_all() -> None:
     import torch
 
     from slime.weights.digest import digest_bytes
-    from slime.weights.kernels.copy_table import CopyTable
-    from slime.weights.kernels.digest_table import DigestTable, as_unsigned
+    from slime.weights.kernels.tables import CopyTable, DigestTable, as_unsigned
     from tests.unit.weights.kernels.table_cases import COPY_BYTES, cast_items, check_joined_items, copy_items, filled
 
     # The interpreter takes its time for each tile.

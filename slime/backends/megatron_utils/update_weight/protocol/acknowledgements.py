@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime.utils.errors import WeightSyncError
 from slime.weights.digest import combine_wrapped
-from slime.weights.kernels.digest_table import DigestTable
+from slime.weights.kernels.tables import DigestTable
 from slime.weights.manifest import Manifest
 
 SHOWN_NAMES = 3

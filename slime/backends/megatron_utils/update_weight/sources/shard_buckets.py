@@ -37,7 +37,7 @@ from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
 from slime.backends.megatron_utils.update_weight.sources.shard_slices import ShardSlices
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import SlimeError, WeightSyncError
-from slime.weights.kernels.cast_table import CastTable
+from slime.weights.kernels.tables import CastTable
 from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, align
 from slime.weights.quantize import Quantizer
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK

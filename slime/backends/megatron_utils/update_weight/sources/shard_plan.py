@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from slime.utils.errors import ConfigError, WeightSyncError
-from slime.weights.kernels.cast_table import Kind
+from slime.weights.kernels.table_items import Kind
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align
 from slime.weights.named_tensors import Header, dtype_name
 from slime.weights.tensor_slice import TensorSlice

@@ -24,7 +24,7 @@ from slime.backends.megatron_utils.update_weight.sources.shard_layout import (
     TensorSplit,
 )
 from slime.backends.megatron_utils.update_weight.sources.shard_plan import PlannedSlice, QuantizedBlocks, SliceHeader
-from slime.weights.kernels.cast_table import CastItem, Kind
+from slime.weights.kernels.table_items import CastItem, Kind
 from slime.weights.quantize.block_fp8 import num_blocks
 
 SCALE_BYTES = 4

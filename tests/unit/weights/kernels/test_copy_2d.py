@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
-from slime.weights.kernels.rectangles import Matrix, as_lines, in_words, matrices, tile_index
+from slime.weights.kernels.copy_2d import Copy2D, as_lines, in_words, matrices, tile_index
 
 
-def places(found: list[Matrix], src_size: int, dst_size: int) -> list[tuple[int, int]]:
+def places(found: list[Copy2D], src_size: int, dst_size: int) -> list[tuple[int, int]]:
     """Where each element is at the source and at the destination, in bytes."""
     return sorted(
         (
@@ -63,12 +63,12 @@ def test_nothing_comes_of_an_empty_rectangle():
 
 
 def test_aligned_rows_become_words():
-    words = in_words(Matrix(32, (64, 1), 64, (32, 1), 5, 24), 2)
-    assert words == [Matrix(32, (32, 1), 64, (16, 1), 5, 12)]
+    words = in_words(Copy2D(32, (64, 1), 64, (32, 1), 5, 24), 2)
+    assert words == [Copy2D(32, (32, 1), 64, (16, 1), 5, 12)]
 
 
 def test_a_long_row_becomes_lines_and_a_rest():
-    lines, rest = in_words(Matrix(0, (0, 1), 16, (0, 1), 1, 2 * 1000), 4) or []
+    lines, rest = in_words(Copy2D(0, (0, 1), 16, (0, 1), 1, 2 * 1000), 4) or []
     assert (lines.rows, lines.columns, lines.src_strides) == (3, 512, (512, 1))
     assert (rest.src, rest.dst, rest.rows, rest.columns) == (3 * 2048, 16 + 3 * 2048, 1, 2000 - 1536)
 
@@ -76,13 +76,13 @@ def test_a_long_row_becomes_lines_and_a_rest():
 @pytest.mark.parametrize(
     "matrix",
     [
-        Matrix(8, (64, 1), 64, (32, 1), 5, 24),
-        Matrix(32, (60, 1), 64, (32, 1), 5, 24),
-        Matrix(32, (64, 1), 64, (32, 1), 5, 23),
-        Matrix(32, (64, 2), 64, (32, 1), 5, 24),
+        Copy2D(8, (64, 1), 64, (32, 1), 5, 24),
+        Copy2D(32, (60, 1), 64, (32, 1), 5, 24),
+        Copy2D(32, (64, 1), 64, (32, 1), 5, 23),
+        Copy2D(32, (64, 2), 64, (32, 1), 5, 24),
     ],
 )
-def test_rows_that_are_not_whole_vectors_do_not(matrix: Matrix):
+def test_rows_that_are_not_whole_vectors_do_not(matrix: Copy2D):
     assert in_words(matrix, 2) is None
 
 

@@ -1,4 +1,4 @@
-"""Rectangles of elements in two memories, cut into the matrices and tiles that the kernels work through."""
+"""Strided copies in two memories as the two-dimensional copies and tiles that the kernels work through."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LINE_WORDS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """Rows and columns of elements that exist twice: at a source and at a destination."""
+class Copy2D:
+    """Rows and columns of elements, at a source and at a destination."""
 
     src: int
     """Address, or offset, of element (0, 0), in bytes."""
@@ -40,8 +40,8 @@ def matrices(
     dst: int,
     dst_strides: Sequence[int],
     dst_size: int,
-) -> Iterator[Matrix]:
-    """A rectangle of any number of dimensions as few matrices.
+) -> Iterator[Copy2D]:
+    """Split a strided copy of any number of dimensions into as few matrices as there can be.
 
     Dimensions that follow each other in both memories become one; of those that are left, the two innermost of the
     destination make a matrix and the others a list.
@@ -66,7 +66,7 @@ def matrices(
         merged.insert(0, (1, 0, 0)) if merged else merged.append((1, 1, 1))
     *outer, (rows, src_row, dst_row), (columns, src_column, dst_column) = merged
     for index in itertools.product(*(range(size) for size, _, _ in outer)):
-        yield Matrix(
+        yield Copy2D(
             src + src_size * sum(i * stride for i, (_, stride, _) in zip(index, outer)),
             (src_row, src_column),
             dst + dst_size * sum(i * stride for i, (_, _, stride) in zip(index, outer)),
@@ -76,7 +76,7 @@ def matrices(
         )
 
 
-def in_words(matrix: Matrix, size: int) -> list[Matrix] | None:
+def in_words(matrix: Copy2D, size: int) -> list[Copy2D] | None:
     """The same bytes as matrices of four-byte words whose every row both memories hold in whole vectors.
 
     Args:
@@ -102,7 +102,7 @@ def in_words(matrix: Matrix, size: int) -> list[Matrix] | None:
     return [whole, tail] if rest else [whole]
 
 
-def as_lines(matrix: Matrix, src_size: int, dst_size: int) -> list[Matrix]:
+def as_lines(matrix: Copy2D, src_size: int, dst_size: int) -> list[Copy2D]:
     """A matrix with one long row as one with several, which fill tiles better."""
     lines, rest = divmod(matrix.columns, LINE_WORDS)
     if matrix.rows > 1 or lines < 2:

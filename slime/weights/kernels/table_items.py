@@ -1,20 +1,22 @@
-"""Live parameters into a flat bucket: every tensor of the bucket copied, cast or quantized by one launch."""
+"""The rows of the tables: one matrix or view of a bucket and where its elements are, and the work on it in torch.
+
+What the kernels write is compared with the functions here, and what no kernel covers is done by them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from slime.weights.digest import as_signed, digest_bytes
-from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, FP8, num_blocks, quantize_block
+from slime.weights.quantize.block_fp8 import FP8, num_blocks, quantize_block
 
 Kind = Literal["copy", "cast", "fp8_block", "fp8_block_ue8m0"]
 KINDS = ("copy", "cast", "fp8_block", "fp8_block_ue8m0")
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,94 +62,27 @@ class CastItem:
         return found
 
 
-class CastTable:
-    """Writes its items into a bucket, as often as wanted.
+@dataclass(frozen=True, slots=True)
+class CopyItem:
+    """One rectangle of an engine's parameters and where in the bucket its elements are."""
 
-    Args:
-        items: of parameters on one device, or in pinned host memory.
-        out_dtype: of the items that are cast.
-        block: rows and columns that share a scale.
-        use_triton: None takes Triton for CUDA tensors; True is for tests of the kernels in Triton's interpreter.
-        device: where the bucket lies; None for where the items do.  A GPU reads pinned host memory over the bus.
-        segments: offset and bytes of what :meth:`run_with_digests` gives digests of; None for every matrix and every
-            array of scales, in the order of the items.
+    dst: Tensor
+    """Any view of a live parameter, any strides.  The table writes this memory at every copy; a parameter that has
+    moved needs a new table."""
+    src_offset: int
+    """First byte of element 0 in the bucket; a multiple of the source's element size."""
+    src_strides: tuple[int, ...]
+    """Elements in the bucket from one index of ``dst`` to the next, for each of its dimensions."""
+    src_dtype: torch.dtype
+    """What the bucket holds; elements are cast when ``dst`` has another."""
 
-    Raises:
-        ValueError: an item does not fit its source, its offsets are not aligned, or devices differ.
-    """
-
-    def __init__(
-        self,
-        items: Sequence[CastItem],
-        out_dtype: torch.dtype,
-        block: tuple[int, int] = DEFAULT_BLOCK,
-        *,
-        use_triton: bool | None = None,
-        device: torch.device | None = None,
-        segments: Sequence[tuple[int, int]] | None = None,
-    ) -> None:
-        self.items = tuple(items)
-        self.out_dtype = out_dtype
-        self.block = block
-        for index, item in enumerate(self.items):
-            _check(index, item, out_dtype)
-        devices = {item.source.device for item in self.items}
-        if len(devices) > 1:
-            raise ValueError(f"the items of one table lie on {sorted(map(str, devices))}; one table, one device")
-        self.device = device or (devices.pop() if devices else None)
-        for index, item in enumerate(self.items):
-            source = item.source
-            if source.device != self.device and not (source.device.type == "cpu" and source.is_pinned()):
-                raise ValueError(
-                    f"item {index} lies on {source.device}, which {self.device} cannot read; only host memory that is "
-                    "pinned can be read from there"
-                )
-        own = [segment for item in self.items for segment in item.segments(out_dtype, block)]
-        self.segments = own if segments is None else list(segments)
-        self.num_bytes = max((offset + size for offset, size in (*own, *self.segments)), default=0)
-        """Bytes that the bucket must have."""
-        self.bytes_read = sum(item.rows * item.columns * item.source.element_size() for item in self.items)
-        self.bytes_written = sum(size for _, size in own)
-
-        if use_triton is None:
-            use_triton = self.device is not None and self.device.type == "cuda"
-        self._launch: Any = None
-        if use_triton and self.items:
-            # Triton comes with torch for CUDA only.
-            from slime.weights.kernels.triton_cast import CastLaunch
-
-            self._launch = CastLaunch(self.items, out_dtype, block, self.segments, device=self.device)
-
-    def run(self, out: Tensor) -> None:
-        """Fill the bucket ``out`` (flat, uint8, at least :attr:`num_bytes`) from what the parameters hold now.
-
-        Bytes between the items are left as they are.  On a GPU this returns before the work is done.
-
-        Raises:
-            ValueError: ``out`` is too small, not flat bytes, or on another device.
-        """
-        check_bucket(out, self.num_bytes, self.device)
-        if self._launch is not None:
-            self._launch.run(out)
-            return
-        for item in self.items:
-            run_in_torch(item, out, self.out_dtype, self.block)
-
-    def run_with_digests(self, out: Tensor) -> Tensor:
-        """As :meth:`run`, and the digests of the :attr:`segments`: those of ``DigestTable``, at less than its cost.
-
-        Returns:
-            int64 ``[segments]``, the unsigned values wrapped (``digest_table.as_unsigned``).
-
-        Raises:
-            ValueError: as :meth:`run`.
-        """
-        check_bucket(out, self.num_bytes, self.device)
-        if self._launch is not None:
-            return self._launch.run_with_digests(out)
-        self.run(out)
-        digests = [digest_bytes(out[offset : offset + size]) for offset, size in self.segments]
-        return torch.tensor([as_signed(digest) for digest in digests], dtype=torch.int64, device=out.device)
+    @property
+    def end(self) -> int:
+        """The first byte behind the last element."""
+        if self.dst.numel() == 0:
+            return self.src_offset
+        last = sum((size - 1) * stride for size, stride in zip(self.dst.shape, self.src_strides, strict=True))
+        return self.src_offset + (last + 1) * self.src_dtype.itemsize
 
 
 def check_bucket(bucket: Tensor, num_bytes: int, device: torch.device | None) -> None:
@@ -166,7 +101,8 @@ def _out_dtype(item: CastItem, out_dtype: torch.dtype) -> torch.dtype:
     return item.source.dtype if item.kind == "copy" else out_dtype
 
 
-def _check(index: int, item: CastItem, out_dtype: torch.dtype) -> None:
+def check_cast(index: int, item: CastItem, out_dtype: torch.dtype) -> None:
+    """Refuse an item that does not fit its source, or whose offsets are not aligned."""
     source = item.source
     what = f"item {index} ({item.kind}, {item.rows} rows of a source of {list(source.shape)}, {source.dtype})"
     if item.kind not in KINDS:
@@ -211,3 +147,37 @@ def run_in_torch(item: CastItem, out: Tensor, out_dtype: torch.dtype, block: tup
 def _write(out: Tensor, offset: int, values: Tensor) -> None:
     data = values.contiguous().view(-1).view(torch.uint8)
     out[offset : offset + data.numel()].copy_(data)
+
+
+def differing_bytes(item: CopyItem, flat: Tensor) -> Tensor:
+    """The count of one item, in plain torch."""
+    held, expected = item.dst.detach(), source_view(item, flat)
+    if held.device.type == "cpu" and held.dtype == expected.dtype and _are_equal(held, expected):
+        return torch.zeros((), dtype=torch.int64)
+    expected = expected.to(device=held.device, dtype=held.dtype)
+    return (held.contiguous().view(-1).view(torch.uint8) != expected.contiguous().view(-1).view(torch.uint8)).sum()
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare the bytes of two tensors of one shape and dtype without temporary ones."""
+    if all(t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in (one, other)):
+        return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
+    word = _WORDS[one.element_size()]
+    return torch.equal(one.view(word), other.view(word))
+
+
+def source_view(item: CopyItem, flat: Tensor) -> Tensor:
+    """The item's elements in the bucket, as a view of the shape of ``dst``."""
+    data = flat[item.src_offset : item.end].view(item.src_dtype)
+    return data.as_strided(tuple(item.dst.shape), item.src_strides)
+
+
+def check_copy(index: int, item: CopyItem) -> None:
+    """Refuse an item whose strides or offset cannot be."""
+    what = f"item {index} (to {list(item.dst.shape)}, {item.dst.dtype}, from {item.src_dtype})"
+    if len(item.src_strides) != item.dst.dim():
+        raise ValueError(f"{what}: {len(item.src_strides)} strides for {item.dst.dim()} dimensions")
+    if any(stride < 0 for stride in item.src_strides):
+        raise ValueError(f"{what}: negative strides {list(item.src_strides)}")
+    if item.src_offset < 0 or item.src_offset % item.src_dtype.itemsize:
+        raise ValueError(f"{what}: the offset {item.src_offset} is no multiple of the element size")
