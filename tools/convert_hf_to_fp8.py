@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.observability.logging_utils import configure_logger
-from slime.weights.hf_rewrite.recipes import STRATEGIES, UE8M0, to_fp8
+from slime.weights.hf_rewrite.to_quantized import STRATEGIES, UE8M0, to_fp8
 from tools.cli import add_rewrite_flags, clean_exit, rewrite
 
 

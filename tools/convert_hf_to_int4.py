@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import copy_assets
-from slime.weights.hf_rewrite.recipes import ignored_by_int4
 from slime.weights.hf_rewrite.source import HfSource, open_source
-from slime.weights.hf_rewrite.to_quantized import require_plain
+from slime.weights.hf_rewrite.to_quantized import ignored_by_int4, require_plain
 from tools.cli import clean_exit
 
 PACKAGE = "llmcompressor"

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.observability.logging_utils import configure_logger
-from slime.weights.hf_rewrite.recipes import to_int4
 from slime.weights.hf_rewrite.source import read_config
+from slime.weights.hf_rewrite.to_quantized import to_int4
 from slime.weights.named_tensors import wire_dtype
 from tools.cli import add_rewrite_flags, clean_exit, parse_bool, rewrite
 

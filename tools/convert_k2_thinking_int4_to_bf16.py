@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.int4_to_bf16 import Int4ToBf16
+from slime.weights.hf_rewrite.to_bf16 import Int4ToBf16
 from tools.cli import add_rewrite_flags, clean_exit, rewrite
 
 

@@ -3,7 +3,7 @@
     python tools/convert_torch_dist_to_hf.py --input-dir RUN/iter_0000012 --output-dir MODEL --origin-hf-dir ORIGINAL
 
 The checkpoint says its own model flags (``common.pt``); ``--origin-hf-dir`` gives config and tokenizer, and the dtype
-of every tensor.  In memory are one piece of the checkpoint and one shard of the result.
+of every tensor.  In memory are one part of the checkpoint and one shard of the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
 from slime.weights.named_tensors import wire_dtype
-from slime.weights.quantize.stored import logical_names
+from slime.weights.quantize.formats import logical_names
 from tools.cli import clean_exit
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,10 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
 
     Args:
         options: the tool's flags.
-        load_workers: pieces of the checkpoint that are read at a time.
+        load_workers: slices of the checkpoint that are read at a time.
         save_workers: shards of the result that are written behind the reading.
     """
-    from slime.backends.megatron_utils.checkpoints.torch_dist_reader import Piece, TorchDistFolder
+    from slime.backends.megatron_utils.checkpoints.torch_dist_reader import StoredSlice, TorchDistFolder
     from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 
     target = Path(options.output_dir)
@@ -138,27 +138,27 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     start = time.monotonic()
     names: set[str] = set()
 
-    def read(piece: Piece) -> list[tuple[str, torch.Tensor]]:
+    def read(part: StoredSlice) -> list[tuple[str, torch.Tensor]]:
         converted = []
-        for name, tensor in source.read(piece):
+        for name, tensor in source.read(part):
             for hf_name, hf_tensor in convert_to_hf(args, model_name, name, tensor):
                 dtype = dtypes.get(hf_name, default_dtype)
                 keep = dtype is None or not hf_tensor.is_floating_point() or "correction_bias" in hf_name
                 converted.append((hf_name, hf_tensor if keep and hf_name not in dtypes else hf_tensor.to(dtype)))
         return converted
 
-    pieces = source.pieces()
+    slices = source.slices()
     with HfFolderWriter(
         target, assets_from=origin, shard_bytes=options.chunk_size, save_workers=save_workers
     ) as writer:
-        total = sum(piece.num_bytes for piece in pieces)
+        total = sum(part.num_bytes for part in slices)
         with tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=None) as bar:
-            for piece, tensors in _read_ahead(read, pieces, load_workers):
+            for part, tensors in _read_ahead(read, slices, load_workers):
                 for name, tensor in tensors:
                     if name not in names:  # a parameter under two names: the checkpoint's first counts
                         names.add(name)
                         writer.add(name, tensor)
-                bar.update(piece.num_bytes)
+                bar.update(part.num_bytes)
         if getattr(options, "add_missing_from_origin_hf", False) and origin:
             writer.add_all(missing_tensors(origin, names))
         elif absent := set(logical_names(dtypes)) - names:
@@ -173,15 +173,15 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     return target
 
 
-def _read_ahead(read: Any, pieces: list[Any], workers: int) -> Iterator[tuple[Any, Any]]:
-    """Yield each piece with the result of ``read`` on it, in order; ``workers`` of them are under way."""
+def _read_ahead(read: Any, slices: list[Any], workers: int) -> Iterator[tuple[Any, Any]]:
+    """Yield each part with the result of ``read`` on it, in order; ``workers`` of them are under way."""
     if workers <= 1:
-        yield from ((piece, read(piece)) for piece in pieces)
+        yield from ((part, read(part)) for part in slices)
         return
     with ThreadPoolExecutor(workers) as pool:
         under_way: deque[tuple[Any, Future[Any]]] = deque()
-        for piece in pieces:
-            under_way.append((piece, pool.submit(read, piece)))
+        for part in slices:
+            under_way.append((part, pool.submit(read, part)))
             if len(under_way) >= workers:
                 first, result = under_way.popleft()
                 yield first, result.result()

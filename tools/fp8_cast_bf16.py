@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.observability.logging_utils import configure_logger
-from slime.weights.hf_rewrite.fp8_to_bf16 import Fp8ToBf16
+from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16
 from tools.cli import add_rewrite_flags, clean_exit, rewrite
 
 

@@ -23,7 +23,7 @@ INDEX_KEY_BYTES = 132
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlace:
+class EngineGpus:
     """One engine: its GPUs, and the processes of SGLang that make it up."""
 
     model: str
@@ -39,7 +39,7 @@ class EnginePlace:
 
 def engine_places(
     groups: Sequence[tuple[str, str, int, int]], *, rollout_offset: int, gpus_per_node: int, trainer_gpus: int
-) -> list[EnginePlace]:
+) -> list[EngineGpus]:
     """Engines of all groups, in the order in which they take GPUs.
 
     Args:
@@ -53,7 +53,7 @@ def engine_places(
         for index in range(num_gpus // per_engine if worker_type != "placeholder" else 0):
             first = gpu + index * per_engine
             nodes = tuple(range(first // gpus_per_node, (first + per_engine - 1) // gpus_per_node + 1))
-            places.append(EnginePlace(model, worker_type, index, first, per_engine, nodes, first < trainer_gpus))
+            places.append(EngineGpus(model, worker_type, index, first, per_engine, nodes, first < trainer_gpus))
         gpu += num_gpus
     return places
 

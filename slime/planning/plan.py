@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slime.planning.cards import Card
-from slime.planning.engines import EngineMemory, EnginePlace, EngineShape
+from slime.planning.engines import EngineGpus, EngineMemory, EngineShape
 from slime.planning.host_memory import HostMemory
 from slime.planning.parallel import ParallelSizes, RankPlace
 from slime.planning.parameters import ParameterCount
@@ -83,7 +83,7 @@ class Plan:
     sizes: ParallelSizes
     ranks: list[RankPlace]
     stages: list[StagePlan]
-    engines: list[EnginePlace]
+    engines: list[EngineGpus]
     engine_groups: list[EngineGroupPlan]
     phases: GpuPhases
     host: HostMemory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime.planning.engines import EnginePlace, EngineShape
+from slime.planning.engines import EngineGpus, EngineShape
 from slime.planning.model_shape import ModelShape
 
 DEEPEP_MAX_RANKS = 160
@@ -94,7 +94,7 @@ def _largest_graph(flags: Mapping[str, Any]) -> int:
     return 0
 
 
-def placement_problems(places: list[EnginePlace], gpus_per_node: int) -> Iterator[str]:
+def placement_problems(places: list[EngineGpus], gpus_per_node: int) -> Iterator[str]:
     """Engines over several nodes that do not begin at a node's first GPU."""
     for place in places:
         is_split = place.first_gpu % gpus_per_node + min(place.num_gpus, gpus_per_node) > gpus_per_node

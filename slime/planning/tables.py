@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from slime.planning.engines import EnginePlace
+from slime.planning.engines import EngineGpus
 from slime.planning.parallel import RankPlace
 from slime.planning.plan import Plan
 from slime.planning.trainer_memory import GIB
@@ -119,7 +119,7 @@ def _rank_columns(ranks: Sequence[RankPlace]) -> tuple[str, ...]:
     return tuple(runs(getattr(place, column) for place in ranks) for column in columns)
 
 
-def _engine_text(place: EnginePlace, node: int) -> str:
+def _engine_text(place: EngineGpus, node: int) -> str:
     name = f"{place.model}/{place.worker_type} {place.index}"
     if len(place.nodes) > 1:
         return f"{name} ({len(place.nodes)}, {place.nodes.index(node)})"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.weights.hf_rewrite.fp8_to_bf16 import Fp8ToBf16
-from slime.weights.hf_rewrite.int4_to_bf16 import Int4ToBf16
-from slime.weights.hf_rewrite.recipes import to_fp8, to_int4
 from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16, Int4ToBf16
+from slime.weights.hf_rewrite.to_quantized import to_fp8, to_int4
 from tests.unit.weights.hf_rewrite.checkpoints import files_of, tensors_of, write_folder
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slime.weights.quantize.block_fp8 import transform_scale_ue8m0
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, WeightFormat
-from slime.weights.quantize.ue8m0 import transform_scale_ue8m0
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.weights.hf_rewrite.recipes import to_fp8, to_int4
 from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.hf_rewrite.to_quantized import to_fp8, to_int4
 from tests.loaded_model.rank import UNWRITTEN, _describe, _enter_world
 
 SIZES = {

@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.weights.hf_rewrite.recipes import to_fp8, to_int4
 from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import ToQuantized
+from slime.weights.hf_rewrite.to_quantized import ToQuantized, to_fp8, to_int4
 from slime.weights.quantize import read_format
-from slime.weights.quantize.stored import read_weight
+from slime.weights.quantize.formats import read_weight
 from tests.matrix.case import FamilyCase, load_cases, read_config, read_tensors
 from tests.matrix.comparisons import differing_tensors
 from tests.matrix.parity import FamilyRun, leave_world, run_check

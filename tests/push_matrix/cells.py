@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.weights.hf_rewrite import recipes
 from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import ToQuantized
+from slime.weights.hf_rewrite.to_quantized import ToQuantized, _fp8_config
 from slime.weights.quantize.formats import BlockFp8
 from slime.weights.quantize.offline_rules import is_quantized_offline
 from tests.matrix.case import FamilyCase, write_bf16_copy
@@ -163,7 +162,7 @@ def to_small_blocks() -> ToQuantized:
         BlockFp8(FP8_BLOCK),
         FP8_BLOCK[0],
         is_quantized_offline,
-        lambda names: recipes._fp8_config(names, weight_block_size=list(FP8_BLOCK)),
+        lambda names: _fp8_config(names, weight_block_size=list(FP8_BLOCK)),
         {"to": "fp8", "strategy": "block"},
     )
 

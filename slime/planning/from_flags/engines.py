@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.backends.sglang_utils.sglang_config import SGLangConfig, resolve_sglang_config
 from slime.planning import rules
-from slime.planning.engines import EnginePlace, EngineShape, engine_memory, engine_places
+from slime.planning.engines import EngineGpus, EngineShape, engine_memory, engine_places
 from slime.planning.from_flags.trainer import trainer_bytes_beside_engine
 from slime.planning.gpus import plan_gpus
 from slime.planning.model_shape import ModelShape
@@ -20,7 +20,7 @@ from slime.utils.errors import SlimeError
 def plan_engines(
     args: Namespace, shape: ModelShape, sizes: ParallelSizes, hf_config: Mapping[str, Any], options: PlanOptions,
     problems: list[str],
-) -> tuple[list[EnginePlace], list[EngineGroupPlan]]:  # fmt: skip
+) -> tuple[list[EngineGpus], list[EngineGroupPlan]]:  # fmt: skip
     """Every engine's place, and each group of like engines that serve; none for external engines.
 
     What the groups break is appended to ``problems``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.planning.cards import Card
-from slime.planning.engines import ENGINE_ASLEEP_BYTES, EnginePlace
+from slime.planning.engines import ENGINE_ASLEEP_BYTES, EngineGpus
 from slime.planning.from_flags.trainer import (
     TRAINER_ASLEEP_BYTES,
     push_buffer_bytes,
@@ -55,7 +55,7 @@ def plan_phases(
     )
 
 
-def plan_host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], places: list[EnginePlace]) -> HostMemory:
+def plan_host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], places: list[EngineGpus]) -> HostMemory:
     """The node that needs most."""
     if args.debug_rollout_only:
         return add_hosts([])

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from slime.planning.engines import EnginePlace
+from slime.planning.engines import EngineGpus
 from slime.planning.from_flags.engines import quantized_bytes
 from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes
@@ -17,7 +17,7 @@ from slime.planning.traffic import PushTraffic, push_traffic
 
 def plan_push(
     args: Namespace, shape: ModelShape, sizes: ParallelSizes, groups: list[EngineGroupPlan],
-    places: list[EnginePlace], hf_config: Mapping[str, Any],
+    places: list[EngineGpus], hf_config: Mapping[str, Any],
 ) -> PushTraffic | None:  # fmt: skip
     """Traffic of a full push; None when nothing is pushed.  Embedding and head stay in two bytes an element."""
     if not groups or args.debug_rollout_only:

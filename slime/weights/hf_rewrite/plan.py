@@ -13,20 +13,20 @@ from torch import Tensor
 
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_rewrite.source import HfSource
-from slime.weights.hf_rewrite.tensor_file import StoredTensor, TensorInfo, make_header
+from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo, make_header
 
-Piece = tuple[str, int, Tensor]
+OutputRows = tuple[str, int, Tensor]
 """Name of a tensor of the result, the row from which on it is given, and these rows."""
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """How a step reads the source; tensors come on the worker's device."""
 
-    def read(self, stored: StoredTensor, first: int = 0, count: int | None = None) -> Tensor:
+    def read(self, stored: SourceTensor, first: int = 0, count: int | None = None) -> Tensor:
         """Some rows of a tensor, all by default."""
         ...
 
-    def chunks(self, stored: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, stored: SourceTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
         """A tensor in runs of rows that fit the worker's memory, each of a multiple of so many rows but the last."""
         ...
 
@@ -35,19 +35,19 @@ class Rows(Protocol):
 class Step:
     """What becomes of one tensor of the source; its outputs go to the shard that takes the place of its own."""
 
-    source: StoredTensor
+    source: SourceTensor
     outputs: tuple[TensorInfo, ...]
     """None: the tensor is dropped."""
-    convert: Callable[[Rows], Iterator[Piece]] | None = None
+    convert: Callable[[RowReader], Iterator[OutputRows]] | None = None
     """Makes the outputs; None where the bytes are copied."""
 
 
-def copied(stored: StoredTensor) -> Step:
+def copied(stored: SourceTensor) -> Step:
     """The tensor as it is."""
     return Step(stored, (stored.info,))
 
 
-def dropped(stored: StoredTensor) -> Step:
+def dropped(stored: SourceTensor) -> Step:
     """Not in the result."""
     return Step(stored, ())
 
@@ -68,7 +68,7 @@ class Rewrite(Protocol):
         """
         ...
 
-    def step(self, source: HfSource, stored: StoredTensor) -> Step:
+    def step(self, source: HfSource, stored: SourceTensor) -> Step:
         """What becomes of a tensor."""
         ...
 
@@ -78,7 +78,7 @@ class Rewrite(Protocol):
 
 
 @dataclass(frozen=True)
-class ShardPlan:
+class FilePlan:
     """One file of the result."""
 
     name: str
@@ -106,7 +106,7 @@ class ShardPlan:
         return sum(step.source.info.num_bytes for step in self.steps)
 
 
-def make_plan(rewrite: Rewrite, source: HfSource) -> list[ShardPlan]:
+def make_plan(rewrite: Rewrite, source: HfSource) -> list[FilePlan]:
     """The shards of the result, one for each shard of the source of which anything is left.
 
     Raises:
@@ -131,11 +131,11 @@ def make_plan(rewrite: Rewrite, source: HfSource) -> list[ShardPlan]:
         outputs = {info.name: info for step in steps for info in step.outputs}
         header, offsets = make_header(outputs.values())
         name = f"model-{number:05d}-of-{len(kept):05d}.safetensors"
-        plans.append(ShardPlan(name, file, header, offsets, tuple(steps), outputs))
+        plans.append(FilePlan(name, file, header, offsets, tuple(steps), outputs))
     return plans
 
 
-def make_index(plans: list[ShardPlan]) -> dict[str, Any]:
+def make_index(plans: list[FilePlan]) -> dict[str, Any]:
     """``model.safetensors.index.json`` of the result; its total size is that of the tensors' bytes."""
     return {
         "metadata": {"total_size": sum(plan.data_bytes for plan in plans)},

@@ -25,10 +25,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.plan import Rewrite, ShardPlan, Step, make_plan
+from slime.weights.hf_rewrite.plan import FilePlan, Rewrite, Step, make_plan
 from slime.weights.hf_rewrite.source import HfSource, open_source, shown
 from slime.weights.hf_rewrite.target import Target
-from slime.weights.hf_rewrite.tensor_file import StoredTensor, copy_bytes, read_rows, write_at
+from slime.weights.hf_rewrite.tensor_file import SourceTensor, copy_bytes, read_rows, write_at
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def _keep_freed_memory() -> None:
 class _OpenShard:
     """A shard that is being written."""
 
-    def __init__(self, plan: ShardPlan, partial: Path, path: Path) -> None:
+    def __init__(self, plan: FilePlan, partial: Path, path: Path) -> None:
         self.plan = plan
         self._path = path
         self._partial = partial
@@ -180,7 +180,7 @@ class _OpenShard:
 class _Conversion:
     """The steps of the shards that are left, handed out one at a time, in order."""
 
-    def __init__(self, source: HfSource, target: Target, plans: list[ShardPlan], bar: Any) -> None:
+    def __init__(self, source: HfSource, target: Target, plans: list[FilePlan], bar: Any) -> None:
         self._source = source
         self._target = target
         self._bar = bar
@@ -218,7 +218,7 @@ class _Conversion:
                 shard.abandon()
             torch.set_num_threads(threads)
 
-    def _all_steps(self, plans: list[ShardPlan]) -> Iterator[tuple[_OpenShard, Step]]:
+    def _all_steps(self, plans: list[FilePlan]) -> Iterator[tuple[_OpenShard, Step]]:
         for plan in plans:
             shard = _OpenShard(plan, self._target.partial_path(plan.name), self._target.folder / plan.name)
             self._opened.append(shard)
@@ -296,12 +296,12 @@ class _Reader:
         self._files.move_to_end(path)
         return self._files[path]
 
-    def read(self, stored: StoredTensor, first: int = 0, count: int | None = None) -> Tensor:
+    def read(self, stored: SourceTensor, first: int = 0, count: int | None = None) -> Tensor:
         """Some rows of a tensor, all by default, on the worker's device."""
         rows = read_rows(self.descriptor(stored.path), stored, first, count, pin=self._device.type == "cuda")
         return rows.to(self._device, non_blocking=True)
 
-    def chunks(self, stored: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, stored: SourceTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
         """A tensor in runs of rows, each of a multiple of so many but the last; and the first row of each."""
         rows = stored.info.rows
         at_once = max(1, self._chunk_bytes // max(1, multiple * stored.info.row_bytes)) * multiple

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import INDEX_FILE
-from slime.weights.hf_rewrite.tensor_file import StoredTensor, TensorInfo, read_header
+from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo, read_header
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ class HfSource:
 
     folder: Path
     config: dict[str, Any]
-    shards: dict[str, list[StoredTensor]]
+    shards: dict[str, list[SourceTensor]]
     """File name to its tensors, in the order of their bytes."""
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, SourceTensor]
 
     def info(self, name: str) -> TensorInfo:
         """What is known of a tensor without reading it."""
@@ -89,8 +89,8 @@ def open_source(folder: str | Path) -> HfSource:
                 f"{INDEX_FILE} of {path} names {len(lost)} tensors that are not in their shards: {shown(lost)}; "
                 "the index is of another checkpoint"
             )
-    shards: dict[str, list[StoredTensor]] = {name: [] for name in files}
-    tensors: dict[str, StoredTensor] = {}
+    shards: dict[str, list[SourceTensor]] = {name: [] for name in files}
+    tensors: dict[str, SourceTensor] = {}
     for file, header in headers.items():
         for name, stored in header.items():
             if weight_map is not None and weight_map.get(name, file) != file:

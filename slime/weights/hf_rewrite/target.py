@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.utils.errors import ConfigError
 from slime.weights.hf_files import INDEX_FILE, is_weight_file
-from slime.weights.hf_rewrite.plan import ShardPlan, make_index
+from slime.weights.hf_rewrite.plan import FilePlan, make_index
 from slime.weights.hf_rewrite.source import CONFIG_FILE, HfSource
 
 JOURNAL = ".conversion.json"
@@ -31,7 +31,7 @@ RESERVE_BYTES = 64 * 1024**2
 class Target:
     """One folder, held by this process while :meth:`held` is open."""
 
-    def __init__(self, folder: str | Path, source: HfSource, plans: list[ShardPlan]) -> None:
+    def __init__(self, folder: str | Path, source: HfSource, plans: list[FilePlan]) -> None:
         self.folder = Path(folder)
         self._source = source
         self._plans = plans
@@ -72,7 +72,7 @@ class Target:
                 if not is_shared or not is_under_way:
                     (self.folder / LOCK).unlink(missing_ok=True)
 
-    def is_finished(self, plan: ShardPlan) -> bool:
+    def is_finished(self, plan: FilePlan) -> bool:
         """Whether a shard is there in full: its size and its header are those planned.
 
         A file gets its name only after its last byte has reached the disk.

@@ -17,22 +17,9 @@ import torch
 from torch import Tensor
 
 from slime.utils.errors import DataError
+from slime.weights.stored_tensors import STORED_DTYPES
 
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+TORCH_DTYPES = {code: getattr(torch, name) for name, code in STORED_DTYPES.items()}
 CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 LENGTH_BYTES = 8
 ALIGNMENT = 8
@@ -67,7 +54,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class SourceTensor:
     """A tensor and where its bytes begin."""
 
     info: TensorInfo
@@ -75,7 +62,7 @@ class StoredTensor:
     offset: int
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, SourceTensor]:
     """Every tensor of a file, in the order in which their bytes lie.
 
     Raises:
@@ -92,7 +79,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         entries: dict[str, Any] = json.loads(text)
         entries.pop("__metadata__", None)
         found = [
-            StoredTensor(TensorInfo(name, entry["dtype"], tuple(entry["shape"]), end - begin), path, start + begin)
+            SourceTensor(TensorInfo(name, entry["dtype"], tuple(entry["shape"]), end - begin), path, start + begin)
             for name, entry in entries.items()
             for begin, end in [entry["data_offsets"]]
         ]
@@ -138,7 +125,7 @@ def _itemsize(code: str) -> int:
 
 
 def read_rows(
-    descriptor: int, stored: StoredTensor, first: int = 0, count: int | None = None, *, pin: bool = False
+    descriptor: int, stored: SourceTensor, first: int = 0, count: int | None = None, *, pin: bool = False
 ) -> Tensor:
     """``count`` rows of a tensor from ``first`` on (all that follow by default), on the CPU.
 

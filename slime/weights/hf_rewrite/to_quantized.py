@@ -1,21 +1,25 @@
 """Plain weights into a format of ``slime.weights.quantize.formats``: FP8 or packed integers.
 
-The maths is that of the weights that a trainer pushes, so that both give the same bytes.
+The maths is that of the weights that a trainer pushes, so that both give the same bytes.  :func:`to_fp8` and
+:func:`to_int4` are what the tools offer: their flags checked, and what config.json says of the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.plan import Piece, Rows, Step, copied
+from slime.weights.hf_rewrite.plan import OutputRows, RowReader, Step, copied
 from slime.weights.hf_rewrite.source import HfSource, shown
-from slime.weights.hf_rewrite.tensor_file import StoredTensor, TensorInfo
-from slime.weights.quantize.formats import WeightFormat
+from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo
+from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
+from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, WeightFormat
+from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline, modules_to_not_convert
 
 QUANTIZABLE = ("BF16", "F16", "F32")
 SHAPE_PART = "weight_shape"
@@ -52,7 +56,7 @@ class ToQuantized:
         if not chosen:
             raise ConfigError(f"nothing in {source.folder} would be quantized; no name and shape fits the rules")
 
-    def step(self, source: HfSource, stored: StoredTensor) -> Step:
+    def step(self, source: HfSource, stored: SourceTensor) -> Step:
         """The weights of linear layers are quantized, everything else is copied."""
         info = stored.info
         if not self.is_quantized(info.name, info.shape):
@@ -68,11 +72,11 @@ class ToQuantized:
         """The source's config with the quantization config of the result."""
         return {**source.config, "quantization_config": self.quantization_config(source.tensors)}
 
-    def _whole(self, rows: Rows, stored: StoredTensor, prefix: str) -> Iterator[Piece]:
+    def _whole(self, rows: RowReader, stored: SourceTensor, prefix: str) -> Iterator[OutputRows]:
         parts = self.format.quantize(stored.info.name, rows.read(stored), check_finite=True)
         yield from ((prefix + part, 0, tensor) for part, tensor in parts.items())
 
-    def _by_rows(self, rows: Rows, stored: StoredTensor, prefix: str) -> Iterator[Piece]:
+    def _by_rows(self, rows: RowReader, stored: SourceTensor, prefix: str) -> Iterator[OutputRows]:
         info = stored.info
         multiple = self.row_multiple or 1
         # Rows that each part has for so many rows of the weight.
@@ -99,3 +103,182 @@ def require_plain(source: HfSource) -> None:
             f"{source.folder} is quantized already ({found.get('quant_method', 'by an unnamed method')}); give the "
             "unquantized model, or make one with tools/fp8_cast_bf16.py"
         )
+
+
+STRATEGIES = ("block", "channel", "tensor")
+BLOCK_SIDES = tuple(2**power for power in range(4, 10))
+"""What the engines' kernels tile by."""
+UE8M0 = "ue8m0"
+NUMBERS_PER_WORD = 8
+PLAIN_IN_INT4 = {
+    r"re:.*\.self_attn\.(fused_qkv_a_proj_with_mqa|q_a_proj|kv_a_proj_with_mqa|kv_b_proj)$": "latent attention: the "
+    "engine looks at the dtype of the first three, which it joins, and takes the last apart",
+    r"re:.*\.shared_experts\.": "the engine looks at their dtype",
+}
+"""Rule that is always there -> why SGLang cannot take these weights in packed integers."""
+
+JOINED_BY_THE_ENGINE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
+"""SGLang makes one matrix of the two, which has a place for only one scale per tensor; so these stay plain."""
+JOINED = "fused_qkv_a_proj_with_mqa"
+
+
+def to_fp8(
+    strategy: str = "block", block_size: Sequence[int] | None = None, scale_fmt: str | None = None
+) -> ToQuantized:
+    """FP8 weights; activations are quantized by the engine as they come.
+
+    Args:
+        strategy: what shares a scale: ``block``, ``channel`` (a row) or ``tensor``.
+        block_size: rows and columns of a block; None is 128 x 128.
+        scale_fmt: ``ue8m0`` makes the scales powers of two.
+
+    Raises:
+        ConfigError: flags that do not go together, or a block that no engine can use.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"--strategy is {strategy!r}; use one of {', '.join(STRATEGIES)}")
+    if scale_fmt not in (None, UE8M0):
+        raise ConfigError(f"--scale-fmt is {scale_fmt!r}; {UE8M0} is the only format, leave it out for fp32 scales")
+    if strategy != "block":
+        for flag, value in (("--block-size", block_size), ("--scale-fmt", scale_fmt)):
+            if value is not None:
+                raise ConfigError(f"{flag} is for --strategy block; leave it out with --strategy {strategy}")
+    settings = {"to": "fp8", "strategy": strategy}
+    if strategy == "channel":
+        return ToQuantized(ChannelFp8(), 1, is_quantized_offline, _channel_config, settings)
+    if strategy == "tensor":
+        # Null and not absent: transformers takes 128 x 128 where nothing is said.
+        return ToQuantized(
+            TensorFp8(),
+            None,
+            lambda name, shape: is_quantized_offline(name, shape) and not name.endswith(JOINED_BY_THE_ENGINE),
+            lambda names: _fp8_config(names, _joined_modules(names), weight_block_size=None),
+            settings,
+        )
+    block = _checked_block(DEFAULT_BLOCK if block_size is None else block_size)
+    more: dict[str, Any] = {"weight_block_size": list(block)}
+    if scale_fmt is not None:
+        more["scale_fmt"] = scale_fmt
+    return ToQuantized(
+        BlockFp8(block, ue8m0=scale_fmt == UE8M0),
+        block[0],
+        is_quantized_offline,
+        lambda names: _fp8_config(names, **more),
+        {**settings, **more},
+    )
+
+
+def to_int4(
+    group_size: int = 32,
+    is_symmetric: bool = True,
+    ignore_rules: Sequence[str] = (),
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> ToQuantized:
+    """Four-bit integers by rounding to nearest, in compressed-tensors' packed form.
+
+    Args:
+        group_size: columns that share a scale.
+        is_symmetric: without zero points.
+        ignore_rules: modules that stay as they are: ``re:`` and a regular expression, a name, or the front part of
+            names.
+        scale_dtype: in which engines hold the unquantized weights of this model.
+
+    Raises:
+        ConfigError: a group size or a rule that cannot work.
+    """
+    if group_size < NUMBERS_PER_WORD or group_size % NUMBERS_PER_WORD:
+        raise ConfigError(
+            f"--group-size is {group_size}; it must be a multiple of {NUMBERS_PER_WORD}, engines take 32 or 128"
+        )
+    for rule in ignore_rules:
+        if rule.startswith("re:"):
+            try:
+                re.compile(rule[3:])
+            except re.error as error:
+                raise ConfigError(f"--ignore-rules {rule!r} is no regular expression: {error}") from error
+
+    rules = (*ignore_rules, *PLAIN_IN_INT4)
+
+    def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
+        return is_quantized_offline(name, shape) and not is_ignored(name.removesuffix(SUFFIX), rules)
+
+    def config(names: Collection[str]) -> dict[str, Any]:
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
+        weights |= {"symmetric": is_symmetric, "dynamic": False}
+        return _compressed_config("pack-quantized", ignored_by_int4(names, ignore_rules), weights, None)
+
+    return ToQuantized(
+        GroupInt(num_bits=4, group_size=group_size, is_symmetric=is_symmetric, scale_dtype=scale_dtype),
+        NUMBERS_PER_WORD,
+        is_quantized,
+        config,
+        {"to": "int4", "group_size": group_size, "symmetric": is_symmetric, "ignore": list(ignore_rules)},
+    )
+
+
+def ignored_by_int4(names: Collection[str], ignore_rules: Sequence[str] = ()) -> list[str]:
+    """The list of plain modules in a config of packed integers.
+
+    Regular expressions stay what they are: they are meant for the modules into which engines join these, too.
+
+    Args:
+        names: of all tensors of the plain model.
+        ignore_rules: as :func:`to_int4` has them.
+    """
+    rules = (*ignore_rules, *PLAIN_IN_INT4)
+    modules = [name.removesuffix(SUFFIX) for name in names if is_quantized_offline(name)]
+    patterns = [rule for rule in rules if rule.startswith("re:") and any(is_ignored(m, (rule,)) for m in modules)]
+    named = [module for module in modules if is_ignored(module, rules) and not is_ignored(module, patterns)]
+    return [*patterns, *sorted({*named, *modules_to_not_convert(names)})]
+
+
+def is_ignored(module: str, rules: Sequence[str]) -> bool:
+    """Whether one of the rules (``re:`` and a regular expression, a name, the front part of names) means a module."""
+    return any(
+        re.match(rule[3:], module) if rule.startswith("re:") else f"{module}.".startswith(f"{rule}.") for rule in rules
+    )
+
+
+def _checked_block(block: Sequence[int]) -> tuple[int, int]:
+    if len(block) != 2 or any(side not in BLOCK_SIDES for side in block):
+        raise ConfigError(
+            f"--block-size is {' '.join(map(str, block))}; give rows and columns, each one of "
+            f"{', '.join(map(str, BLOCK_SIDES))}; engines are made for 128 128"
+        )
+    return block[0], block[1]
+
+
+def _joined_modules(names: Collection[str]) -> list[str]:
+    """The modules of :data:`JOINED_BY_THE_ENGINE`, and what the engine calls them together."""
+    modules = {name.removesuffix(SUFFIX) for name in names if name.endswith(JOINED_BY_THE_ENGINE)}
+    return sorted(modules | {f"{module.rpartition('.')[0]}.{JOINED}" for module in modules})
+
+
+def _fp8_config(names: Collection[str], plain: Collection[str] = (), **more: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        **more,
+        "modules_to_not_convert": sorted({*modules_to_not_convert(names), *plain}),
+    }
+
+
+def _channel_config(names: Collection[str]) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    return _compressed_config("float-quantized", modules_to_not_convert(names), weights, activations)
+
+
+def _compressed_config(
+    layout: str, ignored: list[str], weights: dict[str, Any], activations: dict[str, Any] | None
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }

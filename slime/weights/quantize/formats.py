@@ -1,20 +1,21 @@
 """The formats in which checkpoints hold quantized weights: which tensors stand for one weight, and how to make them.
 
-Every format turns ``X.weight`` into tensors called ``X.`` and one of the format's parts.
+Every format turns ``X.weight`` into tensors called ``X.`` and one of the format's parts; :func:`read_weight` reads
+them back from the files of a checkpoint.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slime.utils.errors import DataError
-from slime.weights.quantize import group_int
 from slime.weights.quantize.block_fp8 import (
+    DEFAULT_BLOCK,
     FP8,
     dequantize_block,
     num_blocks,
@@ -22,8 +23,21 @@ from slime.weights.quantize.block_fp8 import (
     quantize_channel,
     quantize_tensor,
 )
+from slime.weights.quantize.group_int import (
+    dequantize_group,
+    num_groups,
+    num_words,
+    pack,
+    quantize_group,
+    unpack,
+    zero_point_order,
+)
+from slime.weights.quantize.offline_rules import SUFFIX
 
 Shape = tuple[int, ...]
+PACKED = ".weight_packed"
+BESIDE_A_WEIGHT = ("_scale_inv", ".weight_scale", ".weight_shape", ".weight_zero_point")
+"""What the tensors are called that are nothing without the weight beside them."""
 PartHeaders = dict[str, tuple[Shape, torch.dtype]]
 """Part of a weight's name -> shape and dtype."""
 
@@ -138,49 +152,120 @@ class GroupInt(WeightFormat):
 
     def outputs(self, name: str, shape: Shape) -> PartHeaders:
         rows, columns = _matrix(name, shape)
-        groups = group_int.num_groups(columns, self.group_size, name)
+        groups = num_groups(columns, self.group_size, name)
         headers: PartHeaders = {
-            "weight_packed": ((rows, group_int.num_words(columns, self.num_bits)), torch.int32),
+            "weight_packed": ((rows, num_words(columns, self.num_bits)), torch.int32),
             "weight_scale": ((rows, groups), self.scale_dtype),
             "weight_shape": ((2,), torch.int32),
         }
         if not self.is_symmetric:
-            headers["weight_zero_point"] = ((group_int.num_words(rows, self.num_bits), groups), torch.int32)
+            headers["weight_zero_point"] = ((num_words(rows, self.num_bits), groups), torch.int32)
         return headers
 
     def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
-        quantized, scale, zeros = group_int.quantize_group(
+        quantized, scale, zeros = quantize_group(
             weight,
             num_bits=self.num_bits,
-            groups=group_int.num_groups(weight.size(1), self.group_size, name),
+            groups=num_groups(weight.size(1), self.group_size, name),
             is_symmetric=self.is_symmetric,
             scale_dtype=self.scale_dtype,
             name=name if check_finite else None,
         )
         parts = {
-            "weight_packed": group_int.pack(quantized, self.num_bits),
+            "weight_packed": pack(quantized, self.num_bits),
             "weight_scale": scale,
             "weight_shape": torch.tensor(weight.shape, dtype=torch.int32, device=weight.device),
         }
         if zeros is not None:
-            order = group_int.zero_point_order(name, self.num_bits)
-            parts["weight_zero_point"] = group_int.pack(zeros.T, self.num_bits, order).T.contiguous()
+            order = zero_point_order(name, self.num_bits)
+            parts["weight_zero_point"] = pack(zeros.T, self.num_bits, order).T.contiguous()
         return parts
 
     def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         rows, columns = (int(size) for size in parts["weight_shape"])
         packed = parts["weight_packed"]
-        if tuple(packed.shape) != (rows, group_int.num_words(columns, self.num_bits)):
+        if tuple(packed.shape) != (rows, num_words(columns, self.num_bits)):
             raise DataError(f"{tuple(packed.shape)} packed words for a {rows} x {columns} weight")
         zeros = None
         if not self.is_symmetric:
-            order = group_int.zero_point_order(name, self.num_bits)
-            zeros = group_int.unpack(parts["weight_zero_point"].T, self.num_bits, rows, order).T
-        quantized = group_int.unpack(packed, self.num_bits, columns)
-        return group_int.dequantize_group(quantized, parts["weight_scale"], zeros, num_bits=self.num_bits)
+            order = zero_point_order(name, self.num_bits)
+            zeros = unpack(parts["weight_zero_point"].T, self.num_bits, rows, order).T
+        quantized = unpack(packed, self.num_bits, columns)
+        return dequantize_group(quantized, parts["weight_scale"], zeros, num_bits=self.num_bits)
 
 
 def _matrix(name: str, shape: Shape) -> tuple[int, int]:
     if len(shape) != 2:
         raise DataError(f"{name} is quantized in the checkpoint and has the shape {list(shape)}; only matrices can be")
     return shape[0], shape[1]
+
+
+# --- quantized weights in the files of a checkpoint -----------------------------------------------------------------
+
+
+def logical_names(stored_names: Iterable[str]) -> list[str]:
+    """Names of all tensors as if nothing were quantized, in the given order."""
+    names = []
+    for name in stored_names:
+        if name.endswith(PACKED):
+            names.append(name.removesuffix(PACKED) + SUFFIX)
+        elif not name.endswith(BESIDE_A_WEIGHT):
+            names.append(name)
+    return names
+
+
+def read_weight(
+    name: str, get: Callable[[str], Tensor], stored_names: Collection[str], weight_format: WeightFormat | None
+) -> Tensor:
+    """The tensor that the model calls ``name``: as it is stored, or in bf16 if it is quantized.
+
+    Args:
+        name: one of :func:`logical_names`.
+        get: reads a stored tensor.
+        stored_names: all that there are.
+        weight_format: what the checkpoint's config says; None guesses from the names and shapes.
+
+    Raises:
+        DataError: the parts of a quantized weight are not there, or do not fit each other.
+    """
+    if name not in stored_names:
+        return _read_packed(name, get, stored_names, weight_format)
+    tensor = get(name)
+    if tensor.element_size() != 1 or not tensor.is_floating_point():
+        return tensor
+    scale_name = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored_names), None)
+    if scale_name is None:
+        raise DataError(f"{name} is stored in {tensor.dtype} without a scale (called {name}_scale_inv)")
+    scale = get(scale_name)
+    fp8_format = _fp8_format(scale_name, tensor, scale, weight_format)
+    return fp8_format.dequantize(name, {"weight": tensor, fp8_format.marker: scale})
+
+
+def _read_packed(
+    name: str, get: Callable[[str], Tensor], stored_names: Collection[str], weight_format: WeightFormat | None
+) -> Tensor:
+    base = name.removesuffix(SUFFIX)
+    if not isinstance(weight_format, GroupInt):
+        raise DataError(
+            f"{base}{PACKED} is packed, and the config.json beside it does not say how (quantization_config with the "
+            "format pack-quantized)"
+        )
+    parts = ["weight_packed", "weight_scale", "weight_shape"]
+    if not weight_format.is_symmetric:
+        parts.append("weight_zero_point")
+    for part in parts:
+        if f"{base}.{part}" not in stored_names:
+            raise DataError(f"{name} is packed, but {base}.{part} is missing; copy or convert the checkpoint again")
+    return weight_format.dequantize(name, {part: get(f"{base}.{part}") for part in parts})
+
+
+def _fp8_format(scale_name: str, weight: Tensor, scale: Tensor, weight_format: WeightFormat | None) -> WeightFormat:
+    if weight_format is not None and not isinstance(weight_format, GroupInt):
+        return weight_format
+    if scale_name.endswith("_scale_inv"):
+        return BlockFp8(DEFAULT_BLOCK)
+    if scale.numel() == 1:
+        return TensorFp8()
+    if scale.numel() == weight.size(0):
+        return ChannelFp8()
+    raise DataError(f"{scale_name} has the shape {tuple(scale.shape)}, and no config.json says how to apply it")

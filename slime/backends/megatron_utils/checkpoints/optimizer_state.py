@@ -46,11 +46,11 @@ GROUP_NUMBERS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr")
 """What a parameter group takes from a checkpoint; which kernel steps it is this run's business."""
 
 
-class Part(NamedTuple):
-    """A parameter of a gradient bucket, and where it lies."""
+class ParameterRange(NamedTuple):
+    """Elements of a gradient bucket that belong to one parameter."""
 
     start: int
-    """First element of the parameter in the bucket (the bucket may have padding between parameters)."""
+    """First element in the bucket (which may have padding between parameters)."""
     end: int
 
 
@@ -59,7 +59,7 @@ class Bucket(NamedTuple):
 
     size: int
     device: torch.device
-    parts: dict[torch.nn.Parameter, Part]
+    ranges: dict[torch.nn.Parameter, ParameterRange]
     """Every parameter of the bucket."""
     local: dict[torch.nn.Parameter, dict[str, Any]]
     """Parameters of which this rank's share holds something -> the wheel's ranges of it."""
@@ -144,12 +144,12 @@ def _buckets(member: DistributedOptimizer) -> Iterator[Bucket]:
         (per_bucket,) = ranges.values()
         for index, (bucket, local) in enumerate(zip(buffer.buckets, per_bucket, strict=True)):
             # The buffer's offsets include padding; relative to the bucket they are right on every rank.
-            parts = {
-                parameter: Part(start - bucket.offset, end - bucket.offset)
+            whole = {
+                parameter: ParameterRange(start - bucket.offset, end - bucket.offset)
                 for parameter, (start, end, where) in buffer.param_index_map.items()
                 if where == index
             }
-            yield Bucket(bucket.grad_data.numel(), bucket.grad_data.device, parts, local["param_map"])
+            yield Bucket(bucket.grad_data.numel(), bucket.grad_data.device, whole, local["param_map"])
 
 
 class _LiveStates:
@@ -251,10 +251,10 @@ def _member_tensors(member: DistributedOptimizer, entries: Entries) -> dict[str,
                 share[where.start : where.end] = live.of(parameter)[name]
             whole = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
             dist.all_gather_into_tensor(whole, share, group=group)
-            for parameter, part in bucket.parts.items():
+            for parameter, place in bucket.ranges.items():
                 entry = entries[parameter]
                 if is_main_replica(entry.replica_id):  # the other replicas are not written
-                    data = whole[part.start : part.end].view(parameter.shape).to("cpu", copy=True)
+                    data = whole[place.start : place.end].view(parameter.shape).to("cpu", copy=True)
                     tensors[_slot(parameter, name)] = _like(entry, name, data)
     return tensors
 
@@ -289,9 +289,9 @@ def _restore_member(
         for parameter, ranges in bucket.local.items():
             state = live.of(parameter)
             state["step"].fill_(step)
-            piece = ranges["param"]
+            held_range = ranges["param"]
             for name in STATE_NAMES:
-                state[name].copy_(tensors[_slot(parameter, name)].flatten()[piece.start : piece.end])
+                state[name].copy_(tensors[_slot(parameter, name)].flatten()[held_range.start : held_range.end])
             held = live.held(parameter)
             if held.data_ptr() != state[MASTER].data_ptr():
                 held.copy_(state[MASTER])  # the master is a copy on the host

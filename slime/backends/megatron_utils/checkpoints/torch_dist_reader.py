@@ -1,6 +1,6 @@
 """The model in a ``torch_dist`` checkpoint, parameter by parameter, in one process and without a model.
 
-Layers and experts that are stacked in one tensor on disk come one by one, and are read in the pieces in which they
+Layers and experts that are stacked in one tensor on disk come one by one, and are read in the slices in which they
 were written: at most one of these is in memory.  Checkpoints of Megatron-LM are read too; classes in them that are
 not installed are passed over.
 """
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slime.utils.errors import DataError
+from slime.weights.tensor_slice import TensorSlice
 
 _STACKED_LAYERS = re.compile(r"^(.*\.layers)\.(?!\d+\.)(.*)$")
 _STACKED_EXPERTS = re.compile(r"^(.*\.experts)\.experts\.(linear_fc[12])\.(weight|bias)$")
@@ -35,13 +36,12 @@ _KNOWN_BUILTINS = {"set", "frozenset", "slice", "complex", "bytearray", "range",
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor on disk that is read at once."""
+class StoredSlice:
+    """A slice of a tensor on disk that is read at once."""
 
     key: str
     """Name on disk."""
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    slice: TensorSlice
     num_bytes: int
 
 
@@ -77,32 +77,32 @@ class TorchDistFolder:
             raise DataError(f"{self.folder}/common.pt holds no arguments; they say what the tensors mean")
         return common["args"]
 
-    def pieces(self) -> list[Piece]:
-        """All parts of the model's tensors."""
-        pieces = []
+    def slices(self) -> list[StoredSlice]:
+        """List what there is of the model's tensors, in the slices in which it is read."""
+        slices = []
         for key, entry in sorted(self._metadata.state_dict_metadata.items()):
             if not isinstance(entry, TensorStorageMetadata) or _NOT_WEIGHTS.search(key):
                 continue
             size = torch.empty((), dtype=entry.properties.dtype).element_size()
-            for box in itertools.product(*_cuts(entry, num_stacked_axes(key))):
-                sizes = tuple(end - start for start, end in box)
-                offsets = tuple(start for start, _ in box)
-                pieces.append(Piece(key, offsets, sizes, size * int(torch.Size(sizes).numel())))
-        return pieces
+            for bounds in itertools.product(*_intervals(entry, num_stacked_axes(key))):
+                part = TensorSlice(tuple(begin for begin, _ in bounds), tuple(end - begin for begin, end in bounds))
+                slices.append(StoredSlice(key, part, size * part.num_elements))
+        return slices
 
-    def read(self, piece: Piece) -> list[tuple[str, Tensor]]:
-        """The parameters in a piece, under the names that they have in the whole model.  Thread-safe."""
-        entry = self._metadata.state_dict_metadata[piece.key]
+    def read(self, stored: StoredSlice) -> list[tuple[str, Tensor]]:
+        """Read the parameters of a slice, under the names that they have in the whole model.  Thread-safe."""
+        key, part = stored.key, stored.slice
+        entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
-        tensor = torch.empty(piece.sizes, dtype=entry.properties.dtype)
-        box = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+        tensor = torch.empty(part.sizes, dtype=entry.properties.dtype)
+        chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
         reader = dcp.FileSystemReader(self.folder)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         planner = _Into(tensor)
-        reader.read_data(LoadPlan(create_read_items_for_chunk_list(piece.key, entry, [box])), planner).wait()
+        reader.read_data(LoadPlan(create_read_items_for_chunk_list(key, entry, [chunk])), planner).wait()
         if planner.num_read != tensor.numel():
-            raise DataError(f"{self.folder}: {piece.key} is not whole; parts of it were never written")
-        return list(unstack(piece.key, tensor, piece.offsets))
+            raise DataError(f"{self.folder}: {key} is not whole; parts of it were never written")
+        return list(unstack(key, tensor, part.offsets))
 
 
 def num_stacked_axes(key: str) -> int:
@@ -125,13 +125,13 @@ def unstack(key: str, tensor: Tensor, offsets: Sequence[int]) -> Iterator[tuple[
         yield name, tensor[position]
 
 
-def _cuts(entry: TensorStorageMetadata, axes: int) -> list[list[tuple[int, int]]]:
+def _intervals(entry: TensorStorageMetadata, axes: int) -> list[list[tuple[int, int]]]:
     """For each axis, the intervals to be read apart: as they were written where it is stacked, else all at once."""
-    cuts = []
+    intervals = []
     for axis, size in enumerate(entry.size):
         starts = sorted({chunk.offsets[axis] for chunk in entry.chunks}) if axis < axes else [0]
-        cuts.append(list(zip(starts, [*starts[1:], size], strict=True)))
-    return cuts
+        intervals.append(list(zip(starts, [*starts[1:], size], strict=True)))
+    return intervals
 
 
 class _Into(LoadPlanner):

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from slime.utils.errors import DataError
 from slime.weights.quantize import read_format
-from slime.weights.quantize.formats import WeightFormat
-from slime.weights.quantize.stored import logical_names, read_weight
+from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_OPEN_FILES = 2

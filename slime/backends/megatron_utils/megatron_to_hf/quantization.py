@@ -15,9 +15,9 @@ from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names, t
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import NamedTensors
 from slime.weights.quantize import Quantizer, make_quantizer, quantized_names, read_format
+from slime.weights.quantize.block_fp8 import transform_scale_ue8m0
 from slime.weights.quantize.formats import BlockFp8
 from slime.weights.quantize.quantizer import warn_of_unlisted_weights
-from slime.weights.quantize.ue8m0 import transform_scale_ue8m0
 
 
 def checkpoint_quantizer(

@@ -24,9 +24,8 @@ from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint
 from slime.backends.megatron_utils.weight_maps import MAPS
 from slime.backends.megatron_utils.weight_maps.rule import WeightMap
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.quantize.block_fp8 import FP8, quantize_block
+from slime.weights.quantize.block_fp8 import FP8, is_power_of_two, quantize_block
 from slime.weights.quantize.offline_rules import is_quantized_offline
-from slime.weights.quantize.ue8m0 import is_power_of_two
 from tests.matrix.case import load_cases
 from tests.matrix.quantized import RECIPES, check_quantized
 from tests.matrix.report import summary

@@ -14,10 +14,10 @@ from safetensors import safe_open
 
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_rewrite import run
-from slime.weights.hf_rewrite.fp8_to_bf16 import Fp8ToBf16
-from slime.weights.hf_rewrite.recipes import to_fp8
 from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.hf_rewrite.target import JOURNAL, LOCK
+from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16
+from slime.weights.hf_rewrite.to_quantized import to_fp8
 from tests.unit.weights.hf_rewrite.checkpoints import files_of, read_folder, tensors_of, write_folder
 
 INDEX = "model.safetensors.index.json"
@@ -53,7 +53,7 @@ def test_any_number_of_workers_writes_the_same_files(tmp_path, source):
 KILLED = """
 import os, signal, sys
 from slime.weights.hf_rewrite import run
-from slime.weights.hf_rewrite.recipes import to_fp8
+from slime.weights.hf_rewrite.to_quantized import to_fp8
 
 real, calls = run.read_rows, []
 def read_rows(*args, **kwargs):

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.fp8_to_bf16 import Fp8ToBf16
-from slime.weights.hf_rewrite.int4_to_bf16 import Int4ToBf16
-from slime.weights.hf_rewrite.recipes import to_fp8, to_int4
 from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16, Int4ToBf16
+from slime.weights.hf_rewrite.to_quantized import to_fp8, to_int4
 from slime.weights.quantize import read_format
 from slime.weights.quantize.block_fp8 import dequantize_block, quantize_block
-from slime.weights.quantize.stored import read_weight
+from slime.weights.quantize.formats import read_weight
 from tests.unit.weights.hf_rewrite.checkpoints import read_folder, same_bytes, tensors_of, write_folder
 
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.recipes import PLAIN_IN_INT4, to_fp8, to_int4
 from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.hf_rewrite.to_quantized import PLAIN_IN_INT4, to_fp8, to_int4
 from slime.weights.quantize import make_quantizer, quantized_names, read_format
 from slime.weights.quantize.block_fp8 import quantize_block, quantize_channel, quantize_tensor
 from tests.unit.weights.hf_rewrite.checkpoints import QUANTIZED, read_folder, same_bytes, tensors_of, write_folder

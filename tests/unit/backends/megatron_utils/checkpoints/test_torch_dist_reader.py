@@ -39,7 +39,7 @@ def test_stacked_layers_and_experts_come_one_by_one_and_what_is_no_weight_does_n
         },
     )
     checkpoint = TorchDistFolder(folder)
-    tensors = dict(named for piece in checkpoint.pieces() for named in checkpoint.read(piece))
+    tensors = dict(named for part in checkpoint.slices() for named in checkpoint.read(part))
     assert checkpoint.read_args().num_layers == 2
     expected = {"decoder.final_layernorm.weight": plain, "decoder.layers.0.mlp.experts.linear_fc2.weight2": plain}
     for layer in range(2):
@@ -59,7 +59,7 @@ def test_a_piece_is_as_large_as_what_was_written_at_once_not_as_the_stack(tmp_pa
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([4, 6]), chunks)
     checkpoint = TorchDistFolder(write(tmp_path, {"x": torch.zeros(1)}))
     checkpoint._metadata.state_dict_metadata = {"decoder.layers.input_layernorm.weight": entry}
-    assert [(piece.offsets, piece.sizes, piece.num_bytes) for piece in checkpoint.pieces()] == [
+    assert [(part.slice.offsets, part.slice.sizes, part.num_bytes) for part in checkpoint.slices()] == [
         ((layer, 0), (1, 6), 12) for layer in range(4)
     ]
 
