@@ -22,11 +22,15 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.weights.delta import ENCODINGS, Bytes  # noqa: E402
-from slime.weights.delta_base import DeltaBase  # noqa: E402
+from slime.weights.delta import ENCODINGS, Bytes, DeltaBase  # noqa: E402
 from slime.weights.local_copy import LocalCopy  # noqa: E402
-from slime.weights.version_writer import PartWriter, begin_version, publish_version  # noqa: E402
-from slime.weights.versions import version_folder, version_text  # noqa: E402
+from slime.weights.versions import (  # noqa: E402
+    PartWriter,
+    begin_version,
+    finalize_version,
+    version_folder,
+    version_text,
+)
 
 SHAPE = (4096, 4096)
 STD = 0.02
@@ -65,7 +69,7 @@ def write_whole(root: Path, number: int, weights: dict[str, torch.Tensor]) -> fl
     writer = PartWriter(unfinished, 0)
     for name, weight in weights.items():
         writer.add(name, weight)
-    publish_version(unfinished, final, [writer.flush()], {"chain": "benchmark"}, first=1)
+    finalize_version(unfinished, final, [writer.flush()], {"chain": "benchmark"}, first=1)
     return time.perf_counter() - start
 
 
@@ -89,7 +93,7 @@ def write_changes(
         "version": version_text(number), "base_version": version_text(number - 1), "chain": "benchmark",
         "delta_encoding": encoding, "compression_format": "zstd", "checksum_format": "xxh3-128",
     }  # fmt: skip
-    size = publish_version(unfinished, final, [writer.flush()], metadata, first=0)
+    size = finalize_version(unfinished, final, [writer.flush()], metadata, first=0)
     return changed, size, time.perf_counter() - start
 
 

@@ -29,7 +29,7 @@ from slime.observability.logging_utils import init_tracking
 from slime.utils import env
 from slime.utils.net import find_available_port, get_free_port
 from slime.utils.types import Sample
-from slime.weights.receiver import WeightReceiver
+from slime.weights.push.verbs import EngineProxy, Verb
 
 REPO = Path(__file__).resolve().parents[1]
 RESPONSE_TOKENS = 32
@@ -99,24 +99,22 @@ def start_trainer(args: Namespace, undo: ExitStack) -> MegatronTrainRayActor:
     return actor
 
 
-class InProcessReceiver:
-    """The engine as a weight sender sees it.  Each request runs in a thread and is timed under its own name."""
+class InProcessEngine(EngineProxy):
+    """The engine as a weight push sees it.  Each request runs in a thread and is timed under its own name."""
 
     index, num_gpus, gpu_offset, is_colocated, acknowledges = 0, 1, 0, True, True
-    METHODS = frozenset(name for name in vars(WeightReceiver) if not name.startswith("_"))
 
     def __init__(self, engine: SGLangEngine, pool: ThreadPoolExecutor, watch: Stopwatch) -> None:
         self._engine, self._pool, self._watch = engine, pool, watch
 
-    def __getattr__(self, name: str) -> Callable[..., Pending]:
-        if name not in self.METHODS:
-            raise AttributeError(name)
+    def start(self, verb: Verb, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Pending:
+        """Call the verb on a thread."""
 
-        def ask(*arguments: Any, **keywords: Any) -> Any:
-            with self._watch.time(name):
-                return getattr(self._engine, name)(*arguments, **keywords)
+        def ask() -> Any:
+            with self._watch.time(verb.name):
+                return getattr(self._engine, verb.name)(*arguments, **keywords)
 
-        return lambda *arguments, **keywords: Pending(self._pool.submit(ask, *arguments, **keywords))
+        return Pending(self._pool.submit(ask))
 
 
 class Pending:

@@ -50,7 +50,7 @@ sys.path.insert(0, str(REPO))
 
 from benchmarks.demo_step import (  # noqa: E402
     RESPONSE_TOKENS,
-    InProcessReceiver,
+    InProcessEngine,
     demo_args,
     start_engine,
     start_trainer,
@@ -82,6 +82,7 @@ from slime.train_data.schedule import build_dp_schedule  # noqa: E402
 from slime.train_data.split import split_by_rank  # noqa: E402
 from slime.utils.async_utils import run  # noqa: E402
 from slime.utils.http_utils import close_http_client, init_http_client  # noqa: E402
+from slime.weights.push.wire import FLATTENED_BUCKET  # noqa: E402
 
 TIMEOUT_S = 600.0
 
@@ -107,7 +108,7 @@ ROWS = [
     Row("pause and continue", "pause", depth=1),
     Row("flush the cache", "flush_cache", depth=1),
     Row("begin: the manifest, checked by the engine", "begin_weight_update", depth=1),
-    Row("load, as the engine's verb", "receive_weight_bucket", "bare_push", "one POST of the same bytes", depth=1),
+    Row("load, as the engine's verb", "receive_weight_buckets", "bare_push", "one POST of the same bytes", depth=1),
     Row("acknowledge: digests of what was loaded", "acknowledge_weight_update", depth=1),
     Row("commit", "commit_weight_update", depth=1),
     Row("names, bucket, the rest", "push_rest", depth=1),
@@ -265,7 +266,7 @@ class PushSide:
         self._server = ServerControl(engine.get_url() or "")
         self._tensors = sorted(load_file(Path(args.hf_checkpoint) / "model.safetensors").items())
         pool = undo.enter_context(ThreadPoolExecutor(4))
-        actor.connect_rollout_engines([InProcessReceiver(engine, pool, watch)], 1)
+        actor.connect_rollout_engines([InProcessEngine(engine, pool, watch)], 1)
 
     def measure(self, repeat: int) -> None:
         """Both variants once, in alternating order."""
@@ -277,14 +278,14 @@ class PushSide:
             self.actor.update_weights()
         spans = self.watch.spans
         self.watch.add("pause", spans["pause_generation"][-1] + spans["continue_generation"][-1])
-        verbs = ("begin_weight_update", "receive_weight_bucket", "acknowledge_weight_update", "commit_weight_update")
+        verbs = ("begin_weight_update", "receive_weight_buckets", "acknowledge_weight_update", "commit_weight_update")
         self.watch.add(
             "push_rest", spans["push"][-1] - sum(spans[name][-1] for name in ("pause", "flush_cache", *verbs))
         )
 
     def _bare(self) -> None:
         handle, buffer = wire.serialize_bucket(self._tensors)
-        payload = {"serialized_named_tensors": [handle], "load_format": wire.FLATTENED_BUCKET, "flush_cache": False}
+        payload = {"serialized_named_tensors": [handle], "load_format": FLATTENED_BUCKET, "flush_cache": False}
         with self.watch.time("bare_push"):
             self._server.post("/update_weights_from_tensor", payload, timeout_s=TIMEOUT_S)
         del buffer  # the engine has read it

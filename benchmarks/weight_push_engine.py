@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.model_shapes import MODELS, outputs  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
+from slime.weights.push.verbs import EngineProxy, Verb  # noqa: E402
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -177,8 +178,8 @@ class ThreadPending:
         return self.future.result(timeout_s)
 
 
-class ThreadReceiver:
-    """``WeightReceiver`` over an engine object of this process."""
+class ThreadProxy(EngineProxy):
+    """An engine object of this process."""
 
     index = 0
     acknowledges = True
@@ -187,9 +188,9 @@ class ThreadReceiver:
         self.engine, self.num_gpus, self.gpu_offset, self.is_colocated = engine, num_gpus, gpu_offset, is_colocated
         self.pool = ThreadPoolExecutor(4)
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.engine, name)
-        return lambda *args, **kwargs: ThreadPending(self.pool.submit(method, *args, **kwargs))
+    def start(self, verb: Verb, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> ThreadPending:
+        """Call the verb on a thread."""
+        return ThreadPending(self.pool.submit(getattr(self.engine, verb.name), *arguments, **keywords))
 
 
 # The trainer
@@ -201,7 +202,7 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     from slime.backends.megatron_utils import initialize
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.backends.megatron_utils.model import build_model
-    from slime.backends.megatron_utils.update_weight import sender_class
+    from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
     from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -221,17 +222,17 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     engine = SGLangEngine(args, rank=0, num_gpus_per_engine=options.engine_gpus)
     engine.connect(options.url, tp_size=options.engine_gpus)
     offset = options.num_gpus if options.disaggregated else 0
-    receiver = ThreadReceiver(
+    proxy = ThreadProxy(
         engine, num_gpus=options.engine_gpus, gpu_offset=offset, is_colocated=not options.disaggregated
     )
-    sender = sender_class(args)(args, model, lambda: None, model_name=hf_config["model_type"], hf_config=hf_config)
-    sender.connect_rollout_engines([receiver])
+    updater = WeightUpdater(args, model, lambda: None, hf_config=hf_config)
+    updater.connect([proxy], num_new_engines=1)
     reports, seconds = [], []
     for push in range(options.pushes + 1):
         perturb(model)
         dist.barrier()
         started = time.perf_counter()
-        report = sender.update_weights()
+        report = updater.push()
         if push:
             reports.append(report)
             seconds.append(time.perf_counter() - started)

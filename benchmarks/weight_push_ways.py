@@ -46,7 +46,7 @@ from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.update_weight.sources.bucket_source import BucketSource
+    from slime.weights.buckets import BucketSource
     from slime.weights.manifest import Manifest
 
 BLOCK = (128, 128)

@@ -16,7 +16,7 @@ from slime.flags.reward import BOXED_PREFIX
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.rollout.rm_hub import RM_TYPES, math_utils
 from slime.utils.errors import ConfigError
-from slime.weights.checksums import new_checksum
+from slime.weights.delta import new_checksum
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from slime.train_data.columns import RankBatch
 from slime.utils import distributed_utils, env
 from slime.utils.errors import ProcessError, WeightSyncError
-from slime.weights.receiver import ExcludedEngine, WeightReceiver
+from slime.weights.push.participants import ExcludedEngine
+from slime.weights.push.verbs import EngineProxy
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class TrainWorker(ABC):
         """Make the checkpoint of ``rollout_id`` the one that a resumed run loads."""
 
     @abstractmethod
-    def connect_rollout_engines(self, receivers: Sequence[WeightReceiver], num_new_engines: int) -> None:
+    def connect_rollout_engines(self, engines: Sequence[EngineProxy], num_new_engines: int) -> None:
         """Learn which engines get weights; ``num_new_engines`` of them have not been seen before."""
 
     @abstractmethod

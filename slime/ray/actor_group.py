@@ -16,7 +16,7 @@ from slime.ray.trainer_env import trainer_environment
 from slime.ray.waiting import forget, wait_for, watch
 from slime.utils.errors import CheckpointError, WeightSyncError
 from slime.utils.misc import Box
-from slime.weights.receiver import ExcludedEngine
+from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 

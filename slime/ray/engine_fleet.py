@@ -30,7 +30,7 @@ from slime.ray.server_group import EngineState
 from slime.ray.utils import Lock
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, ProcessError
-from slime.weights.receiver import ExcludedEngine
+from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Ray handles of engines, dressed as the ``WeightReceiver`` that a weight sender talks to."""
+"""Ray handles of engines, as the ``EngineProxy`` that a weight push talks to."""
 
 from __future__ import annotations
 
@@ -9,68 +9,27 @@ from typing import Any
 import ray
 
 from slime.ray.waiting import wait_for
+from slime.weights.push.verbs import EngineProxy, Verb
 
 
 @dataclass(frozen=True)
 class RayPending:
-    """An engine's answer that is on its way."""
-
-    ref: ray.ObjectRef
-    what: str
-
-    def wait(self, timeout_s: float) -> Any:
-        """The answer.
-
-        Raises:
-            ProcessError: the engine died, refused, or did not answer within ``timeout_s`` seconds.
-        """
-        return wait_for(self.ref, what=self.what, timeout_s=timeout_s)
-
-
-@dataclass(frozen=True)
-class RayPendingOfNodes:
-    """The answers of all nodes of one engine."""
+    """The answers of one engine's nodes, which are on their way."""
 
     refs: list[ray.ObjectRef]
     what: str
 
     def wait(self, timeout_s: float) -> Any:
-        """The first node's answer, once all have answered.  Raises as :class:`RayPending`."""
+        """Return the first node's answer, once all have answered.
+
+        Raises:
+            ProcessError: the engine died, refused, or did not answer within ``timeout_s`` seconds.
+        """
         return wait_for(self.refs, what=self.what, timeout_s=timeout_s)[0]
 
 
-class RayWeightReceiver:
-    """One engine, as a weight sender sees it: every method returns a :class:`RayPending` at once.
-
-    The methods are those of ``slime.weights.receiver.WeightReceiver``; each becomes a remote call of the engine
-    actor's method of the same name.
-    """
-
-    METHODS = frozenset(
-        {
-            "pause_generation",
-            "continue_generation",
-            "flush_cache",
-            "init_weights_update_group",
-            "destroy_weights_update_group",
-            "update_weights_from_tensor",
-            "update_weights_from_distributed",
-            "update_weights_from_disk",
-            "get_weight_version",
-            "check_weights",
-            "post_process_weights",
-            "begin_weight_update",
-            "receive_weight_bucket",
-            "receive_weight_buckets",
-            "join_weight_group",
-            "leave_weight_group",
-            "acknowledge_weight_update",
-            "commit_weight_update",
-            "receive_weight_folder",
-        }
-    )
-    ON_ALL_NODES = frozenset({"pull_weights"})
-    """Each node of the engine has work to do; the other methods are answered by the first."""
+class RayEngine(EngineProxy):
+    """One engine: each verb becomes a remote call of the engine actor's method of the same name."""
 
     def __init__(
         self,
@@ -91,19 +50,11 @@ class RayWeightReceiver:
         self.gpu_offset = gpu_offset
         self.is_colocated = is_colocated
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in self.METHODS | self.ON_ALL_NODES:
-            known = ", ".join(sorted(self.METHODS | self.ON_ALL_NODES))
-            raise AttributeError(f"an engine receives no {name!r}; it receives {known}")
-
-        def call(*args: Any, **kwargs: Any) -> RayPending | RayPendingOfNodes:
-            what = f"{name} of engine {self.index}"
-            if name in self.ON_ALL_NODES:
-                refs = [getattr(handle, name).remote(*args, **kwargs) for handle in self.node_handles]
-                return RayPendingOfNodes(refs, what)
-            return RayPending(getattr(self.handle, name).remote(*args, **kwargs), what)
-
-        return call
+    def start(self, verb: Verb, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> RayPending:
+        """Call the method on the actor of the first node, or on those of all nodes."""
+        handles = self.node_handles if verb.on_all_nodes else [self.handle]
+        refs = [getattr(handle, verb.name).remote(*arguments, **keywords) for handle in handles]
+        return RayPending(refs, f"{verb.name} of engine {self.index}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +72,12 @@ class UpdatableEngines:
     node_handles: list[list[Any]] = field(default_factory=list)
     """The actors of each engine, one a node, the one in ``handles`` first; empty where every engine has one node."""
     acknowledges: list[bool] = field(default_factory=list)
-    """Whether our loader runs in each engine; empty where it does in none."""
+    """True for each engine in which our loader runs; empty where it does in none."""
 
-    def receivers(self) -> list[RayWeightReceiver]:
-        """One receiver per engine."""
+    def proxies(self) -> list[RayEngine]:
+        """Return one proxy for each engine."""
         return [
-            RayWeightReceiver(
+            RayEngine(
                 handle,
                 index=index,
                 num_gpus=count,

@@ -10,12 +10,12 @@ from typing import Any
 import ray
 
 from slime.backends.sglang_utils.external_engines import ExternalEngineInfo, check_capabilities
-from slime.backends.sglang_utils.loader_message import RECEIVER
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray.engine_actor import start_engine_actor
 from slime.ray.placement_group import GpuSlice
 from slime.ray.server_addresses import PortCursors
 from slime.ray.server_group import ServerGroup
+from slime.weights.push.verbs import RECEIVER
 
 logger = logging.getLogger(__name__)
 

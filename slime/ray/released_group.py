@@ -23,6 +23,10 @@ from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import wait_for
 from slime.utils.errors import WeightSyncError
 from slime.utils.misc import Box
+from slime.weights.push.participants import Participants, PushClock
+from slime.weights.push.push import push_weights
+from slime.weights.push.state import Push
+from slime.weights.push.transports.disk import FolderTransport, WrittenVersion
 from slime.weights.versions import prune_before
 
 logger = logging.getLogger(__name__)
@@ -39,8 +43,8 @@ class ReleasedTrainGroup(RayTrainGroup):
         self._run_args = self.args
         self._is_saved = False
         """A checkpoint of this job exists; until then the ranks start as they did first."""
-        self._written: Any = None
-        """The ``WrittenVersion`` that the trainer left on disk last."""
+        self._written: WrittenVersion | None = None
+        """What the trainer left on disk last."""
 
     def train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> dict[str, float]:
         """As the base class; starts the ranks where they have ended."""
@@ -85,30 +89,25 @@ class ReleasedTrainGroup(RayTrainGroup):
         return wait_for(self._manager.get_updatable_engines.remote(), what="the list of engines", timeout_s=timeout_s)
 
     def _deliver(self, engines: UpdatableEngines) -> dict[str, float]:
-        from slime.backends.megatron_utils.update_weight.protocol.disk_steps import deliver
-
         args = self.args
         if self._written is None:
             raise WeightSyncError("the trainer has left no weights on disk; hand_over_weights comes first")
         if engines.num_new:
             self._tell_manager("clear_updatable_num_new_engines")
-        push = deliver(
-            self._written,
-            engines.receivers(),
-            timeout_s=args.weight_update_timeout_s,
-            looks_for_gaps=args.check_weight_update_equal,
+        push = Push(
+            str(self._written.number),
+            Participants(engines.proxies(), PushClock(args.weight_update_timeout_s)),
+            repacks=self._written.repacks,
+            checks=args.check_weight_update_equal,
         )
-        self.fenced = list(push.roster.fenced)
-        if not push.roster.good:
-            listed = "; ".join(f"engine {fenced.index}: {fenced.reason}" for fenced in self.fenced)
-            raise WeightSyncError(f"no engine took weight version {push.version}. {listed}")
+        try:
+            report = push_weights(push, self._written, FolderTransport())
+        finally:
+            self.fenced = list(push.participants.excluded)
         self._tell_manager("admit_updated_engines", self.fenced)
-        logger.info(
-            "%d engines read weight version %s in %.2f s.", len(push.roster.good), push.version, push.clock.elapsed_s
-        )
         if not args.update_weight_disk_keep_files:
             prune_before(Path(args.update_weight_disk_dir), self._written.number)
-        return {"perf/weight_push_s": push.clock.elapsed_s, **self._written.metrics}
+        return report.as_metrics()
 
     def _tell_manager(self, method: str, *arguments: Any) -> None:
         ref: ray.ObjectRef = getattr(self._manager, method).remote(*arguments)

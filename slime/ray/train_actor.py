@@ -42,8 +42,8 @@ class TrainRayActor(Watched, RayActor):
         return self.train(rollout_id, rank_batch, external_data=external_data)  # type: ignore[attr-defined]
 
     def connect_engines(self, engines: UpdatableEngines) -> None:
-        """Dress the engines' handles as receivers and let the weight sender connect to them."""
-        self.connect_rollout_engines(engines.receivers(), engines.num_new)  # type: ignore[attr-defined]
+        """Let the weight updater connect to the engines behind the handles."""
+        self.connect_rollout_engines(engines.proxies(), engines.num_new)  # type: ignore[attr-defined]
 
 
 def remote_class(worker_class: type[TrainWorker]) -> Any:

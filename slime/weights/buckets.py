@@ -1,17 +1,18 @@
-"""Group tensors up to a byte limit, so that a push needs a bounded amount of extra memory."""
+"""Buckets: tensors grouped up to a byte limit, so that a push needs a bounded amount of extra memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from slime.utils.errors import ConfigError, WeightSyncError
-from slime.weights.manifest import BucketEntry, TensorEntry, align, pack_whole
+from slime.weights.manifest import BucketEntry, Manifest, TensorEntry, align, pack_whole
 from slime.weights.named_tensors import NamedTensors, total_bytes
+from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor
 
 Item = TypeVar("Item")
 
@@ -19,10 +20,31 @@ TogetherWith = Callable[[str], tuple[str, ...]]
 """The names, the given one included, that an engine must receive in one call; empty for a name that stands alone."""
 
 
+NO_BUCKET = -1
+"""Index of a step in which a rank has nothing to send, and only takes part in the others' collectives."""
+
+
+class BucketSource(Protocol):
+    """The buckets of one model and layout.  Made on all ranks at once, and used in step."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """All tensors and buckets of the push, the same on all ranks; buckets are numbered over all senders."""
+
+    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's buckets with the weights of now: ``(index in the manifest, flat uint8 buffer)``.
+
+        Collective over the ranks that send in one turn: all of them walk the iterator to its end, and it gives each of
+        them equally many steps.  A step in which a rank has nothing to send is ``(NO_BUCKET, empty buffer)``.  One
+        buffer is valid at a time: until the next step.  The same bucket may come from several ranks (each engine GPU
+        then takes the one of the trainer rank beside it); its bytes are then the same on all of them.
+        """
+
+
 def iter_buckets(
     named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, together_with: TogetherWith | None = None
 ) -> Iterator[NamedTensors]:
-    """Consecutive tensors in buckets of at most ``bucket_bytes``; a larger tensor travels alone.
+    """Yield consecutive tensors in buckets of at most ``bucket_bytes``; a larger tensor travels alone.
 
     The order is kept but for tensors that wait for those that they must travel with; no tensor is split, no bucket is
     empty.  Only one bucket is held at a time.
@@ -54,7 +76,7 @@ def iter_buckets(
 def iter_units(
     named: Iterable[tuple[str, Item]], together_with: TogetherWith | None
 ) -> Iterator[list[tuple[str, Item]]]:
-    """Single tensors, and complete groups of those that must travel together, in the order of the last member.
+    """Yield single tensors, and complete groups of those that must travel together, in the order of the last member.
 
     Raises:
         WeightSyncError: the tensors end, and some wait for a partner that did not come.
@@ -112,3 +134,40 @@ def plan_buckets(
     if held:
         close()
     return tensors, buckets
+
+
+def read_bucket(layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifest: Manifest) -> Tensor:
+    """Return the bucket's bytes on the host, in pinned memory where there is a GPU.
+
+    Args:
+        layout: what ``read_layout`` found in the folder of the version.
+        bucket: of the manifest; its slices are whole tensors.
+        manifest: of the push.
+
+    Raises:
+        WeightSyncError: the folder has another tensor under a name, or none, or the bucket wants a part of one; a
+            file has become shorter.
+    """
+    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    view = flat.numpy().data
+    for part in bucket.slices:
+        entry = manifest.by_name[part.name]
+        stored = layout.get(part.name)
+        if stored is None or (stored.dtype, stored.shape) != (STORED_DTYPES.get(entry.dtype), entry.shape):
+            found = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)} in {stored.file}"
+            raise WeightSyncError(f"{part.name} shall be {entry.dtype} {list(entry.shape)}, and on disk is {found}")
+        if part.slice.sizes != entry.shape:
+            raise WeightSyncError(f"a bucket from disk wants the part {list(part.slice.sizes)} of {part.name}")
+        _read_into(stored, view[part.offset : part.offset + entry.num_bytes])
+    return flat
+
+
+def _read_into(stored: StoredTensor, target: memoryview) -> None:
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.begin)
+        done = 0
+        while done < len(target):
+            count = file.readinto(target[done:])
+            if not count:
+                raise WeightSyncError(f"{stored.file} ended {len(target) - done} bytes early")
+            done += count

@@ -23,11 +23,11 @@ from slime.utils import env
 from slime.utils.errors import WeightSyncError
 
 POLL_S = 0.02
-"""How often a waiting member looks whether the group was abandoned."""
+"""Interval at which a waiting member checks that the group was not abandoned."""
 FAREWELL_S = 10 * POLL_S
-"""How long the store outlives a group that did not come about."""
+"""Time that the store outlives a group that did not come about."""
 SPIN_S = 0.0002
-"""How often it looks whether its broadcast is done."""
+"""Interval at which it checks its broadcast."""
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Read when a group is made.  Torch would end the process whose broadcast does not end; we leave the group instead."""
 STORE_TIMEOUT_S = 10.0
@@ -36,7 +36,7 @@ _ABANDONED = "abandoned"
 
 
 class _Connections(Protocol):
-    """What is used of a backend of torch; its stubs leave the calls out."""
+    """The calls of a torch backend that are used here; its stubs lack them."""
 
     def broadcast(self, buffers: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
 
@@ -84,15 +84,15 @@ class WeightChannel:
             store = dist.PrefixStore("group", self._store)
             self._group: _Connections | None = _make_backend(backend, store, rank, world_size, limit)
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
-            self._let_others_know()
+            self._abandon_unjoined()
             raise WeightSyncError(
                 f"rank {rank} of {world_size} could not join the weight group at {master_address}:{master_port} "
                 f"within {timeout_s:g} s (--weight-update-timeout-s): {error}"
             ) from error
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
 
-    def _let_others_know(self) -> None:
-        """Joining failed: nobody shall wait for the rest, and the store goes with its owner."""
+    def _abandon_unjoined(self) -> None:
+        """Abandon the group, since joining failed; the store goes with its owner."""
         if vars(self).get("_store") is None:
             return
         self.abandon()
@@ -174,7 +174,7 @@ class WeightChannel:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether some member gave the group up, or its store is gone."""
+        """True when a member abandoned the group, or its store is gone."""
         try:
             return self._store.check([_ABANDONED])
         except RuntimeError:

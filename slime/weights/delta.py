@@ -1,4 +1,4 @@
-"""The bytes of a tensor that changed, compressed; and their application in place.
+"""The bytes of a tensor that changed, compressed; their application in place; and the base that they change.
 
 Two encodings of the change from ``old`` to ``new``, both as long as they need to be for any bytes:
 
@@ -7,19 +7,27 @@ Two encodings of the change from ``old`` to ``new``, both as long as they need t
 
 The encoded stream is compressed with zstd.  Applying ``overwrite`` twice gives the same; applying ``xor`` twice
 undoes it, so whoever applies it in place must know whether that was done (see ``local_copy``).
+
+The base of a trainer rank moves in two steps, as a push does: :meth:`DeltaBase.encode` compares new weights with it,
+and only :meth:`DeltaBase.commit`, when the engines serve them, makes them the base.  In between the compressed changes
+are kept, not a second copy of the weights.
 """
 
 from __future__ import annotations
 
 import io
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 import zstandard
 from numpy.typing import NDArray
 
 from slime.utils.errors import ConfigError, WeightSyncError
-from slime.weights.checksums import new_checksum
 
 Bytes = NDArray[np.uint8]
 """One dimension, contiguous."""
@@ -33,9 +41,68 @@ MAX_POSITION = (1 << 32) - 1
 _U4 = np.dtype("<u4")
 
 
+class Checksum(Protocol):
+    """A checksum that grows with the data; any contiguous buffer will do."""
+
+    def update(self, data: Any, /) -> Any: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class Adler32:
+    """zlib's 32-bit sum: everywhere available, and weak; for readers that know nothing better."""
+
+    def __init__(self) -> None:
+        self._value = 1
+
+    def update(self, data: Any, /) -> None:
+        """Take more data."""
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        """Eight hex digits."""
+        return f"{self._value:08x}"
+
+
+def _blake3() -> Checksum:
+    try:
+        from blake3 import blake3
+    except ImportError as error:
+        raise ConfigError(
+            "--update-weight-delta-checksum blake3 needs the package blake3, which is not installed here (trainer and "
+            "engine hosts need it); pip install blake3, or use xxh3-128"
+        ) from error
+    return blake3()
+
+
+CHECKSUMS: dict[str, Callable[[], Checksum]] = {
+    "xxh3-128": xxhash.xxh3_128,
+    "blake3": _blake3,
+    "adler32": Adler32,
+}
+
+
+def new_checksum(name: str) -> Checksum:
+    """Return an empty checksum.
+
+    Raises:
+        ConfigError: the name is unknown, or its package is not installed.
+    """
+    if name not in CHECKSUMS:
+        raise ConfigError(f"--update-weight-delta-checksum is {name!r}; there are {', '.join(CHECKSUMS)}")
+    return CHECKSUMS[name]()
+
+
+def checksum_of(name: str, data: Any) -> str:
+    """Return the checksum of one contiguous buffer, as hex digits."""
+    checksum = new_checksum(name)
+    checksum.update(data)
+    return checksum.hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedDelta:
-    """How one tensor changed."""
+    """The change of one tensor."""
 
     blob: bytes
     """The compressed stream."""
@@ -46,7 +113,7 @@ class EncodedDelta:
 
 
 def encode_delta(old: Bytes, new: Bytes, *, encoding: str, checksum: str) -> EncodedDelta | None:
-    """What turns ``old`` into ``new``; None when they are equal.
+    """Return the change from ``old`` to ``new``; None when they are equal.
 
     Raises:
         ConfigError: unknown encoding or checksum; ``overwrite`` of a tensor beyond 4 GiB.
@@ -107,7 +174,7 @@ def _encode_overwrite(old: Bytes, new: Bytes, checksum: str) -> EncodedDelta | N
 
 
 def apply_delta(target: Bytes, blob: bytes | memoryview, *, encoding: str, checksum: str) -> str:
-    """Change ``target`` in place, and give the checksum of what it holds then.
+    """Change ``target`` in place, and return the checksum of what it holds then.
 
     The caller compares the checksum.  Whatever is wrong with the stream, no byte outside ``target`` is touched; the
     bytes inside may be half changed when an error is raised.
@@ -167,3 +234,76 @@ def _apply_overwrite(target: Bytes, stream: zstandard.ZstdDecompressionReader, c
     for part in _chunks(target.size):
         check.update(target[part])
     return check.hexdigest()
+
+
+class DeltaBase:
+    """The base of the tensors of one process.
+
+    Args:
+        encoding: of the changes, see ``slime.weights.delta``.
+        checksum: of the new bytes.
+    """
+
+    def __init__(self, *, encoding: str, checksum: str) -> None:
+        self._tensors: dict[str, Bytes] = {}
+        self._encoding, self._checksum = encoding, checksum
+        self._pending: dict[str, EncodedDelta | Bytes] = {}
+
+    def seed(self, name: str, data: Bytes) -> None:
+        """Take what engines hold of a tensor before the first push; the array is the base's from now on."""
+        self._tensors[name] = data
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def replace(self, name: str, new: Bytes) -> None:
+        """Make ``new`` the base with the next commit: the tensor travels whole."""
+        self._pending[name] = new
+
+    def encode(self, name: str, new: Bytes) -> EncodedDelta | None:
+        """Return the change of one tensor from the base to ``new``; None when there is none.
+
+        Raises:
+            WeightSyncError: the base has no such tensor, or one of another size.
+        """
+        if name not in self._tensors:
+            raise WeightSyncError(f"{name} is new since the first push; the model's parameters must not change")
+        encoded = encode_delta(self._tensors[name], new, encoding=self._encoding, checksum=self._checksum)
+        if encoded is None:
+            self._pending.pop(name, None)
+        else:
+            self._pending[name] = encoded
+        return encoded
+
+    def commit(self, workers: int = 1) -> None:
+        """Make what was encoded last the base: the engines serve it.
+
+        Args:
+            workers: threads, each for one tensor at a time.
+
+        Raises:
+            WeightSyncError: a tensor did not become what it should; the base is of no use any more.
+        """
+        pending, self._pending = self._pending, {}
+        with ThreadPoolExecutor(workers) as pool:
+            for _ in pool.map(self._advance, pending, pending.values()):
+                pass
+
+    def _advance(self, name: str, change: EncodedDelta | Bytes) -> None:
+        if not isinstance(change, EncodedDelta):
+            self._tensors[name] = change
+            return
+        found = apply_delta(self._tensors[name], change.blob, encoding=self._encoding, checksum=self._checksum)
+        if found != change.checksum:
+            raise WeightSyncError(
+                f"the trainer's own base of {name} has the checksum {found} after a commit instead of "
+                f"{change.checksum}: host memory was damaged"
+            )
+
+    def discard(self) -> None:
+        """Forget what was encoded last: the engines did not take it."""
+        self._pending = {}
+
+    def items(self) -> Iterator[tuple[str, Bytes]]:
+        """Yield all tensors of the base."""
+        yield from self._tensors.items()

@@ -24,8 +24,17 @@ from slime.utils.errors import ConfigError, DataError, WeightSyncError
 from slime.weights.delta import apply_delta
 from slime.weights.hf_files import INDEX_FILE, is_weight_file
 from slime.weights.stored_tensors import MappedFile, StoredTensor, read_header, read_layout, weight_files
-from slime.weights.version_writer import explained_disk_errors, sync_to_disk, write_atomically
-from slime.weights.versions import Version, describe_held, find_route, list_folders, version_folder, version_text
+from slime.weights.versions import (
+    Version,
+    describe_held,
+    explained_disk_errors,
+    find_route,
+    list_folders,
+    sync_to_disk,
+    version_folder,
+    version_text,
+    write_atomically,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +42,12 @@ STATE_FOLDER = ".weight_sync"
 LOCAL_FLAG = "--update-weight-local-checkpoint-dir"
 POLL_S = 0.1
 VISIBLE_S = 30.0
-"""How late a network file system may show a folder that was renamed elsewhere."""
+"""Time within which a network file system shows a folder that was renamed elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """What one pull did."""
+    """The steps of one pull."""
 
     version: int
     seed: str

@@ -1,24 +1,39 @@
-"""Weight versions in a shared folder: their names, what they are made of, and the way from one to another.
+"""Weight versions in a shared folder: their names, their content, the way from one to another, and their writing.
 
     {root}/weight_v000007/           version 7: a whole model, or what changed since its base version
     {root}/weight_v000007-full/      version 7 once more, whole, so that a reader need not follow the changes
-    {root}/.weight_v000008.part-…/   being written; a rename publishes it
+    {root}/.weight_v000008.part-.../ being written; a rename finalizes it
 
-Version 0 is the model that the engines started from, which lies elsewhere.  Whoever reads a folder of this name reads
-a complete version.
+Version 0 is the model that the engines started from, which lies elsewhere.  A version is written by several processes:
+
+    rank 0:       begin_version(...)                       makes the folder of the unfinished version
+    every rank:   PartWriter(folder, rank).add(...) ...    its own tensors, into files of its own
+    rank 0:       finalize_version(...)                    names the files, writes the index, renames the folder
+
+A reader sees nothing before the last rename.  Everything is on disk (fsync) by then, as a network file system needs.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import secrets
 import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.utils.errors import WeightSyncError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slime.utils.errors import DataError, WeightSyncError
 from slime.weights.delta import COMPRESSION, ENCODINGS
 from slime.weights.hf_files import INDEX_FILE
+from slime.weights.named_tensors import tensor_bytes
 
 PREFIX = "weight_v"
 WHOLE_SUFFIX = "-full"
@@ -30,18 +45,18 @@ numbers and other weights."""
 
 
 def version_text(number: int) -> str:
-    """Six digits, as indexes and state files have it."""
+    """Return six digits, as indexes and state files have it."""
     return f"{number:06d}"
 
 
 def version_folder(root: str | Path, number: int, *, whole: bool = False) -> Path:
-    """Where version ``number`` lies; ``whole``: the additional whole copy of a version that is a delta."""
+    """Return the folder of version ``number``; ``whole``: of the whole copy beside a version that is a delta."""
     return Path(root) / f"{PREFIX}{version_text(number)}{WHOLE_SUFFIX if whole else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One published version."""
+    """One finalized version."""
 
     number: int
     folder: Path
@@ -57,7 +72,7 @@ class Version:
 
 
 def read_version(folder: Path) -> Version:
-    """The version in ``folder``, from the metadata of its index.
+    """Return the version in ``folder``, from the metadata of its index.
 
     Raises:
         WeightSyncError: the index is missing, or speaks of another version, or of a format that is not known.
@@ -91,13 +106,13 @@ def read_version(folder: Path) -> Version:
 
 
 def list_folders(root: str | Path) -> list[Path]:
-    """Folders of published versions, whole copies included, by number."""
+    """Return the folders of finalized versions, whole copies included, by number."""
     found = [(int(match[1]), path.name, path) for path in _entries(root) if (match := _NAME.match(path.name))]
     return [path for _, _, path in sorted(found)]
 
 
 def _entries(root: str | Path) -> list[Path]:
-    """What lies in ``root``; a listing also makes a network file system look again."""
+    """Return the entries of ``root``; a listing also makes a network file system look again."""
     try:
         return list(Path(root).iterdir())
     except FileNotFoundError:
@@ -106,7 +121,7 @@ def _entries(root: str | Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to come to a version: what to copy first, if anything, and which changes to apply then, in order."""
+    """The way to a version: the copy to make first, if any, and the changes to apply then, in order."""
 
     seed: Version | None
     """The whole version to start from; None to start from what is held, or from the model."""
@@ -116,7 +131,7 @@ class Route:
 
 
 def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> Route:
-    """The way to version ``target``: from what is held where that is possible, else from the newest whole version.
+    """Return the way to version ``target``: from what is held if possible, else from the newest whole version.
 
     Args:
         root: the folder of versions.
@@ -134,7 +149,7 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
     whole: tuple[Version, int] | None = None
     """The newest whole version on the way back, and how many changes lie behind it."""
     while number:
-        found = [read_version(path) for path in _published(root, number)]
+        found = [read_version(path) for path in _finalized(root, number)]
         chain = found[0].chain if chain is None and found else chain
         found = [version for version in found if version.chain == chain]
         if held is not None and held[0] == number and held[1] == chain:
@@ -167,11 +182,11 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
 
 
 def describe_held(held: tuple[int, str] | None) -> str:
-    """For messages."""
+    """Return the version held, for messages."""
     return "nothing" if held is None else f"version {held[0]}"
 
 
-def _published(root: str | Path, number: int) -> list[Path]:
+def _finalized(root: str | Path, number: int) -> list[Path]:
     candidates = (version_folder(root, number), version_folder(root, number, whole=True))
     return [folder for folder in candidates if (folder / INDEX_FILE).exists()]
 
@@ -205,3 +220,166 @@ def prune_before(root: str | Path, number: int) -> list[int]:
             remove_version(folder)
             removed.append(int(match[1]))
     return removed
+
+
+# Writing
+
+SHARD_BYTES = 1024**3
+"""A file is closed before it grows beyond this: it bounds the host memory of a writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartFile:
+    """One file of the unfinished version."""
+
+    name: str
+    tensors: tuple[str, ...]
+    num_bytes: int
+    """Of the tensors."""
+
+
+@contextmanager
+def explained_disk_errors(folder: Path, flag: str) -> Iterator[None]:
+    """Say which flag leads to the disk that is full or refuses, and what is free there.
+
+    Raises:
+        WeightSyncError: in the place of an operating system's error.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        is_full = "No space left" in str(error) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full:
+            raise WeightSyncError(f"{flag} {folder}: {type(error).__name__}: {error}") from error
+        raise WeightSyncError(
+            f"{folder} is full ({free_space(folder)}): {error}. Finalized versions are as they were; make room, or "
+            f"point {flag} elsewhere"
+        ) from error
+
+
+def free_space(folder: Path) -> str:
+    """Return the free bytes of the file system, for messages."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return "its free space is unknown"
+    return f"{usage.free / 2**30:.2f} GiB of {usage.total / 2**30:.2f} GiB are free"
+
+
+def require_space(folder: Path, num_bytes: int, flag: str) -> None:
+    """Refuse before anything is written when ``num_bytes`` cannot fit.
+
+    Raises:
+        WeightSyncError: with what is needed and what is free.
+    """
+    if shutil.disk_usage(folder).free < num_bytes:
+        raise WeightSyncError(
+            f"{folder} has no room for {num_bytes / 2**30:.2f} GiB ({free_space(folder)}). Finalized versions are "
+            f"as they were; make room, or point {flag} elsewhere"
+        )
+
+
+def begin_version(final: Path) -> Path:
+    """Make the folder in which the version that will be ``final`` is written."""
+    folder = final.with_name(f".{final.name}.part-{secrets.token_hex(4)}")
+    folder.mkdir(parents=True)
+    return folder
+
+
+class PartWriter:
+    """Writes the tensors of one process into files of its own.
+
+    Args:
+        folder: of the unfinished version.
+        writer: number of this process; no two may share one.
+        shard_bytes: a file is closed before it grows beyond this.
+    """
+
+    def __init__(self, folder: Path, writer: int, *, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._writer, self._shard_bytes = folder, writer, shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._notes: dict[str, str] = {}
+        self._pending_bytes = 0
+        self.files: list[PartFile] = []
+
+    def add(self, name: str, tensor: Tensor, *, note: str | None = None) -> None:
+        """Take one tensor on the host; ``note`` stands under its name in the file's metadata."""
+        size = tensor_bytes(tensor)
+        if self._pending and self._pending_bytes + size > self._shard_bytes:
+            self.flush()
+        self._pending[name] = tensor.detach().contiguous()
+        self._pending_bytes += size
+        if note is not None:
+            self._notes[name] = note
+
+    def flush(self) -> list[PartFile]:
+        """Write what is pending; gives the files written so far."""
+        if self._pending:
+            name = f"part-{self._writer:05d}-{len(self.files):05d}.safetensors"
+            path = self._folder / name
+            save_file(self._pending, path, metadata={"format": "pt", **self._notes})
+            sync_to_disk(path)
+            self.files.append(PartFile(name, tuple(self._pending), self._pending_bytes))
+            self._pending, self._notes, self._pending_bytes = {}, {}, 0
+        return self.files
+
+
+def finalize_version(
+    unfinished: Path, final: Path, parts: Sequence[Iterable[PartFile]], metadata: Mapping[str, object], *, first: int
+) -> int:
+    """Give the files their names, write the index, and rename the folder; a version of the same name is replaced.
+
+    Args:
+        unfinished: what :func:`begin_version` made.
+        final: its final name.
+        parts: the files of every writer.
+        metadata: of the index.
+        first: number of the first file: 0 for changes, 1 for a whole model.
+
+    Returns:
+        bytes of all tensors in the files.
+
+    Raises:
+        DataError: two writers wrote the same tensor.
+    """
+    files = [file for written in parts for file in written]
+    weight_map: dict[str, str] = {}
+    for number, file in enumerate(files, start=first):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        os.rename(unfinished / file.name, unfinished / name)
+        for tensor in file.tensors:
+            if tensor in weight_map:
+                raise DataError(f"tensor {tensor} was given twice while writing {final}")
+            weight_map[tensor] = name
+    total = sum(file.num_bytes for file in files)
+    index = {"metadata": {"total_size": total, **metadata}, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomically(unfinished / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    for path in unfinished.iterdir():
+        if not path.name.endswith(".safetensors"):  # those are there already
+            sync_to_disk(path)
+    sync_to_disk(unfinished)
+    if final.exists():
+        remove_version(final)
+    os.rename(unfinished, final)
+    sync_to_disk(final.parent)
+    return total
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file has its old content or the new one, whatever happens."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    sync_to_disk(temporary)
+    os.replace(temporary, path)
+    sync_to_disk(path.parent)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

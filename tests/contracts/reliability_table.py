@@ -465,14 +465,14 @@ EDGES: tuple[Edge, ...] = (
         area=WEIGHTS,
         waits="Trainers for an engine's answer at each step of a weight push",
         code=(
-            "slime.backends.megatron_utils.update_weight.protocol.roster.PushClock",
-            "slime.backends.megatron_utils.update_weight.sender.WeightSender",
+            "slime.weights.push.participants.PushClock",
+            "slime.weights.push.push.push_weights",
             "slime.ray.engine_handles.RayPending.wait",
         ),
         bounds=("--weight-update-timeout-s",),
         deadline="half of what is left of it",
         raises="ProcessError",
-        log="trainer: 'engine ... is fenced', with the reason",
+        log="trainer: 'engine ... is excluded from the push', with the reason",
         outcome="it stays paused, the others go on; --weight-push-failure refills it, drops it or ends the run",
     ),
     Edge(
@@ -480,12 +480,12 @@ EDGES: tuple[Edge, ...] = (
         waits="Trainer and engines for each other in a broadcast of weights",
         code=(
             "slime.weights.channel.WeightChannel",
-            "slime.backends.megatron_utils.update_weight.sender.WeightSender",
+            "slime.weights.push.push.push_weights",
         ),
         bounds=("--weight-update-timeout-s",),
         deadline="at once when a member dies: the group is abandoned",
         raises="WeightSyncError",
-        log="trainer: 'engine ... is fenced', with the reason",
+        log="trainer: 'engine ... is excluded from the push', with the reason",
         outcome="the push is repeated over a group without the engine that broke it",
     ),
     Edge(
@@ -498,7 +498,7 @@ EDGES: tuple[Edge, ...] = (
         bounds=("--weight-update-timeout-s",),
         deadline="",
         raises="WeightSyncError",
-        log="trainer: 'engine ... is fenced', with the reason",
+        log="trainer: 'engine ... is excluded from the push', with the reason",
         outcome="as for every engine that does not take a push",
     ),
     Edge(
@@ -511,7 +511,7 @@ EDGES: tuple[Edge, ...] = (
         bounds=("--weight-update-timeout-s", "slime.weights.local_copy.VISIBLE_S"),
         deadline="the smaller one",
         raises="WeightSyncError",
-        log="trainer: 'engine ... is fenced', with the reason",
+        log="trainer: 'engine ... is excluded from the push', with the reason",
         outcome="as for every engine that does not take a push",
     ),
     Edge(

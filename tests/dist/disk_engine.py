@@ -37,7 +37,7 @@ class Done:
 
 
 class DiskEngine:
-    """A ``WeightReceiver``.
+    """The engine, as a push sees it.
 
     Args:
         index: among the engines.

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: a transformers model behind the ``WeightReceiver`` protocol.
+"""An engine in a process of its own: a transformers model behind the verbs of an engine.
 
 Every trainer rank may talk to it, each over its own connection; it answers one request at a time.
 """
@@ -157,11 +157,11 @@ class _Server(HoldingEngine):
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         assert len(serialized_named_tensors) == self.num_gpus
-        if load_format.endswith(".poison_weights"):
+        if load_format.endswith(".fill_with_nan"):
             for parameter in self.parameters.values():
                 parameter.data.fill_(torch.nan)
             return
-        if load_format.endswith(".find_poison"):
+        if load_format.endswith(".find_nan"):
             if self.fault == "loses a tensor":
                 self.parameters["model.norm.weight"].data.fill_(torch.nan)
             left = [name for name, parameter in self.parameters.items() if parameter.isnan().any()]

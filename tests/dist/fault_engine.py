@@ -2,7 +2,7 @@
 
 ``EngineHall`` is a process that forks engines, so that each costs milliseconds.  An engine holds a few tensors, loads
 flat buckets into them as a manifest says, and acknowledges digests of what it holds *now*, read back from there.
-``FaultyEngine`` is the trainer's side, a ``WeightReceiver``; every rank makes its own.
+``FaultyEngine`` is the trainer's side, an ``EngineProxy``; every rank makes its own.
 
 A fault is ``"<kind> <step>"``, for example ``"dies receive:in"``.  Steps are the verbs; ``receive`` has the points
 ``before`` (nothing done), ``in`` (in front of the broadcast, in which the others then wait), ``during`` (half of the

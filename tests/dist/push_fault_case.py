@@ -1,4 +1,4 @@
-"""The trainer's side of the fault tests: the real senders on gloo ranks, over a few small tensors."""
+"""The trainer's side of the fault tests: real pushes from gloo ranks, over a few small tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET
-from slime.backends.megatron_utils.update_weight.update_weight_from_distributed import UpdateWeightFromDistributed
-from slime.backends.megatron_utils.update_weight.update_weight_from_tensor import UpdateWeightFromTensor
+from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import WeightSyncError
+from slime.weights.buckets import NO_BUCKET
 from slime.weights.digest import combine, digest_tensor
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, pack_whole
+from slime.weights.push.acknowledgements import DigestedBuckets
 from tests.dist.fault_engine import FaultyEngine, start_engine
 
 SHAPES = {
@@ -51,15 +51,15 @@ def digest_of(version: int) -> int:
 
 
 class FixedBuckets:
-    """Buckets with the weights of the sender's version; each rank has its own, or all have all.
+    """Buckets with the weights of the updater's version; each rank has its own, or all have all.
 
     Args:
-        sender: whose version counts.
+        updater: whose version counts.
         owned: the buckets of each rank; a rank with fewer has empty steps at the end.
     """
 
-    def __init__(self, sender: Any, owned: Sequence[Sequence[int]]) -> None:
-        self._sender = sender
+    def __init__(self, updater: Any, owned: Sequence[Sequence[int]]) -> None:
+        self._updater = updater
         entries: list[TensorEntry] = []
         buckets: list[BucketEntry] = []
         for names in BUCKETS:
@@ -72,7 +72,7 @@ class FixedBuckets:
 
     def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
         """As the protocol says."""
-        weights = values(self._sender.weight_version)
+        weights = values(self._updater.version)
         for step in range(self._num_steps):
             if step >= len(self._own):
                 yield NO_BUCKET, torch.empty(0, dtype=torch.uint8)
@@ -90,45 +90,41 @@ class FixedBuckets:
         flat[piece.offset : piece.offset + data.numel()] = data
 
 
-ALL, OWN = ((0, 1, 2, 3),) * 2, ((0, 1, 2), (3,))
+ALL, OWN, STAGES = ((0, 1, 2, 3),) * 2, ((0, 1, 2), (3,)), ((0, 1), (2, 3))
+"""Every rank has every bucket; each has buckets of its own, of unequal number; two pipeline stages."""
 
 
-class Shared(UpdateWeightFromTensor):
-    """Every rank has every bucket."""
+class FixedUpdater(WeightUpdater):
+    """Pushes fixed buckets.
 
-    def make_source(self) -> Any:
-        return FixedBuckets(self, ALL)
+    Args:
+        owned: of each rank.
+    """
 
+    def __init__(self, *arguments: Any, owned: Sequence[Sequence[int]], **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._fixed = DigestedBuckets(FixedBuckets(self, owned))
 
-class SharedOwn(UpdateWeightFromTensor):
-    """Each rank has buckets of its own, of unequal number."""
-
-    def make_source(self) -> Any:
-        return FixedBuckets(self, OWN)
-
-
-class Broadcast(UpdateWeightFromDistributed):
-    """Two pipeline stages."""
-
-    def make_source(self) -> Any:
-        stages = ((0, 1), (2, 3))
-        return FixedBuckets(self, stages)
+    @property
+    def buckets(self) -> DigestedBuckets:
+        return self._fixed
 
 
 @dataclass(frozen=True)
 class Mode:
     """How the engines lie about the two trainer ranks."""
 
-    sender: type
+    colocate: bool
+    owned: Sequence[Sequence[int]]
     engines: tuple[tuple[int, int], ...]
     """First GPU and number of GPUs of each; trainer ranks have the GPUs 0 and 1."""
 
 
 MODES = {
-    "colocated": Mode(Shared, ((0, 1), (1, 1))),
-    "colocated, own buckets": Mode(SharedOwn, ((0, 1), (1, 1))),
-    "distributed": Mode(Broadcast, ((2, 1), (3, 1))),
-    "mixed": Mode(Shared, ((0, 2), (2, 2), (4, 1))),
+    "colocated": Mode(True, ALL, ((0, 1), (1, 1))),
+    "colocated, own buckets": Mode(True, OWN, ((0, 1), (1, 1))),
+    "distributed": Mode(False, STAGES, ((2, 1), (3, 1))),
+    "mixed": Mode(True, ALL, ((0, 2), (2, 2), (4, 1))),
 }
 
 
@@ -152,7 +148,7 @@ class Outcome:
 
     old: int
     new: int
-    fenced: dict[int, str] = field(default_factory=dict)
+    excluded: dict[int, str] = field(default_factory=dict)
     error: str = ""
     num_attempts: int = 0
     states: list[dict[str, Any] | None] = field(default_factory=list)
@@ -163,21 +159,25 @@ def push_all(hall: str, cases: Sequence[Case]) -> list[Outcome]:
     logging.disable(logging.CRITICAL)
     mpu.initialize_model_parallel(pipeline_model_parallel_size=2)
     init_gloo_group()
-    senders: dict[str, Any] = {}
-    return [push_one(hall, case, senders) for case in cases]
+    updaters: dict[str, Any] = {}
+    return [push_one(hall, case, updaters) for case in cases]
 
 
-def push_one(hall: str, case: Case, senders: dict[str, Any]) -> Outcome:
+def push_one(hall: str, case: Case, updaters: dict[str, Any]) -> Outcome:
     """One push to fresh engines, one of which has the fault."""
     mode = MODES[case.mode]
-    if case.mode not in senders:
+    if case.mode not in updaters:
         args = Namespace(
-            weight_update_timeout_s=case.timeout_s, check_weight_update_equal=False, actor_num_gpus_per_node=2
+            check_weight_update_equal=False,
+            actor_num_gpus_per_node=2,
+            colocate=mode.colocate,
+            update_weight_mode="full",
+            update_weight_transport="nccl",
         )
-        senders[case.mode] = mode.sender(args, [], lambda: None, model_name="", hf_config={}, first_version=1)
-    sender = senders[case.mode]
-    sender.timeout_s = case.timeout_s
-    old = sender.weight_version
+        updaters[case.mode] = FixedUpdater(args, [], lambda: None, hf_config={}, first_version=1, owned=mode.owned)
+    updater = updaters[case.mode]
+    updater.args.weight_update_timeout_s = case.timeout_s
+    old = updater.version
     addresses: list[Any] = [None]
     if dist.get_rank() == 0:
         addresses = [
@@ -197,14 +197,14 @@ def push_one(hall: str, case: Case, senders: dict[str, Any]) -> Outcome:
         FaultyEngine(address, index=index, num_gpus=count, gpu_offset=offset, is_colocated=offset + count <= 2)
         for index, (address, (offset, count)) in enumerate(zip(addresses[0], mode.engines, strict=True))
     ]
-    sender.connect_rollout_engines(engines)
+    updater.connect(engines, 1)
     outcome = Outcome(old, old + 1)
     try:
-        report = sender.update_weights()
+        report = updater.push()
         outcome.num_attempts = report.num_attempts
     except WeightSyncError as error:
         outcome.error = str(error)
-    outcome.fenced = {fenced.index: fenced.reason for fenced in sender.fenced}
+    outcome.excluded = {engine.index: engine.reason for engine in updater.excluded}
     outcome.states = [engine.state() for engine in engines]
     dist.barrier()
     for engine in engines:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollou
 from slime.backends.megatron_utils.forward import forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.utils.distributed_utils import init_gloo_group
+from slime.weights.push.state import PushReport
 from tests.dist.trainer_case import cut, make_args, make_train_data, start_worker
 
 _NOTED: list[list[Tensor]] = []
@@ -27,18 +27,14 @@ def note_log_probs(args: Namespace, rollout_id: int, rollout_data: dict[str, Any
 
 
 class NoEngines:
-    """A sender that has nobody to send to."""
+    """An updater that has nobody to push to."""
 
-    def update_weights(self) -> SimpleNamespace:
+    def push(self) -> PushReport:
         """A push."""
-        return SimpleNamespace(elapsed_s=0.0, num_bytes=0, fenced=[])
+        return PushReport(1, 0, 0, 0, 0.0)
 
-    def note_weights_changed(self) -> None:
+    def record_weights_changed(self) -> None:
         """New weights."""
-
-    def extra_metrics(self) -> dict[str, float]:
-        """None."""
-        return {}
 
 
 def follow(folder: str, flags: tuple[object, ...], num_rollouts: int) -> dict[str, Any]:
@@ -53,7 +49,7 @@ def follow(folder: str, flags: tuple[object, ...], num_rollouts: int) -> dict[st
     args = make_args(Path(folder), "--actor-num-gpus-per-node", dist.get_world_size(), *flags)
     init_gloo_group(timeout=timedelta(minutes=1))
     worker = start_worker(args, dist.get_rank(), dist.get_world_size(), 0, with_ref=args.use_kl_loss)
-    worker._pushes.sender = NoEngines()
+    worker._updater = NoEngines()
     worker.update_weights()
     parallel = worker.get_parallel_config()
     rank_data = cut(args, make_train_data(), parallel)[parallel["dp_rank"]]

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from disk_engine import DiskEngine
-from trainer_case import cut, make_args, make_train_data, run_workers, start_worker, write_model
+from trainer_case import cut, make_args, make_train_data, new_updater, run_workers, start_worker, write_model
 
 pytestmark = [pytest.mark.dist]
 
@@ -90,18 +90,22 @@ class Case:
         """What the trainer gathers now, independently of the push."""
         import torch
 
-        from slime.backends.megatron_utils.update_weight.engines.stock_engines import named_views
         from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
+        from slime.backends.megatron_utils.update_weight.updater import model_name
+        from slime.weights.named_tensors import wire_dtype
+        from slime.weights.push.wire import named_views
 
-        sender = self.worker._pushes.sender
+        updater, hf_config = self.worker._updater, self.worker._hf_config
         if self.is_quantized:
-            source = sender.make_plain_source()
+            source = updater.make_plain_source()
             views = (
                 view for index, flat in source.iter_buckets()
                 for view in named_views(flat.clone(), source.manifest.buckets[index], source.manifest)
             )  # fmt: skip
             return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in views}
-        tensors = iter_hf_tensors(self.args, self.worker.model, model_name=sender.model_name, dtype=sender.dtype)
+        tensors = iter_hf_tensors(
+            self.args, self.worker.model, model_name=model_name(self.args, hf_config), dtype=wire_dtype(hf_config)
+        )
         return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors}
 
     def push(self, verb: str = "update_weights") -> str:
@@ -141,13 +145,25 @@ class Case:
         return get_gloo_group()
 
 
+def deliver(written: Any, engines: list[DiskEngine]) -> list[tuple[int, str]]:
+    """What the driver does when the trainer has ended; gives the excluded engines."""
+    from slime.weights.push.participants import Participants, PushClock
+    from slime.weights.push.push import push_weights
+    from slime.weights.push.state import Push
+    from slime.weights.push.transports.disk import FolderTransport
+
+    push = Push(str(written.number), Participants(engines, PushClock(30)))
+    report = push_weights(push, written, FolderTransport())
+    return [(engine.index, engine.reason) for engine in report.excluded]
+
+
 def push_three_times(case: Case) -> dict[str, Any]:
     """Nothing trained, a step, another step."""
     metrics = []
     for version in ("1", "2", "3"):
         assert case.push() == ""
         case.check(version)
-        metrics.append(dict(case.worker._pushes.sender.metrics))
+        metrics.append(case.worker._updater.report.metrics)
         if version != "3":
             case.train()
     return {
@@ -173,7 +189,7 @@ def lose_an_engine_and_refill_it(case: Case) -> dict[str, Any]:
         if case.rank == 0:
             assert case.engines[1].is_paused
             assert case.engines[1].served[-1][0] == str(number - 1)
-        reasons += [fenced.reason for fenced in case.worker._pushes.sender.fenced]
+        reasons += [engine.reason for engine in case.worker.excluded_engines()]
         case.engines[1].fault = ""
         case.connect(1)
         assert case.push("resend_weights") == ""
@@ -182,7 +198,7 @@ def lose_an_engine_and_refill_it(case: Case) -> dict[str, Any]:
     case.train()
     case.engines[1].fault = "flips receive_weight_folder"
     assert case.push() == ""
-    reasons += [fenced.reason for fenced in case.worker._pushes.sender.fenced]
+    reasons += [engine.reason for engine in case.worker.excluded_engines()]
     case.engines[1].fault = ""
     case.connect(1)
     assert case.push("resend_weights") == ""
@@ -240,20 +256,20 @@ def grow_beyond_the_model(case: Case) -> dict[str, Any]:
 
 def fill_the_disk(case: Case) -> dict[str, Any]:
     """Every kind of writing fails on one rank; then there is room again."""
-    from slime.weights import version_writer
+    from slime.weights import versions
 
     assert case.push() == ""
     case.train()
     before = case.versions()
-    save_file = version_writer.save_file
+    save_file = versions.save_file
 
     def full(*arguments: Any, **keywords: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if case.rank == 1:
-        version_writer.save_file = full
+        versions.save_file = full
     message = case.push()
-    version_writer.save_file = save_file
+    versions.save_file = save_file
     left = case.versions()
     assert case.push() == ""
     case.check("3")
@@ -262,24 +278,21 @@ def fill_the_disk(case: Case) -> dict[str, Any]:
 
 def end_the_trainer(case: Case) -> dict[str, Any]:
     """--release-train: the ranks write and end, somebody else has the engines read; other ranks count on."""
-    from slime.backends.megatron_utils.update_weight.protocol.disk_steps import deliver
-
-    told: dict[str, Any] = {"versions": [], "fenced": []}
+    told: dict[str, Any] = {"versions": [], "excluded": []}
     for number in (1, 2, 3):
         case.args.update_weight_start_version = number - 1
-        case.worker._pushes.sender = None
+        case.worker._updater = new_updater(case.worker)
         case.connect()
         written = case.worker.write_weights()
         told["versions"].append(case.versions())
         case.engines[1].fault = "refuses acknowledge_weight_update" if number == 2 else ""
         if case.rank == 0:
-            push = deliver(written, case.engines, timeout_s=30)
-            told["fenced"] += [(fenced.index, fenced.reason) for fenced in push.roster.fenced]
+            told["excluded"] += deliver(written, case.engines)
         case.check(str(number), 0)
         if number == 2:
             case.engines[1].fault = ""
             if case.rank == 0:
-                deliver(written, case.engines[1:], timeout_s=30)
+                deliver(written, case.engines[1:])
         case.check(str(number))
         case.train()
     return told
@@ -366,7 +379,7 @@ def test_whole_versions_go_when_all_engines_serve_them(told) -> None:
     assert told["two stages, whole, through copies"]["versions"] == []
 
 
-def test_an_engine_that_fails_is_fenced_with_its_reason_and_refilled(told) -> None:
+def test_an_engine_that_fails_is_excluded_with_its_reason_and_refilled(told) -> None:
     steps = ["beginning the push", "reading version 3", "acknowledging the push", "committing"]
     *refused, flipped = told["a lost engine, whole"]["reasons"]
     assert refused == [f"EngineError: out of memory (while {step})" for step in steps]
@@ -416,5 +429,5 @@ def test_a_full_disk_fails_the_push_with_the_flag_and_leaves_what_was_there(told
 
 def test_a_trainer_may_end_once_its_weights_are_written(told) -> None:
     story = told["a trainer that ends"]
-    assert story["fenced"] == [(1, "EngineError: out of memory (while acknowledging the push)")]
+    assert story["excluded"] == [(1, "EngineError: out of memory (while acknowledging the push)")]
     assert story["versions"] == [[f"weight_v00000{n}" for n in range(1, last + 1)] for last in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""Whatever an engine does in a push: each engine serves a whole version under its name, or is fenced and named."""
+"""Whatever an engine does in a push: each engine serves a whole version under its name, or is excluded and named."""
 
 from __future__ import annotations
 
@@ -83,22 +83,22 @@ def test_each_engine_serves_a_whole_version_or_is_fenced_and_named(
     outcomes: dict[str, list[Outcome]], case: Case
 ) -> None:
     first, second = outcomes[case.name]
-    assert first.fenced == second.fenced, "all ranks know the same"
+    assert first.excluded == second.excluded, "all ranks know the same"
     assert not first.error
     is_harmless = case.fault in HARMLESS
-    assert set(first.fenced) == (set() if is_harmless else {case.victim})
-    assert all(first.fenced.values())
+    assert set(first.excluded) == (set() if is_harmless else {case.victim})
+    assert all(first.excluded.values())
     for index, state in enumerate(first.states):
         whole = {(str(first.old), digest_of(first.old)), (str(first.new), digest_of(first.new))}
-        if index not in first.fenced:
+        if index not in first.excluded:
             assert state is not None
             assert not state["is_paused"]
             assert (state["version"], set(state["digest"])) == (str(first.new), {digest_of(first.new)})
         if state is not None:
             served = {(version, digest) for version, digests in state["served"] for digest in digests}
             assert served <= whole, "never a mix, never a wrong name"
-            if index in first.fenced and not case.fault.startswith(("slow pause", "slow continue")):
-                assert state["is_paused"], "a fenced engine serves nothing"
+            if index in first.excluded and not case.fault.startswith(("slow pause", "slow continue")):
+                assert state["is_paused"], "an excluded engine serves nothing"
 
 
 def test_the_push_is_repeated_only_where_a_broadcast_broke(outcomes: dict[str, list[Outcome]]) -> None:

@@ -1,4 +1,4 @@
-"""Both senders push to an engine in a process of its own, which then computes the trainer's log-probs.
+"""Trainers push both ways to an engine in a process of its own, which then computes the trainer's log-probs.
 
 The engine here is a transformers model that loads what arrives, unpacked by SGLang's own code; its weights start as
 NaN, so a tensor that is not pushed shows.
@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fake_engine import FakeEngine, NoEngine
-from trainer_case import cut, make_args, make_train_data, run_workers, start_worker, write_model
+from trainer_case import cut, make_args, make_train_data, new_updater, run_workers, start_worker, write_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
 
@@ -62,7 +62,7 @@ def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[s
             engine.acknowledges = "stock" not in carrier
             args.colocate = engine.is_colocated = "shared" in carrier  # with --debug-train-only no flag can say it
             engine.num_gpus = world_size if args.colocate else 1
-            worker._pushes.sender = None
+            worker._updater = new_updater(worker)
             engine.calls.clear()
             worker.connect_rollout_engines([engine], 1)
             differences = [push_and_compare(worker, engine, rank_data, train_data)]
@@ -71,7 +71,7 @@ def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[s
             result[carrier] = {"differences": differences, "calls": list(engine.calls), "is_main": metrics is not None}
         args.colocate = engine.is_colocated = engine.acknowledges = True
         engine.num_gpus = world_size
-        worker._pushes.sender = None
+        worker._updater = new_updater(worker)
         worker.connect_rollout_engines([engine], 1)
         for engine.fault in FAULTS:
             with pytest.raises(WeightSyncError) as caught:
@@ -107,14 +107,14 @@ def push_from_layouts(rank: int, world_size: int, port: int, folder: str) -> dic
             for carrier in CARRIERS:
                 args.colocate = engine.is_colocated = carrier == "shared"
                 engine.num_gpus = world_size if args.colocate else 1
-                worker._pushes.sender = None
+                worker._updater = new_updater(worker)
                 worker.connect_rollout_engines([engine], 1)
                 before = push_and_compare(worker, engine, rank_data, train_data)
                 worker.train(0, rank_data)
                 after = push_and_compare(worker, engine, rank_data, train_data)
                 result[f"{layout}, {carrier}"] = max(before, after)
                 if carrier == "broadcast":  # the next layout's groups have the same names
-                    worker._pushes.sender.disconnect()
+                    worker._updater.close()
         return result
     finally:
         engine.close()

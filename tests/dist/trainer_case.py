@@ -96,6 +96,19 @@ def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -
     return split_by_rank(TrainBatch.from_dict(train_data), schedule)
 
 
+def new_updater(worker: Any) -> Any:
+    """What pushes the worker's weights, as if it had just started; its flags may have changed."""
+    from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
+
+    return WeightUpdater(
+        worker.args,
+        worker.model,
+        worker._weights_to_send,
+        hf_config=worker._hf_config,
+        first_version=max(worker._start_rollout_id, worker.args.update_weight_start_version),
+    )
+
+
 def start_worker(
     args: Namespace, rank: int, world_size: int, port: int, *, role: str = "actor", **options: Any
 ) -> Any:

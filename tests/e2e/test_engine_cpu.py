@@ -22,10 +22,10 @@ import requests
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.server_args import WEIGHT_CHECKS
 from slime.backends.sglang_utils.server_control import ServerControl, num_requests_in_flight, wait_idle
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.errors import WeightSyncError
+from slime.weights.push.verbs import COMPARE, FILL_WITH_NAN, FIND_NAN
 from tests.loaded_model.buckets import digests, fill, whole_buckets
 
 HERE = Path(__file__).parent
@@ -37,7 +37,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; engines on a GPU have tests of their own"),
 ]
 
-COMPARE, POISON, FIND_POISON = WEIGHT_CHECKS[:3]
 PROMPT = [5, 6, 7, 8, 9]
 
 
@@ -225,13 +224,13 @@ def test_a_changed_element_is_named_and_nothing_is_loaded(running: Running) -> N
 
 def test_a_push_that_forgets_tensors_is_found_out(running: Running) -> None:
     nothing = by_value([])
-    running.engine.update_weights_from_tensor([nothing], POISON)
+    running.engine.update_weights_from_tensor([nothing], FILL_WITH_NAN)
     without_keys = [(name, tensor) for name, tensor in running.named_tensors(0) if "k_proj" not in name]
     running.engine.update_weights_from_tensor([shared_bucket(without_keys)], "flattened_bucket", "1")
     with pytest.raises(WeightSyncError, match=r"qkv_proj.weight: 2048 of 8192 elements were never pushed"):
-        running.engine.update_weights_from_tensor([nothing], FIND_POISON)
+        running.engine.update_weights_from_tensor([nothing], FIND_NAN)
     running.push(0, "1")
-    running.engine.update_weights_from_tensor([nothing], FIND_POISON)
+    running.engine.update_weights_from_tensor([nothing], FIND_NAN)
 
 
 def test_snapshot_and_compare_work_without_cuda(running: Running) -> None:

@@ -4,7 +4,7 @@
         model.begin_weight_update(manifest.to_json(), "push 1")     # the methods of SGLangEngine, blocking
         model.parameters()[0]["model.norm.weight"]                   # rank 0, the engine's own names
 
-``LoadedEngine(model)`` dresses it as the ``WeightReceiver`` that a sender talks to: every method gives a ``Pending``.
+``LoadedEngine(model)`` is the proxy that a push talks to: every method gives a ``Pending``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LoadedModel(WeightVerbs):
         self.is_paused = True
 
     def continue_generation(self) -> None:
-        self._refuse_fenced()
+        self._refuse_unfinished_push()
         self.is_paused = False
 
     def flush_cache(self) -> None:
@@ -150,7 +150,7 @@ class _Answer:
 
 
 class LoadedEngine:
-    """A :class:`LoadedModel` as a ``WeightReceiver``: calls return at once and run one after the other."""
+    """A :class:`LoadedModel` as a push sees it: calls return at once and run one after the other."""
 
     acknowledges = True
 

@@ -146,7 +146,7 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str) -> tupl
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-    from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS
+    from slime.weights.push.verbs import WEIGHT_LOADERS
 
     server_args = ServerArgs(
         model_path=str(folder),

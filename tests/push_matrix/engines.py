@@ -1,4 +1,4 @@
-"""Real SGLang models for trainer ranks in other processes: each behind a socket, as a ``WeightReceiver`` needs it."""
+"""Real SGLang models for trainer ranks in other processes: each behind a socket, as a push needs it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils.sglang import serialize_by_value
 from slime.weights.digest import combine, digest_tensor
+from slime.weights.push.wire import by_value
 from tests.dist.fault_engine import FaultyEngine, serve
 from tests.loaded_model.engine import LoadedModel
 from tests.matrix.case import read_tensors
@@ -29,7 +29,7 @@ class MatrixEngine(LoadedModel):
 
     def load_stock(self, folder: str) -> None:
         """Let SGLang's own loader read the checkpoint."""
-        self.update_weights_from_tensor([serialize_by_value(list(read_tensors(Path(folder)).items()))] * self._tp_size)
+        self.update_weights_from_tensor([by_value(list(read_tensors(Path(folder)).items()))] * self._tp_size)
 
     def digest(self) -> str:
         """One number for everything that the engine holds, on all its ranks, under its own names."""

@@ -1,4 +1,4 @@
-"""The trainer's side of the push matrix: real models, real senders, every mode after the other on the same ranks."""
+"""The trainer's side of the push matrix: real models, real pushes, every mode after the other on the same ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
-from slime.backends.megatron_utils.update_weight.update_weight_from_disk import UpdateWeightFromDisk
-from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import UpdateWeightFromDiskDelta
-from slime.backends.megatron_utils.update_weight.update_weight_from_distributed import UpdateWeightFromDistributed
-from slime.backends.megatron_utils.update_weight.update_weight_from_tensor import UpdateWeightFromTensor
+from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import SlimeError
 from tests.matrix import layout_rank
@@ -57,15 +54,6 @@ class Result:
     num_buckets: int = 0
 
 
-SENDERS = {
-    "colocated": UpdateWeightFromTensor,
-    "mixed": UpdateWeightFromTensor,
-    "distributed": UpdateWeightFromDistributed,
-    "disk": UpdateWeightFromDisk,
-    "delta": UpdateWeightFromDiskDelta,
-}
-
-
 def push_on_rank(
     name: str, config: dict[str, object], plain_folder: str, flags: Sequence[object], jobs: Sequence[Job]
 ) -> list[Result]:
@@ -84,6 +72,7 @@ def _push(args: Namespace, model: Any, job: Job) -> Result:
         "update_weight_disk_dir": f"{job.disk}/versions",
         "update_weight_local_checkpoint_dir": f"{job.disk}/host" if job.mode == "delta" else None,
         "update_weight_disk_keep_files": False,
+        "update_weight_start_version": 0,
         "update_weight_delta_encoding": "xor",
         "update_weight_delta_checksum": "xxh3-128",
         "custom_update_weight_post_write_path": None,
@@ -97,6 +86,9 @@ def _push(args: Namespace, model: Any, job: Job) -> Result:
             "check_weight_update_equal": True,
             "update_weight_buffer_size": BUCKET_BYTES,
             "weight_update_timeout_s": TIMEOUT_S,
+            "colocate": job.mode in ("colocated", "mixed"),
+            "update_weight_mode": "delta" if job.mode == "delta" else "full",
+            "update_weight_transport": "disk" if job.mode in ("disk", "delta") else "nccl",
         }
     )
     engines = [
@@ -110,38 +102,35 @@ def _push(args: Namespace, model: Any, job: Job) -> Result:
         for engine in engines:
             engine.now("become", job.folder, "bfloat16", disk_flags)
     dist.barrier()
-    sender: Any = SENDERS[job.mode](
-        cell_args, model, lambda: None, model_name=config["model_type"], hf_config=config, first_version=0
-    )
+    updater = WeightUpdater(cell_args, model, lambda: None, hf_config=config)
     result = Result()
     try:
-        sender.connect_rollout_engines(engines)
-        first = _push_once(sender, engines, result)
+        updater.connect(engines, len(engines))
+        first = _push_once(updater, engines, result)
         if first != list(job.expected):
             result.problem = result.problem or f"the engines hold {first}; the checkpoint is {list(job.expected)}"
         _scale(model, 0.5)
-        second = _push_once(sender, engines, Result())
+        second = _push_once(updater, engines, Result())
         _scale(model, 2.0)
         if dist.get_rank() == 0 and any(one == other for one, other in zip(first, second, strict=True)):
             result.problem = result.problem or "the second push changed nothing"
-        result.digests, result.num_buckets = first, len(sender.source.manifest.buckets)
+        result.digests, result.num_buckets = first, len(updater.buckets.manifest.buckets)
     except (SlimeError, RuntimeError, OSError) as error:
         result.problem = f"{type(error).__name__}: {error}"
-    if hasattr(sender, "disconnect"):
-        sender.disconnect()
+    updater.close()
     dist.barrier()
     for engine in engines:
         engine.close()
     return result
 
 
-def _push_once(sender: Any, engines: Sequence[Client], result: Result) -> list[str]:
+def _push_once(updater: WeightUpdater, engines: Sequence[Client], result: Result) -> list[str]:
     """Push, see that all engines serve it, and give their digests (on all ranks)."""
-    report = sender.update_weights()
+    report = updater.push()
     told: list[Any] = [None]
     if dist.get_rank() == 0:
-        if report.fenced:
-            result.problem = f"engine {report.fenced[0].index} is fenced: {report.fenced[0].reason}"
+        if report.excluded:
+            result.problem = f"engine {report.excluded[0].index} is excluded: {report.excluded[0].reason}"
         versions = [engine.now("get_weight_version") for engine in engines]
         if set(versions) != {str(report.version)}:
             result.problem = result.problem or f"the engines serve {versions}, not {report.version}"

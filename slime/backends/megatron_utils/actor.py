@@ -27,8 +27,8 @@ from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
-from slime.backends.megatron_utils.update_weight.pushes import WeightPushes, model_name
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
+from slime.backends.megatron_utils.update_weight.updater import WeightUpdater, model_name
 from slime.backends.train_worker import TrainWorker
 from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler
@@ -38,7 +38,8 @@ from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch
-from slime.weights.receiver import ExcludedEngine, WeightReceiver
+from slime.weights.push.participants import ExcludedEngine
+from slime.weights.push.verbs import EngineProxy
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,12 @@ class MegatronTrainRayActor(TrainWorker):
         Timer().reset()
         Timer().start("train_wait")
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
-        self._pushes = WeightPushes(
-            args, self.model, self._weights_to_send, hf_config=self._hf_config, start_rollout_id=self._start_rollout_id
+        self._updater = WeightUpdater(
+            args,
+            self.model,
+            self._weights_to_send,
+            hf_config=self._hf_config,
+            first_version=max(self._start_rollout_id, args.update_weight_start_version),
         )
         return self._start_rollout_id
 
@@ -272,7 +277,7 @@ class MegatronTrainRayActor(TrainWorker):
             loss_type=loss_type,
             on_step=on_step,
         )
-        self._pushes.note_weights_changed()
+        self._updater.record_weights_changed()
         return last
 
     # Checkpoints
@@ -315,14 +320,14 @@ class MegatronTrainRayActor(TrainWorker):
 
     # Weights to the engines
 
-    def connect_rollout_engines(self, receivers: Sequence[WeightReceiver], num_new_engines: int) -> None:
-        """Connect the sender that the flags ask for to these engines."""
-        self._pushes.connect(receivers, num_new_engines)
+    def connect_rollout_engines(self, engines: Sequence[EngineProxy], num_new_engines: int) -> None:
+        """Take these engines as those to push to."""
+        self._updater.connect(engines, num_new_engines)
 
     def update_weights(self) -> dict[str, float] | None:
         """Push the actor's weights; returns the push's metrics on the main rank."""
         with timer("update_weights"):
-            metrics = self._pushes.push()
+            metrics = self._updater.push().as_metrics()
             self._release_push_groups()
         self._policies.note_pushed()
         if self._last_rollout_id is None:
@@ -333,20 +338,20 @@ class MegatronTrainRayActor(TrainWorker):
     def resend_weights(self) -> None:
         """Push what the last push sent, under the same version, to the engines connected now: they started late."""
         with timer("update_weights"):
-            self._pushes.resend()
+            self._updater.resend()
             self._release_push_groups()
 
     def write_weights(self) -> Any:
         """Write the weights to disk and ask no engine; gives the ``WrittenVersion`` on the main rank."""
         with timer("update_weights"):
-            written = self._pushes.write()
+            written = self._updater.write()
         if self._last_rollout_id is not None:
             self._reports.span(self._last_rollout_id, "update_weights", **written.metrics)
         return written if self.rank == 0 else None
 
     def excluded_engines(self) -> list[ExcludedEngine]:
         """The engines that the last push left out."""
-        return self._pushes.fenced
+        return self._updater.excluded
 
     def _weights_to_send(self) -> HostWeights | None:
         return self.weights.get("actor") if self._is_asleep and memory.is_memory_saver_active() else None

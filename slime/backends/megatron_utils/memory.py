@@ -86,13 +86,6 @@ def freeze_long_lived_objects() -> None:
     gc.freeze()
 
 
-def collect_shared_memory() -> None:
-    """Take back blocks that another process has mapped and dropped; the allocator uses them again."""
-    if torch.cuda.is_available():
-        # No empty_cache here: inside memory_saver_disabled it could free a block of the saver behind the saver's back.
-        torch.cuda.ipc_collect()
-
-
 def report(moment: str) -> dict[str, float]:
     """Log and return the accelerator's memory in GiB; empty without one."""
     if not torch.cuda.is_available():

@@ -1,16 +1,11 @@
-"""What a weight sender takes from SGLang: the wire form of tensors, and the process group of an update.
+"""The trainer's use of SGLang: its wire form of tensors and process group, for engines without our loader.
 
 SGLang is imported where it is first used: its import takes seconds and a trainer that pushes nothing (SFT) needs none.
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import operator
-import pickle
 from datetime import timedelta
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -18,17 +13,6 @@ import torch.distributed as dist
 
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import NamedTensors
-
-FLATTENED_BUCKET = "flattened_bucket"
-"""``load_format`` of a bucket whose tensors lie in one flat buffer."""
-
-RECEIVER = "slime.backends.sglang_utils.weight_receiver.receive"
-"""Our loader inside the engine, which takes the verbs of a two-phase push."""
-COMPARE_LOADER = "slime.backends.sglang_utils.weight_check.compare_weights"
-"""``load_format`` that makes the engine compare what it is sent with what it holds, instead of loading it."""
-POISON_LOADER = "slime.backends.sglang_utils.weight_check.poison_weights"
-FIND_POISON_LOADER = "slime.backends.sglang_utils.weight_check.find_poison"
-"""``load_format`` that overwrites all of an engine's weights, and the one that reports what was not written since."""
 
 
 def _sglang() -> tuple[Any, Any, Any]:
@@ -74,32 +58,6 @@ def serialize_bucket(bucket: NamedTensors) -> tuple[str, torch.Tensor]:
     buffer = flat.get_flattened_tensor()
     payload = {"flattened_tensor": buffer, "metadata": flat.get_metadata()}
     return serializer.serialize(payload, output_str=True), buffer
-
-
-def serialize_handle(buffer: torch.Tensor) -> str:
-    """A handle to the shared or CUDA memory of a flat bucket, as text; the bucket must outlive the engine's answer.
-
-    A buffer in ordinary memory moves to shared memory.
-    """
-    data = io.BytesIO()
-    ForkingPickler(data).dump(buffer)
-    return base64.b64encode(data.getvalue()).decode("ascii")
-
-
-def serialize_by_value(bucket: NamedTensors) -> str:
-    """The bucket's tensors themselves, as text: slow, but it reaches an engine on any host (checks only)."""
-    buffer = io.BytesIO()
-    _ByValue(buffer, protocol=4).dump([(name, tensor.cpu()) for name, tensor in bucket])
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-class _ByValue(pickle.Pickler):
-    """Eight-bit floats travel as bytes with a change of view: torch cannot read back what it pickles of them."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.is_floating_point() and obj.element_size() == 1:
-            return operator.methodcaller("view", obj.dtype), (obj.contiguous().view(torch.uint8),)
-        return NotImplemented
 
 
 def flatten(bucket: NamedTensors) -> torch.Tensor:

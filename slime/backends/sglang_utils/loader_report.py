@@ -18,7 +18,7 @@ Answer = Callable[[], list[str]]
 
 
 def answer_by_name(model: nn.Module, name: str, answer: Answer) -> None:
-    """From now on ``model.get_weights_by_name(name)`` gives ``answer()``; other names mean what they meant."""
+    """Let ``model.get_weights_by_name(name)`` return ``answer()``; other names mean what they meant."""
     state = vars(model)
     if "_slime_answers" not in state:
         state["_slime_answers"] = {}
@@ -39,7 +39,7 @@ def _read(
 
 
 def gather_over_ranks(own: Any) -> list[Any]:
-    """What each tensor-parallel rank has to say, in rank order; every rank must call this."""
+    """Return what each tensor-parallel rank gives, in rank order; every rank must call this."""
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()
@@ -51,14 +51,14 @@ def gather_over_ranks(own: Any) -> list[Any]:
 
 
 def rank_in_engine() -> int:
-    """Position of this process among all GPUs of the engine."""
+    """Return the position of this process among all GPUs of the engine."""
     from sglang.srt.distributed import get_world_group
 
     return int(get_world_group().rank_in_group)
 
 
 def with_ranks(found: Sequence[Sequence[str]]) -> list[str]:
-    """The problems of all ranks as one list; the rank is named where there is more than one."""
+    """Return the problems of all ranks as one list; the rank is named where there is more than one."""
     if len(found) == 1:
         return list(found[0])
     return [f"rank {rank}: {problem}" for rank, problems in enumerate(found) for problem in problems]

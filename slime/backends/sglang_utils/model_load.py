@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slime.backends.sglang_utils.held_tensors import Complete, HeldTensors, NamedTensors
 from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
-from slime.backends.sglang_utils.weight_check import differing_names, find_poison_in, poison
+from slime.backends.sglang_utils.weight_check import differing_names, fill_parameters_with_nan, find_nan_in
 from slime.utils.errors import WeightSyncError
 from slime.weights.kernels.tables import CopyTable
 from slime.weights.manifest import BucketEntry, Manifest, pack_whole
@@ -54,7 +54,7 @@ class ModelLoad:
         with torch.no_grad():
             for fill in plan.fills:
                 fill.target.copy_(fill.value)
-            poison(self.model, plan.unaccounted)
+            fill_parameters_with_nan(self.model, plan.unaccounted)
 
     def has(self, index: int) -> bool:
         """Whether the bucket of the push under way was loaded."""
@@ -92,7 +92,7 @@ class ModelLoad:
         if rebuild is not None:
             with torch.no_grad():
                 rebuild()
-        self.problems += find_poison_in(self.model, plan.unaccounted)
+        self.problems += find_nan_in(self.model, plan.unaccounted)
         for planned, counts in self._pending:
             self.problems += _differences(planned, counts)
         self._pending = []

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.sglang_utils.loader_message import RECEIVER
+from slime.weights.push.verbs import WEIGHT_LOADERS
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +37,6 @@ NOT_FIELDS = frozenset(
 
 OWN_DRAFTS = ("EAGLE", "NEXTN")
 """Speculative algorithms whose draft is the checkpoint's own MTP layers, when no other is named."""
-
-WEIGHT_CHECKS = tuple(
-    f"slime.backends.sglang_utils.weight_check.{name}"
-    for name in ("compare_weights", "poison_weights", "find_poison", "snapshot_weights", "compare_with_snapshot")
-)
-"""Loaders that compare or overwrite what an engine holds, and report problems."""
-CHECK_LOADERS = {
-    "snapshot": "slime.backends.sglang_utils.weight_check.snapshot_weights",
-    "reset_tensors": "slime.backends.sglang_utils.weight_check.poison_weights",
-    "compare": "slime.backends.sglang_utils.weight_check.compare_with_snapshot",
-}
-"""What serves ``check_weights`` on a CPU, where SGLang's own ``/weights_checker`` wants CUDA."""
-WEIGHT_LOADERS = (*WEIGHT_CHECKS, RECEIVER)
-"""Import paths that an update request may name as its ``load_format``."""
 
 
 @dataclass(frozen=True, kw_only=True)

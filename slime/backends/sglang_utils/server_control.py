@@ -82,7 +82,7 @@ class ServerControl:
             return response.text
 
     def answers(self, path: str = "/health_generate", *, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-        """Whether ``GET path`` succeeds."""
+        """Return whether ``GET path`` succeeds."""
         try:
             self.get(path, timeout_s=timeout_s)
         except ProcessError:

@@ -241,7 +241,7 @@ class SGLangEngine(WeightVerbs):
         Raises:
             WeightSyncError: the engine holds a push that was begun and not committed.
         """
-        self._refuse_fenced()
+        self._refuse_unfinished_push()
         self._request("POST", "/continue_generation", {})
 
     def abort_all(self) -> None:

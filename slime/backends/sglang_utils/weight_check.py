@@ -27,15 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_plan import NOT_IN_CHECKPOINTS
-from slime.backends.sglang_utils.loader_message import CHECK_REPORT
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
+from slime.weights.push.wire import CHECK_REPORT
 
 logger = logging.getLogger(__name__)
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 SAME_WIDTH_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-POISON_BYTE = 0xFF
+NAN_BYTE = 0xFF
 """All bits set is NaN in every floating-point format in use (fp32, bf16, fp16, fp8 e4m3fn and e5m2)."""
 
 
@@ -48,32 +48,32 @@ def compare_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
         problems += differing_names(model, list(named_tensors))
 
 
-def poison_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
+def fill_with_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
     """Overwrite every floating-point parameter with NaN, so that a push that forgets one is found out."""
     with _reporting(model):
-        poison(model)
+        fill_parameters_with_nan(model)
 
 
-def find_poison(model: nn.Module, named_tensors: NamedTensors) -> None:
-    """Report the parameters of which some element is still what :func:`poison_weights` wrote."""
+def find_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """Report the parameters of which some element is still what :func:`fill_with_nan` wrote."""
     with _reporting(model) as problems:
-        problems += find_poison_in(model)
+        problems += find_nan_in(model)
 
 
-def poison(model: nn.Module, only: Collection[str] | None = None) -> None:
+def fill_parameters_with_nan(model: nn.Module, only: Collection[str] | None = None) -> None:
     """Overwrite floating-point parameters, those in ``only`` or all, with NaN."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if _is_pushed(name, parameter, only):
-                _bits(parameter.data).fill_(_poison_of(parameter))
+                _bits(parameter.data).fill_(_nan_of(parameter))
 
 
-def find_poison_in(model: nn.Module, only: Collection[str] | None = None) -> list[str]:
-    """The parameters, among those in ``only`` or all, of which some element is still what :func:`poison` wrote."""
+def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[str]:
+    """Return the parameters, among those in ``only`` or all, with an element that was not written since the fill."""
     problems = []
     for name, parameter in model.named_parameters():
         if _is_pushed(name, parameter, only):
-            count = int((_bits(parameter.data) == _poison_of(parameter)).sum())
+            count = int((_bits(parameter.data) == _nan_of(parameter)).sum())
             if count:
                 problems.append(f"{name}: {count} of {parameter.numel()} elements were never pushed")
     return problems
@@ -85,8 +85,8 @@ def _is_pushed(name: str, parameter: Tensor, only: Collection[str] | None) -> bo
     return parameter.is_floating_point() and is_stored and (only is None or name in only)
 
 
-def _poison_of(parameter: Tensor) -> int:
-    return -1 if parameter.element_size() > 1 else POISON_BYTE
+def _nan_of(parameter: Tensor) -> int:
+    return -1 if parameter.element_size() > 1 else NAN_BYTE
 
 
 def snapshot_weights(model: nn.Module, named_tensors: NamedTensors) -> None:

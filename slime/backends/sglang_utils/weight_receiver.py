@@ -23,15 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_plan import LoadPlan
-from slime.backends.sglang_utils.loader_message import PUSH_REPORT, decode
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, rank_in_engine, with_ranks
 from slime.backends.sglang_utils.model_load import ModelLoad
 from slime.utils.errors import WeightSyncError
-from slime.weights.bucket_files import read_bucket
+from slime.weights.buckets import read_bucket
 from slime.weights.channel import WeightChannel
 from slime.weights.digest import combine_wrapped
 from slime.weights.kernels.tables import DigestTable
 from slime.weights.manifest import BucketEntry, Manifest
+from slime.weights.push.verbs import handle_in_loader
+from slime.weights.push.wire import PUSH_REPORT, decode
 from slime.weights.stored_tensors import StoredTensor, read_layout
 
 logger = logging.getLogger(__name__)
@@ -40,18 +41,18 @@ MAX_UNUSED_SHOWN = 5
 
 
 def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """The loader: ``named_tensors`` carry messages, not weights; see ``loader_message``."""
+    """The loader: ``named_tensors`` carry messages, not weights; see ``slime.weights.push.wire``."""
     answer_by_name(model, PUSH_REPORT, _RANK.report)
     for message in decode(named_tensors):
         try:
             _RANK.handle(model, message)
         except Exception as error:  # the edge of our code inside the scheduler, which an exception would end
             logger.exception("the weight receiver failed at %s", message["verb"])
-            _RANK.note(message, error)
+            _RANK.record(message, error)
 
 
 class ReceivingRank:
-    """What one process of an engine knows of the push under way."""
+    """State of the push under way in one process of an engine; a verb of ``EngineVerbs`` is the method of its name."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -59,7 +60,7 @@ class ReceivingRank:
         self._manifest_key = ""
         self._push_id: str | None = None
         self._digests: dict[int, Tensor] = {}
-        """Digests of the pieces of each bucket that arrived, on its device."""
+        """Digests of the slices of each bucket that arrived, on its device."""
         self._digest_tables: dict[int, DigestTable] = {}
         self._problems: list[str] = []
         """Of the push, beside those of the models."""
@@ -73,45 +74,55 @@ class ReceivingRank:
         self._folder: tuple[str, str] | None = None
         """The push, and the folder that it is read from."""
         self._layout: dict[str, StoredTensor] = {}
-        """Where the folder's tensors lie."""
+        """The places of the folder's tensors."""
         self._channels: dict[str, WeightChannel] = {}
         self._buffer: Tensor | None = None
-        """Where bytes arrive that do not lie on this device: broadcasts, and buffers of other trainer ranks."""
+        """Room for bytes that do not lie on this device: broadcasts, and buffers of other trainer ranks."""
 
     def handle(self, model: nn.Module, message: dict[str, Any]) -> None:
-        """Do what a message asks, for one model."""
+        """Do what a message asks, for one model; its verb is the name of the method."""
         is_first = message["id"] != self._message_id
         if is_first:
             self._message_id, self._message_problems, self._flat = message["id"], [], None
-        verb = message["verb"]
-        if verb == "begin":
-            if is_first:
-                self._begin(message)
-            if self._manifest is not None:
-                self._load_of(model).begin(self._manifest)
-        elif verb == "receive" and "payload" in message:
-            self._require_push(message["push_id"])
-            for index, handle in message["payload"]:
-                self._take(model, index, handle)
+        handle_in_loader(self, message["verb"], model, message, is_first)
+
+    def begin_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        if is_first:
+            self._begin(message)
+        if self._manifest is not None:
+            self._load_of(model).begin(self._manifest)
+
+    def receive_weight_buckets(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        self._require_push(message["push_id"])
+        for index, handle in message["payload"]:
+            self._take(model, index, handle)
+        _wait_for_device()
+
+    def receive_weight_bucket(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        if is_first:
+            self._flat = self._obtain(model, message)
+        if self._flat is not None:
+            self._load_of(model).load(message["bucket_index"], self._flat)
             _wait_for_device()
-        elif verb == "receive":
-            if is_first:
-                self._flat = self._obtain(model, message)
-            if self._flat is not None:
-                self._load_of(model).load(message["bucket_index"], self._flat)
-                _wait_for_device()
-        elif verb == "acknowledge":
-            self._require_push(message["push_id"])
-            self._mapped, self._flat = {}, None
-            if not self._channels:
-                self._buffer = None  # the KV cache may want the room
-            self._load_of(model).finish()
-        elif is_first and verb == "join":
+
+    receive_weight_folder = receive_weight_bucket
+
+    def acknowledge_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        self._require_push(message["push_id"])
+        self._mapped, self._flat = {}, None
+        if not self._channels:
+            self._buffer = None  # the KV cache may want the room
+        self._load_of(model).finish()
+
+    def join_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        if is_first:
             self._join(message["group_name"], message["group"], message["timeout_s"])
-        elif is_first and verb == "leave":
+
+    def leave_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        if is_first:
             self._leave(message["group_name"])
 
-    def note(self, message: dict[str, Any], error: Exception) -> None:
+    def record(self, message: dict[str, Any], error: Exception) -> None:
         """Keep an exception for the report."""
         problem = f"{message['verb']}: {error}" if isinstance(error, WeightSyncError) else _unexpected(message, error)
         is_of_push = message["push_id"] is not None and message["push_id"] == self._push_id
@@ -136,7 +147,7 @@ class ReceivingRank:
                 merged["problems"].append(f"rank {index} has received other bytes than rank 0")
         return [json.dumps(merged)]
 
-    # --- verbs ----------------------------------------------------------------------------------------------------
+    # --- what the verbs are made of -------------------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any]) -> None:
         if message["manifest_key"] != self._manifest_key:
@@ -157,7 +168,7 @@ class ReceivingRank:
             else:
                 flat = self._receive_broadcast(model, bucket, message)
         except Exception:
-            channel = self._channels.get(message["group_name"] or "")
+            channel = self._channels.get(message.get("group_name") or "")
             if channel is not None:
                 channel.abandon()  # nobody shall wait in it for this rank
             raise
@@ -310,7 +321,7 @@ def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters lie."""
+    """Return the device of the model's parameters."""
     return next(model.parameters()).device
 
 

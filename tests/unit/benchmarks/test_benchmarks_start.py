@@ -15,7 +15,7 @@ from argparse import Namespace
 import pytest
 
 from slime.arguments import parse_args
-from slime.weights.receiver import WeightReceiver
+from slime.weights.push.verbs import VERBS, EngineProxy
 from tests.contracts.source_tree import REPO
 
 FOLDER = REPO / "benchmarks"
@@ -126,17 +126,17 @@ def test_the_flags_of_the_demos_step_are_accepted(tmp_path, monkeypatch):
     assert args.rollout_batch_size == 2
 
 
-def test_the_demos_receiver_has_all_that_a_sender_asks_of_one():
-    from benchmarks.demo_step import InProcessReceiver
+def test_the_demos_engine_has_all_that_a_push_asks_of_one():
+    from benchmarks.demo_step import InProcessEngine
 
-    receiver = InProcessReceiver(Namespace(), Namespace(), Namespace())
-    asked = [*WeightReceiver.__annotations__, *(name for name in vars(WeightReceiver) if not name.startswith("_"))]
-    assert [name for name in asked if not hasattr(receiver, name)] == []
+    engine = InProcessEngine(Namespace(), Namespace(), Namespace())
+    asked = [*EngineProxy.__annotations__, *VERBS]
+    assert [name for name in asked if not hasattr(engine, name)] == []
 
 
-def test_the_rows_of_a_push_are_verbs_of_a_receiver():
+def test_the_rows_of_a_push_are_verbs_of_an_engine():
     from benchmarks.step_phases import ROWS
 
-    timed = {row.measured for row in ROWS if row.measured.endswith(("_update", "_bucket"))}
+    timed = {row.measured for row in ROWS if row.measured.endswith(("_update", "_buckets"))}
     assert len(timed) == 4
-    assert timed <= vars(WeightReceiver).keys()
+    assert timed <= VERBS.keys()

@@ -9,7 +9,7 @@ import pytest
 
 from slime.ray.train_loop import TrainJob
 from slime.utils.errors import WeightSyncError
-from slime.weights.receiver import ExcludedEngine
+from slime.weights.push.participants import ExcludedEngine
 
 FENCED = [ExcludedEngine(1, "it holds other bytes")]
 

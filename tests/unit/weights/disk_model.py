@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from slime.weights.delta import Bytes
-from slime.weights.delta_base import DeltaBase
+from slime.weights.delta import Bytes, DeltaBase
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.stored_tensors import read_bytes, read_layout
-from slime.weights.version_writer import PartWriter, begin_version, publish_version
-from slime.weights.versions import version_folder, version_text
+from slime.weights.versions import PartWriter, begin_version, finalize_version, version_folder, version_text
 
 SIZES = {"a.weight": (64, 33), "b.weight": (1000,), "empty": (0, 4), "c.bias": (7,), "never.pushed": (5,)}
 CHAIN = "run"
@@ -85,7 +83,7 @@ class Pusher:
             "version": version_text(self.number), "base_version": version_text(self.base_number), "chain": self.chain,
             "delta_encoding": self.encoding, "compression_format": "zstd", "checksum_format": "xxh3-128",
         }  # fmt: skip
-        publish_version(unfinished, final, [writer.flush() for writer in writers], metadata, first=0)
+        finalize_version(unfinished, final, [writer.flush() for writer in writers], metadata, first=0)
         if commit:
             self.base.commit()
             self.base_number = self.number
@@ -109,7 +107,7 @@ class Pusher:
             data = self.current.get(name, read_bytes(stored))
             writer.add(name, torch.from_numpy(data.copy().view(np.int16)).view(torch.bfloat16).view(stored.shape))
         (unfinished / "config.json").write_text("{}")
-        publish_version(unfinished, final, [writer.flush()], {"chain": self.chain}, first=1)
+        finalize_version(unfinished, final, [writer.flush()], {"chain": self.chain}, first=1)
         return final
 
     def expected(self) -> dict[str, bytes]:

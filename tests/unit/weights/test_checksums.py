@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from slime.utils.errors import ConfigError
-from slime.weights.checksums import checksum_of, new_checksum
+from slime.weights.delta import checksum_of, new_checksum
 
 
 def test_known_values():

@@ -8,8 +8,7 @@ import zstandard
 
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights import delta
-from slime.weights.checksums import checksum_of
-from slime.weights.delta import apply_delta, encode_delta
+from slime.weights.delta import apply_delta, checksum_of, encode_delta
 
 KINDS = ("xor", "overwrite")
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from disk_model import Pusher, read_model, write_model
 
 from slime.utils.errors import ConfigError, WeightSyncError
-from slime.weights import local_copy, version_writer
-from slime.weights.delta_base import DeltaBase
+from slime.weights import local_copy, versions
+from slime.weights.delta import DeltaBase
 from slime.weights.local_copy import LocalCopy
 from slime.weights.stored_tensors import read_layout
 from slime.weights.versions import list_folders, prune_before, remove_all, remove_version, version_folder
@@ -256,7 +256,7 @@ def test_a_full_local_disk_names_the_flag_and_what_is_free(pusher, monkeypatch):
 # A kill at any moment
 
 STEPS = (
-    (local_copy, "apply_delta"), (local_copy, "sync_to_disk"), (version_writer, "sync_to_disk"), (os, "replace"),
+    (local_copy, "apply_delta"), (local_copy, "sync_to_disk"), (versions, "sync_to_disk"), (os, "replace"),
     (shutil, "copyfile"), (DeltaBase, "commit"),
 )  # fmt: skip
 
@@ -316,8 +316,8 @@ def test_a_copy_whose_maker_is_killed_at_any_step_is_right_after_the_next_pull(p
 
 
 def test_unfinished_versions_are_invisible_and_go_with_the_first_push(pusher):
-    unfinished = version_writer.begin_version(version_folder(pusher.root, 7))
-    version_writer.PartWriter(unfinished, 0)
+    unfinished = versions.begin_version(version_folder(pusher.root, 7))
+    versions.PartWriter(unfinished, 0)
     assert list_folders(pusher.root) == []
     with pytest.raises(WeightSyncError, match="weight_v000007 does not exist on this host"):
         copy_of(pusher).pull(7)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import DataError, WeightSyncError
-from slime.weights.bucket_files import read_bucket
+from slime.weights.buckets import read_bucket
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.manifest import Manifest, pack_whole
 from slime.weights.stored_tensors import STORED_DTYPES, MappedFile, read_bytes, read_header, read_layout

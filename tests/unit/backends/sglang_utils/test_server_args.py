@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from slime.backends.sglang_utils.server_args import WEIGHT_LOADERS, EnginePlace, build_server_args, keep_known
+from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args, keep_known
+from slime.weights.push.verbs import WEIGHT_LOADERS
 
 PLACE = EnginePlace(
     rank=3,

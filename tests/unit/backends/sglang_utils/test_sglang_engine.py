@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.loader_message import RECEIVER
-from slime.backends.sglang_utils.server_args import CHECK_LOADERS, WEIGHT_CHECKS, WEIGHT_LOADERS
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.backends.sglang_utils.weight_verbs import CHECK_LOADERS
 from slime.utils.errors import ConfigError, EngineError, WeightSyncError
+from slime.weights.push.verbs import RECEIVER, WEIGHT_CHECKS, WEIGHT_LOADERS
 
 
 class NotingServer:

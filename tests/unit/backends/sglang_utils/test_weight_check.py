@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from slime.backends.sglang_utils import weight_check
-from slime.backends.sglang_utils.loader_message import CHECK_REPORT
 from slime.backends.sglang_utils.weight_check import (
     compare_weights,
     compare_with_snapshot,
     differing_names,
-    find_poison,
-    poison_weights,
+    fill_with_nan,
+    find_nan,
     snapshot_weights,
 )
+from slime.weights.push.wire import CHECK_REPORT
 
 
 class Fused(nn.Module):
@@ -112,16 +112,16 @@ def test_problems_wait_until_they_are_read_once():
 def test_poison_remains_where_nothing_was_pushed():
     model = Fused(torch.bfloat16)
     sent = held(model)
-    poison_weights(model, [])
+    fill_with_nan(model, [])
     assert model.norm.isnan().all()
     model.load_weights(sent[:1])
-    find_poison(model, [])
+    find_nan(model, [])
     assert report(model) == [
         "gate_up: 12 of 24 elements were never pushed",
         "norm: 4 of 4 elements were never pushed",
     ]
     model.load_weights(sent)
-    find_poison(model, [])
+    find_nan(model, [])
     assert report(model) == []
     assert model.experts.tolist() == [0, 1, 2, 3]
 
@@ -147,6 +147,6 @@ def test_scales_that_no_checkpoint_has_are_neither_poisoned_nor_missed() -> None
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.ones(2))
     model.k_scale = torch.nn.Parameter(torch.tensor([0.5]))
-    weight_check.poison(model)
+    weight_check.fill_parameters_with_nan(model)
     assert model.k_scale.item() == 0.5
-    assert weight_check.find_poison_in(model) == ["weight: 2 of 2 elements were never pushed"]
+    assert weight_check.find_nan_in(model) == ["weight: 2 of 2 elements were never pushed"]

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import loader_report, weight_receiver
-from slime.backends.sglang_utils.loader_message import PUSH_REPORT, RECEIVER, encode, flatten_reports
 from slime.backends.sglang_utils.weight_receiver import ReceivingRank, receive
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.utils.net import get_free_port
 from slime.weights.channel import WeightChannel
+from slime.weights.push.verbs import RECEIVER
+from slime.weights.push.wire import PUSH_REPORT, encode, flatten_reports
 from tests.loaded_model.buckets import cut_buckets, digests, fill, whole_buckets
 from tests.unit.backends.sglang_utils.toy_models import Fused, Joined
 
@@ -168,7 +169,7 @@ def test_each_gpu_of_an_engine_begins_with_another_bucket(monkeypatch):
     engine = InProcess(Fused())
     engine._tp_size, engine._push_id = 3, "p"
     told = []
-    monkeypatch.setattr(engine, "_tell", lambda verb, push_id, *, by_gpu, reads: told.extend(by_gpu))
+    monkeypatch.setattr(engine, "_send", lambda verb, push_id, *, by_gpu: told.extend(by_gpu))
     engine.receive_weight_buckets("p", {4: ["4a", "4b", "4c"], 5: ["5a", "5b", "5c"]})
     assert [gpu["payload"] for gpu in told] == [[(4, "4a"), (5, "5a")], [(5, "5b"), (4, "4b")], [(4, "4c"), (5, "5c")]]
 
@@ -200,10 +201,10 @@ def test_a_stray_message_of_another_push_is_refused_and_harms_nothing():
     engine = InProcess(Fused())
     tensors, manifest, flats = made()
     engine.begin_weight_update(manifest.to_json(), "a")
-    message = {"verb": "receive", "push_id": "b", "id": "1", "bucket_index": 0, "payload": "x", "group_name": None}
+    message = {"verb": "receive_weight_bucket", "push_id": "b", "id": "1", "bucket_index": 0, "group_name": None}
     receive(engine.models[0], pickle.loads(base64.b64decode(encode(message))))
     (report,) = engine.models[0].get_weights_by_name(PUSH_REPORT)
-    assert json.loads(report)["problems"] == ["receive: push b is not the one that was begun last, a"]
+    assert json.loads(report)["problems"] == ["receive_weight_bucket: push b is not the one that was begun last, a"]
     assert engine.push(manifest, flats, "a")["problems"] == []
     assert_holds(engine.models[0], tensors)
 
@@ -227,7 +228,7 @@ def test_a_loader_that_fails_is_a_problem_and_no_exception():
     engine = InProcess(Breaks())
     _, manifest, flats = made()
     problems = engine.push(manifest, flats, "p")["problems"]
-    assert problems == ["receive failed: RuntimeError: out of memory"] * 2
+    assert problems == ["receive_weight_buckets failed: RuntimeError: out of memory"] * 2
 
 
 def test_the_ack_is_void_when_a_bucket_comes_after_it():
@@ -239,15 +240,15 @@ def test_the_ack_is_void_when_a_bucket_comes_after_it():
         engine.commit_weight_update("p", "7")
 
 
-def test_an_engine_is_fenced_from_begin_to_commit():
+def test_an_engine_must_not_serve_from_begin_to_commit():
     engine = InProcess(Fused())
     _, manifest, flats = made()
-    engine._refuse_fenced()
+    engine._refuse_unfinished_push()
     engine.push(manifest, flats, "p")
     with pytest.raises(WeightSyncError, match="engine 0 holds the unfinished push p and must not serve"):
-        engine._refuse_fenced()
+        engine._refuse_unfinished_push()
     engine.commit_weight_update("p", "7")
-    engine._refuse_fenced()
+    engine._refuse_unfinished_push()
 
 
 class Draft(torch.nn.Module):

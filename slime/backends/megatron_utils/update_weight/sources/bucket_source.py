@@ -1,4 +1,4 @@
-"""Where the flat buckets of a push come from: the protocol, and the plain way, which gathers whole tensors.
+"""The flat buckets of a push, made the plain way: whole tensors are gathered.
 
 A source says once, in its manifest, what it will send, and fills the buckets again for every push.  The plain way is
 right for every model and layout, and the only one that engines without our loader understand; ``shard_buckets`` is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,30 +27,10 @@ from slime.backends.megatron_utils.update_weight.sources.gather import (
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 from slime.utils.errors import WeightSyncError
-from slime.weights.buckets import iter_units, plan_buckets
+from slime.weights.buckets import NO_BUCKET, iter_units, plan_buckets
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
 from slime.weights.named_tensors import Header, dtype_name
 from slime.weights.quantize import Quantizer
-
-NO_BUCKET = -1
-"""Index of a step in which a rank has nothing to send, and only takes part in the others' collectives."""
-
-
-class BucketSource(Protocol):
-    """The buckets of one model and layout.  Made on all ranks at once, and used in step."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """All tensors and buckets of the push, the same on all ranks; buckets are numbered over all senders."""
-
-    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
-        """This rank's buckets with the weights of now: ``(index in the manifest, flat uint8 buffer)``.
-
-        Collective over the ranks that send in one turn: all of them walk the iterator to its end, and it gives each of
-        them equally many steps.  A step in which a rank has nothing to send is ``(NO_BUCKET, empty buffer)``.  One
-        buffer is valid at a time: until the next step.  The same bucket may come from several ranks (each engine GPU
-        then takes the one of the trainer rank beside it); its bytes are then the same on all of them.
-        """
 
 
 class GatheredBuckets:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from slime.weights.shares import Shares
+from slime.weights.push.transports.disk import Shares
 
 
 def test_every_tensor_has_one_owner_on_whom_all_agree():

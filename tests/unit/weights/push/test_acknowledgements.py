@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from slime.backends.megatron_utils.update_weight.protocol.acknowledgements import BucketDigests, check_acknowledgements
 from slime.utils.errors import WeightSyncError
+from slime.weights.buckets import NO_BUCKET
 from slime.weights.digest import combine, digest_bytes
 from slime.weights.manifest import Manifest, pack_whole
+from slime.weights.push.acknowledgements import DigestedBuckets, check_acknowledgements
 
 FIRST, BUCKET_0 = pack_whole([("a", (3,), torch.float32), ("b", (2, 2), torch.bfloat16)])
 SECOND, BUCKET_1 = pack_whole([("c", (5,), torch.uint8)])
@@ -23,19 +25,42 @@ def answer(push_id: str = "p", buckets: list[str] | None = None, problems: list[
     return {"push_id": push_id, "buckets": GOOD if buckets is None else buckets, "problems": problems or []}
 
 
+class OneBucket:
+    """A source of bucket 0, with an empty step behind it."""
+
+    manifest = MANIFEST
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+
+    def iter_buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        yield 0, self.flat
+        yield NO_BUCKET, self.flat[:0]
+
+
+def walk(buckets: DigestedBuckets) -> dict[int, int]:
+    assert [index for index, _ in buckets.iter_buckets()] == [0, NO_BUCKET]
+    return buckets.digests()
+
+
 def test_the_digest_of_a_bucket_is_that_of_its_pieces_and_not_of_what_lies_between() -> None:
-    digests = BucketDigests(MANIFEST)
     flat = torch.arange(BUCKET_0.num_bytes, dtype=torch.int64).to(torch.uint8)
-    digests.take(0, flat)
+    buckets = DigestedBuckets(OneBucket(flat))
     expected = combine([digest_bytes(flat[:12]), digest_bytes(flat[256:264])])
-    assert digests.finish() == {0: expected}
-    assert digests.finish() == {}
+    assert walk(buckets) == {0: expected}
+    assert buckets.digests() == {}
     flat[100] += 1
-    digests.take(0, flat)
-    assert digests.finish() == {0: expected}
+    assert walk(buckets) == {0: expected}
     flat[257] += 1
-    digests.take(0, flat)
-    assert digests.finish() != {0: expected}
+    assert walk(buckets) != {0: expected}
+
+
+def test_digests_that_the_source_took_itself_are_not_taken_again() -> None:
+    flat = torch.zeros(BUCKET_0.num_bytes, dtype=torch.uint8)
+    buckets = DigestedBuckets(OneBucket(flat))
+    buckets.record(0, torch.tensor([5, 6]))
+    assert walk(buckets) == {0: combine([5, 6])}
+    assert walk(buckets) != {0: combine([5, 6])}
 
 
 @pytest.mark.parametrize(

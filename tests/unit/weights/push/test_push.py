@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.update_weight.protocol import push_steps
-from slime.backends.megatron_utils.update_weight.protocol.push import Push
-from slime.backends.megatron_utils.update_weight.protocol.roster import PushClock, Roster
 from slime.utils.errors import EngineError, WeightSyncError
+from slime.weights.push.participants import Participants, PushClock
+from slime.weights.push.push import require_repacking
+from slime.weights.push.state import Push
 
 
 class Engine:
@@ -30,10 +30,10 @@ class Engine:
 def test_an_engine_that_cannot_undo_its_repacking_is_refused_before_anything_is_paused() -> None:
     engine = Engine(EngineError("404: /post_process_weights"))
     with pytest.raises(WeightSyncError, match=r"engine 3 cannot undo that for a push \(404.*Stock SGLang has no"):
-        push_steps.require_repacking(Push("1", Roster([engine]), PushClock(10)))
+        require_repacking(Push("1", Participants([engine], PushClock(10))))
 
 
 def test_an_engine_that_can_is_asked_to_do_nothing() -> None:
     engine = Engine()
-    push_steps.require_repacking(Push("1", Roster([engine]), PushClock(10)))
+    require_repacking(Push("1", Participants([engine], PushClock(10))))
     assert engine.asked == [{"restore_weights_before_load": False, "post_process_quantization": False}]

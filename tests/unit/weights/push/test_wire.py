@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import sglang
+from slime.weights.push.wire import by_value, handle_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_what_travels_by_value_comes_back_in_its_dtype_and_shape(dtype: torch.dtype) -> None:
     tensor = torch.randn(6, 4).to(dtype)[:, 1:3]
-    ((name, back),) = pickle.loads(base64.b64decode(sglang.serialize_by_value([("x", tensor)])))
+    ((name, back),) = pickle.loads(base64.b64decode(by_value([("x", tensor)])))
     assert (name, back.dtype, back.shape) == ("x", dtype, tensor.shape)
     assert torch.equal(back.float(), tensor.float())
 
@@ -22,7 +23,7 @@ def test_what_travels_by_value_comes_back_in_its_dtype_and_shape(dtype: torch.dt
 def test_a_handle_opens_the_very_memory() -> None:
     sglang.prepare()
     buffer = torch.arange(100, dtype=torch.uint8)
-    opened = pickle.loads(base64.b64decode(sglang.serialize_handle(buffer[10:20])))
+    opened = pickle.loads(base64.b64decode(handle_of(buffer[10:20])))
     assert opened.tolist() == list(range(10, 20))
     buffer[10] = 77
     assert opened[0] == 77

@@ -1,7 +1,7 @@
-"""Who is still in a push: the engines that answered everything so far, and why the others were left out.
+"""The engines of a push: those that answered everything so far, and why the others were excluded.
 
-An engine's failure is its own: whoever dies, refuses or is late is *fenced*, which means that nothing more is asked of
-it in this push.  It was paused at the beginning and stays so; it never serves what it holds now.
+An engine's failure is its own: one that dies, refuses or is late is *excluded*, which means that nothing more is asked
+of it in this push.  It was paused at the beginning and stays so; it never serves what it holds now.
 """
 
 from __future__ import annotations
@@ -14,17 +14,27 @@ from time import monotonic
 from typing import Any
 
 from slime.utils.errors import SlimeError
-from slime.weights.receiver import ExcludedEngine, Pending, WeightReceiver
+from slime.weights.push.verbs import EngineProxy, Pending
 
 logger = logging.getLogger(__name__)
 
 PUSH_FAILURES = (SlimeError, RuntimeError, OSError, TimeoutError, EOFError)
-"""What an engine's refusal, its death or a lost connection looks like on the rank that meets it."""
+"""The errors that an engine's refusal, its death or a lost connection raises on the rank that meets it."""
 MIN_WAIT_S = 0.01
 
 
+@dataclass(frozen=True, slots=True)
+class ExcludedEngine:
+    """An engine that a push left out.  It is paused, serves nothing, and waits to be restarted or evicted."""
+
+    index: int
+    """``EngineProxy.index``."""
+    reason: str
+    """Its failure, as the end of a sentence."""
+
+
 def reason_of(error: BaseException) -> str:
-    """An error as the end of a sentence."""
+    """Return an error as the end of a sentence."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -46,31 +56,37 @@ class PushClock:
 
     @property
     def step_s(self) -> float:
-        """How long the next answer may take."""
+        """Seconds that the next answer may take."""
         return max((self.timeout_s - self.elapsed_s) / 2, MIN_WAIT_S)
 
 
-class Roster:
+class Participants:
     """The engines of one push, as this rank knows them; :meth:`merge` makes all ranks know the same."""
 
-    def __init__(self, receivers: Iterable[WeightReceiver]) -> None:
-        self.receivers = {receiver.index: receiver for receiver in receivers}
+    def __init__(self, engines: Iterable[EngineProxy], clock: PushClock) -> None:
+        self.engines = {engine.index: engine for engine in engines}
+        self.clock = clock
         self.reasons: dict[int, str] = {}
-        """Why an engine is fenced, by its index."""
+        """The reason of each excluded engine, by its index."""
 
     @property
-    def good(self) -> list[WeightReceiver]:
+    def good(self) -> list[EngineProxy]:
         """The engines that are still in the push."""
-        return [receiver for index, receiver in self.receivers.items() if index not in self.reasons]
+        return [engine for index, engine in self.engines.items() if index not in self.reasons]
 
-    def is_good(self, receiver: WeightReceiver) -> bool:
-        """Whether the engine is still in the push."""
-        return receiver.index not in self.reasons
+    @property
+    def acknowledging(self) -> list[EngineProxy]:
+        """Those among them in which our loader runs."""
+        return [engine for engine in self.good if engine.acknowledges]
 
-    def fence(self, index: int, reason: str) -> None:
-        """Leave an engine out from now on; the first reason counts."""
+    def is_good(self, engine: EngineProxy) -> bool:
+        """Return whether the engine is still in the push."""
+        return engine.index not in self.reasons
+
+    def exclude(self, index: int, reason: str) -> None:
+        """Ask nothing more of an engine; the first reason counts."""
         if index not in self.reasons:
-            logger.error("engine %d is fenced: %s", index, reason)
+            logger.error("engine %d is excluded from the push: %s", index, reason)
             self.reasons[index] = reason
 
     def merge(self, reasons_of_ranks: Sequence[Mapping[int, str]]) -> None:
@@ -80,37 +96,32 @@ class Roster:
                 self.reasons.setdefault(index, reason)
 
     @property
-    def fenced(self) -> tuple[ExcludedEngine, ...]:
-        """The engines left out, with their reasons."""
+    def excluded(self) -> tuple[ExcludedEngine, ...]:
+        """The excluded engines, with their reasons."""
         return tuple(ExcludedEngine(index, reason) for index, reason in sorted(self.reasons.items()))
 
     def ask(
         self,
         what: str,
-        call: Callable[[WeightReceiver], Pending],
-        clock: PushClock,
-        *,
-        engines: Iterable[WeightReceiver] | None = None,
+        call: Callable[[EngineProxy], Pending],
+        engines: Iterable[EngineProxy] | None = None,
     ) -> dict[int, Any]:
-        """The answers of all good engines, asked at once; who gives none is fenced.
+        """Ask engines at once, exclude those that give no answer, and return the answers by index.
 
         Args:
             what: what was asked, as in "while ...".
             call: starts the request.
-            clock: of the push.
-            engines: those to ask; all by default.
+            engines: those to ask; all good ones by default.
         """
-        asked = [
-            engine for engine in (self.receivers.values() if engines is None else engines) if self.is_good(engine)
-        ]
+        asked = self.good if engines is None else list(engines)
         requests = start_all(asked, call)
         answers: dict[int, Any] = {}
-        deadline_s = monotonic() + clock.step_s
+        deadline_s = monotonic() + self.clock.step_s
         for engine in asked:
             try:
                 answers[engine.index] = requests[engine.index].wait(max(deadline_s - monotonic(), MIN_WAIT_S))
             except PUSH_FAILURES as error:
-                self.fence(engine.index, f"{reason_of(error)} (while {what})")
+                self.exclude(engine.index, f"{reason_of(error)} (while {what})")
         return answers
 
 
@@ -124,8 +135,8 @@ class _Failed:
         raise self.error
 
 
-def start_all(engines: Iterable[WeightReceiver], call: Callable[[WeightReceiver], Pending]) -> dict[int, Pending]:
-    """Requests to the engines, by their index; what cannot be sent fails in its ``wait``."""
+def start_all(engines: Iterable[EngineProxy], call: Callable[[EngineProxy], Pending]) -> dict[int, Pending]:
+    """Start a request to each engine; what cannot be sent fails in its ``wait``."""
     requests: dict[int, Pending] = {}
     for engine in engines:
         try:
@@ -136,7 +147,7 @@ def start_all(engines: Iterable[WeightReceiver], call: Callable[[WeightReceiver]
 
 
 def wait_together(
-    requests: Mapping[int, Pending], timeout_s: float, on_failure: Callable[[], None]
+    requests: Mapping[int, Pending], timeout_s: float, on_failure: Callable[[], None] = lambda: None
 ) -> dict[int, BaseException]:
     """Wait for all requests at once, because one that fails may keep the others from ending.
 

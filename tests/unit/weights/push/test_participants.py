@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.update_weight.engines.update_group import UpdateGroup
-from slime.backends.megatron_utils.update_weight.protocol.roster import PushClock, Roster, start_all, wait_together
 from slime.utils.errors import EngineError, WeightSyncError
+from slime.weights.push.groups import UpdateGroup
+from slime.weights.push.participants import Participants, PushClock, start_all, wait_together
 
 
 @dataclass
@@ -52,24 +52,24 @@ def test_an_engine_gets_half_of_the_time_that_is_left() -> None:
     assert 0 < PushClock(1, started_s=time.monotonic() - 8).step_s < 0.1
 
 
-def test_those_that_do_not_answer_are_fenced_with_the_reason_and_asked_no_more() -> None:
+def test_those_that_do_not_answer_are_excluded_with_the_reason_and_asked_no_more() -> None:
     engines = [Engine(0, Answer("fine")), Engine(1, Answer(EngineError("it died"))), Engine(2, Answer("late", 5))]
-    roster = Roster(engines)
-    answers = roster.ask("pausing", lambda engine: engine.ping(), PushClock(1))
+    participants = Participants(engines, PushClock(1))
+    answers = participants.ask("pausing", lambda engine: engine.ping())
     assert answers == {0: "fine"}
-    assert [fenced.index for fenced in roster.fenced] == [1, 2]
-    assert roster.fenced[0].reason == "EngineError: it died (while pausing)"
-    assert "no answer" in roster.fenced[1].reason
-    assert roster.good == engines[:1]
-    assert roster.ask("flushing", lambda engine: engine.ping(), CLOCK) == {0: "fine"}
+    assert [engine.index for engine in participants.excluded] == [1, 2]
+    assert participants.excluded[0].reason == "EngineError: it died (while pausing)"
+    assert "no answer" in participants.excluded[1].reason
+    assert participants.good == engines[:1]
+    assert participants.ask("flushing", lambda engine: engine.ping()) == {0: "fine"}
 
 
 def test_the_first_reason_counts_and_ranks_share_what_they_met() -> None:
-    roster = Roster([Engine(0), Engine(1)])
-    roster.fence(1, "first")
-    roster.fence(1, "second")
-    roster.merge([{1: "other"}, {0: "seen elsewhere"}])
-    assert {fenced.index: fenced.reason for fenced in roster.fenced} == {0: "seen elsewhere", 1: "first"}
+    participants = Participants([Engine(0), Engine(1)], CLOCK)
+    participants.exclude(1, "first")
+    participants.exclude(1, "second")
+    participants.merge([{1: "other"}, {0: "seen elsewhere"}])
+    assert {engine.index: engine.reason for engine in participants.excluded} == {0: "seen elsewhere", 1: "first"}
 
 
 def test_a_request_that_cannot_even_be_sent_fails_when_it_is_waited_for() -> None:
@@ -112,7 +112,7 @@ def test_who_broke_a_group_is_found_when_all_leave_it(
 ) -> None:
     group = UpdateGroup("slime")
     group.members = [Engine(i, leaves=Answer(EngineError("dead")) if i == stays else Answer()) for i in range(3)]
-    roster = Roster(group.members)
-    group._blame(failures, roster, CLOCK, "broadcasting bucket 3")
-    assert set(roster.reasons) == blamed, why
-    assert all("while broadcasting bucket 3" in reason for reason in roster.reasons.values())
+    participants = Participants(group.members, CLOCK)
+    group._blame(failures, participants, "broadcasting bucket 3")
+    assert set(participants.reasons) == blamed, why
+    assert all("while broadcasting bucket 3" in reason for reason in participants.reasons.values())

@@ -1,13 +1,14 @@
-"""Digests of what was sent, and whether what the engines say they hold is that."""
+"""Digests of what was sent, and their comparison with what the engines acknowledge."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from slime.utils.errors import WeightSyncError
+from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.digest import combine_wrapped
 from slime.weights.kernels.tables import DigestTable
 from slime.weights.manifest import Manifest
@@ -15,34 +16,59 @@ from slime.weights.manifest import Manifest
 SHOWN_NAMES = 3
 
 
-class BucketDigests:
-    """Digests of this rank's buckets, taken as they pass; nothing waits for the device before :meth:`finish`."""
+class Buckets(Protocol):
+    """The buckets of one push, and what they were."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    @property
+    def manifest(self) -> Manifest:
+        """All tensors and buckets, the same on all ranks."""
+
+    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's buckets; see ``slime.weights.buckets.BucketSource``."""
+
+    def digests(self) -> dict[int, int]:
+        """Return the digest of each bucket that this rank has walked over since the last time."""
+
+
+class DigestedBuckets:
+    """A source whose buckets are digested as they pass; nothing waits for the device before :meth:`digests`."""
+
+    def __init__(self, source: BucketSource) -> None:
+        self.source = source
         self._tables: dict[int, DigestTable] = {}
         self._taken: dict[int, Tensor] = {}
-        self._noted: set[int] = set()
+        self._recorded: set[int] = set()
 
-    def note(self, index: int, digests: Tensor) -> None:
-        """Have the digests of a bucket's pieces from whoever filled it; the next ``take`` of it does nothing."""
+    @property
+    def manifest(self) -> Manifest:
+        """As the source has it."""
+        return self.source.manifest
+
+    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield what the source yields; a buffer may be written again by work that is queued behind its digest."""
+        for index, flat in self.source.iter_buckets():
+            if index != NO_BUCKET:
+                self._take(index, flat)
+            yield index, flat
+
+    def record(self, index: int, digests: Tensor) -> None:
+        """Have the digests of a bucket's slices from the source, which took them while it filled the bucket."""
         self._taken[index] = digests
-        self._noted.add(index)
+        self._recorded.add(index)
 
-    def take(self, index: int, flat: Tensor) -> None:
-        """Digest the pieces of a bucket; its buffer may be written again by work that is queued behind this."""
-        if index in self._noted:
-            self._noted.discard(index)
+    def _take(self, index: int, flat: Tensor) -> None:
+        if index in self._recorded:
+            self._recorded.discard(index)
             return
         table = self._tables.get(index)
         if table is None:
-            segments = self._manifest.segments(index)
+            segments = self.manifest.segments(index)
             table = DigestTable([offset for offset, _ in segments], [size for _, size in segments], flat.device)
             self._tables[index] = table
         self._taken[index] = table.run(flat)
 
-    def finish(self) -> dict[int, int]:
-        """Digest of each bucket taken since the last time."""
+    def digests(self) -> dict[int, int]:
+        """As the protocol says."""
         taken, self._taken = self._taken, {}
         return {index: combine_wrapped(digests) for index, digests in taken.items()}
 
@@ -50,7 +76,7 @@ class BucketDigests:
 def check_acknowledgements(
     answers: Mapping[int, Mapping[str, Any]], push_id: str, sent: Mapping[int, int], manifest: Manifest
 ) -> dict[int, str]:
-    """Why engines must be fenced, by their index; none for those that hold just what was sent.
+    """Return why engines must be excluded, by index; none for those that hold just what was sent.
 
     Args:
         answers: of ``acknowledge_weight_update``, by engine.

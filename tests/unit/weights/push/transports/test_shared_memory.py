@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slime.backends.megatron_utils.update_weight.update_weight_from_tensor import neighbourhoods
+from slime.weights.push.transports.shared_memory import neighbourhoods
 
 
 @dataclass

@@ -1,0 +1,312 @@
+"""Engines that get their buckets by broadcast, over a process group of one trainer rank and all of their GPUs.
+
+A broadcast needs all members, so one dead engine holds up the rest.  With our loader in the engines the group is then
+abandoned, which sets the others free; those to blame are excluded; and the push is repeated over a new group without
+them.  Engines without our loader are in a group of SGLang's own: its endpoints carry the buckets, nothing is
+acknowledged but the version, and an engine that breaks the group takes the others with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.utils import net
+from slime.utils.errors import WeightSyncError
+from slime.weights.channel import WeightChannel
+from slime.weights.manifest import Manifest
+from slime.weights.named_tensors import NamedTensors, dtype_name
+from slime.weights.push.participants import PUSH_FAILURES, Participants, reason_of, start_all, wait_together
+from slime.weights.push.state import Push
+from slime.weights.push.verbs import EngineProxy
+from slime.weights.push.wire import FLATTENED_BUCKET, StockWire, named_views
+
+logger = logging.getLogger(__name__)
+
+FIRST_PORT = 20000
+TRAINERS_SHARE = 0.75
+"""Of the time that engines have to answer: the trainer gives up first, which frees those that wait for another."""
+LEAVING_SHARE, MIN_LEAVING_S = 0.1, 1.0
+"""Time to leave a broken group, as a share of the push's deadline: an abandoned engine is free at once."""
+FAREWELL_S = 10.0
+"""Time to leave a whole group outside of a push."""
+COLLATERAL = "weight group"
+"""Part of every error of a ``WeightChannel``: its cause may be another member."""
+
+
+class EngineGroups:
+    """The engines that one trainer rank reaches by broadcast, in one group of each kind; either may be empty.
+
+    Args:
+        name: what the engines call the groups.
+        wire: for engines without our loader.
+    """
+
+    def __init__(self, name: str, wire: StockWire) -> None:
+        self.engines: list[EngineProxy] = []
+        self._group = UpdateGroup(name)
+        self._stock = StockGroup(name, wire)
+
+    def form(self, push: Push) -> None:
+        """Have groups of just the engines that are still in the push, or ask for another try without some of them."""
+        good = [engine for engine in self.engines if push.participants.is_good(engine)]
+        wanted = [engine for engine in good if engine.acknowledges]
+        self._group.form(wanted, push.participants)
+        if wanted and not self._group.is_whole:
+            push.must_repeat = True
+        self._stock.form([engine for engine in good if not engine.acknowledges], push.participants)
+
+    def send(self, push: Push, index: int, flat: Tensor, manifest: Manifest) -> None:
+        """Broadcast a bucket to both groups; once a broadcast broke, nothing more until the push is repeated."""
+        if push.must_repeat or push.failures:
+            return
+        try:
+            if self._group.is_whole:
+                self._group.broadcast(push.id, index, flat, push.participants)
+                push.must_repeat = not self._group.is_whole
+            if self._stock.members:
+                bucket = named_views(flat, manifest.buckets[index], manifest)
+                self._stock.broadcast(bucket, push.version, push.participants)
+        except PUSH_FAILURES as error:
+            push.failures.append(error)  # go on through the buckets: the other ranks gather with this one
+
+    def leave(self) -> None:
+        """Leave both groups."""
+        self._group.leave()
+        self._stock.leave()
+
+
+class UpdateGroup:
+    """Engines with our loader.  Rank 0 is this process; the engines follow in order, one rank for each GPU."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.members: list[EngineProxy] = []
+        self._channel: WeightChannel | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True when a bucket can be broadcast."""
+        return self._channel is not None
+
+    def form(self, engines: Sequence[EngineProxy], participants: Participants) -> None:
+        """Have a group of just these engines; those that do not come are excluded, and the group is not whole."""
+        wanted = list(engines)
+        if self._channel is not None and wanted == self.members:
+            return
+        self.leave(participants)
+        self.members = wanted
+        if not wanted:
+            return
+        place = _MeetingPlace(wanted)
+        timeout_s = participants.clock.step_s
+        given_up = threading.Event()
+        joining = _OnThread(
+            lambda: WeightChannel(
+                place.address, place.port, rank=0, world_size=place.world_size, backend=place.backend,
+                timeout_s=timeout_s * TRAINERS_SHARE, is_cancelled=given_up.is_set,
+            )
+        )  # fmt: skip
+        requests = start_all(wanted, lambda engine: engine.join_weight_group(*place.arguments(engine, self.name)))
+        failures = wait_together(requests, timeout_s, given_up.set)
+        channel = joining.result(timeout_s * TRAINERS_SHARE)
+        if not failures and isinstance(channel, WeightChannel):
+            self._channel = channel
+            return
+        if isinstance(channel, WeightChannel):
+            channel.leave()
+        if not failures:
+            raise WeightSyncError(
+                f"the trainer could not join the weight group {self.name} at {place.address}:{place.port}, though all "
+                f"{len(wanted)} engines did: {channel}"
+            )
+        self._blame(failures, participants, "joining the weight group")
+        self.members = []
+
+    def broadcast(self, push_id: str, bucket_index: int, flat: Tensor, participants: Participants) -> None:
+        """Let all engines of the group load a bucket; after a failure the group is not whole."""
+        channel = self._channel
+        assert channel is not None, self.name
+        requests = start_all(
+            self.members, lambda engine: engine.receive_weight_bucket(push_id, bucket_index, None, self.name)
+        )
+        timeout_s = participants.clock.step_s
+        failures: dict[int, BaseException] = {}
+        is_broken = False
+
+        def give_up() -> None:
+            channel.abandon()
+            channel.leave()
+
+        try:
+            work = channel.start_broadcast(flat)
+            freeing = threading.Timer(timeout_s * TRAINERS_SHARE, give_up)
+            freeing.start()
+            failures = wait_together(requests, timeout_s, give_up)
+            freeing.cancel()
+            if not failures:
+                channel.wait(work, timeout_s)
+        except WeightSyncError as error:  # ours; which of the engines is to blame is seen when they leave
+            channel.abandon()
+            is_broken = True
+            failures = failures or wait_together(requests, timeout_s)
+            logger.warning("bucket %d was not broadcast in group %s: %s", bucket_index, self.name, error)
+        if failures or is_broken:
+            self._channel = None
+            channel.leave()
+            self._blame(failures, participants, f"broadcasting bucket {bucket_index}")
+            self.members = []
+
+    def _blame(self, failures: dict[int, BaseException], participants: Participants, what: str) -> None:
+        """Exclude those that broke the group.
+
+        An engine that does not even leave it is dead or hangs.  Otherwise those with an error of their own are to
+        blame, and when all errors come from the group itself, the one whose error came first.
+        """
+        before, clock = len(participants.reasons), participants.clock
+        leaving = start_all(self.members, lambda engine: engine.leave_weight_group(self.name))
+        timeout_s = min(clock.step_s, max(clock.timeout_s * LEAVING_SHARE, MIN_LEAVING_S))
+        for index, error in wait_together(leaving, timeout_s).items():
+            participants.exclude(index, f"{reason_of(failures.get(index, error))} (while {what})")
+        if len(participants.reasons) > before:
+            return
+        guilty = [index for index, error in failures.items() if COLLATERAL not in str(error)]
+        for index in guilty or list(failures)[:1]:
+            participants.exclude(index, f"{reason_of(failures[index])} (while {what})")
+
+    def leave(self, participants: Participants | None = None) -> None:
+        """Leave the group, if there is one; within a push, engines that do not take part in it are not told."""
+        if self._channel is None:
+            return
+        channel, self._channel = self._channel, None
+        members = [e for e in self.members if participants is None or e.index in participants.engines]
+        requests = start_all(members, lambda engine: engine.leave_weight_group(self.name))
+        channel.leave()
+        wait_together(requests, FAREWELL_S if participants is None else participants.clock.step_s)
+
+
+class StockGroup:
+    """Engines without our loader, in SGLang's process group.  One that breaks it takes the others with it."""
+
+    def __init__(self, name: str, wire: StockWire) -> None:
+        self.name = name
+        self.members: list[EngineProxy] = []
+        self._wire = wire
+        self._group: dist.ProcessGroup | None = None
+
+    def form(self, engines: Sequence[EngineProxy], participants: Participants) -> None:
+        """Have a group of just these engines; when one does not come, all are excluded."""
+        wanted = list(engines)
+        if wanted == self.members and (self._group is not None or not wanted):
+            return
+        self.leave()
+        self.members = wanted
+        if not wanted:
+            return
+        self._wire.prepare()
+        place = _MeetingPlace(wanted)
+        timeout_s = participants.clock.step_s
+        joining = _OnThread(
+            lambda: self._wire.join_update_group(
+                backend=place.backend, master_address=place.address, master_port=place.port,
+                world_size=place.world_size, group_name=self.name, timeout_s=timeout_s,
+            )
+        )  # fmt: skip
+        requests = start_all(
+            wanted, lambda engine: engine.init_weights_update_group(*place.arguments(engine, self.name))
+        )
+        failures = wait_together(requests, timeout_s)
+        joined = joining.result(0 if failures else timeout_s)
+        if failures or isinstance(joined, BaseException):
+            self._exclude_all(failures, participants, f"joining update group {self.name}")
+            return
+        self._group = joined
+
+    def broadcast(self, bucket: NamedTensors, version: str, participants: Participants) -> None:
+        """Let all engines of the group load a bucket; after a failure all are excluded."""
+        if self._group is None:
+            return
+        requests = start_all(
+            self.members,
+            lambda engine: engine.update_weights_from_distributed(
+                names=[name for name, _ in bucket],
+                dtypes=[dtype_name(tensor.dtype) for _, tensor in bucket],
+                shapes=[list(tensor.shape) for _, tensor in bucket],
+                group_name=self.name,
+                weight_version=version,
+                load_format=FLATTENED_BUCKET,
+                flush_cache=False,
+            ),
+        )
+        work = dist.broadcast(self._wire.flatten(bucket), 0, group=self._group, async_op=True)
+        # First the engines: one that died must not leave us in the broadcast.
+        failures = wait_together(requests, participants.clock.step_s)
+        if failures:
+            self._exclude_all(failures, participants, "broadcasting a bucket")
+            return
+        work.wait()
+
+    def _exclude_all(self, failures: dict[int, BaseException], participants: Participants, what: str) -> None:
+        first = next(iter(failures), None)
+        for engine in self.members:
+            own = failures.get(engine.index)
+            blamed = "the trainer could not join" if first is None else f"engine {first} broke the update group"
+            participants.exclude(engine.index, f"{reason_of(own) if own is not None else blamed} (while {what})")
+        self.members, self._group = [], None
+
+    def leave(self) -> None:
+        """Leave the group, if there is one."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        requests = start_all(self.members, lambda engine: engine.destroy_weights_update_group(self.name))
+        dist.destroy_process_group(group)
+        wait_together(requests, FAREWELL_S)
+        self.members = []
+
+
+class _MeetingPlace:
+    """Address at which a new group meets, and the rank of each engine's first GPU in it."""
+
+    def __init__(self, engines: Sequence[EngineProxy]) -> None:
+        self.backend = "nccl" if torch.cuda.is_available() else "gloo"
+        self.address, self.port = net.get_current_node_ip(), net.find_available_port(FIRST_PORT)
+        self.offsets, self.world_size = dict[int, int](), 1
+        for engine in engines:
+            self.offsets[engine.index] = self.world_size
+            self.world_size += engine.num_gpus
+
+    def arguments(self, engine: EngineProxy, name: str) -> tuple[Any, ...]:
+        """Return what the engine's verb of joining takes."""
+        return self.address, self.port, self.offsets[engine.index], self.world_size, name, self.backend
+
+
+class _OnThread:
+    """The trainer joins on a thread, so that an engine that refuses ends the wait of all at once."""
+
+    def __init__(self, join: Callable[[], Any]) -> None:
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._outcome: Any = None
+        self._thread = threading.Thread(target=self._run, args=[join], name="join-weight-group", daemon=True)
+        self._thread.start()
+
+    def _run(self, join: Callable[[], Any]) -> None:
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            self._outcome = join()
+        except PUSH_FAILURES as error:
+            self._outcome = error
+
+    def result(self, timeout_s: float) -> Any:
+        """Return the group that was joined, or the error that prevented it."""
+        self._thread.join(timeout_s)
+        if self._outcome is None:
+            return TimeoutError(f"it did not join within {timeout_s:g} s")
+        return self._outcome

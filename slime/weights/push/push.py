@@ -1,0 +1,229 @@
+"""The order of a weight push, whatever carries the bytes: :func:`push_weights` is the script, below it its steps.
+
+    pause, flush -> begin -> buckets -> every engine acknowledges digests of what it holds -> commit -> continue
+
+No engine serves the new version before the commit, and only engines that hold exactly what was sent are asked to
+commit.  An engine that fails at any step is excluded and named in the report, and the others go on.  Where its failure
+broke a broadcast, the buckets are sent again without it under a new push id.
+
+All trainer ranks run the script in step; a failure on one is raised on all, so that none waits for one that is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+
+import torch
+
+from slime.utils.errors import ProcessError, WeightSyncError
+from slime.weights.buckets import NO_BUCKET, BucketSource
+from slime.weights.manifest import Manifest
+from slime.weights.push.acknowledgements import Buckets, check_acknowledgements
+from slime.weights.push.participants import PUSH_FAILURES, reason_of
+from slime.weights.push.state import Push, PushReport
+from slime.weights.push.transports.base import Transport
+from slime.weights.push.verbs import COMPARE, FILL_WITH_NAN, FIND_NAN, EngineProxy
+from slime.weights.push.wire import NOTHING, by_value, named_views
+
+logger = logging.getLogger(__name__)
+
+MAX_BLAMELESS_ATTEMPTS = 2
+"""Number of broadcasts that may break without an engine to blame; every other time one engine fewer remains."""
+
+
+def push_weights(push: Push, source: Buckets, transport: Transport, plain: BucketSource | None = None) -> PushReport:
+    """Have the engines serve the weights in ``source`` under the version of the push; collective.
+
+    Args:
+        push: new; afterwards, also after an error, its participants say which engines were excluded and why.
+        source: the buckets of the weights.
+        transport: carries them.
+        plain: whole tensors, gathered independently of ``source``, for every engine to compare with what it holds.
+
+    Raises:
+        WeightSyncError: no engine took them, or the trainer itself failed, or (with ``push.checks``) an engine holds
+            other values, or weights that were not sent.
+    """
+    is_served = False
+    try:
+        if push.repacks:
+            push.on_main_rank("asking for a push's needs", lambda: require_repacking(push))
+        buckets = transport.prepare(push, source)
+        with push.step("pause"):
+            push.on_main_rank("pausing the engines", lambda: pause(push))
+        if push.checks:
+            # A comparison of what was sent cannot see what was forgotten: that is still NaN afterwards.
+            push.on_main_rank("filling the engines' weights with NaN", lambda: run_check(push, FILL_WITH_NAN))
+        with push.step("buckets"):
+            send_buckets(push, buckets, transport, by_stage=transport.by_stage and buckets is source)
+        with push.step("acknowledge"):
+            push.on_main_rank("comparing digests", lambda: acknowledge(push, buckets.manifest))
+        if push.checks:
+            if plain is not None:
+                compare(push, plain, by_stage=transport.by_stage)
+            push.on_main_rank("looking for weights that were not sent", lambda: run_check(push, FIND_NAN))
+        with push.step("commit"):
+            push.on_main_rank(f"committing version {push.version}", lambda: commit(push))
+        with push.step("continue"):
+            push.on_main_rank(
+                f"letting the engines continue with version {push.version}", lambda: continue_generation(push)
+            )
+        is_served = True
+    finally:
+        transport.finish(push, is_served=is_served)
+    report = push.report(buckets.manifest)
+    if push.ranks.rank == 0:
+        logger.info(
+            "Pushed weight version %s to %d engines: %d tensors, %.1f MiB in %d buckets, %.2f s.%s",
+            push.version, report.num_engines, report.num_tensors, report.num_bytes / 2**20, report.num_buckets,
+            report.elapsed_s,
+            " Every engine's weights equal the trainer's." if push.checks and plain is not None else "",
+        )  # fmt: skip
+    return report
+
+
+def send_buckets(push: Push, buckets: Buckets, transport: Transport, *, by_stage: bool) -> None:
+    """Send all buckets, again and again while engines break the broadcast of others."""
+
+    @torch.no_grad()
+    def walk() -> None:
+        for index, flat in buckets.iter_buckets():
+            with push.step("send"):
+                transport.send(push, index, flat)
+        push.digests = buckets.digests()
+
+    while True:
+        push.num_attempts += 1
+        push.id = f"{push.ranks.from_main(uuid.uuid4().hex[:8])}-v{push.version}"
+        push.must_repeat, push.digests = False, {}
+        with push.step("begin"):
+            push.on_main_rank("beginning the push", lambda: begin(push, buckets.manifest))
+        transport.open(push, buckets.manifest)
+        push.in_turns(f"sending the tensors of version {push.version}", walk, by_stage=by_stage)
+        if not push.must_repeat:
+            return
+        if push.num_attempts > len(push.participants.engines) + MAX_BLAMELESS_ATTEMPTS:
+            raise WeightSyncError(
+                f"weight version {push.version} was sent {push.num_attempts} times, and each time a broadcast "
+                "broke; look at the network between the trainer and the engines"
+            )
+        logger.warning("push %s is repeated without the engines that broke it", push.id)
+
+
+# What rank 0 asks of the engines at each step; those that fail are excluded
+
+
+def require_repacking(push: Push) -> None:
+    """See that the engines can undo and redo their own repacking of quantised weights, before anything is paused.
+
+    Raises:
+        WeightSyncError: an engine cannot.
+    """
+    # Neither undo nor redo: an engine that has the endpoint does nothing.
+    what = {"restore_weights_before_load": False, "post_process_quantization": False}
+    for engine in push.participants.good:
+        try:
+            engine.post_process_weights(**what).wait(push.participants.clock.step_s)
+        except ProcessError as error:
+            raise WeightSyncError(
+                f"--hf-checkpoint holds compressed-tensors weights, which engines repack when they load them; engine "
+                f"{engine.index} cannot undo that for a push ({error}). Stock SGLang has no /post_process_weights; "
+                "use an SGLang that has it, or an fp8 checkpoint (tools/convert_hf_to_fp8.py)"
+            ) from error
+
+
+def pause(push: Push) -> None:
+    """Stop generating and forget the prefix cache.  Excluded engines are paused too: they must not serve."""
+    engines = push.participants
+    engines.ask("pausing", lambda engine: engine.pause_generation(), engines.engines.values())
+    engines.ask("flushing its cache", lambda engine: engine.flush_cache())
+    if push.repacks:
+        _repack(push, restore_weights_before_load=True, post_process_quantization=False)
+
+
+def begin(push: Push, manifest: Manifest) -> None:
+    """Tell what will come; from here an engine holds neither the old nor the new weights."""
+    text, engines = manifest.to_json(), push.participants
+    engines.ask("beginning the push", lambda engine: engine.begin_weight_update(text, push.id), engines.acknowledging)
+
+
+def acknowledge(push: Push, manifest: Manifest) -> None:
+    """Exclude every engine that does not hold just what was sent."""
+    engines = push.participants
+    answers = engines.ask(
+        "acknowledging the push",
+        lambda engine: engine.acknowledge_weight_update(push.id),
+        engines.acknowledging,
+    )
+    for index, reason in check_acknowledgements(answers, push.id, push.digests, manifest).items():
+        engines.exclude(index, reason)
+
+
+def commit(push: Push) -> None:
+    """Call the new weights by their version, and see that it is so."""
+    engines = push.participants
+    if push.repacks:
+        _repack(push, restore_weights_before_load=False, post_process_quantization=True)
+    engines.ask("committing", lambda engine: engine.commit_weight_update(push.id, push.version), engines.acknowledging)
+    held = engines.ask("telling its version", lambda engine: engine.get_weight_version())
+    for index, version in held.items():
+        if str(version) != push.version:
+            engines.exclude(index, f"it holds version {version!r} after the push of version {push.version!r}")
+
+
+def continue_generation(push: Push) -> None:
+    """Generate again."""
+    push.participants.ask("continuing", lambda engine: engine.continue_generation())
+
+
+def run_check(push: Push, loader: str, text: str = NOTHING, engines: Sequence[EngineProxy] | None = None) -> None:
+    """Let engines run one of the weight checks; one that is gone is excluded.
+
+    Args:
+        push: under way.
+        loader: the check, as ``load_format``.
+        text: tensors for it; none by default.
+        engines: those to ask; all by default.
+
+    Raises:
+        WeightSyncError: the check found something.
+    """
+    for engine in push.participants.good if engines is None else engines:
+        try:
+            # A check names no version: nothing may be called by the new one before the commit.
+            request = engine.update_weights_from_tensor(
+                serialized_named_tensors=[text] * engine.num_gpus,
+                load_format=loader,
+                weight_version=None,
+                flush_cache=False,
+            )
+            request.wait(push.participants.clock.step_s)
+        except ProcessError as error:
+            push.participants.exclude(engine.index, f"{reason_of(error)} (in a check of its weights)")
+
+
+def compare(push: Push, plain: BucketSource, *, by_stage: bool) -> None:
+    """Let every engine compare whole tensors with what it holds; ranks that have the same ones share the engines."""
+    ranks = push.ranks
+
+    def is_own(engine: EngineProxy) -> bool:
+        return ranks.is_source if by_stage else engine.index % ranks.world_size == ranks.rank
+
+    def walk() -> None:
+        for index, flat in plain.iter_buckets():
+            engines = [engine for engine in push.participants.good if is_own(engine)]
+            if index == NO_BUCKET or not engines or push.failures:
+                continue
+            text = by_value(named_views(flat, plain.manifest.buckets[index], plain.manifest))
+            try:
+                run_check(push, COMPARE, text, engines)
+            except PUSH_FAILURES as error:
+                push.failures.append(error)  # go on through the buckets: the other ranks gather with this one
+
+    push.in_turns(f"comparing the tensors of version {push.version}", walk, by_stage=by_stage)
+
+
+def _repack(push: Push, **what: bool) -> None:
+    push.participants.ask("repacking weights", lambda engine: engine.post_process_weights(**what))

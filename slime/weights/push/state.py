@@ -1,0 +1,173 @@
+"""One push: the trainer ranks that take part, its state while it is under way, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+
+from slime.utils.distributed_utils import get_gloo_group
+from slime.utils.errors import WeightSyncError
+from slime.weights.manifest import Manifest
+from slime.weights.push.participants import PUSH_FAILURES, ExcludedEngine, Participants, reason_of
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """The sizes and times of one push, and the engines that it excluded."""
+
+    version: int
+    num_tensors: int
+    num_buckets: int
+    num_bytes: int
+    elapsed_s: float
+    num_engines: int = 0
+    """Engines that serve the new version."""
+    num_attempts: int = 1
+    excluded: tuple[ExcludedEngine, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By step, meetings of all ranks included; "begin" and "send" are parts of "buckets", the rest of which is
+    filling buckets."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the transport."""
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return ``perf/weight_push_*`` and the transport's own metrics."""
+        return {
+            "perf/weight_push_s": self.elapsed_s,
+            "perf/weight_push_bytes": float(self.num_bytes),
+            "perf/weight_push_excluded": float(len(self.excluded)),
+            **self.metrics,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRanks:
+    """The place of this process among those that push; by default it is the only one."""
+
+    rank: int = 0
+    world_size: int = 1
+    stage: int = 0
+    """Pipeline stage."""
+    num_stages: int = 1
+    is_source: bool = True
+    """The one rank of its stage that speaks for it: rank 0 of data, context and tensor parallelism."""
+    ranks_per_host: int = 1
+
+    def gather(self, own: Any) -> list[Any]:
+        """Return what every rank gives, in rank order; collective."""
+        told: list[Any] = [own] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(told, own, group=get_gloo_group())
+        return told
+
+    def from_main(self, own: Any) -> Any:
+        """Return what rank 0 gives; collective."""
+        told = [own]
+        if self.world_size > 1:
+            dist.broadcast_object_list(told, src=0, group=get_gloo_group())
+        return told[0]
+
+
+@dataclass
+class Push:
+    """A push under way, as this rank sees it."""
+
+    version: str
+    participants: Participants
+    ranks: TrainerRanks = field(default_factory=TrainerRanks)
+    repacks: bool = False
+    """The engines repack quantised weights when they load them, and must undo that for a push."""
+    checks: bool = False
+    """``--check-weight-update-equal``: all weights are overwritten first, and compared afterwards."""
+    is_resend: bool = False
+    """The engines missed the last push."""
+    id: str = ""
+    """Names one attempt."""
+    num_attempts: int = 0
+    must_repeat: bool = False
+    """A broadcast broke: what the others of its group hold is unknown."""
+    failures: list[Exception] = field(default_factory=list)
+    """Errors of this rank that are no engine's fault; the next meeting raises it on all ranks."""
+    digests: dict[int, int] = field(default_factory=dict)
+    """Digest of each bucket that was sent, of all ranks once they have met."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to those of a step."""
+        started_s = monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + monotonic() - started_s
+
+    def on_main_rank(self, what: str, action: Callable[[], None]) -> None:
+        """Run ``action`` on rank 0 while the others wait for its end."""
+        self.run_together(what, action if self.ranks.rank == 0 else None)
+
+    def run_together(self, what: str, action: Callable[[], None] | None) -> None:
+        """Run this rank's ``action``, if it has one, and wait for those of all ranks."""
+        if action is not None:
+            try:
+                action()
+            except PUSH_FAILURES as error:
+                self.failures.append(error)
+        self.meet(what)
+
+    def in_turns(self, what: str, action: Callable[[], None], *, by_stage: bool) -> None:
+        """Let the ranks of each pipeline stage act, stage after stage, or all of them at once.
+
+        Two stages in flight would reach two engines in different orders, and both would wait for ever.
+        """
+        for turn in range(self.ranks.num_stages if by_stage else 1):
+            if (not by_stage or turn == self.ranks.stage) and not self.must_repeat:
+                action()
+            self.meet(what)
+
+    def meet(self, what: str) -> None:
+        """Meet all ranks: all know then who is excluded, whether to repeat, and the digests of what was sent.
+
+        Raises:
+            WeightSyncError: a rank failed (the first failure of any is raised on all), no engine is left, or two
+                ranks sent different bytes as the same bucket.
+        """
+        text = reason_of(self.failures[0]) if self.failures else None
+        told = self.ranks.gather((text, self.participants.reasons, self.must_repeat, self.digests))
+        for rank, (reported, *_) in enumerate(told):
+            if reported is not None:
+                raise WeightSyncError(f"trainer rank {rank} failed while {what}. {reported}") from next(
+                    iter(self.failures), None
+                )
+        self.participants.merge([reasons for _, reasons, _, _ in told])
+        self.must_repeat = any(must_repeat for _, _, must_repeat, _ in told)
+        self.digests = _one_digest_each([digests for *_, digests in told])
+        if self.participants.engines and not self.participants.good:
+            listed = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in self.participants.excluded)
+            raise WeightSyncError(f"no engine took weight version {self.version} ({what}). {listed}")
+
+    def report(self, manifest: Manifest) -> PushReport:
+        """Return what is told of the push once it is over."""
+        return PushReport(
+            int(self.version), len(manifest.tensors), len(manifest.buckets),
+            sum(bucket.num_bytes for bucket in manifest.buckets), self.participants.clock.elapsed_s,
+            num_engines=len(self.participants.good), num_attempts=self.num_attempts,
+            excluded=self.participants.excluded, seconds=self.seconds, metrics=self.metrics,
+        )  # fmt: skip
+
+
+def _one_digest_each(digests_of_ranks: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    merged: dict[int, int] = {}
+    for rank, digests in enumerate(digests_of_ranks):
+        for index, digest in digests.items():
+            if merged.setdefault(index, digest) != digest:
+                raise WeightSyncError(
+                    f"trainer rank {rank} sent other bytes as bucket {index} than the ranks before it: their copies "
+                    "of some parameter have drifted apart"
+                )
+    return merged

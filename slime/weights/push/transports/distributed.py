@@ -1,0 +1,58 @@
+"""Push to engines on GPUs of their own: each pipeline stage broadcasts its parameters over a process group.
+
+The sender of a stage is its rank 0 of data and tensor parallelism; its group holds that rank and all GPUs of all
+engines.  Stages take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from slime.weights.buckets import NO_BUCKET
+from slime.weights.manifest import Manifest
+from slime.weights.push.groups import EngineGroups
+from slime.weights.push.state import Push
+from slime.weights.push.transports.base import Transport, TransportOptions
+from slime.weights.push.verbs import EngineProxy
+
+
+class DistributedTransport(Transport):
+    """Every engine through the process group of each pipeline stage (NCCL; gloo on a CPU)."""
+
+    by_stage = True
+
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__(options)
+        self._groups = EngineGroups(f"slime-pp_{self.ranks.stage}", self.wire)
+        self._manifest: Manifest | None = None
+
+    def connect(self, engines: Sequence[EngineProxy]) -> bool:
+        """The groups form at the next push; until then the sources keep those of engines that stay."""
+        self._groups.engines = list(engines) if self.ranks.is_source else []
+        return bool(engines) and all(engine.acknowledges for engine in engines)
+
+    def open(self, push: Push, manifest: Manifest) -> None:
+        """The source of each stage joins a group with all engines, one stage after the other."""
+        self._manifest = manifest
+        while True:
+            push.must_repeat = False
+            for stage in range(self.ranks.num_stages):
+                is_turn = self.ranks.is_source and stage == self.ranks.stage
+                push.run_together(
+                    f"joining the weight group of pipeline stage {stage}",
+                    (lambda: self._groups.form(push)) if is_turn else None,
+                )
+            if not push.must_repeat:
+                return
+
+    def send(self, push: Push, index: int, flat: Tensor) -> None:
+        """The source of the stage broadcasts; the other ranks have helped to gather."""
+        assert self._manifest is not None
+        if self.ranks.is_source and index != NO_BUCKET:
+            self._groups.send(push, index, flat, self._manifest)
+
+    def close(self) -> None:
+        """Leave all groups; collective only in that every rank should do it."""
+        self._groups.leave()

@@ -1,0 +1,184 @@
+"""Push to engines on the trainer's own GPUs: buckets are mapped (CUDA IPC; shared memory on a CPU), not copied.
+
+The handles of the ranks of one host are told to all of these; the first rank of each engine hands them to it, one for
+each of its GPUs: the buffer of the rank on the same GPU where that has the bucket, that of any rank otherwise.
+Engines outside the trainer's range get every bucket by broadcast from rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.utils.errors import ConfigError
+from slime.weights.buckets import NO_BUCKET
+from slime.weights.manifest import Manifest
+from slime.weights.push.groups import EngineGroups
+from slime.weights.push.participants import PUSH_FAILURES, reason_of
+from slime.weights.push.state import Push
+from slime.weights.push.transports.base import Transport, TransportOptions
+from slime.weights.push.verbs import EngineProxy, Pending
+from slime.weights.push.wire import FLATTENED_BUCKET, handle_of, named_views
+
+Handles = dict[int, dict[int, str]]
+"""Bucket -> GPU of an engine -> handle to a buffer with that bucket."""
+
+
+class SharedMemoryTransport(Transport):
+    """Colocated engines through handles, the others through one process group."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__(options)
+        self._manifest: Manifest | None = None
+        self._engine: EngineProxy | None = None
+        """The engine that shares this rank's GPU."""
+        self._neighbours: dist.ProcessGroup | None = None
+        """The ranks that can map each other's buffers."""
+        self._neighbour_ranks: list[int] = []
+        self._mapping_gpus: list[int] = []
+        """Those of all engines that map buffers of the trainer."""
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._remote = EngineGroups("slime", self.wire)
+
+    def connect(self, engines: Sequence[EngineProxy]) -> bool:
+        """Find the engine that shares this rank's GPU, and the ranks that can map each other's buffers."""
+        world_size, rank = self.ranks.world_size, self.ranks.rank
+        inside = [e for e in engines if e.is_colocated and e.gpu_offset + e.num_gpus <= world_size]
+        engine_of_gpu: dict[int, EngineProxy] = {}
+        for engine in inside:
+            for gpu in gpus_of(engine):
+                if gpu in engine_of_gpu:
+                    raise ConfigError(
+                        f"engines {engine_of_gpu[gpu].index} and {engine.index} both claim the GPU of trainer rank "
+                        f"{gpu}; check --rollout-num-gpus-per-engine and --sglang-config"
+                    )
+                engine_of_gpu[gpu] = engine
+        self._engine = engine_of_gpu.get(rank)
+        self._mapping_gpus = sorted(gpu for gpu, engine in engine_of_gpu.items() if engine.acknowledges)
+        self._neighbours, self._neighbour_ranks = None, []
+        shared = neighbourhoods(inside, world_size, self.ranks.ranks_per_host)
+        for ranks in shared:
+            if tuple(ranks) not in self._groups:
+                # Every rank takes part in making every group.
+                self._groups[tuple(ranks)] = dist.new_group(ranks, backend="gloo")
+            if rank in ranks:
+                self._neighbours, self._neighbour_ranks = self._groups[tuple(ranks)], ranks
+        if inside:
+            self.wire.prepare()
+        self._remote.engines = [e for e in engines if e not in inside] if rank == 0 else []
+        # What one rank holds must be in reach of every engine.
+        are_all_in_reach = shared == [list(range(world_size))] and len(inside) == len(engines)
+        return are_all_in_reach and all(engine.acknowledges for engine in engines)
+
+    def open(self, push: Push, manifest: Manifest) -> None:
+        """Rank 0 joins a group with the engines that share no GPU with the trainer."""
+        self._manifest = manifest
+        while True:
+            push.must_repeat = False
+            push.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.form(push))
+            if not push.must_repeat:
+                return
+
+    def send(self, push: Push, index: int, flat: Tensor) -> None:
+        """Tell the neighbours where the bucket lies, hand it to the engine, broadcast it; wait until all have it."""
+        assert self._manifest is not None
+        if self._neighbours is not None:
+            self._hand_over(push, self._exchange_handles(index, flat), index, flat)
+        if self.ranks.rank == 0 and index != NO_BUCKET and self._remote.engines:
+            self._remote.send(push, index, flat, self._manifest)
+        if self._neighbours is not None:
+            dist.barrier(group=self._neighbours)  # the buffer is written again after this
+            collect_shared_memory()
+
+    def finish(self, push: Push, *, is_served: bool) -> None:
+        """Take back what engines have let go, which would stay taken until the trainer next asks for memory."""
+        collect_shared_memory()
+
+    def close(self) -> None:
+        """Leave the group of the engines outside."""
+        self._remote.leave()
+
+    def _exchange_handles(self, index: int, flat: Tensor) -> Handles:
+        """Return the handles that each GPU of the neighbourhood opens: one for each, because torch counts them."""
+        assert self._neighbours is not None
+        indices: list[int] = [NO_BUCKET] * len(self._neighbour_ranks)
+        dist.all_gather_object(indices, index, group=self._neighbours)
+        index_of = dict(zip(self._neighbour_ranks, indices, strict=True))
+        rank = self.ranks.rank
+        own: dict[int, str] = {}
+        if index != NO_BUCKET:
+            holders = [other for other, held in index_of.items() if held == index]
+            neighbours = [gpu for gpu in self._mapping_gpus if gpu in index_of]
+            readers = [gpu for gpu in neighbours if (gpu if gpu in holders else holders[0]) == rank]
+            own = {gpu: handle_of(flat) for gpu in readers}
+        told: list[Any] = [None] * len(self._neighbour_ranks)
+        dist.all_gather_object(told, own, group=self._neighbours)
+        handles: Handles = {}
+        for holder, handles_of_rank in zip(self._neighbour_ranks, told, strict=True):
+            for gpu, handle in handles_of_rank.items():
+                handles.setdefault(index_of[holder], {})[gpu] = handle
+        return handles
+
+    def _hand_over(self, push: Push, handles: Handles, index: int, flat: Tensor) -> None:
+        """Let this rank's engine load the buckets of this step, if this is the engine's first rank."""
+        engine = self._engine
+        if engine is None or self.ranks.rank != engine.gpu_offset or not push.participants.is_good(engine):
+            return
+        what = "loading a bucket"
+        kept: Tensor | None = None
+        try:
+            request: Pending | None = None
+            if engine.acknowledges and handles:
+                what = f"loading {'buckets' if len(handles) > 1 else 'bucket'} {' and '.join(map(str, handles))}"
+                payloads = {bucket: [of_gpus[gpu] for gpu in gpus_of(engine)] for bucket, of_gpus in handles.items()}
+                request = engine.receive_weight_buckets(push.id, payloads)
+            if not engine.acknowledges and index != NO_BUCKET:
+                request, kept = self._stock_request(push, engine, index, flat)
+            if request is not None:
+                request.wait(push.participants.clock.step_s)
+        except PUSH_FAILURES as error:
+            push.participants.exclude(engine.index, f"{reason_of(error)} (while {what})")
+        del kept  # the engine has mapped it until here
+
+    def _stock_request(self, push: Push, engine: EngineProxy, index: int, flat: Tensor) -> tuple[Pending, Tensor]:
+        """Start SGLang's own request for a bucket; return it with the buffer that must outlive it."""
+        assert self._manifest is not None
+        bucket = named_views(flat, self._manifest.buckets[index], self._manifest)
+        text, buffer = self.wire.serialize_bucket(bucket)
+        request = engine.update_weights_from_tensor(
+            serialized_named_tensors=[text] * engine.num_gpus,
+            load_format=FLATTENED_BUCKET,
+            weight_version=push.version,
+            flush_cache=False,
+        )
+        return request, buffer
+
+
+def gpus_of(engine: EngineProxy) -> range:
+    """Return the GPUs of an engine, counted from the first of the rollout slice."""
+    return range(engine.gpu_offset, engine.gpu_offset + engine.num_gpus)
+
+
+def neighbourhoods(engines: Sequence[EngineProxy], world_size: int, ranks_per_host: int) -> list[list[int]]:
+    """Return the trainer ranks that must know each other's buffers: those of a host, and of all hosts of an engine.
+
+    Ranks without an engine on any of their hosts are in none.
+    """
+    hosts = list(range(-(-world_size // ranks_per_host)))
+    for engine in engines:
+        first = hosts[engine.gpu_offset // ranks_per_host]
+        touched = {hosts[gpu // ranks_per_host] for gpu in gpus_of(engine)}
+        hosts = [first if host in touched else host for host in hosts]
+    used = {hosts[engine.gpu_offset // ranks_per_host] for engine in engines}
+    return [[rank for rank in range(world_size) if hosts[rank // ranks_per_host] == host] for host in sorted(used)]
+
+
+def collect_shared_memory() -> None:
+    """Take back blocks that another process has mapped and dropped; the allocator uses them again."""
+    if torch.cuda.is_available():
+        # No empty_cache here: while the trainer sleeps it could free a block of the memory saver behind its back.
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
