@@ -466,7 +466,7 @@ EDGES: tuple[Edge, ...] = (
         waits="Trainers for an engine's answer at each step of a weight push",
         code=(
             "slime.weights.push.participants.PushClock",
-            "slime.weights.push.push.push_weights",
+            "slime.backends.megatron_utils.update_weight.updater.WeightUpdater",
             "slime.ray.engine_handles.RayPending.wait",
         ),
         bounds=("--weight-update-timeout-s",),
@@ -480,7 +480,7 @@ EDGES: tuple[Edge, ...] = (
         waits="Trainer and engines for each other in a broadcast of weights",
         code=(
             "slime.weights.channel.WeightChannel",
-            "slime.weights.push.push.push_weights",
+            "slime.backends.megatron_utils.update_weight.updater.WeightUpdater",
         ),
         bounds=("--weight-update-timeout-s",),
         deadline="at once when a member dies: the group is abandoned",
