@@ -32,7 +32,7 @@ class LoopSessions:
         )
 
     def current(self) -> aiohttp.ClientSession:
-        """The session of the running loop.  Proxies of the environment are not used."""
+        """Return the session of the running loop.  Proxies of the environment are not used."""
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None or session.closed:
@@ -55,7 +55,7 @@ _control = LoopSessions(max_connections=0, timeout_s=CONTROL_TIMEOUT_S)
 
 
 async def control_get(url: str) -> Any:
-    """The JSON at ``url``.
+    """Return the JSON at ``url``.
 
     Raises:
         EngineError: no answer within ``CONTROL_TIMEOUT_S`` seconds, a status of 400 or more, or no JSON.
@@ -69,7 +69,7 @@ async def control_get(url: str) -> Any:
 
 
 async def control_post(url: str, payload: Any) -> None:
-    """Post JSON; what is answered is of no interest.  Raises as ``control_get`` does."""
+    """Post JSON and ignore the answer; raise as ``control_get`` does."""
     try:
         async with _control.current().post(url, json=payload) as response:
             response.raise_for_status()

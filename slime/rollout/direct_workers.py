@@ -146,7 +146,7 @@ class WorkerPicker(metaclass=SingletonMeta):
 
 
 def _hashed(urls: list[str], key: str) -> str:
-    """Rendezvous hashing: a worker that goes moves only its own keys."""
+    """Choose by rendezvous hashing: a worker that goes moves only its own keys."""
     return max(urls, key=lambda url: hashlib.blake2b(f"{key} {url}".encode()).digest())
 
 

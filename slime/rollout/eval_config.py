@@ -1,4 +1,4 @@
-"""What is evaluated: one ``EvalDatasetConfig`` for each data set, from ``--eval-config`` or ``--eval-prompt-data``.
+"""Evaluation data sets: one ``EvalDatasetConfig`` for each, from ``--eval-config`` or ``--eval-prompt-data``.
 
 The YAML file, at its root or under ``eval:``::
 
@@ -107,7 +107,7 @@ class EvalDatasetConfig:
         return self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key
 
     def inject_metadata(self, metadata: Any) -> dict[str, Any]:
-        """The metadata of a sample with this data set's overrides and grader in it, as a new dict."""
+        """Return the metadata of a sample with this data set's overrides and grader in it, as a new dict."""
         merged = dict(metadata) if isinstance(metadata, Mapping) else {}
         merged.update(self.metadata_overrides or {})
         if self.rm_type is not None:
@@ -119,7 +119,7 @@ _FIELDS = {spec.name for spec in fields(EvalDatasetConfig)}
 
 
 def eval_datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
-    """The data sets of ``--eval-config``, else of ``--eval-prompt-data``, else none.
+    """Return the data sets of ``--eval-config``, else of ``--eval-prompt-data``, else none.
 
     Raises:
         ConfigError: the file or the list of names and paths is malformed.
@@ -133,7 +133,7 @@ def eval_datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
 
 
 def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
-    """Data set entries as a list, from a list or from a mapping of name to entry."""
+    """Return data set entries as a list, from a list or from a mapping of name to entry."""
     if config is None:
         return []
     if isinstance(config, Mapping):
@@ -146,7 +146,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 def build_eval_dataset_configs(
     args: Namespace, raw: list[dict[str, Any]], defaults: Mapping[str, Any] | None
 ) -> list[EvalDatasetConfig]:
-    """One config for each entry of ``raw``, completed from ``defaults`` and then from the flags.
+    """Make one config for each entry of ``raw``, completed from ``defaults`` and then from the flags.
 
     Raises:
         ConfigError: an unknown key, a missing name or path, or a name used twice.
@@ -171,7 +171,7 @@ def _from_flags(args: Namespace, name: str) -> Any:
 
 
 def _name_path_pairs(values: list[str]) -> list[dict[str, Any]]:
-    """``name path name path ...``; a single value is a path, and its data set is called aime as it always was."""
+    """Split ``name path name path ...``; a single value is a path, and its data set is called aime."""
     if len(values) == 1:
         return [{"name": "aime", "path": values[0]}]
     if len(values) % 2:
@@ -183,7 +183,7 @@ def _name_path_pairs(values: list[str]) -> list[dict[str, Any]]:
 
 
 def _read_yaml(path: str) -> tuple[Any, Any]:
-    """``(datasets, defaults)`` of an evaluation file."""
+    """Return ``(datasets, defaults)`` of an evaluation file."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

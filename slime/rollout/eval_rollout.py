@@ -13,12 +13,11 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.base_types import Entry, RolloutFnEvalOutput, is_finished, leaf_samples
 from slime.rollout.config import RolloutConfig
 from slime.rollout.context import RolloutContext
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.generate_group import restart_if_broken, restart_point
-from slime.rollout.groups import Entry, is_finished, leaf_samples
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.waiting import DeadlineExceeded, LongWait, cancel_all, deadline_error
 from slime.utils.errors import ConfigError, EngineError

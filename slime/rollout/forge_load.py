@@ -31,7 +31,7 @@ EVAL_NAME = "forge_eval"
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The recorded samples of a rollout, grouped by prompt; of an evaluation, under the name ``forge_eval``.
+    """Return the recorded samples of a rollout, grouped by prompt; of an evaluation, under the name ``forge_eval``.
 
     Raises:
         ConfigError: the flag is not given.
@@ -50,7 +50,7 @@ def generate_rollout(
 
 
 def in_groups(samples: list[Sample]) -> list[list[Sample]]:
-    """Neighbours of one ``group_index`` together; samples without one each alone."""
+    """Put neighbours of one ``group_index`` together; samples without one each alone."""
     groups: list[list[Sample]] = []
     for sample in samples:
         if groups and sample.group_index is not None and groups[-1][0].group_index == sample.group_index:

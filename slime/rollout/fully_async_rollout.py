@@ -26,10 +26,9 @@ from collections import deque
 from typing import Any, cast
 
 from slime.rollout import sglang_rollout
-from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.base_types import Group, RolloutFnTrainOutput, is_finished, leaf_samples
 from slime.rollout.config import rollout_config
 from slime.rollout.context import begin_rollout
-from slime.rollout.groups import Group, is_finished, leaf_samples
 from slime.rollout.pool import GroupPool
 from slime.rollout.sglang_rollout import IDLE_WAIT_S
 from slime.rollout.staleness import num_groups_allowed, num_groups_due

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.observability.trace_utils import trace_next_attempt, trace_span
+from slime.rollout.base_types import Entry, Group, is_finished, leaf_samples
 from slime.rollout.config import RolloutConfig
 from slime.rollout.context import RolloutContext
-from slime.rollout.groups import Entry, Group, is_finished, leaf_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.waiting import cancel_all
 from slime.utils.errors import HookError

@@ -48,7 +48,7 @@ async def close_teacher_client() -> None:
 
 
 async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> Any:
-    """The teacher's answer to the sample's tokens; a list of answers for a list of samples.
+    """Return the teacher's answer to the sample's tokens; a list of answers for a list of samples.
 
     Raises:
         GraderError: the teacher did not answer, ``MAX_ATTEMPTS`` times, or refused.
@@ -120,7 +120,7 @@ def post_process_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[li
 
 
 def teacher_log_probs(sample: Sample, answer: dict[str, Any]) -> list[float]:
-    """The teacher's log-prob of each response token, in nats.
+    """Return the teacher's log-prob of each response token, in nats.
 
     Args:
         answer: has ``meta_info.input_token_logprobs``: ``[log_prob, token_id, ...]`` for each token of the sample, the

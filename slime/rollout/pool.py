@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from slime.rollout.base_types import Group, first_index, has_response, is_finished, leaf_samples
 from slime.rollout.context import RolloutContext
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.groups import Group, first_index, has_response, is_finished, leaf_samples
 from slime.rollout.staleness import oldest_version, version_number
 from slime.rollout.waiting import LongWait, cancel_all, deadline_error
 from slime.utils.errors import DataError, EngineError, HookError

@@ -35,7 +35,7 @@ _TOKENIZE_BATCH = 1024
 
 
 def split_path(path: str) -> tuple[str, slice]:
-    """``("data.jsonl", slice(0, 100))`` from ``"data.jsonl@[0:100]"``; every row without the suffix."""
+    """Return ``("data.jsonl", slice(0, 100))`` from ``"data.jsonl@[0:100]"``; every row without the suffix."""
     match = _SLICED.match(path)
     if match is None:
         return path, slice(None)
@@ -44,7 +44,7 @@ def split_path(path: str) -> tuple[str, slice]:
 
 
 def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(where, row)`` for each selected row; ``where`` is ``"<file> line <n>"``, counted from 1, for error messages.
+    """Yield ``(where, row)`` for each selected row; ``where`` is ``"<file> line <n>"``, counted from 1, for errors.
 
     Raises:
         DataError: the file is missing or of another kind, or a selected line is not a JSON object.
@@ -63,7 +63,7 @@ def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[tuple[str, dic
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """The selected rows of a prompt file, as dicts."""
+    """Yield the selected rows of a prompt file, as dicts."""
     for _, row in read_rows(path):
         yield row
 
@@ -79,7 +79,7 @@ def check_prompt_file(
     input_flag: str = "--input-key",
     label_flag: str = "--label-key",
 ) -> int:
-    """Number of selected rows, once each is known to decode and to have its keys.  Needs no tokenizer.
+    """Count the selected rows, once each is known to decode and to have its keys.  Needs no tokenizer.
 
     Of a parquet file only the header is read.
 
@@ -118,7 +118,7 @@ def check_prompt_file(
 
 
 def get_source(sample: Sample) -> str:
-    """Where a sample's data came from: ``sample.source``, else ``metadata["source_name"]``, else "unknown"."""
+    """Return the origin of a sample's data: ``sample.source``, else ``metadata["source_name"]``, else "unknown"."""
     return getattr(sample, "source", None) or (sample.metadata or {}).get("source_name") or "unknown"
 
 
@@ -229,7 +229,7 @@ def _decode_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _select(numbered: Iterator[Any], rows: slice) -> Iterator[Any]:
-    """The items of a slice; read as a stream unless a bound counts from the end."""
+    """Return the items of a slice; read as a stream unless a bound counts from the end."""
     if (rows.start or 0) < 0 or (rows.stop or 0) < 0:
         return iter(list(numbered)[rows])
     return itertools.islice(numbered, rows.start, rows.stop)
@@ -268,7 +268,7 @@ def _normalised_prompt(
     apply_chat_template: bool,
     where: str,
 ) -> Any:
-    """Text stays text unless a chat template or multimodal items need messages."""
+    """Return the prompt: text stays text unless a chat template or multimodal items need messages."""
     prompt = row[prompt_key]
     check_prompt(prompt, where)
     if isinstance(prompt, str) and not apply_chat_template and not multimodal_keys:
@@ -278,7 +278,7 @@ def _normalised_prompt(
 
 
 def _multimodal_inputs(prompt: Any, processor: Any) -> dict[str, Any] | None:
-    """Images and videos of a prompt; None for a text model or a prompt of text only."""
+    """Return images and videos of a prompt; None for a text model or a prompt of text only."""
     if processor is None or not isinstance(prompt, list):
         return None
     found = process_vision_info(prompt, processor)
@@ -286,7 +286,7 @@ def _multimodal_inputs(prompt: Any, processor: Any) -> dict[str, Any] | None:
 
 
 def _drop_long(samples: list[Sample], tokenizer: Any, processor: Any, max_length: int, path: str) -> list[Sample]:
-    """Samples with at most ``max_length`` prompt tokens, order kept; prompts that are messages are not measured."""
+    """Drop samples with more than ``max_length`` prompt tokens; prompts that are messages are not measured."""
     lengths: dict[int, int] = {}
     texts = [index for index, sample in enumerate(samples) if isinstance(sample.prompt, str)]
     if len(texts) < len(samples):

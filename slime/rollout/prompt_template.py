@@ -15,7 +15,7 @@ from slime.utils.types import MultimodalTypes
 
 
 def as_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """Chat messages: a string becomes one user message, messages stay as they are.
+    """Return chat messages: a string becomes one user message, messages stay as they are.
 
     Raises:
         DataError: the prompt is neither.
@@ -27,7 +27,7 @@ def as_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
 
 
 def check_prompt(prompt: Any, where: str) -> None:
-    """A prompt is a non-empty string or a non-empty list of messages, each a dict with a role.
+    """Check that a prompt is a non-empty string or a non-empty list of messages, each a dict with a role.
 
     Raises:
         DataError: it is something else.
@@ -42,7 +42,7 @@ def check_prompt(prompt: Any, where: str) -> None:
 
 
 def parse_tools(value: Any, where: str) -> list[Any] | None:
-    """The tools of a row, from a list or from JSON text; None when the row has none."""
+    """Return the tools of a row, from a list or from JSON text; None when the row has none."""
     if isinstance(value, str):
         value = parse_json(value, "tools", where) if value.strip() else None
     if value is None:
@@ -55,7 +55,7 @@ def parse_tools(value: Any, where: str) -> list[Any] | None:
 
 
 def parse_metadata(value: Any, where: str) -> dict[str, Any]:
-    """The metadata of a row, from a dict or from JSON text; {} when the row has none."""
+    """Return the metadata of a row, from a dict or from JSON text; {} when the row has none."""
     if isinstance(value, str):
         value = parse_json(value, "metadata", where) if value.strip() else None
     if value is None:
@@ -66,7 +66,7 @@ def parse_metadata(value: Any, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str, where: str) -> Any:
-    """The value that JSON ``text`` stands for."""
+    """Return the value that JSON ``text`` stands for."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -74,7 +74,7 @@ def parse_json(text: str, name: str, where: str) -> Any:
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, **kwargs: Any) -> str:
-    """Messages as text by the tokenizer's chat template, up to the point where the response begins."""
+    """Render messages as text by the tokenizer's chat template, up to the point where the response begins."""
     from jinja2 import TemplateError
 
     try:
@@ -90,7 +90,7 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | No
 def insert_multimodal(
     messages: list[dict[str, Any]], row: Mapping[str, Any], multimodal_keys: Mapping[str, str], where: str
 ) -> list[dict[str, Any]]:
-    """Messages in which each placeholder is replaced by the row's next item of its kind.
+    """Return messages in which each placeholder is replaced by the row's next item of its kind.
 
     Args:
         messages: chat messages; only contents that are strings are searched.

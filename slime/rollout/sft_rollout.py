@@ -24,7 +24,7 @@ def _mask_generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMas
 def generate_rollout(
     args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> list[list[Sample]]:
-    """``--rollout-batch-size`` groups of one finished sample each.
+    """Return ``--rollout-batch-size`` groups of one finished sample each.
 
     Raises:
         ConfigError: asked to evaluate, or for several samples of a prompt.

@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.base_types import Entry, Group, RolloutFnEvalOutput, RolloutFnTrainOutput, is_finished
 from slime.rollout.config import RolloutConfig, rollout_config
 from slime.rollout.context import begin_rollout, context_of
 from slime.rollout.control_client import abort_engines, engine_loads
@@ -29,7 +29,6 @@ from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.eval_rollout import evaluate_all, evaluate_dataset
 from slime.rollout.generate import _prepare_prompt_ids, answer_sample
 from slime.rollout.generate_group import run_execution, run_group
-from slime.rollout.groups import Entry, Group, is_finished
 from slime.rollout.pool import GroupPool, stamp_start
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.state import RequestState

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from slime.rollout.base_types import Entry, Group, first_index, is_finished, leaf_samples
 from slime.rollout.config import RolloutConfig
 from slime.rollout.control_client import engine_versions
-from slime.rollout.groups import Entry, Group, first_index, is_finished, leaf_samples
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slime.rollout.base_types import Group
 from slime.rollout.config import RolloutConfig, rollout_config
-from slime.rollout.groups import Group
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_processor, load_tokenizer

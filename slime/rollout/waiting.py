@@ -130,7 +130,7 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     ended, left = await asyncio.wait(waiting, timeout=CANCEL_WAIT_S)
     for task in ended:
         if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not report it as forgotten
+            task.exception()  # retrieved, so that asyncio does not report it as forgotten
     if left:
         logger.error(
             "%d tasks have not ended %.0f s after they were cancelled, the first is %s. Does a custom generate or "

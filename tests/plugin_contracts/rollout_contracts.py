@@ -9,10 +9,9 @@ from typing import Any
 
 from slime.observability.rollout_metrics import compute_eval_record
 from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, train_data_from_samples
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
-from slime.rollout.groups import leaf_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.train_data.columns import TrainBatch

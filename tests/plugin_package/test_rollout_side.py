@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.groups import leaf_samples
+from slime.rollout.base_types import leaf_samples
 from slime.utils.types import Sample
 from tests.plugin_package.product import PLUGIN_FOLDER, Product
 from tests.scripted_engine.script import FIRST_RESPONSE_TOKEN

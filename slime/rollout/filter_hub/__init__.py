@@ -1,1 +1,1 @@
-"""Which finished groups a rollout keeps: the contract of ``--dynamic-sampling-filter-path`` and two stock filters."""
+"""Filters of finished groups: the contract of ``--dynamic-sampling-filter-path`` and two stock filters."""

@@ -1,7 +1,7 @@
-"""What a dynamic sampling filter answers, and what the rollout loop makes of the answer.
+"""Answers of a dynamic sampling filter, and what becomes of a group by them.
 
-The filters themselves are in ``dynamic_sampling_filters``; the loop that asks them in
-``slime.rollout.sglang_rollout``.
+The filters themselves are in ``dynamic_sampling_filters``; the policy that asks them in
+``slime.rollout.pool``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """The verdict of ``fn``, whichever of the two answers it gives: a DynamicFilterOutput, or a plain truth value.
+    """Ask ``fn`` about a group; it may answer with a DynamicFilterOutput, or with a plain truth value.
 
     Without a filter every group is kept.  Truth values may be Python's, numpy's or a tensor of one element.
     """
@@ -46,7 +46,7 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """True when the group goes.
+    """Return True when the group goes.
 
     Args:
         remaining_batch_size: groups kept so far plus groups still being generated, this one included.
@@ -58,7 +58,7 @@ def should_drop_dynamic_filter_output(
 
 
 class MetricGatherer:
-    """Counts the dropped groups by reason."""
+    """Counts of the dropped groups by reason."""
 
     def __init__(self) -> None:
         self._drops: Counter[str] = Counter()
@@ -68,5 +68,5 @@ class MetricGatherer:
         self._drops[reason or "unspecified"] += 1
 
     def collect(self) -> dict[str, int]:
-        """``rollout/dynamic_filter/drop_{reason}`` for every reason seen."""
+        """Return ``rollout/dynamic_filter/drop_{reason}`` for every reason seen."""
         return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self._drops.items())}

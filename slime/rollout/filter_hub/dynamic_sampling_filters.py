@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from slime.rollout.base_types import Group, leaf_samples
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.groups import Group, leaf_samples
 
 MIN_REWARD_STD = 1e-6
 
@@ -31,7 +31,7 @@ def check_reward_nonzero_std(args: Namespace, samples: Group, **kwargs: Any) -> 
 
 
 def check_reward_nonzero_std_with_fallback(args: Namespace, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
-    """As ``check_reward_nonzero_std``, but a dull group still serves when dropping it would leave too few."""
+    """Do as ``check_reward_nonzero_std``, but keep a dull group when dropping it would leave too few."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True
     return output

@@ -10,16 +10,18 @@ Position of a checkpoint: the first segment that a process which starts from it 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
+import threading
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.buffer import groups_from_state, groups_to_state
 from slime.rollout.context import GroupJournal, NoJournal
+from slime.rollout.data_source import groups_from_state, groups_to_state
 from slime.rollout.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.rollout.ledger.records import Kind, segment_number
 from slime.rollout.ledger.recovery import Recovery, SourceRecorder
@@ -226,6 +228,55 @@ def open_ledger(args: Namespace, source: Any) -> NoLedger:
     """Return the ledger of this run, around its data source."""
     folder = ledger_folder(args)
     return NoLedger(source) if folder is None else Ledger(args, source, folder)
+
+
+class CheckpointPosition:
+    """Positions of data source and ledger, always of one moment: before a rollout began.
+
+    ``train_async.py`` saves rollout k while k+1 is under way; its prompts must not count as consumed.
+
+    Invariant: ``_before[k]`` is what both said just before rollout k began.  A rollout begins before a save or after
+    it, never while one is written.
+    """
+
+    def __init__(self, ledger: NoLedger) -> None:
+        self._ledger = ledger
+        self._source = ledger.data_source
+        self._before: dict[int, tuple[bytes | None, Any]] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, rollout_id: int) -> None:
+        """Keep both positions from before rollout ``rollout_id`` takes groups from the data source."""
+        with self._lock:
+            self._before[rollout_id] = self._frozen_state(), self._ledger.position(rollout_id)
+            for old in [known for known in self._before if known < rollout_id - 1]:
+                del self._before[old]
+
+    def _frozen_state(self) -> bytes | None:
+        """Freeze the state by pickling: it shares its samples with the rollout, which goes on changing them."""
+        state_of = getattr(self._source, "state_dict", None)
+        return None if state_of is None else pickle.dumps(state_of())
+
+    def save(self, rollout_id: int) -> None:
+        """Write both positions after ``rollout_id``, whatever has been generated ahead of it since.
+
+        A data source of the user's that cannot be asked for its state, or whose ``save`` takes none, is saved as it is
+        now.
+        """
+        with self._lock:
+            state, position = self._before.get(rollout_id + 1, (None, None))
+            if state is not None and "state" in inspect.signature(self._source.save).parameters:
+                self._source.save(rollout_id, state=pickle.loads(state))
+            else:
+                if position is not None:
+                    logger.warning(
+                        "%s is saved after rollout %d while the next one takes groups from it: after a crash those "
+                        "may be missing. Give its save() a parameter `state`, a state_dict() to write.",
+                        type(self._source).__name__,
+                        rollout_id,
+                    )
+                self._source.save(rollout_id)
+            self._ledger.save(rollout_id, position)
 
 
 def _fresh_position(folder: Path, own: int) -> int:

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.groups import leaf_samples
+from slime.rollout.base_types import RolloutFnTrainOutput, leaf_samples
 from slime.rollout.ledger.journal import Journal, group_name, prompt_start
 from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, Record, ReplayState, RolloutState
 from slime.rollout.ledger.sample_codec import apply_entry, to_entry

@@ -14,14 +14,13 @@ import pytest
 
 from slime.rollout import data_source as data_source_module
 from slime.rollout import fully_async_rollout, pool, state
-from slime.rollout.checkpoint_position import CheckpointPosition
+from slime.rollout.base_types import leaf_samples
 from slime.rollout.context import RunState, use_run
 from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.groups import leaf_samples
-from slime.rollout.ledger.ledger import open_ledger
+from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.utils.async_utils import run

@@ -12,10 +12,10 @@ import pytest
 
 from slime.rollout import pool as pool_module
 from slime.rollout import sglang_rollout
+from slime.rollout.base_types import Group
 from slime.rollout.config import rollout_config
 from slime.rollout.context import RolloutContext, RunState
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.groups import Group
 from slime.rollout.pool import DROPS_BEFORE_WARNING, MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
 from slime.rollout.waiting import LongWait
 from slime.utils.errors import DataError, EngineError, HookError

@@ -11,9 +11,9 @@ import pytest
 
 from slime.rollout import data_source as data_source_module
 from slime.rollout import pool, state
+from slime.rollout.base_types import leaf_samples
 from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.groups import leaf_samples
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.http_utils import close_http_client

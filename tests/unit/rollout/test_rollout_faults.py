@@ -13,9 +13,9 @@ import pytest
 from slime.rollout import data_source as data_source_module
 from slime.rollout import generate as generate_module
 from slime.rollout import sglang_streaming_rollout, state
+from slime.rollout.base_types import leaf_samples
 from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.groups import leaf_samples
 from slime.rollout.rm_hub import policy, remote
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils import http_utils

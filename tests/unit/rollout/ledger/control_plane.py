@@ -20,12 +20,10 @@ from typing import Any
 
 from slime.rollout import control_client, fully_async_rollout, generate, sglang_rollout, state
 from slime.rollout import data_source as data_source_module
-from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.checkpoint_position import CheckpointPosition
+from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaf_samples
 from slime.rollout.context import RunState, use_run
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.groups import first_index, leaf_samples
-from slime.rollout.ledger.ledger import TRACKER, Ledger
+from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

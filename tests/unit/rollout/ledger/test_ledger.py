@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.ledger.ledger import TRACKER, Ledger, NoLedger, open_ledger, position_path
+from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger, NoLedger, open_ledger, position_path
 from slime.rollout.ledger.segments import segment_files
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import make_args
