@@ -1,27 +1,33 @@
 """The flags that rollouts read, as one frozen config.
 
-Plug-ins call ``GenerateState``, ``generate`` and their like with small namespaces of their own, so a flag may be
-missing here and nowhere else: ``rollout_config`` is the one function of this package that knows defaults.
+Plug-ins call ``GenerateState``, ``generate`` and their like with small namespaces of their own; what these lack has
+the default of its flag.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
-DEFAULT_ROLLOUT_TIMEOUT_S = 86400.0
+from slime.flags.algorithm import add_algorithm_arguments
+from slime.flags.cluster import add_cluster_arguments, add_fault_tolerance_arguments
+from slime.flags.config import read_config
+from slime.flags.debug import add_debug_arguments
+from slime.flags.reward import add_reward_arguments
+from slime.flags.rollout import add_rollout_arguments
+from slime.flags.weight_sync import add_weight_sync_arguments
+
 DEFAULT_RETRIES = 60
 """Repetitions of a request that no engine takes, about a second apart."""
 BAD_ANSWER_MARGIN_S = 30.0
 """How much longer than the health monitor needs a request waits for its engine to be replaced."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Flags of a rollout, named as the attributes of ``args``."""
 
-    # Engines and how they are reached
+    # Engines, and how they are reached; the flags of SGLang and its router have their defaults here
     hf_checkpoint: str = ""
     sglang_router_ip: str | None = None
     sglang_router_port: int | None = None
@@ -32,39 +38,39 @@ class RolloutConfig:
     router_policy: str | None = None
     router_balance_abs_threshold: int | None = None
     router_balance_rel_threshold: float | None = None
-    use_fault_tolerance: bool = False
-    engine_start_timeout_s: float = 1800.0
-    rollout_health_check_interval: float = 30.0
-    rollout_health_check_timeout: float = 30.0
+    use_fault_tolerance: bool
+    engine_start_timeout_s: float
+    rollout_health_check_interval: float
+    rollout_health_check_timeout: float
     # Sampling
-    rollout_temperature: float = 1.0
-    rollout_top_p: float = 1.0
-    rollout_top_k: int = -1
-    rollout_max_response_len: int | None = None
-    rollout_stop: list[str] | None = None
-    rollout_stop_token_ids: list[int] | None = None
-    rollout_skip_special_tokens: bool = False
-    rollout_seed: int = 42
-    use_rollout_routing_replay: bool = False
+    rollout_temperature: float
+    rollout_top_p: float
+    rollout_top_k: int
+    rollout_max_response_len: int | None
+    rollout_stop: list[str] | None
+    rollout_stop_token_ids: list[int] | None
+    rollout_skip_special_tokens: bool
+    rollout_seed: int
+    use_rollout_routing_replay: bool
     # Groups
-    rollout_batch_size: int = 0
-    over_sampling_batch_size: int = 0
-    n_samples_per_prompt: int = 1
-    num_rollout: int | None = None
-    rollout_timeout_s: float = DEFAULT_ROLLOUT_TIMEOUT_S
-    partial_rollout: bool = False
-    mask_offpolicy_in_partial_rollout: bool = False
-    max_staleness: int | None = None
-    stale_group_policy: str | None = "regenerate"
-    update_weights_interval: int | None = 1
-    debug_rollout_only: bool = False
+    rollout_batch_size: int
+    over_sampling_batch_size: int
+    n_samples_per_prompt: int
+    num_rollout: int | None
+    rollout_timeout_s: float
+    partial_rollout: bool
+    mask_offpolicy_in_partial_rollout: bool
+    max_staleness: int | None
+    stale_group_policy: str
+    update_weights_interval: int
+    debug_rollout_only: bool
     # Rewards and hooks
-    group_rm: bool = False
-    reward_key: str | None = None
-    eval_reward_key: str | None = None
+    group_rm: bool
+    reward_key: str | None
+    eval_reward_key: str | None
     custom_generate_function_path: str | None = None
     dynamic_sampling_filter_path: str | None = None
-    rollout_sample_hook_path: list[str] | str | None = field(default_factory=list)
+    rollout_sample_hook_path: list[str] | str | None = None
     rollout_sample_filter_path: str | None = None
     rollout_all_samples_process_path: str | None = None
 
@@ -101,10 +107,16 @@ class RolloutConfig:
         return {}
 
 
-_DEFAULTS: tuple[tuple[str, Any], ...] = tuple(vars(RolloutConfig()).items())
-assert len(_DEFAULTS) == len(fields(RolloutConfig))
-
-
 def rollout_config(args: Namespace) -> RolloutConfig:
-    """Read the config from ``args``, complete or not."""
-    return RolloutConfig(**{name: getattr(args, name, default) for name, default in _DEFAULTS})
+    """Return the config that ``args``, complete or not, gives."""
+    return read_config(
+        RolloutConfig,
+        args,
+        add_rollout_arguments,
+        add_reward_arguments,
+        add_cluster_arguments,
+        add_fault_tolerance_arguments,
+        add_weight_sync_arguments,
+        add_algorithm_arguments,
+        add_debug_arguments,
+    )

@@ -15,6 +15,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.flags.reward import reward_config
 from slime.observability.rollout_dump import load_rollout_dump
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.errors import ConfigError
@@ -66,7 +67,7 @@ def _first_that_exists(template: str, *names: int | str) -> str:
 
 
 def _results(args: Namespace, samples: list[Sample]) -> dict[str, Any]:
-    key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
+    key = reward_config(args).key(evaluation=True)
     rewards = [sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward for sample in samples]
     truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
     return {"rewards": rewards, "truncated": truncated, "samples": samples}

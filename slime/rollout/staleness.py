@@ -85,7 +85,7 @@ class VersionClock:
     def __init__(self, config: RolloutConfig, first_rollout_id: int | None = None) -> None:
         """Make a clock of a process that begins with ``first_rollout_id``, where that is known."""
         self._config = config
-        self._interval = max(config.update_weights_interval or 1, 1)
+        self._interval = config.update_weights_interval
         self._is_still = config.debug_rollout_only
         self._first_rollout_id = first_rollout_id
         self._offset: int | None = None
@@ -140,7 +140,7 @@ class StalenessBound:
 
     def __init__(self, config: RolloutConfig, first_rollout_id: int | None = None) -> None:
         self.limit = config.max_staleness
-        self.policy = config.stale_group_policy or "regenerate"
+        self.policy = config.stale_group_policy
         self.clock = VersionClock(config, first_rollout_id)
         self.counts: Counter[str] = Counter()
         self._warned = False

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-from slime.rollout.config import DEFAULT_ROLLOUT_TIMEOUT_S, RolloutConfig
+from slime.rollout.config import RolloutConfig
 from slime.rollout.control_client import busy_engines
+from slime.utils.async_utils import DEFAULT_TIMEOUT_S
 from slime.utils.errors import DeadlineError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class LongWait:
         title: str,
         total: int,
         *,
-        timeout_s: float = DEFAULT_ROLLOUT_TIMEOUT_S,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

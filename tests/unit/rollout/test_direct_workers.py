@@ -11,7 +11,7 @@ import pytest
 from slime.backends.sglang_utils.router_process import register_worker, start_router
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.rollout import direct_workers
-from slime.rollout.config import RolloutConfig, rollout_config
+from slime.rollout.config import rollout_config
 from slime.rollout.control_client import close_control_client
 from slime.rollout.direct_workers import WorkerPicker, post_to_worker, router_would_drop
 from slime.utils.errors import EngineError
@@ -161,7 +161,7 @@ def test_without_any_worker_the_error_says_so(workers, monkeypatch):
 
 def test_counts_are_those_of_requests_in_flight():
     WorkerPicker.clear_instances()
-    picker = WorkerPicker(RolloutConfig(sglang_router_ip="h", sglang_router_port=1))
+    picker = WorkerPicker(rollout_config(Namespace(sglang_router_ip="h", sglang_router_port=1)))
     picker.in_flight = Counter({"a": 2, "b": 1, "c": 5})
     assert picker.choose(["a", "b", "c"], None) == "b"
     WorkerPicker.clear_instances()

@@ -10,7 +10,7 @@ from argparse import Namespace
 import pytest
 
 from slime.rollout import config, generate, sglang_rollout
-from slime.rollout.config import DEFAULT_RETRIES, RolloutConfig
+from slime.rollout.config import DEFAULT_RETRIES, rollout_config
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
@@ -106,13 +106,15 @@ def test_a_request_outlives_its_engine_and_keeps_what_the_sample_held():
 
 
 def test_requests_are_repeated_for_as_long_as_an_engine_may_take_to_start():
-    tolerant = RolloutConfig(
-        use_fault_tolerance=True,
-        engine_start_timeout_s=600.0,
-        rollout_health_check_interval=30.0,
-        rollout_health_check_timeout=30.0,
+    tolerant = rollout_config(
+        Namespace(
+            use_fault_tolerance=True,
+            engine_start_timeout_s=600.0,
+            rollout_health_check_interval=30.0,
+            rollout_health_check_timeout=30.0,
+        )
     )
     assert tolerant.request_retries == DEFAULT_RETRIES + 660
     assert tolerant.bad_answer_patience_s == 90.0
-    assert RolloutConfig().request_retries == DEFAULT_RETRIES
-    assert RolloutConfig().bad_answer_patience_s == 0.0
+    assert rollout_config(Namespace()).request_retries == DEFAULT_RETRIES
+    assert rollout_config(Namespace()).bad_answer_patience_s == 0.0

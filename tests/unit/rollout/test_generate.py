@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.rollout import direct_workers, sglang_rollout
-from slime.rollout.config import RolloutConfig
+from slime.rollout.config import rollout_config
 from slime.rollout.generate import _payload, _prepare_prompt_ids, append_output
 from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
 from slime.utils.errors import DataError, EngineError, HookError
@@ -121,7 +121,7 @@ def test_messages_that_were_never_rendered_are_refused():
 def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
     monkeypatch.setattr("slime.rollout.generate.encode_image_for_rollout_engine", lambda image: f"data:{image}")
     sample = Sample(prompt="a", response="b", multimodal_inputs={"images": ["img"]})
-    payload = _payload(RolloutConfig(use_rollout_routing_replay=True), sample, [1], {"n": 1})
+    payload = _payload(rollout_config(Namespace(use_rollout_routing_replay=True)), sample, [1], {"n": 1})
     assert payload == {
         "sampling_params": {"n": 1},
         "return_logprob": True,
@@ -164,7 +164,7 @@ def test_fields_that_the_router_loses_are_known(payload, lost):
 
 def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
     direct_workers.WorkerPicker.clear_instances()
-    config = RolloutConfig(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing")
+    config = rollout_config(Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing"))
     picker = direct_workers.WorkerPicker(config)
     keys = [str(i) for i in range(200)]
     before = {key: picker.choose(["a", "b", "c"], key) for key in keys}

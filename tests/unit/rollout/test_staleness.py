@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 
 import pytest
 
-from slime.rollout.config import RolloutConfig
+from slime.rollout.config import rollout_config
 from slime.rollout.staleness import (
     StalenessBound,
     VersionClock,
@@ -50,7 +51,7 @@ def loop(interval: int, start: int, num_rollouts: int, *, ahead: bool) -> list[t
 @pytest.mark.parametrize("start", [0, 3, 10])
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_the_clock_knows_what_the_trainer_will_hold_in_a_loop_that_generates_ahead(interval, start):
-    clock = VersionClock(RolloutConfig(update_weights_interval=interval), first_rollout_id=start)
+    clock = VersionClock(rollout_config(Namespace(update_weights_interval=interval)), first_rollout_id=start)
     events = loop(interval, start, 12, ahead=True)
     for rollout_id, in_engines, _ in events:
         clock.observe(in_engines, rollout_id)
@@ -59,7 +60,7 @@ def test_the_clock_knows_what_the_trainer_will_hold_in_a_loop_that_generates_ahe
 
 
 def test_the_clock_knows_it_too_when_each_rollout_is_pushed_before_the_next_begins():
-    clock = VersionClock(RolloutConfig(update_weights_interval=1), first_rollout_id=5)
+    clock = VersionClock(rollout_config(Namespace(update_weights_interval=1)), first_rollout_id=5)
     for rollout_id, in_engines, trained in loop(1, 5, 6, ahead=False):
         clock.observe(in_engines, rollout_id)
         assert clock.trained_at(rollout_id) == trained == in_engines
@@ -68,14 +69,14 @@ def test_the_clock_knows_it_too_when_each_rollout_is_pushed_before_the_next_begi
 def test_the_clock_may_begin_later_than_the_process():
     """Rollouts that the ledger repeats do not ask the rollout function."""
     events = loop(2, 4, 8, ahead=True)
-    clock = VersionClock(RolloutConfig(update_weights_interval=2), first_rollout_id=4)
+    clock = VersionClock(rollout_config(Namespace(update_weights_interval=2)), first_rollout_id=4)
     for rollout_id, in_engines, _ in events[3:]:
         clock.observe(in_engines, rollout_id)
         assert [clock.trained_at(k) for k, _, _ in events] == [trained for _, _, trained in events]
 
 
 def test_the_last_rollout_for_a_version_is_the_last_one_within_the_bound():
-    clock = VersionClock(RolloutConfig(update_weights_interval=3))
+    clock = VersionClock(rollout_config(Namespace(update_weights_interval=3)))
     clock.observe(5, 7)
     for limit in range(4):
         for version in range(3, 9):
@@ -84,10 +85,10 @@ def test_the_last_rollout_for_a_version_is_the_last_one_within_the_bound():
 
 
 def test_engines_without_numbers_have_no_clock():
-    clock = VersionClock(RolloutConfig(update_weights_interval=1))
+    clock = VersionClock(rollout_config(Namespace(update_weights_interval=1)))
     clock.observe(None, 0)
     assert clock.trained_at(0) is None
-    bound = StalenessBound(RolloutConfig(max_staleness=1))
+    bound = StalenessBound(rollout_config(Namespace(max_staleness=1)))
     assert not bound.is_too_old(drawn("1"), 100)
 
 
@@ -96,7 +97,9 @@ def test_with_both_rules_no_group_is_late_whatever_requests_take(limit):
     """A simulation of both loops' order with groups of random duration; time moves only when a batch must wait."""
     dice = random.Random(limit)
     batch_size, num_rollouts, interval = 4, 60, dice.choice([1, 2])
-    bound = StalenessBound(RolloutConfig(max_staleness=limit, update_weights_interval=interval), first_rollout_id=0)
+    bound = StalenessBound(
+        rollout_config(Namespace(max_staleness=limit, update_weights_interval=interval)), first_rollout_id=0
+    )
     in_flight: list[int] = []
     ready: list[int] = []
     for rollout_id, in_engines, trained in loop(interval, 0, num_rollouts, ahead=True):
