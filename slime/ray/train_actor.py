@@ -12,7 +12,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.ray_actor import RayActor
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
-from slime.utils.devices import visible_index
+from slime.utils.env import visible_index
 from slime.utils.misc import Box
 
 FETCH_TIMEOUT_S = 3600

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from slime.utils.errors import ConfigError
+
 
 def get_str(name: str, default: str | None = None) -> str | None:
     """Return the variable's text, or ``default`` when it is unset or empty."""
@@ -75,6 +77,23 @@ def cuda_visible_devices() -> list[str] | None:
     """Return ``CUDA_VISIBLE_DEVICES`` as a list; None when it is unset and all devices are visible."""
     text = get_str("CUDA_VISIBLE_DEVICES")
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def visible_index(physical_id: int) -> int:
+    """Return the position of a GPU among those this process sees; torch and SGLang count like this.
+
+    Raises:
+        ConfigError: the GPU is hidden from this process.
+    """
+    visible = cuda_visible_devices()
+    if visible is None:
+        return physical_id
+    if str(physical_id) not in visible:
+        raise ConfigError(
+            f"this process shall use GPU {physical_id}, but CUDA_VISIBLE_DEVICES is {','.join(visible)}; start Ray "
+            "with the GPUs that the job may use"
+        )
+    return visible.index(str(physical_id))
 
 
 def indexer_rope_is_neox() -> bool | None:

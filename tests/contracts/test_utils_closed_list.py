@@ -15,7 +15,6 @@ KIT = {
     "net",
     "distributed_utils",
     "accelerator",
-    "devices",
     "env",
     "errors",
     "atomic_file",

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.experts import StackedExperts, grouped_linear, has_grouped_product
-from slime.backends.megatron_utils.layers.routed_layer import RoutedExperts
+from slime.backends.megatron_utils.layers.layer_specs import RoutedExperts
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

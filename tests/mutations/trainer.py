@@ -178,7 +178,7 @@ TRAINER_BUGS = (
         target=f"{TRAINER}.forward:readers_of_old_log_probs",
         old='len(data["num_microbatches"]) != 1',
         new="False",
-        tests=(f"{UNIT}test_old_log_probs.py::test_one_step_and_nobody_who_reads_them_before_it_leaves_the_pass_out",),
+        tests=(f"{UNIT}test_forward.py::test_one_step_and_nobody_who_reads_them_before_it_leaves_the_pass_out",),
     ),
     Mutation(
         bug="learning rate counted per step where the schedule counts samples",

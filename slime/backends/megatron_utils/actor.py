@@ -1,4 +1,7 @@
-"""The Megatron trainer of one rank: what happens to a rollout's data, in which order, under which weights."""
+"""The Megatron trainer of one rank: log-probs of frozen policies -> advantages -> optimizer steps -> report.
+
+``train`` reads as the life of a rollout's data; the other verbs save, push weights, sleep and wake up.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class MegatronTrainRayActor(TrainWorker):
     the host copy under ``"actor"`` is up to date.
     """
 
-    # Life
+    # Start
 
     def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
         """Join the group, build the model, load all policies, and fall asleep if the accelerator is shared."""
@@ -94,7 +97,7 @@ class MegatronTrainRayActor(TrainWorker):
         return self._start_rollout_id
 
     def get_parallel_config(self) -> dict[str, int]:
-        """Sizes that the rollout manager needs to cut the data."""
+        """Return the sizes by which the rollout manager splits the data."""
         config: Any = self.model[0].config
         return {
             "dp_size": mpu.get_data_parallel_world_size(with_context_parallel=False),
@@ -109,7 +112,7 @@ class MegatronTrainRayActor(TrainWorker):
     # Memory
 
     def sleep(self) -> None:
-        """Give the memory back, unless that is done already; on a CPU nothing happens."""
+        """Free the memory, unless that is done already; on a CPU nothing happens."""
         if self._is_asleep:
             return
         with timer("sleep"):
@@ -120,7 +123,7 @@ class MegatronTrainRayActor(TrainWorker):
         self._is_asleep = True
 
     def wake_up(self) -> None:
-        """Take the memory back, with the role's own weights in it."""
+        """Restore the memory, with the role's own weights in it."""
         if not self._is_asleep:
             return
         with timer("wake_up"):
@@ -141,7 +144,7 @@ class MegatronTrainRayActor(TrainWorker):
     def train(
         self, rollout_id: int, rank_batch: RankBatch, external_data: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
-        """All optimizer steps of one rollout; see the base class."""
+        """Take all optimizer steps of one rollout; see the base class."""
         clock = Timer()
         if clock.is_running("train_wait"):
             clock.end("train_wait")
@@ -157,7 +160,7 @@ class MegatronTrainRayActor(TrainWorker):
         self._profiler.step(rollout_id)
         metrics = self._reports.performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
-        del data, iterators  # memory that is freed later, while the trainer sleeps, would not be given back
+        del data, iterators  # memory freed later, while the trainer sleeps, would not be returned
         self._rest()
         clock.start("train_wait")
         return outcome if self.role == "critic" else ({**outcome, **metrics} if metrics else None)
@@ -165,41 +168,49 @@ class MegatronTrainRayActor(TrainWorker):
     def _train_actor(
         self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
     ) -> dict[str, float]:
+        """Compute log-probs and advantages, then take the optimizer steps of the policy; returns metrics."""
         args = self.args
         if args.compute_advantages_and_returns:
-            for tag, prefix in (("ref", "ref_"), ("teacher", "teacher_")):
-                if tag in self.weights.tags:
-                    self.weights.switch_to(tag)
-                    self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, prefix)
-            self.weights.switch_to("old_actor" if args.keep_old_actor else "actor")
-            with self._routed("old_log_probs"):
-                if needs_old_log_probs(args, data):
-                    self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "")
-                elif self._routing is not None and self._routing.must_record:
-                    forward_only(get_log_probs_and_entropy, args, self.model, iterators, data["num_microbatches"])
+            self._compute_log_probs(rollout_id, data, iterators)
             if "values" in external_data:
                 data["values"] = [values.to(current_device()) for values in external_data["values"]]
-            self.weights.switch_to("actor")
             with timer("advantages"):
                 compute_advantages_and_returns(args, data)
         metrics = self._postprocess_and_log(rollout_id, data)
-        recorded = self._recorded_log_probs(data, iterators) if args.save_debug_train_data else {}
+        dump_only = self._log_probs_for_dump(data, iterators) if args.save_debug_train_data else {}
         with timer("actor_train"), self._profiler.profile("train_actor", rollout_id), self._routed("train"):
             metrics |= self._take_steps(rollout_id, data, iterators, args.loss_type)
         if args.save_debug_train_data:
-            dump_train_data(args, rollout_id, data | recorded)
+            dump_train_data(args, rollout_id, data | dump_only)
         if self._routing is not None:
             self._routing.clear()
         if args.overlap_param_gather:
             for chunk in self.model:  # a rank holds only its own shard's update until the next forward pass
                 chunk.start_param_sync(force_sync=True)
-        self._policies.note_trained(rollout_id)
+        self._policies.record_trained(rollout_id)
         return metrics
+
+    def _compute_log_probs(self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator]) -> None:
+        """Add log-probs of the reference, the teacher and the old policy to ``data``.
+
+        The actor's weights are in the model afterwards.
+        """
+        for tag, prefix in (("ref", "ref_"), ("teacher", "teacher_")):
+            if tag in self.weights.tags:
+                self.weights.switch_to(tag)
+                self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, prefix)
+        self.weights.switch_to("old_actor" if self.args.keep_old_actor else "actor")
+        with self._routed("old_log_probs"):
+            if needs_old_log_probs(self.args, data):
+                self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "")
+            elif self._routing is not None and self._routing.must_record:
+                forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, data["num_microbatches"])
+        self.weights.switch_to("actor")
 
     def _train_critic(
         self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Values of the rollout, which the actor gets, returns from them, and the steps of the value loss."""
+        """Compute values and returns, then take the steps of the value loss; returns the values, for the actor."""
         self._forward(rollout_id, get_values, data, iterators, "")
         compute_advantages_and_returns(self.args, data)
         metrics = train_metrics.value_metrics(data)
@@ -213,7 +224,7 @@ class MegatronTrainRayActor(TrainWorker):
         return {"values": [values.cpu() for values in data["values"]]}
 
     def _begin_routing(self, data: RolloutBatch, iterators: list[DataIterator]) -> None:
-        """Let every micro-batch tell the routers which experts to choose, where these are replayed."""
+        """Attach the experts to replay to every micro-batch, where that was asked for."""
         if self._routing is None:
             return
         self._routing.begin(data)
@@ -227,13 +238,13 @@ class MegatronTrainRayActor(TrainWorker):
     def _forward(
         self, rollout_id: int, read: Reader, data: RolloutBatch, iterators: list[DataIterator], prefix: str
     ) -> None:
-        """Run a pass under the present weights and store what it reads in ``data``."""
+        """Run a forward pass under the weights in the model and add its result to ``data``."""
         name = "values" if read is get_values else f"{prefix}log_probs"
         with timer(name), self._profiler.profile("train_log_probs", rollout_id):
             data.update(forward_only(read, self.args, self.model, iterators, data["num_microbatches"], prefix))
 
-    def _recorded_log_probs(self, data: RolloutBatch, iterators: list[DataIterator]) -> dict[str, Any]:
-        """Log-probs for the dump alone, where training takes them from its first forward pass and keeps none."""
+    def _log_probs_for_dump(self, data: RolloutBatch, iterators: list[DataIterator]) -> dict[str, Any]:
+        """Return log-probs for the dump alone, where training takes them from its first forward pass and keeps none."""
         if not needs_old_log_probs(self.args, data) or not self.args.compute_advantages_and_returns:
             counts = data["num_microbatches"]
             with self._routed("train"):
@@ -251,7 +262,7 @@ class MegatronTrainRayActor(TrainWorker):
     def _take_steps(
         self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], loss_type: str
     ) -> dict[str, float]:
-        """The optimizer steps; returns the metrics of the last one."""
+        """Take the optimizer steps; returns the metrics of the last one."""
         args = self.args
         if self.optimizer is None or self.scheduler is None:
             raise ConfigError("--num-rollout is 0, so there is no optimizer, yet a rollout is to be trained on")
@@ -283,7 +294,7 @@ class MegatronTrainRayActor(TrainWorker):
     # Checkpoints
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Model, optimizer, scheduler and generators; then the Hugging Face export of ``--save-hf``."""
+        """Save model, optimizer, scheduler and generators; then the Hugging Face export of ``--save-hf``."""
         args = self.args
         with timer("save_model"):
             self.wake_up()
@@ -329,7 +340,7 @@ class MegatronTrainRayActor(TrainWorker):
         with timer("update_weights"):
             metrics = self._updater.push().as_metrics()
             self._release_push_groups()
-        self._policies.note_pushed()
+        self._policies.record_pushed()
         if self._last_rollout_id is None:
             Timer().reset("update_weights")
             return None  # the push before the first rollout belongs to no step
@@ -350,13 +361,13 @@ class MegatronTrainRayActor(TrainWorker):
         return written if self.rank == 0 else None
 
     def excluded_engines(self) -> list[ExcludedEngine]:
-        """The engines that the last push left out."""
+        """Return the engines that the last push excluded."""
         return self._updater.excluded
 
     def _weights_to_send(self) -> HostWeights | None:
         return self.weights.get("actor") if self._is_asleep and memory.is_memory_saver_active() else None
 
     def _release_push_groups(self) -> None:
-        """A trainer that sleeps gives back what the groups that joined the shards took."""
+        """Free the memory of the groups of a push while the trainer sleeps."""
         if self._is_asleep:
             reloadable_groups.release_communicators()

@@ -1,4 +1,6 @@
-"""Forward-only passes over a rank's rollout: log-probs, entropies and values, in the order of the samples."""
+"""Forward-only passes over a rank's rollout: log-probs, entropies and values, in the order of the samples;
+and the decision whether the old log-probs take a pass of their own.
+"""
 
 from __future__ import annotations
 
@@ -109,15 +111,12 @@ def _in_sample_order(
     return result
 
 
-# Whether the log-probs of the policy before training take a forward pass of their own.
-
-
 def needs_old_log_probs(args: Namespace, data: RolloutBatch) -> bool:
     """Return True when the first forward pass of training gives the old log-probs too late, or gives others.
 
     With the engine's log-probs as the old ones (``--use-rollout-logprobs``) only a comparison with the trainer's needs
-    them.  Otherwise the pass is left out when the forward pass of the one and only optimizer step gives the same
-    numbers, and nothing before that step wants to see them.
+    them.  Otherwise the pass is skipped when the forward pass of the only optimizer step gives the same numbers and
+    nothing reads them before that step.
     """
     if args.use_rollout_logprobs:
         return wants_mismatch(args)

@@ -1,11 +1,11 @@
-"""The policies that a run keeps beside the one in training: which there are, and when each becomes another.
+"""The policies that a run keeps beside the one in training, and the moments when one becomes another.
 
     ref            --ref-load; becomes the actor every --ref-update-interval rollouts
     teacher        --opd-teacher-load; never changes
-    rollout_actor  --keep-old-actor: what the engines have since the last push
-    old_actor      --keep-old-actor: what drew the rollout that is trained on
+    rollout_actor  --keep-old-actor: the weights of the last push
+    old_actor      --keep-old-actor: the weights that drew the rollout in training
 
-Each lies on the host, in a ``ModelSwitch``, and is put into the model for the passes that need it.
+Each is kept on the host by a :class:`ModelSwitch` and copied into the model for the passes that need it.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Policies:
             for kept in ("old_actor", "rollout_actor"):
                 weights.copy("actor", kept)
 
-    def note_trained(self, rollout_id: int) -> None:
+    def record_trained(self, rollout_id: int) -> None:
         """Bring the host copies up to date with the weights just trained, which are in the model."""
         args, weights = self._args, self._weights
         if "actor" in weights.tags:
             weights.backup("actor")
         if args.keep_old_actor:
-            # The next rollout was drawn before the push that may follow now.
+            # The next rollout was drawn by the weights before the push that may follow now.
             weights.copy("rollout_actor", "old_actor")
         interval = args.ref_update_interval
         if interval is not None and "ref" in weights.tags and (rollout_id + 1) % interval == 0:
@@ -76,20 +76,17 @@ class Policies:
                 weights.copy("actor", "ref")
             logger.info("The reference model is now the actor of rollout %d.", rollout_id)
 
-    def note_pushed(self) -> None:
-        """The engines have the actor's weights now."""
+    def record_pushed(self) -> None:
+        """Keep the actor's weights as those of the engines."""
         if self._args.keep_old_actor:
             self._weights.copy("actor", "rollout_actor")
 
 
-# Several sets of weights for one model: the actor, and frozen policies beside it, parked on the host.
-#
-# Only one set is in the model at a time; ``switch_to`` copies another in place, so that buffers, optimizer shards and
-# the schedules' references stay what they are.
-
-
 class ModelSwitch:
     """Host copies of a model's parameters and persistent buffers, by tag.
+
+    Only one set is in the model at a time; ``switch_to`` copies another in place, so that buffers, optimizer shards
+    and the schedules' references stay what they are.
 
     Invariant: ``active`` names the set that is in the model; the host copy under that tag may be older, until
     ``backup`` is called.
@@ -147,7 +144,7 @@ class ModelSwitch:
         self.active = tag
 
     def rename(self, tag: str) -> None:
-        """Say that what is in the model now is ``tag``: after a checkpoint was loaded into it."""
+        """Name the set in the model ``tag``: after a checkpoint was loaded into it."""
         self.active = tag
 
     def copy(self, source: str, target: str) -> None:

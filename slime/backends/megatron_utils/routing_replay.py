@@ -188,7 +188,7 @@ def _number_routers(model: Sequence[torch.nn.Module]) -> list[int]:
                 raise ConfigError(
                     f"--use-routing-replay: the router {name} is a {type(module).__module__}.{type(module).__name__}; "
                     "experts are replayed by slime.backends.megatron_utils.layers.router.Router; build the layer with "
-                    "slime.backends.megatron_utils.layers.routed_layer.RoutedExperts"
+                    "slime.backends.megatron_utils.layers.layer_specs.RoutedExperts"
                 )
             module.replayed_layer = int(module.layer_number)
             layers.append(module.replayed_layer)

@@ -22,7 +22,7 @@ from slime.backends.sglang_utils.server_args import EnginePlace, build_server_ar
 from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, probe_answer
 from slime.backends.sglang_utils.server_process import start_server, wait_until_healthy
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
-from slime.utils.devices import visible_index
+from slime.utils.env import visible_index
 from slime.utils.errors import EngineDiedError, EngineError, ProcessError
 from slime.utils.net import format_host_port
 

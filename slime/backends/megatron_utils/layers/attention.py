@@ -1,11 +1,11 @@
-"""Causal attention over packed sequences: the core-attention module of our layer specs.
+"""Causal attention over packed sequences: self-attention and core attention of our layer specs.
 
 Shapes: t = tokens of this rank, h = heads of this rank, d = head dimension; "thd" is [t, h, d] with the sequences of a
 micro-batch one after the other, and "sbhd" the padded [s, b, h, d].
 
 On CUDA in bf16 or fp16 the sequences go through one varlen flash kernel; otherwise (CPU, fp32, or
-``--attention-backend unfused``) each goes through torch's scaled-dot-product attention.  What context parallelism does
-is in ``zigzag_attention``.
+``--attention-backend unfused``) each goes through torch's scaled-dot-product attention.  With context parallelism a
+rank has two chunks of every sequence: :func:`zigzag_attention`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _varlen_kernel() -> tuple[Any, bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-# Causal attention where each context-parallel rank has two chunks of every sequence.
+# Context parallelism: each rank has two chunks of every sequence.
 #
 # A sequence of length L lies on the ranks in 2 cp chunks of c = L / (2 cp) tokens: rank r has the chunks r and
 # 2 cp - 1 - r, so that all ranks have the same work ("zigzag"; the load balance of Llama 3, arXiv 2407.21783, 3.3.2).
@@ -281,7 +281,7 @@ def zigzag_attention(
     return attend(query, keys, values, plan.cu_q, plan.cu_k, longest, longest * (2 * cp_size - cp_rank))
 
 
-# Grouped-query self-attention of megatron-core, with the rotary embedding of :mod:`.rotary`.
+# Grouped-query self-attention, with the rotary embedding of :mod:`.rotary`
 
 
 class PackedSelfAttention(SelfAttention):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from slime.backends.megatron_utils import cpu_platform, megatron_wheel  # noqa: F401
 
 # isort: split
+from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -25,18 +27,24 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
 
 from slime.backends.megatron_utils.layers.attention import PackedAttention, PackedSelfAttention
+from slime.backends.megatron_utils.layers.experts import StackedExperts
 from slime.backends.megatron_utils.layers.latent_attention import latent_attention_spec
 from slime.backends.megatron_utils.layers.norm import Norm
-from slime.backends.megatron_utils.layers.routed_layer import RoutedExperts, RoutedLayer
+from slime.backends.megatron_utils.layers.router import Router, RouterInputs
+from slime.backends.megatron_utils.layers.token_dispatcher import GatherDispatcher
 from slime.utils.errors import ConfigError
 
 megatron_wheel.mend_missing_transformer_engine()
@@ -160,13 +168,60 @@ def mlp_spec(*, is_moe: bool) -> ModuleSpec | type[RoutedExperts]:
     return ModuleSpec(module=MLP, submodules=matrices)
 
 
-# A transformer layer with a norm on both sides of attention and MLP, as GLM-4 has it.
-#
-#     h = h + post_self_attn_layernorm(attention(input_layernorm(h)))
-#     h = h + post_mlp_layernorm(mlp(pre_mlp_layernorm(h)))
-#
-# megatron-core's layer knows the norms in front only.  The parameters are named as a Megatron that knows these options
-# names them, in memory and on disk: ``post_self_attn_layernorm.weight``, ``post_mlp_layernorm.weight``.
+# The layer classes.  megatron-core tells attention how the tokens of a micro-batch are packed, but not the router: a
+# layer and its experts pass that on.
+
+
+class RoutedLayer(TransformerLayer):
+    """TransformerLayer that hands the router's inputs to its experts, in place of megatron-core's padding mask."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as the parent does; ``packed_seq_params`` may carry samples and the experts to choose."""
+        kwargs["padding_mask"] = RouterInputs.of(kwargs.get("packed_seq_params"))
+        return super().forward(*args, **kwargs)
+
+
+class RoutedExperts(MoELayer):
+    """MoELayer that gives its router the inputs of the pass at hand, with a token dispatcher of our own.
+
+    Passes of several micro-batches interleave, and a recomputed pass comes back later: so the inputs belong to the
+    pass, not to the layer.
+    """
+
+    moe_layer_recompute: bool
+
+    def __init__(self, config: TransformerConfig, submodules: MoESubmodules | None = None, **kwargs: Any) -> None:
+        """Build with ``submodules`` in place of our router and experts; the config says whether there are shared
+        experts.
+        """
+        super().__init__(config, submodules or _parts(), **kwargs)
+        # Recomputed here, with the inputs that the pass had.
+        self.recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
+        if GatherDispatcher.serves(self.config):
+            self.token_dispatcher = GatherDispatcher(self.num_local_experts, self.config, get_default_pg_collection())
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: RouterInputs | None = None
+    ) -> Any:
+        """Map [t, 1, hidden] to [t, 1, hidden], and the None that stands for a bias."""
+        run = partial(self._run, padding_mask or RouterInputs())
+        if self.recomputes:
+            return tensor_parallel.checkpoint(run, False, hidden_states)
+        return run(hidden_states)
+
+    def _run(self, inputs: RouterInputs, hidden_states: Tensor) -> Any:
+        if isinstance(self.router, Router):
+            self.router.take(inputs)
+        return super().forward(hidden_states)
+
+
+def _parts() -> MoESubmodules:
+    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return MoESubmodules(
+        router=Router,
+        experts=StackedExperts,
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=matrices),
+    )
 
 
 OutputWithBias = tuple[Tensor, Tensor | None]
@@ -184,7 +239,13 @@ class SandwichLayerSubmodules(TransformerLayerSubmodules):
 
 
 class SandwichLayer(RoutedLayer):
-    """Layer whose residual adds are preceded by a norm.
+    """Layer with a norm on both sides of attention and MLP, as GLM-4 has it.
+
+        h = h + post_self_attn_layernorm(attention(input_layernorm(h)))
+        h = h + post_mlp_layernorm(mlp(pre_mlp_layernorm(h)))
+
+    megatron-core's layer knows the norms in front only.  The parameters are named as a Megatron that knows these
+    options names them, in memory and on disk: ``post_self_attn_layernorm.weight``, ``post_mlp_layernorm.weight``.
 
     megatron-core calls ``self_attn_bda`` and ``mlp_bda`` (bias, dropout, add) at just these two places, whatever is
     recomputed or sharded around them; so the norms are put in front of them.

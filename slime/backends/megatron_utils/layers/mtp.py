@@ -286,7 +286,7 @@ def send_embedding_to_mtp(model: Sequence[torch.nn.Module]) -> None:
     dist.broadcast(weight, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
-# The loss of the MTP layers: what goes into a forward pass for it, and what is made of the log-probs that come out.
+# The loss of the MTP layers: its inputs of a forward pass, and the loss of the resulting log-probs.
 #
 #     loss of depth k = minus the log-prob of the token 1 + k ahead, averaged over the step as the policy's loss is
 #     loss = --mtp-loss-scaling-factor * mean over the depths

@@ -1,4 +1,4 @@
-"""Rotary position embedding of packed sequences (RoFormer, arXiv 2104.09864), without a stop of the host.
+"""Rotary position embedding of packed sequences (RoFormer, arXiv 2104.09864), without waiting on the host.
 
 megatron-core splits packed tokens by sequence in every layer, for which the host must wait for the lengths each time;
 here the angles of all tokens are looked up once a micro-batch, on the device, and kept on its ``PackedSeqParams``.

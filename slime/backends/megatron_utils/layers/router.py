@@ -2,7 +2,7 @@
 
 Scores, choice of experts, groups, scaling and the bias are the parent's.  Only what looks at more than one token is
 done here, and only in training passes that were given :class:`RoutedSamples`.  A pass may also be given experts to
-choose (``expert_replay``), which the parent asks for in its own way.
+choose (:class:`MicroBatchReplay`), which the parent asks for in its own way.
 
 Shapes: T = tokens that this rank routes, S = samples of the micro-batch, E = experts, k = experts of a token.
 """
@@ -168,19 +168,20 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, loss)
 
 
-# The experts of one micro-batch, layer by layer: written down by one pass over it, chosen again by later passes.
+# Replay: the experts of one micro-batch, layer by layer, recorded by one pass over it and chosen again by later
+# passes.
 #
 # megatron-core's choice of experts asks an object ``router_replay`` where it would take the best; :class:`LayerReplay`
-# is that object.  It belongs to a micro-batch and travels with its packing (``packed_seq_params``), so that nobody has
-# to count passes: with several micro-batches in the pipeline, and when a layer is recomputed for its backward pass,
-# the router meets the ids of the very tokens that it sees.
+# is that object.  It belongs to a micro-batch and travels with its packing (``packed_seq_params``), so that no
+# pass need be counted: with several micro-batches in the pipeline, and when a layer is recomputed for its backward
+# pass, the router meets the ids of the very tokens that it sees.
 #
 # Shapes: T = tokens that a router sees (of this context-parallel rank, and under sequence parallelism of this tensor
 # rank), k = experts of a token, E = experts, N = layers with experts on this rank.
 
 
 Stage = Literal["fallthrough", "record", "replay"]
-"""Routers choose freely; they choose freely and it is written down; they choose what is written down."""
+"""Routers choose freely; choose freely, and the choice is recorded; choose what was recorded."""
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 """megatron-core's choice: (scores, k, num_groups=, group_topk=) to the scores and the ids of the chosen."""

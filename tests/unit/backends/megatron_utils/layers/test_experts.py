@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 # isort: split
 from megatron.core import dist_checkpointing
@@ -21,9 +22,13 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.layers.experts import StackedExperts, StackedLinear
+from slime.backends.megatron_utils.layers.experts import (
+    StackedExperts,
+    StackedLinear,
+    grouped_linear,
+    has_grouped_product,
+)
 from slime.utils.errors import ConfigError
-from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 NUM_EXPERTS, HIDDEN, FFN = 5, 12, 6
 COUNTS = torch.tensor([4, 0, 1, 9, 2])
@@ -187,3 +192,46 @@ def test_biases_in_experts_are_refused() -> None:
     broken.add_bias_linear = True
     with pytest.raises(ConfigError, match="--disable-bias-linear"):
         StackedExperts(NUM_EXPERTS, broken, pg_collection=get_default_pg_collection())
+
+
+# One matrix product per expert: against fp64, with experts that have no token at all.
+
+
+LOCAL_COUNTS = [3, 0, 7, 1, 0]
+
+
+def test_each_expert_multiplies_its_own_rows_and_gradients_are_those_of_autograd() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(11, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(11, 4, generator=generator, dtype=torch.float64)
+    expected = torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(LOCAL_COUNTS), weight)])
+    expected_grads = torch.autograd.grad(expected, (x, weight), grad)
+
+    y = grouped_linear(x, weight, torch.tensor(LOCAL_COUNTS), use_grouped_product=True)
+    torch.testing.assert_close(y, expected)
+    for actual, wanted in zip(torch.autograd.grad(y, (x, weight), grad), expected_grads):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_an_expert_without_tokens_has_a_zero_gradient_not_none() -> None:
+    weight = torch.ones(2, 3, 4, requires_grad=True)
+    grouped_linear(torch.ones(5, 4), weight, torch.tensor([5, 0]), use_grouped_product=False).sum().backward()
+    assert weight.grad is not None and not weight.grad[1].any() and (weight.grad[0] == 5).all()
+
+
+def test_a_rank_whose_experts_get_no_tokens_still_has_gradients() -> None:
+    x, weight = torch.ones(0, 4, requires_grad=True), torch.ones(2, 3, 4, requires_grad=True)
+    grouped_linear(x, weight, torch.tensor([0, 0]), use_grouped_product=True).sum().backward()
+    assert x.grad is not None and weight.grad is not None and not weight.grad.any()
+
+
+def test_a_frozen_matrix_gets_no_gradient() -> None:
+    x, weight = torch.ones(3, 4, requires_grad=True), torch.ones(1, 2, 4)
+    grouped_linear(x, weight, torch.tensor([3]), use_grouped_product=False).sum().backward()
+    assert weight.grad is None and (x.grad == 2).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_kernel_is_not_asked_for_on_the_cpu(dtype: torch.dtype) -> None:
+    assert not has_grouped_product(torch.ones(8, 16, dtype=dtype), torch.ones(2, 16, 16, dtype=dtype))

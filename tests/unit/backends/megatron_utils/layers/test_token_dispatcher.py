@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.layers.routed_layer import RoutedExperts
+from slime.backends.megatron_utils.layers.layer_specs import RoutedExperts
 from slime.backends.megatron_utils.layers.token_dispatcher import GatherDispatcher
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.utils.devices import visible_index
+from slime.utils.env import visible_index
 from slime.utils.errors import ConfigError
 
 
