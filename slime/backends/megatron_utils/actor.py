@@ -244,7 +244,7 @@ class MegatronTrainRayActor(TrainWorker):
             data.update(forward_only(read, self.args, self.model, iterators, data["num_microbatches"], prefix))
 
     def _log_probs_for_dump(self, data: RolloutBatch, iterators: list[DataIterator]) -> dict[str, Any]:
-        """Return log-probs for the dump alone, where training takes them from its first forward pass and keeps none."""
+        """Return log-probs for the dump alone, where training takes those of its first forward pass."""
         if not needs_old_log_probs(self.args, data) or not self.args.compute_advantages_and_returns:
             counts = data["num_microbatches"]
             with self._routed("train"):
