@@ -25,7 +25,7 @@ def train(args: Namespace) -> None:
 
         rollout_data = job.generate(rollout_id)
         if rollout_data is not None:
-            job.handover.engines_give()
+            job.offload_engines()
             job.train(rollout_id, rollout_data)
             job.save_if_due(rollout_id)
             job.push_weights()

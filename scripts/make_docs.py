@@ -1,4 +1,5 @@
-"""Write docs/flags.md, docs/hooks.md (from slime/flags, slime/arguments) and docs/results.md (benchmarks/results).
+"""Write the generated pages: docs/flags.md and docs/hooks.md (from slime/flags and slime/arguments), docs/results.md
+(from benchmarks/results), and the table of docs/engines.md (from slime/ray/engines/lifecycle.py).
 
 ``--check`` writes nothing and fails when a page is out of date.
 
@@ -21,6 +22,7 @@ from slime.arguments.hook_checks import call_of  # noqa: E402
 from slime.arguments.hooks import HOOKS, Hook  # noqa: E402
 from slime.arguments.parser import build_parser  # noqa: E402
 from slime.arguments.unsupported import NOT_YET  # noqa: E402
+from slime.ray.engines.lifecycle import table_as_markdown  # noqa: E402
 
 FROM_SGLANG = ("sglang engine", "sglang router")
 """Groups that mirror the installed SGLang; its own help lists their flags."""
@@ -48,6 +50,10 @@ workers (PYTHONPATH). It is checked before a GPU is taken: those of the rollout 
 of the trainer are judged by their source there. Arguments shown without a name are passed by position, `name=` by
 keyword; `[name=]` is passed only to a plug-in that has a parameter of that name.
 """
+
+
+TABLE_BEGINS = "<!-- written by scripts/make_docs.py from slime/ray/engines/lifecycle.py -->"
+TABLE_ENDS = "<!-- end of the table -->"
 
 
 def flags_page() -> str:
@@ -120,11 +126,20 @@ def _hook_section(hook: Hook) -> str:
     return "\n".join(lines)
 
 
+def engines_page() -> str:
+    """Return docs/engines.md with the table of an engine's life as the code has it."""
+    path = REPO / "docs/engines.md"
+    before, _, rest = path.read_text(encoding="utf-8").partition(TABLE_BEGINS)
+    _, _, after = rest.partition(TABLE_ENDS)
+    return f"{before}{TABLE_BEGINS}\n{table_as_markdown()}\n{TABLE_ENDS}{after}"
+
+
 def pages() -> Iterator[tuple[Path, str]]:
     """Every generated file with its content."""
     yield REPO / "docs/flags.md", flags_page()
     yield REPO / "docs/hooks.md", hooks_page()
     yield REPO / "docs/results.md", results_page.page()
+    yield REPO / "docs/engines.md", engines_page()
 
 
 def main() -> int:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import logging
+import time
 from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.arguments import args_to_resume
 from slime.backends.train_worker import TrainWorker
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.placement_group import GpuSlice, strategy_for
-from slime.ray.train_actor import remote_class
-from slime.ray.trainer_env import trainer_environment
+from slime.ray.train_actor import remote_class, trainer_environment
+from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import forget, wait_for, watch
 from slime.utils.errors import CheckpointError, WeightSyncError
 from slime.utils.misc import Box
-from slime.weights.push.participants import ExcludedEngine
+from slime.weights.push.participants import ExcludedEngine, Participants, PushClock
+from slime.weights.push.push import push_weights
+from slime.weights.push.state import Push
+from slime.weights.push.transports.disk import FolderTransport, WrittenVersion
+from slime.weights.versions import prune_before
 
 logger = logging.getLogger(__name__)
 
 PUSH_MARGIN_S = 120.0
 """What a push may take beyond its own deadline, for the trainers' meetings after the last engine was late."""
+RELEASE_GRACE_S = 5.0
+"""After a kill, until a driver has taken the memory of the GPU back."""
 
 
 class RayTrainGroup:
@@ -62,8 +72,8 @@ class RayTrainGroup:
         self._manager: Any = None
         self._layouts: list[dict[str, int]] = []
         self.actors: list[Any] = []
-        self.fenced: list[ExcludedEngine] = []
-        """The engines that the last push left out."""
+        self.excluded: list[ExcludedEngine] = []
+        """The engines that the last push excluded and that were not reported yet."""
         self.start_rollout_id: int = 0
 
     # Life
@@ -141,12 +151,12 @@ class RayTrainGroup:
         ]
 
     def train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> dict[str, float]:
-        """Train on one rollout and wait; gives the metrics of the main rank."""
+        """Train on one rollout and wait; return the metrics of the main rank."""
         refs = self.async_train(rollout_id, rollout_data, external_data)
         return next((result for result in self.wait_trained(rollout_id, refs) if result), {})
 
     def wait_trained(self, rollout_id: int, refs: list[ray.ObjectRef]) -> list[Any]:
-        """Wait for what ``async_train`` started; gives what each rank returned."""
+        """Wait for what ``async_train`` started; return what each rank returned."""
         return self._wait(refs, what=f"training on rollout {rollout_id}")
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
@@ -161,54 +171,49 @@ class RayTrainGroup:
         """Before the engines take room for weights: nothing, while the trainer stays where it is."""
 
     def update_weights(self) -> dict[str, float]:
-        """Push the present weights to every engine that takes updates; gives the metrics of the push."""
+        """Push the present weights to every engine that takes updates; return the metrics of the push."""
         if self.args.debug_train_only:
             return {}
-        self.fenced = []
-        timeout_s = self.args.weight_update_timeout_s
-        engines = wait_for(
-            self._manager.get_updatable_engines.remote(), what="the list of engines", timeout_s=timeout_s
-        )
+        self.excluded = []
+        engines = self._ask_manager("push_started")
         if not engines.handles:
             return {}
         if engines.num_new:
-            self._on_all("connect_engines", engines, what="the trainers' connection to the engines")
-            wait_for(
-                self._manager.clear_updatable_num_new_engines.remote(), what="the rollout manager", timeout_s=timeout_s
-            )
+            self._connect(engines)
         results = self._push("update_weights", "the weight update")
         return next((result for result in results if result), {})
 
     def resend_weights(self, engines: UpdatableEngines) -> None:
         """Give engines that started late what the others got with the last push, under the same version."""
-        timeout_s = self.args.weight_update_timeout_s
-        self._on_all("connect_engines", engines, what="the trainers' connection to new engines")
-        wait_for(
-            self._manager.clear_updatable_num_new_engines.remote(), what="the rollout manager", timeout_s=timeout_s
-        )
+        self._connect(engines)
         self._push("resend_weights", "the weights of new engines")
 
+    def _connect(self, engines: UpdatableEngines) -> None:
+        self._on_all("connect_engines", engines, what="the trainers' connection to the engines")
+        self._ask_manager("clear_updatable_num_new_engines")
+
     def _push(self, verb: str, what: str) -> list[Any]:
-        """One push; engines that took the weights may get requests, :attr:`fenced` has the others.
+        """Push once and report the engines that took the weights; :attr:`excluded` has the others.
 
         The trainers keep the deadline of the push themselves, and know who was late.
         """
-        timeout_s = self.args.weight_update_timeout_s
         try:
-            results = self._on_all(verb, what=what, timeout_s=timeout_s + PUSH_MARGIN_S)
+            results = self._on_all(verb, what=what, timeout_s=self.args.weight_update_timeout_s + PUSH_MARGIN_S)
         except WeightSyncError:
-            self.fenced = self._ask_fenced()
+            self.excluded = self._ask_excluded()
             raise
-        self.fenced = self._ask_fenced()
-        wait_for(
-            self._manager.admit_updated_engines.remote(self.fenced), what="the rollout manager", timeout_s=timeout_s
-        )
+        self.excluded = self._ask_excluded()
+        self._ask_manager("push_done", self.excluded)
         return results
 
-    def _ask_fenced(self) -> list[ExcludedEngine]:
-        return wait_for(
-            self.actors[0].excluded_engines.remote(), what="the engines left out by the push", timeout_s=PUSH_MARGIN_S
-        )
+    def _ask_excluded(self) -> list[ExcludedEngine]:
+        excluded: ray.ObjectRef = self.actors[0].fenced_engines.remote()
+        return wait_for(excluded, what="the engines that the push excluded", timeout_s=PUSH_MARGIN_S)
+
+    def _ask_manager(self, method: str, *arguments: Any) -> Any:
+        ref: ray.ObjectRef = getattr(self._manager, method).remote(*arguments)
+        what = f"the rollout manager ({method})"
+        return wait_for(ref, what=what, timeout_s=self.args.weight_update_timeout_s)
 
     def onload(self) -> None:
         """Bring the trainer's memory back to the GPUs."""
@@ -227,3 +232,80 @@ class RayTrainGroup:
 
     def _wait(self, refs: list[ray.ObjectRef], what: str, timeout_s: float | None = None) -> list[Any]:
         return wait_for(refs, what=f"{what} ({self.role})", timeout_s=timeout_s or self.args.train_timeout_s)
+
+
+class ReleasedTrainGroup(RayTrainGroup):
+    """A trainer that is there only while it trains (``--release-train``); in between, ``actors`` is empty.
+
+        generate -> start the ranks, load the last checkpoint -> train -> save -> write the weights -> end the ranks
+                 -> the driver has the engines read them -> generate
+
+    Nothing of the trainer stays in any memory while the engines generate.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._run_args = self.args
+        self._is_saved = False
+        """A checkpoint of this job exists; until then the ranks start as they did first."""
+        self._written: WrittenVersion | None = None
+        """What the trainer left on disk last."""
+
+    def train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> dict[str, float]:
+        """As the base class; starts the ranks where they have ended."""
+        if not self.actors:
+            version = self._written.number if self._written is not None else 0
+            self.args = args_to_resume(self._run_args, weight_version=version, is_saved=self._is_saved)
+            self.create()
+        return super().train(rollout_id, rollout_data, external_data)
+
+    def publish_checkpoint(self, rollout_id: int) -> None:
+        """As the base class; the next ranks start from this checkpoint."""
+        super().publish_checkpoint(rollout_id)
+        self._is_saved = True
+
+    def hand_over_weights(self) -> None:
+        """Have the weights written to disk, and end every rank: its memory is free when this returns."""
+        if self.args.debug_train_only or not self.actors:
+            return
+        engines = self._ask_manager("get_updatable_engines")
+        # These ranks have never seen an engine; the hook after the write gets them.
+        self._on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
+        timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
+        written = self._on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)
+        self._written = written[0]
+        self.release()
+        if cluster_has_accelerators():
+            time.sleep(RELEASE_GRACE_S)
+
+    def update_weights(self) -> dict[str, float]:
+        """Have every engine that takes updates read what the trainer left; return the metrics of the push."""
+        if self.args.debug_train_only:
+            return {}
+        engines = self._ask_manager("push_started")
+        return self._deliver(engines) if engines.handles else {}
+
+    def resend_weights(self, engines: UpdatableEngines) -> None:
+        """Have engines that started late read what the others have read."""
+        self._deliver(engines)
+
+    def _deliver(self, engines: UpdatableEngines) -> dict[str, float]:
+        args = self.args
+        if self._written is None:
+            raise WeightSyncError("the trainer has left no weights on disk; hand_over_weights comes first")
+        if engines.num_new:
+            self._ask_manager("clear_updatable_num_new_engines")
+        push = Push(
+            str(self._written.number),
+            Participants(engines.proxies(), PushClock(args.weight_update_timeout_s)),
+            repacks=self._written.repacks,
+            checks=args.check_weight_update_equal,
+        )
+        try:
+            report = push_weights(push, self._written, FolderTransport())
+        finally:
+            self.excluded = list(push.participants.excluded)
+        self._ask_manager("push_done", self.excluded)
+        if not args.update_weight_disk_keep_files:
+            prune_before(Path(args.update_weight_disk_dir), self._written.number)
+        return report.as_metrics()

@@ -35,14 +35,14 @@ def create_critic(args: Namespace, gpus: GpuSlice, actor: RayTrainGroup) -> RayT
             f"the actor goes on with rollout {actor.start_rollout_id} and the critic with rollout {start}: their "
             "checkpoints are not of one save. Name one that both have with --ckpt-step."
         )
-    deal_values(["" for _ in range(critic.world_size)], critic.layouts(), actor.layouts())  # fails now or never
+    scatter_values(["" for _ in range(critic.world_size)], critic.layouts(), actor.layouts())  # fails now or never
     return critic
 
 
-def deal_values(
+def scatter_values(
     values: Sequence[Any], critic_ranks: Sequence[Mapping[str, int]], actor_ranks: Sequence[Mapping[str, int]]
 ) -> list[Any]:
-    """What each actor rank gets of what the critic's ranks returned.
+    """Return what each actor rank gets of what the critic's ranks returned.
 
     A critic's last pipeline stage has the values, cut over data- and context-parallel ranks as the actor's samples
     are; its tensor-parallel ranks have the same ones.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -16,7 +17,8 @@ import ray
 from slime.observability.logging_utils import configure_logger, finish_tracking
 from slime.observability.rollout_dump import dump_rollout, load_rollout_dump
 from slime.ray.distributed_post import start_distributed_post
-from slime.ray.engine_fleet import CONTROL_GROUP, DEADLINE_MARGIN_S, EngineFleet
+from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.engines.fleet import DEADLINE_MARGIN_S, EngineFleet, start_fleet
 from slime.ray.placement_group import GpuSlice
 from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, train_data_from_samples
 from slime.ray.rollout_logging import log_eval, log_rollout
@@ -28,19 +30,29 @@ from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
+from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["DEADLINE_MARGIN_S", "RemoteRolloutManager", "RolloutManager", "create_rollout_manager"]
 
+CONTROL_GROUP = "control"
+"""Concurrency group of the short calls that must not queue behind a running ``generate``."""
 
-class RolloutManager(EngineFleet, Watched):
-    """Owner of engines (see ``EngineFleet``), data source and rollout functions."""
 
-    def __init__(self, args: Namespace, gpus: GpuSlice) -> None:
+class RolloutManager(Watched):
+    """Owner of the engines, the data source and the rollout functions.
+
+    Args:
+        args: the run's arguments.
+        gpus: those of the engines.
+        engines: started here unless given.
+    """
+
+    def __init__(self, args: Namespace, gpus: GpuSlice, engines: EngineFleet | None = None) -> None:
         configure_logger(prefix="rollout")
         self.args = args
-        self._start_fleet(args, gpus)
+        self.engines = engines if engines is not None else start_fleet(args, gpus)
         if not args.debug_train_only:
             init_http_client(args)
             if args.use_distributed_post:
@@ -78,7 +90,7 @@ class RolloutManager(EngineFleet, Watched):
         self.rollout_id = rollout_id
         self.run.begin(rollout_id)
         self._position.begin(rollout_id)
-        self._begin_watching()
+        self.engines.begin_rollout()
         groups, metrics = self._make_samples(rollout_id)
         check_fan_out(groups)
         samples = flatten(groups)
@@ -103,7 +115,7 @@ class RolloutManager(EngineFleet, Watched):
         return output.samples, output.metrics
 
     def _call_rollout_fn(self, rollout_id: int) -> RolloutFnTrainOutput:
-        output = self._watching_engines(
+        output = self.engines.run_watched(
             lambda: call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
         )
         if not isinstance(output, RolloutFnTrainOutput):
@@ -119,8 +131,8 @@ class RolloutManager(EngineFleet, Watched):
             return {}
         start = time.monotonic()
         self.run.begin(rollout_id)
-        self._begin_watching()
-        output = self._watching_engines(
+        self.engines.begin_rollout()
+        output = self.engines.run_watched(
             lambda: call_rollout_fn(self.eval_rollout, self.args, rollout_id, self.data_source, evaluation=True)
         )
         samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
@@ -149,9 +161,89 @@ class RolloutManager(EngineFleet, Watched):
         self.data_source.load(rollout_id)
         self.ledger.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
 
+    # Engines
+
+    def wait_ready(self) -> None:
+        """See ``EngineFleet.wait_ready``."""
+        self.engines.wait_ready()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_updatable_engines(self) -> UpdatableEngines:
+        """See ``EngineFleet.updatable``."""
+        return self.engines.updatable()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_engines_without_weights(self) -> UpdatableEngines:
+        """See ``EngineFleet.without_weights``."""
+        return self.engines.without_weights()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:
+        """Return ``(engines, lock, num_new_engines, gpu_counts, gpu_offsets, parallel_configs)``."""
+        engines = self.engines.updatable()
+        configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in engines.gpu_counts]
+        lock = self.engines.lock()
+        return engines.handles, lock, engines.num_new, engines.gpu_counts, engines.gpu_offsets, configs
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def clear_updatable_num_new_engines(self) -> None:
+        """See ``EngineFleet.connected``."""
+        self.engines.connected()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def push_started(self) -> UpdatableEngines:
+        """See ``EngineFleet.push_started``."""
+        return self.engines.push_started()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
+        """See ``EngineFleet.push_done``."""
+        self.engines.push_done(excluded)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
+        """See ``EngineFleet.push_refused``."""
+        self.engines.push_refused(excluded)
+
+    def find_dead_engines(self, patience_s: float = 0.0) -> int:
+        """See ``EngineFleet.find_dead_engines``."""
+        return self.engines.find_dead_engines(patience_s)
+
+    def recover_updatable_engines(self) -> None:
+        """See ``EngineFleet.recover``."""
+        self.engines.recover()
+
+    def health_monitoring_pause(self) -> None:
+        """See ``EngineFleet.pause_monitors``."""
+        self.engines.pause_monitors()
+
+    def health_monitoring_resume(self) -> None:
+        """See ``EngineFleet.resume_monitors``."""
+        self.engines.resume_monitors()
+
+    def offload(self) -> None:
+        """See ``EngineFleet.offload``."""
+        self.engines.offload()
+
+    def onload(self, tags: list[str] | None = None) -> None:
+        """See ``EngineFleet.onload``."""
+        self.engines.onload(tags)
+
+    def onload_weights(self) -> None:
+        """Make room for the weights, which a push then fills."""
+        self.engines.onload(["weights"])
+
+    def onload_kv(self) -> None:
+        """Make room for the KV cache and the CUDA graphs: after this an engine can generate."""
+        self.engines.onload(["kv_cache", "cuda_graph"])
+
+    def check_weights(self, action: str) -> list[Any]:
+        """See ``EngineFleet.check_weights``."""
+        return self.engines.check_weights(action)
+
     def dispose(self) -> None:
         """Stop engines and routers in an orderly way."""
-        self._stop_fleet()
+        self.engines.stop()
         self.run.journal = NoJournal()
         self.ledger.close()
         finish_tracking(self.args)

@@ -18,11 +18,9 @@ import ray
 from slime.arguments import record_runtime
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
 from slime.observability.step_line import StepLine
-from slime.ray.actor_group import RayTrainGroup
-from slime.ray.critic import create_critic, deal_values
-from slime.ray.gpu_handover import GpuHandover
+from slime.ray.actor_group import RayTrainGroup, ReleasedTrainGroup
+from slime.ray.critic import create_critic, scatter_values
 from slime.ray.placement_group import GpuSlice, create_placement_groups
-from slime.ray.released_group import ReleasedTrainGroup
 from slime.ray.rollout import DEADLINE_MARGIN_S, create_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import forget_all, wait_for, watch
@@ -94,11 +92,10 @@ class TrainJob:
             "get_num_rollout_per_epoch", what="the rollout manager to start"
         )
         self._resolve_num_rollout()
-        self.handover = GpuHandover(args, self.manager)
         if args.offload_rollout and cluster_has_accelerators():
             # The engines size their memory by what is free: they must be up before the trainer takes any.
             self._wait_for_engines()
-            self.handover.engines_give()
+            self.offload_engines()
         self.actor, self.critic = create_training_models(args, gpus, self.manager)
         if not (args.offload_rollout and cluster_has_accelerators()):
             self._wait_for_engines()
@@ -114,6 +111,20 @@ class TrainJob:
                     f"--rollout-batch-size {args.rollout_batch_size}. Use a smaller batch, more data or --num-rollout."
                 )
             record_runtime(args, num_rollout=num_rollout)
+
+    def offload_engines(self) -> None:
+        """Have the engines release weights, cache and graphs, so that the trainer fits beside them."""
+        self._on_shared_gpus("offload")
+
+    def _on_shared_gpus(self, method: str) -> None:
+        """Call one of the manager's memory methods where trainer and engines share GPUs.
+
+            generate -> offload -> train (wakes itself, sleeps at its end) -> onload_weights -> push -> onload_kv
+
+        On a CPU machine the same calls are made; no memory moves.
+        """
+        if self.args.offload_rollout and not self.args.debug_train_only:
+            self._ask(method, what=f"the engines' memory ({method})", timeout_s=self.args.weight_update_timeout_s)
 
     def _wait_for_engines(self) -> None:
         self._ask("wait_ready", what="the engines to start", timeout_s=self.args.engine_start_timeout_s + 180)
@@ -132,11 +143,11 @@ class TrainJob:
                 what="the rollout",
                 timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
                 report_every_s=60,
-                meanwhile=self._serve_new_engines if self._replaces_engines else None,
+                meanwhile=self._serve_new_engines if self._restarts_engines else None,
             )
 
     @property
-    def _replaces_engines(self) -> bool:
+    def _restarts_engines(self) -> bool:
         """Whether engines may start while a rollout runs, and wait for weights of this job's trainer."""
         return self.args.use_fault_tolerance and self.actor is not None and not self.args.debug_train_only
 
@@ -150,12 +161,12 @@ class TrainJob:
             self.actor.resend_weights(engines)
             self._failed_resends = 0
         except (ProcessError, WeightSyncError) as error:
-            # It may have died as well: then its monitor replaces it, and we are called again.
+            # It may have died as well: then its monitor reports it, and we are called again.
             self._failed_resends += 1
             if self._failed_resends >= MAX_FAILED_RESENDS:
                 raise
             logger.warning("new engines did not take the weights; another try follows: %s", error)
-        self._leave_out_fenced()
+        self._report_refusals()
 
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run rollout ``rollout_id`` and wait for its train data."""
@@ -172,7 +183,7 @@ class TrainJob:
             with self._timed("train_critic"):
                 values = self.critic.async_train(rollout_id, rollout_data)
                 self.critic.wait_trained(rollout_id, values)
-                values = deal_values(values, self.critic.layouts(), self.actor.layouts())
+                values = scatter_values(values, self.critic.layouts(), self.actor.layouts())
         if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
             with self._timed("train"):
                 self.actor.train(rollout_id, rollout_data, external_data=values)
@@ -212,60 +223,52 @@ class TrainJob:
         if not self.args.offload_train:
             self.actor.clear_memory()
         with self._timed("push"):
-            if self._replaces_engines:
+            if self._restarts_engines:
                 # An engine that starts or takes weights answers no probe; the next rollout resumes the monitors.
                 self._ask("health_monitoring_pause", what="the health monitors to pause")
             self.actor.hand_over_weights()
-            self.handover.engines_take_weights()
-            if self._replaces_engines:
+            self._on_shared_gpus("onload_weights")
+            if self._restarts_engines:
                 self._recover_engines()
             self._push_to_engines()
-            self.handover.engines_take_cache()
+            self._on_shared_gpus("onload_kv")
 
     def _push_to_engines(self) -> None:
-        """One push; what becomes of engines that do not take it says ``--weight-push-failure``."""
+        """Push once; ``--weight-push-failure`` says what becomes of engines that do not take it."""
         assert self.actor is not None
         try:
             self.actor.update_weights()
         except (ProcessError, WeightSyncError) as error:
             # Once more with others in the place of those that failed; a failure of the trainer's stays one.
-            if not self._replaces_engines:
+            if not self._restarts_engines:
                 raise
-            is_left_out = self._leave_out_fenced()
-            if not self._ask("drop_dead_engines", 0.0 if is_left_out else 10.0, what="the state") and not is_left_out:
+            was_refused = self._report_refusals()
+            if not self._ask("find_dead_engines", 0.0 if was_refused else 10.0, what="the state") and not was_refused:
                 raise
             logger.warning("no engine took the push; it is repeated: %s", error)
             self._recover_engines()
             self.actor.update_weights()
-        if self._leave_out_fenced() and self._replaces_engines:
+        if self._report_refusals() and self._restarts_engines:
             # Where GPUs are shared, others must be up before the trainer takes them; elsewhere that can wait.
             self._recover_engines()
             self._serve_new_engines()
 
-    def _leave_out_fenced(self) -> bool:
-        """Treat the engines that the last push fenced as ``--weight-push-failure`` says; gives whether there were any.
+    def _report_refusals(self) -> bool:
+        """Tell the manager which engines the last push excluded; return whether there were any.
 
         Raises:
-            WeightSyncError: the policy is to stop.
+            WeightSyncError: ``--weight-push-failure`` is stop.
         """
         assert self.actor is not None
-        fenced, self.actor.fenced = self.actor.fenced, []
-        if not fenced:
-            return False
-        policy = self.args.weight_push_failure
-        if policy == "stop":
-            listed = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in fenced)
-            raise WeightSyncError(
-                f"{len(fenced)} engines did not take the weights (--weight-push-failure stop). {listed}. The others "
-                "serve the new version; start the job again to resume from the last checkpoint"
-            )
-        self._ask("leave_out_engines", fenced, policy, what="engines to be taken out of service")
-        return True
+        excluded, self.actor.excluded = self.actor.excluded, []
+        if excluded:
+            self._ask("push_refused", excluded, what="the engines that a push excluded")
+        return bool(excluded)
 
     def _recover_engines(self) -> None:
-        """Replace dead engines, and wait for those replacements that the push must meet."""
+        """Restart dead engines, and wait for those that the push must meet."""
         timeout_s = 2 * self.args.engine_start_timeout_s + DEADLINE_MARGIN_S
-        self._ask("recover_updatable_engines", what="dead engines to be replaced", timeout_s=timeout_s)
+        self._ask("recover_updatable_engines", what="dead engines to be restarted", timeout_s=timeout_s)
 
     def evaluate(self, rollout_id: int) -> None:
         """Measure the present policy on the evaluation sets."""
@@ -274,7 +277,7 @@ class TrainJob:
                 self.manager.eval.remote(rollout_id),
                 what="the evaluation",
                 timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
-                meanwhile=self._serve_new_engines if self._replaces_engines else None,
+                meanwhile=self._serve_new_engines if self._restarts_engines else None,
             )
 
     def evaluate_if_due(self, rollout_id: int) -> None:

@@ -1,11 +1,14 @@
-"""Environment of Ray actors, and a lock that lives in the cluster."""
+"""What Ray actors of slime have in common: their environment and their node's address; a lock in the cluster."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import ray
 import torch
+
+from slime.utils.net import get_current_node_ip, get_free_port
 
 NOSET_VISIBLE_DEVICES = {
     f"RAY_EXPERIMENTAL_NOSET_{name}": "1"
@@ -32,6 +35,19 @@ def cluster_has_accelerators() -> bool:
     Asked of the cluster, because the driver may run on a node without GPUs.
     """
     return torch.cuda.is_available() or any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
+
+
+class RayActor:
+    """Base of actors that others must reach over the network."""
+
+    @staticmethod
+    def _get_current_node_ip_and_free_port(start_port: int = 10000, consecutive: int = 1) -> tuple[str, int]:
+        """This node's address and the first of ``consecutive`` free ports at or above ``start_port``."""
+        return get_current_node_ip(), get_free_port(start_port=start_port, consecutive=consecutive)
+
+    def get_master_addr_and_port(self) -> tuple[str, int]:
+        """Address and port for the rendezvous of torch.distributed, on this actor's node."""
+        return self._get_current_node_ip_and_free_port(start_port=random.randint(20000, 21000))
 
 
 class _Lock:

@@ -10,7 +10,7 @@ import asyncio
 from slime.backends.sglang_utils.child_process import ChildProcess, owner_pid, read_settings
 from slime.backends.sglang_utils.owner_watch import end_with_owner
 from slime.backends.sglang_utils.server_control import ServerControl
-from slime.ray.engine_actor import EngineActor
+from slime.ray.engines.actor import EngineActor
 from slime.utils.net import format_host_port
 from tests.scripted_engine.script import Fault, Request, Script
 from tests.scripted_engine.server import ScriptedEngine

@@ -15,12 +15,14 @@ import requests
 from slime.backends.sglang_utils.router_process import RouterHandle, find_worker, start_router
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
-from slime.ray import engine_actor, server_group
 from slime.ray.distributed_post import start_distributed_post
-from slime.ray.health_monitor import RolloutHealthMonitor, StallMonitor
+from slime.ray.engines import actor as engine_actor
+from slime.ray.engines import group as group_module
+from slime.ray.engines.actor import PortCursors
+from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.lifecycle import EngineEvent, EngineState
+from slime.ray.engines.monitor import HealthMonitor, StallMonitor
 from slime.ray.placement_group import GpuSlice, _reserve
-from slime.ray.server_addresses import PortCursors
-from slime.ray.server_group import EngineState, ServerGroup
 from slime.ray.waiting import WATCH_GROUP, wait_for
 from slime.utils.errors import EngineDiedError, EngineError
 from slime.utils.http_utils import close_http_client, post, set_post_transport
@@ -75,16 +77,17 @@ def make_group(gpus, router, monkeypatch):
     monkeypatch.setattr(
         engine_actor, "RemoteEngine", ray.remote(concurrency_groups={WATCH_GROUP: 1})(ScriptedEngineActor)
     )
-    groups: list[ServerGroup] = []
+    groups: list[EngineGroup] = []
 
-    def make(num_gpus: int = 2, *, per_engine: int = 1, takes_updates: bool = True, rank_offset: int = 0, **overrides):
+    def make(num_gpus: int = 2, *, per_engine: int = 1, takes_updates: bool = True, rank_offset: int = 0, restarts: bool = True,
+             **overrides):
         config = ServerGroupConfig(
             worker_type="regular", num_gpus=num_gpus, num_gpus_per_engine=per_engine, overrides=overrides
         )
         model = ModelConfig(name="m", model_path="/none", update_weights=takes_updates, server_groups=(config,))
-        group = ServerGroup(
+        group = EngineGroup(
             args=ARGS, gpus=gpus, model=model, config=config, gpu_offset=0, rank_offset=rank_offset, router=router,
-            needs_offload=False, cursors=PortCursors(),
+            needs_offload=False, cursors=PortCursors(), restarts=restarts,
         )  # fmt: skip
         groups.append(group)
         wait_for(group.start(), what="the engines", timeout_s=90)
@@ -94,19 +97,19 @@ def make_group(gpus, router, monkeypatch):
     yield make
     for group in groups:
         for index in range(len(group.engines)):
-            group._remove(index)
+            group._kill(index)
 
 
 @pytest.fixture
 def watched(make_group):
     group = make_group(2)
-    monitor = RolloutHealthMonitor(ARGS, group)
+    monitor = HealthMonitor(ARGS, group)
     monitor.resume()
     yield group
     monitor.stop()
 
 
-def facts(group: ServerGroup) -> list[dict]:
+def facts(group: EngineGroup) -> list[dict]:
     return ray.get([actor.facts.remote() for actor in group.all_engines], timeout=30)
 
 
@@ -121,29 +124,29 @@ def listed(router: RouterHandle) -> set[str]:
     return {worker["url"] for worker in ServerControl(router.url).get("/workers")["workers"]}
 
 
-def kill(group: ServerGroup) -> None:
+def kill(group: EngineGroup) -> None:
     os.kill(facts(group)[0]["pid"], signal.SIGKILL)
 
 
-def hang(group: ServerGroup) -> None:
+def hang(group: EngineGroup) -> None:
     os.kill(facts(group)[0]["pid"], signal.SIGSTOP)
 
 
-def garble(group: ServerGroup) -> None:
+def garble(group: EngineGroup) -> None:
     requests.post(f"{group.urls[0]}/script", json={"is_garbled": True}, timeout=10).raise_for_status()
 
 
-def kill_actor(group: ServerGroup) -> None:
+def kill_actor(group: EngineGroup) -> None:
     ray.kill(group.all_engines[0])
 
 
 @pytest.mark.parametrize("fault", [kill, hang, garble, kill_actor], ids=lambda fault: fault.__name__)
-def test_a_faulty_engine_is_taken_out_and_replaced_on_the_same_gpu_without_touching_the_other(watched, router, fault):
+def test_a_faulty_engine_is_evicted_and_restarted_on_the_same_gpu_without_touching_the_other(watched, router, fault):
     before, old_url, other_url = facts(watched), watched.urls[0], watched.urls[1]
     assert listed(router) >= {old_url, other_url}
     fault(watched)
     wait_until(lambda: watched.states[0] is not EngineState.SERVING, FOUND_WITHIN_S + SLACK_S)
-    wait_until(lambda: watched.states[0] is EngineState.READY, 90)
+    wait_until(lambda: watched.states[0] is EngineState.UPDATING, 90)
     assert old_url not in listed(router) and other_url in listed(router)
     assert watched.urls[0] not in listed(router)  # it has no weights yet
     after = facts(watched)
@@ -151,7 +154,7 @@ def test_a_faulty_engine_is_taken_out_and_replaced_on_the_same_gpu_without_touch
     assert after[0]["base_gpu_id"] == before[0]["base_gpu_id"] and after[0]["rank"] == 0
     assert after[0]["pid"] != before[0]["pid"]
     assert not _is_running(before[0]["pid"])
-    watched.admit(0)
+    watched.report(0, EngineEvent.PUSH_DONE)
     assert watched.urls[0] in listed(router)
     assert watched.states == [EngineState.SERVING] * 2
 
@@ -169,14 +172,14 @@ def test_a_model_without_updates_serves_at_once(make_group, router):
     wait_until(lambda: group.find_exited(5.0), 10)
     (found,) = group.find_exited(5.0).items()
     assert "was killed by signal 9" in found[1]
-    group.replace(*found)
+    group.report(found[0], EngineEvent.DIED, found[1])
     group.wait_settled(90)
     assert group.states == [EngineState.SERVING] and group.urls[0] in listed(router)
 
 
-def test_a_paused_monitor_takes_nobody_out(make_group):
+def test_a_paused_monitor_evicts_nobody(make_group):
     group = make_group(1)
-    monitor = RolloutHealthMonitor(ARGS, group)
+    monitor = HealthMonitor(ARGS, group)
     kill(group)
     time.sleep(3)
     assert group.states == [EngineState.SERVING]
@@ -186,8 +189,8 @@ def test_a_paused_monitor_takes_nobody_out(make_group):
     group.wait_settled(90)
 
 
-def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_replaced(make_group):
-    group = make_group(2)
+def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_restarted(make_group):
+    group = make_group(2, restarts=False)
     monitor = StallMonitor(ARGS, group)
     monitor.resume()
     time.sleep(2 * ARGS.rollout_stall_timeout_s)
@@ -199,7 +202,7 @@ def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_re
     assert "no sign of life" in group.given_up and "--rollout-stall-timeout-s 4" in group.given_up
     monitor.stop()
     os.kill(before[0]["pid"], signal.SIGCONT)
-    assert group.states == [EngineState.SERVING] * 2 and facts(group) == before
+    assert group.states == [EngineState.RETIRED, EngineState.SERVING] and facts(group) == before
 
 
 def test_an_engine_that_was_only_slow_is_not_named(make_group):
@@ -217,24 +220,24 @@ def test_an_engine_that_was_only_slow_is_not_named(make_group):
 
 def test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause(make_group, monkeypatch):
     group = make_group(1)
-    monkeypatch.setattr(server_group, "MAX_START_ATTEMPTS", 2)
+    monkeypatch.setattr(group_module, "MAX_START_ATTEMPTS", 2)
 
     def refuse(*arguments, **keywords):
         raise EngineError("no memory is left on the GPU")
 
-    monkeypatch.setattr(server_group, "start_engine_actor", refuse)
-    group.replace(0, "it was killed by signal 9")
+    monkeypatch.setattr(group_module, "start_engine_actor", refuse)
+    group.report(0, EngineEvent.DIED, "it was killed by signal 9")
     with pytest.raises(EngineDiedError, match="killed by signal 9.*2 new ones did not start.*no memory is left"):
         group.wait_settled(60)
-    assert group.states == [EngineState.MISSING]
+    assert group.states == [EngineState.RETIRED]
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up(make_group, monkeypatch):
-    monkeypatch.setattr(server_group, "MAX_REPLACEMENTS", 1)
+    monkeypatch.setattr(group_module, "MAX_RESTARTS", 1)
     group = make_group(1)
-    group.replace(0, "first")
+    group.report(0, EngineEvent.DIED, "first")
     group.wait_settled(90)
-    group.replace(0, "second")
+    group.report(0, EngineEvent.DIED, "second")
     with pytest.raises(EngineDiedError, match="died 2 times within one rollout, last: second"):
         group.wait_settled(60)
 
@@ -253,7 +256,7 @@ def test_an_engine_over_two_nodes_has_an_actor_on_each_and_one_rendezvous(make_g
     os.kill(second["pid"], signal.SIGKILL)
     wait_until(lambda: group.find_exited(5.0), 10)
     assert list(group.find_exited(5.0)) == [0]
-    group.replace(0, "a node")
+    group.report(0, EngineEvent.DIED, "a node")
     group.wait_settled(90)
     again = facts(group)
     assert {fact["pid"] for fact in again}.isdisjoint({first["pid"], second["pid"]})
@@ -262,7 +265,7 @@ def test_an_engine_over_two_nodes_has_an_actor_on_each_and_one_rendezvous(make_g
 
 def test_the_routers_list_holds_only_engines_that_serve(make_group, router):
     group = make_group(2)
-    group._remove(1)
+    group._kill(1)
     assert find_worker(ServerControl(router.url), group.urls[0]) is not None
     assert listed(router) == {group.urls[0]}
 

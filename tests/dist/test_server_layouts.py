@@ -13,8 +13,8 @@ import ray
 
 from slime.backends.sglang_utils.external_engines import record_external_engines
 from slime.backends.sglang_utils.server_control import ServerControl
-from slime.ray import engine_actor
-from slime.ray.engine_fleet import EngineFleet
+from slime.ray.engines import actor as engine_actor
+from slime.ray.engines.fleet import EngineFleet, start_fleet
 from slime.ray.placement_group import GpuSlice, _reserve
 from slime.ray.waiting import WATCH_GROUP
 from slime.utils.errors import ConfigError, EngineDiedError
@@ -83,17 +83,15 @@ def start(gpus, monkeypatch):
     fleets: list[EngineFleet] = []
 
     def begin(**given) -> EngineFleet:
-        fleet = EngineFleet()
-        fleet.args = arguments(**given)
+        fleet = start_fleet(arguments(**given), gpus)
         fleets.append(fleet)
-        fleet._start_fleet(fleet.args, gpus)
         fleet.wait_ready()
         return fleet
 
     yield begin
     for fleet in fleets:
-        fleet._stop_fleet()
-        for group in fleet._groups:
+        fleet.stop()
+        for group in fleet.groups:
             for actor in group.all_engines:
                 if actor is not None:
                     ray.kill(actor)
@@ -142,11 +140,11 @@ def test_two_models_with_groups_of_their_own_a_gap_and_an_engine_over_two_nodes(
     assert set(listed(policy.router)) == {*small.urls, *large.urls}
     assert set(listed(judge.router)) == set(judge.groups[0].urls)
     # The judge keeps its weights; offsets count from the first GPU of the placement, behind the trainer's.
-    engines = fleet.get_updatable_engines()
+    engines = fleet.updatable()
     assert (engines.gpu_counts, engines.gpu_offsets, engines.num_new) == ([1, 1, 4], [1, 2, 4], 3)
-    fleet.clear_updatable_num_new_engines()
-    assert fleet.get_updatable_engines().num_new == 0
-    assert fleet.get_engines_without_weights().handles == []
+    fleet.connected()
+    assert fleet.updatable().num_new == 0
+    assert fleet.without_weights().handles == []
 
 
 def test_prefill_and_decode_groups_are_registered_as_such_with_bootstrap_ports(start):
@@ -168,10 +166,10 @@ def test_a_router_that_is_gone_comes_back_with_its_address_and_its_list(start, w
         process.send_signal(what)
     time.sleep(0.5)
     with pytest.raises(EngineDiedError, match="has ended|does not answer within 2 s"):
-        fleet._look_after_engines()
+        fleet.check()
     fleet.args.use_fault_tolerance = True
     fleet._next_router_check_s = 0.0
-    fleet._look_after_engines()
+    fleet.check()
     assert server.router.is_alive() and server.router.url == before and listed(server.router) == list_before
 
 
@@ -185,12 +183,12 @@ def test_encoders_start_first_and_the_others_are_told_where_they_listen(start, t
     (told,) = facts(regular.all_engines)
     assert told["overrides"] == {"language_only": True, "encoder_urls": encoders.urls}
     assert set(listed(fleet.servers[0].router)) == set(regular.urls)
-    assert len(fleet.get_updatable_engines().handles) == 1
+    assert len(fleet.updatable().handles) == 1
 
 
 def test_zero_gpus_start_a_router_and_nothing_else(start):
     fleet = start(rollout_num_gpus=0)
-    assert fleet.rollout_engines == [] and fleet.servers[0].router.is_alive()
+    assert fleet.engines == [] and fleet.servers[0].router.is_alive()
 
 
 def test_a_layout_larger_than_the_gpus_is_refused(start):
@@ -205,11 +203,11 @@ def test_external_engines_are_adopted_behind_a_router_and_left_running(start):
         assert (given["rollout_num_engines"], given["rollout_num_gpus"]) == (2, 2)
         fleet = start(**given)
         assert set(listed(fleet.servers[0].router)) == {first.url, second.url}
-        engines = fleet.get_updatable_engines()
+        engines = fleet.updatable()
         assert (engines.gpu_counts, engines.gpu_offsets, engines.num_new) == ([1, 1], [1, 2], 2)
         assert [r.is_colocated for r in engines.receivers()] == [False, False]
         assert ray.get(engines.handles[0].get_weight_version.remote(), timeout=30) == first.weight_version
-        fleet._stop_fleet()
+        fleet.stop()
         assert first.is_up and second.is_up
 
 
@@ -219,5 +217,5 @@ def test_a_router_of_the_user_is_used_and_not_replaced(start):
     fleet = start(rollout_num_gpus=1, sglang_router_ip=router.host, sglang_router_port=router.port)
     assert fleet.servers[0].router.process is None
     assert set(listed(router)) == {owner.servers[0].groups[0].urls[0], fleet.servers[0].groups[0].urls[0]}
-    fleet._stop_fleet()
+    fleet.stop()
     assert router.is_alive()

@@ -12,11 +12,11 @@ import ray
 
 from slime.arguments import parse_args
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
-from slime.ray import engine_actor
 from slime.ray.actor_group import RayTrainGroup
+from slime.ray.engines import actor as engine_actor
+from slime.ray.engines.actor import PortCursors
+from slime.ray.engines.group import EngineGroup
 from slime.ray.placement_group import GpuSlice, create_placement_groups
-from slime.ray.server_addresses import PortCursors
-from slime.ray.server_group import ServerGroup
 from slime.ray.waiting import forget_all, wait_for
 from tests.nodes.recorders import RecordingEngine, RecordingTrainer
 from tests.unit.arguments.broken_configurations import Broken
@@ -36,7 +36,7 @@ class Layout:
 
     gpus: dict[str, GpuSlice | None]
     trainer: RayTrainGroup | None
-    groups: list[ServerGroup]
+    groups: list[EngineGroup]
 
     def ranks(self) -> list[tuple[int, str, int]]:
         """(rank, node, GPU) of every trainer rank."""
@@ -71,7 +71,7 @@ def place(args: Namespace, *, with_trainer: bool = True) -> Layout:
         cursors = PortCursors()
         for model in resolve_sglang_config(args).models:
             for config in model.server_groups:
-                group = ServerGroup(
+                group = EngineGroup(
                     args=args,
                     gpus=rollout,
                     model=model,

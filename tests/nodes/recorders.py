@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from slime.backends.sglang_utils import sglang_engine
 from slime.backends.train_worker import TrainWorker
-from slime.ray.engine_actor import EngineActor
+from slime.ray.engines.actor import EngineActor
 from slime.ray.waiting import WATCH_GROUP
 
 # Ray's workers get these classes as code: the tests are not installed.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from slime.arguments import parse_args, record_runtime
+from slime.ray.engines.fleet import EngineFleet
+from slime.ray.placement_group import GpuSlice
 from slime.ray.rollout import RolloutManager
 from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, train_data_from_samples
 from slime.ray.rollout_logging import log_rollout
@@ -24,18 +25,6 @@ MODEL = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention
 --num-query-groups 2 --kv-channels 16 --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 10000
 --use-rotary-position-embeddings --disable-bias-linear --qk-layernorm --vocab-size 512
 --untie-embeddings-and-output-weights""".split()
-
-
-class ManagerWithoutFleet(RolloutManager):
-    """The rollout manager in front of an engine that somebody else started."""
-
-    def _start_fleet(self, args: Namespace, gpus: Any) -> None:
-        self.servers = []
-        self._starting = []
-        self._connected = []
-        self._offered = []
-        self._engine_lock = None
-        self._monitors = []
 
 
 class Product:
@@ -66,13 +55,13 @@ class Product:
             sglang_model_routers={"default": ("127.0.0.1", self.engine.port)},
         )
         GenerateState.clear_instances()
-        self.manager = ManagerWithoutFleet(self.args, None)
+        self.manager = RolloutManager(self.args, GpuSlice(None, [], []), EngineFleet(self.args))
 
     def rollout(self, rollout_id: int = 0) -> list[Any]:
         """The groups of one rollout, as they come out of the rollout function."""
         self.manager.rollout_id = rollout_id
         set_current_rollout_id(rollout_id)
-        self.manager._begin_watching()
+        self.manager.engines.begin_rollout()
         groups, self.metrics = self.manager._make_samples(rollout_id)
         check_fan_out(groups)
         self.samples = flatten(groups)

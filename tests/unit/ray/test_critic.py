@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.ray.critic import deal_values
+from slime.ray.critic import scatter_values
 from slime.utils.errors import ConfigError
 
 
@@ -20,23 +20,23 @@ def ranks(dp: int, cp: int, tp: int, pp: int) -> list[dict[str, int]]:
 
 
 def test_equal_layouts_pass_values_from_rank_to_rank():
-    assert deal_values(["a", "b"], ranks(2, 1, 1, 1), ranks(2, 1, 1, 1)) == ["a", "b"]
+    assert scatter_values(["a", "b"], ranks(2, 1, 1, 1), ranks(2, 1, 1, 1)) == ["a", "b"]
 
 
 def test_only_the_last_stage_gets_values():
-    assert deal_values([None, None, "a", "b"], ranks(2, 1, 1, 2), ranks(2, 1, 1, 2)) == [None, None, "a", "b"]
+    assert scatter_values([None, None, "a", "b"], ranks(2, 1, 1, 2), ranks(2, 1, 1, 2)) == [None, None, "a", "b"]
 
 
 def test_tensor_and_pipeline_parallelism_may_differ():
-    values = deal_values(["00", "00", "10", "10"], ranks(2, 1, 2, 1), ranks(2, 1, 1, 2))
+    values = scatter_values(["00", "00", "10", "10"], ranks(2, 1, 2, 1), ranks(2, 1, 1, 2))
     assert values == [None, None, "00", "10"]
 
 
 def test_context_parallel_ranks_get_their_own_part():
     values = [f"{d}{c}" for d in range(2) for c in range(2)]
-    assert deal_values(values, ranks(2, 2, 1, 1), ranks(2, 2, 1, 1)) == values
+    assert scatter_values(values, ranks(2, 2, 1, 1), ranks(2, 2, 1, 1)) == values
 
 
 def test_other_data_parallel_sizes_are_refused():
     with pytest.raises(ConfigError, match="must be equal"):
-        deal_values(["a", "b"], ranks(2, 1, 1, 1), ranks(1, 1, 2, 1))
+        scatter_values(["a", "b"], ranks(2, 1, 1, 1), ranks(1, 1, 2, 1))

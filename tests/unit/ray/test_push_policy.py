@@ -1,4 +1,4 @@
-"""What becomes of engines that a push left out: --weight-push-failure."""
+"""What the driver does about engines that a push excluded; the fleet acts on what it reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.ray.train_loop import TrainJob
 from slime.utils.errors import WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 
-FENCED = [ExcludedEngine(1, "it holds other bytes")]
+EXCLUDED = [ExcludedEngine(1, "it holds other bytes")]
 
 
 class Actor:
@@ -19,14 +19,14 @@ class Actor:
 
     def __init__(self, *outcomes: str) -> None:
         self.outcomes = list(outcomes)
-        self.fenced: list[ExcludedEngine] = []
+        self.excluded: list[ExcludedEngine] = []
         self.pushes: list[str] = []
 
     def update_weights(self, kind: str = "update") -> None:
         self.pushes.append(kind)
         outcome = self.outcomes.pop(0) if self.outcomes else "fine"
-        self.fenced = list(FENCED) if outcome in ("fences one", "fences all") else []
-        if outcome in ("fences all", "trainer fails"):
+        self.excluded = list(EXCLUDED) if outcome in ("excludes one", "excludes all") else []
+        if outcome in ("excludes all", "trainer fails"):
             raise WeightSyncError(outcome)
 
     def resend_weights(self, engines: Any) -> None:
@@ -60,30 +60,24 @@ def test_a_push_that_all_engines_take_asks_for_nothing() -> None:
     assert (job.asked, job.actor.pushes) == ([], ["update"])
 
 
-def test_stop_ends_the_run_with_the_engine_and_its_reason() -> None:
-    job = Job(Actor("fences one"), "stop", tolerant=False)
-    with pytest.raises(WeightSyncError, match="--weight-push-failure stop.*engine 1: it holds other bytes"):
-        job._push_to_engines()
-
-
-def test_drop_goes_on_without_it() -> None:
-    job = Job(Actor("fences one"), "drop", tolerant=False)
+def test_an_engine_that_did_not_take_the_push_is_reported_and_the_run_goes_on() -> None:
+    job = Job(Actor("excludes one"), "drop", tolerant=False)
     job._push_to_engines()
-    assert job.asked == [("leave_out_engines", FENCED, "drop")]
+    assert job.asked == [("push_refused", EXCLUDED)]
     assert job.actor.pushes == ["update"]
 
 
 def test_refill_starts_another_and_gives_it_the_same_version_at_once_where_it_is_up() -> None:
-    job = Job(Actor("fences one"), "refill", tolerant=True, waiting=1)
+    job = Job(Actor("excludes one"), "refill", tolerant=True, waiting=1)
     job._push_to_engines()
-    assert asked(job) == ["leave_out_engines", "recover_updatable_engines", "get_engines_without_weights"]
+    assert asked(job) == ["push_refused", "recover_updatable_engines", "get_engines_without_weights"]
     assert job.actor.pushes == ["update", "resend"]
 
 
 def test_when_no_engine_took_it_others_are_started_and_the_push_is_made_again() -> None:
-    job = Job(Actor("fences all"), "refill", tolerant=True)
+    job = Job(Actor("excludes all"), "refill", tolerant=True)
     job._push_to_engines()
-    assert asked(job) == ["leave_out_engines", "drop_dead_engines", "recover_updatable_engines"]
+    assert asked(job) == ["push_refused", "find_dead_engines", "recover_updatable_engines"]
     assert job.actor.pushes == ["update", "update"]
 
 
@@ -95,12 +89,12 @@ def test_a_failure_of_the_trainers_own_stays_one() -> None:
 
 
 def test_without_fault_tolerance_a_push_that_nobody_takes_ends_the_run() -> None:
-    job = Job(Actor("fences all"), "drop", tolerant=False)
-    with pytest.raises(WeightSyncError, match="fences all"):
+    job = Job(Actor("excludes all"), "drop", tolerant=False)
+    with pytest.raises(WeightSyncError, match="excludes all"):
         job._push_to_engines()
 
 
 def test_a_replacement_that_does_not_take_its_first_weights_either_is_replaced_again() -> None:
-    job = Job(Actor("fences all"), "refill", tolerant=True, waiting=1)
+    job = Job(Actor("excludes all"), "refill", tolerant=True, waiting=1)
     job._serve_new_engines()
-    assert ("leave_out_engines", FENCED, "refill") in job.asked
+    assert ("push_refused", EXCLUDED) in job.asked

@@ -1,17 +1,17 @@
-"""A thread per server group that finds engines which are of no use any more.
+"""A thread per group of engines that finds those of no use and reports them; the group acts (see ``lifecycle``).
 
-With ``--use-fault-tolerance`` there are three ways to be of no use (``RolloutHealthMonitor``), each seen in its way:
+With ``--use-fault-tolerance`` there are three ways to be of no use, each seen in its way:
 
 * the process has ended: seen within ``EXIT_POLL_S``, whatever the check interval;
 * it hangs: ``/health_generate`` gives nothing within ``--rollout-health-check-timeout``.  SGLang counts any token of
   any request as a sign of life, so that a full queue is not a hang;
 * it answers nonsense: a request for one token is answered with something else.
 
-So an engine that is of no use is found within interval + timeout.  It is taken out of service and replaced (see
-``server_group``); the router sends its requests elsewhere, or clients repeat them until there is an engine again.
-Monitoring pauses while engines take weights or have given their memory away: then they answer nothing, rightly.
+So an engine that is of no use is found within interval + timeout.  Monitoring pauses while engines take weights or
+have given their memory away: then they answer nothing, rightly.
 
-Without it (``StallMonitor``) nothing is replaced, and the only question is whether an engine hangs: then the run ends.
+Without it nothing is restarted, an engine that has ended is found by whoever waits for the rollout, and the only
+question is whether one hangs: an engine that shows no sign of life for ``--rollout-stall-timeout-s`` ends the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from slime.ray.server_group import EngineState, ServerGroup
+from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.lifecycle import EngineEvent, EngineState
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ProcessError
 
@@ -35,14 +36,14 @@ ACTOR_MARGIN_S = 10.0
 """What an engine's actor gets on top of the check's own deadline, to report that it has passed."""
 
 
-class RolloutHealthMonitor:
+class HealthMonitor:
     """Watches the engines of one group; starts paused."""
 
-    def __init__(self, args: Namespace, group: ServerGroup) -> None:
+    def __init__(self, args: Namespace, group: EngineGroup) -> None:
         self._group = group
-        self._interval_s = args.rollout_health_check_interval
-        self._timeout_s = args.rollout_health_check_timeout
-        self._first_wait_s = args.rollout_health_check_first_wait
+        self._interval_s: float = args.rollout_health_check_interval
+        self._timeout_s: float = args.rollout_health_check_timeout
+        self._first_wait_s: float = args.rollout_health_check_first_wait
         self._running = threading.Event()
         self._stopped = threading.Event()
         self._next_check_s = 0.0
@@ -70,70 +71,66 @@ class RolloutHealthMonitor:
         while not self._stopped.is_set():
             self._running.wait()  # no deadline: a paused monitor waits for resume() or stop(), which both set it
             try:
-                self._look()
+                self._check()
             except Exception:  # the edge of the thread: a monitor that ends in silence protects nobody
                 logger.exception("a health check failed by itself; the next one is in %.0f s", self._interval_s)
             self._stopped.wait(min(EXIT_POLL_S, self._interval_s))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         pauses = self._num_pauses
-        for index, sentence in self._group.find_exited(timeout_s=EXIT_POLL_S).items():
-            self._replace(index, sentence, pauses)
+        for index, sentence in self._find_exited().items():
+            self._report(index, EngineEvent.DIED, sentence, pauses)
         if time.monotonic() >= self._next_check_s:
             self._next_check_s = time.monotonic() + self._interval_s
-            self._check_all()
+            self._probe_all()
 
-    def _check_all(self) -> None:
-        """Ask every serving engine at once, so that a slow one does not delay the verdict on the others.
+    def _find_exited(self) -> dict[int, str]:
+        return self._group.find_exited(timeout_s=EXIT_POLL_S)
+
+    def _probe_all(self) -> None:
+        """Probe every serving engine at once, so that a slow one does not delay the verdict on the others.
 
         A new engine that waits for its weights, or takes them, answers nothing, rightly: the push has deadlines of its
         own, and its death is noticed without asking.
         """
         pauses = self._num_pauses
         asked = {
-            index: self._ask(self._group.engines[index])
-            for index in self._group.indices(EngineState.SERVING)
+            index: self._probe(self._group.engines[index])
+            for index in self._group.indices(EngineState.SERVING, EngineState.SUSPECT)
             if self._group.engines[index] is not None
         }
         deadline_s = time.monotonic() + self._timeout_s + ACTOR_MARGIN_S
         for index, ref in asked.items():
-            self._judge(index, self._problem(index, ref, deadline_s), pauses)
+            try:
+                what = f"the health of {self._group.name_of(index)}"
+                wait_for(ref, what=what, timeout_s=max(0.1, deadline_s - time.monotonic()))
+            except (ProcessError, RayError) as error:
+                self._judge(index, str(error), pauses)
+            else:
+                self._judge(index, None, pauses)
 
-    def _ask(self, engine: Any) -> Any:
-        """The reference of a check, which fails when the engine is of no use."""
+    def _probe(self, engine: Any) -> Any:
+        """Return the reference of a check, which fails when the engine is of no use."""
         return engine.check_health.remote(timeout_s=self._timeout_s)
 
     def _judge(self, index: int, problem: str | None, pauses: int) -> None:
-        if problem:
-            self._replace(index, problem, pauses)
+        """Report the outcome of a probe; one that failed had all the time that it may have."""
+        event = EngineEvent.HEALTHY if problem is None else EngineEvent.FAILED
+        self._report(index, event, problem or "", pauses)
 
-    def _problem(self, index: int, ref: Any, deadline_s: float) -> str | None:
-        try:
-            wait_for(
-                ref,
-                what=f"the health of {self._group.name_of(index)}",
-                timeout_s=max(0.1, deadline_s - time.monotonic()),
-            )
-        except (ProcessError, RayError) as error:
-            return f"{error}"
-        return None
-
-    def _replace(self, index: int, reason: str, pauses: int) -> None:
-        """Act on a verdict, unless there was a pause since it was asked for: a paused engine need not answer."""
+    def _report(self, index: int, event: EngineEvent, reason: str, pauses: int) -> None:
+        """Report a verdict, unless there was a pause since it was asked for: a paused engine need not answer."""
         if self._is_valid(pauses):
-            self._group.replace(index, reason)
+            self._group.report(index, event, reason)
 
     def _is_valid(self, pauses: int) -> bool:
         return pauses == self._num_pauses and self._running.is_set() and not self._stopped.is_set()
 
 
-class StallMonitor(RolloutHealthMonitor):
-    """Gives a group up when an engine of it shows no sign of life for ``--rollout-stall-timeout-s``.
+class StallMonitor(HealthMonitor):
+    """Reports an engine as failed once it has shown no sign of life for ``--rollout-stall-timeout-s``."""
 
-    An engine that has ended is found by whoever waits for the rollout, at once.
-    """
-
-    def __init__(self, args: Namespace, group: ServerGroup) -> None:
+    def __init__(self, args: Namespace, group: EngineGroup) -> None:
         self._stall_timeout_s: float = args.rollout_stall_timeout_s
         self._alive_s: dict[int, float] = {}
         super().__init__(args, group)
@@ -146,23 +143,23 @@ class StallMonitor(RolloutHealthMonitor):
         self._alive_s.clear()
         super().resume()
 
-    def _look(self) -> None:
-        if time.monotonic() >= self._next_check_s:
-            self._next_check_s = time.monotonic() + self._interval_s
-            self._check_all()
+    def _find_exited(self) -> dict[int, str]:
+        return {}
 
-    def _ask(self, engine: Any) -> Any:
+    def _probe(self, engine: Any) -> Any:
         return engine.health_generate.remote(self._timeout_s)
 
     def _judge(self, index: int, problem: str | None, pauses: int) -> None:
         now_s = time.monotonic()
         silent_s = now_s - self._alive_s.setdefault(index, now_s - self._timeout_s)
-        if not problem or not self._is_valid(pauses):
+        if problem is None or not self._is_valid(pauses):
             self._alive_s[index] = now_s
+            self._report(index, EngineEvent.HEALTHY, "", pauses)
         elif silent_s < self._stall_timeout_s:
-            logger.warning("%s shows no sign of life: %s", self._group.name_of(index), problem)
+            self._report(index, EngineEvent.FAILED_PROBE, f"it shows no sign of life: {problem}", pauses)
         else:
-            self._group.given_up = (
-                f"{self._group.name_of(index)} has shown no sign of life for {silent_s:.0f} s "
+            reason = (
+                f"it has shown no sign of life for {silent_s:.0f} s "
                 f"(--rollout-stall-timeout-s {self._stall_timeout_s:g}): {problem}"
             )
+            self._report(index, EngineEvent.FAILED, reason, pauses)

@@ -1,18 +1,11 @@
-"""A group of like engines of one model: start them, name the dead ones, start these again on the same GPUs.
+"""A group of like engines of one model: start them, report what happens to them, act as the table of life says.
 
-An engine goes through four states::
-
-    MISSING --start--> STARTING --serves--> READY --weights pushed, told to the router--> SERVING
-                           ^                                                                 |
-                           +--------------- died, hangs or answers nonsense <----------------+
-
-Only a SERVING engine gets requests.  An engine that starts again has the weights of the checkpoint on disk: it waits
-in READY until the trainer has pushed the present ones.
+An engine that starts again has the weights of the checkpoint on disk: it gets no request until the trainer has pushed
+the present ones.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 from argparse import Namespace
@@ -26,40 +19,29 @@ import ray
 from slime.backends.sglang_utils.router_process import RouterHandle, unregister_worker
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
-from slime.ray.engine_actor import start_engine_actor
+from slime.ray.engines.actor import PortCursors, allocate_addresses, start_engine_actor
+from slime.ray.engines.lifecycle import LIVE, UNSETTLED, Action, EngineEvent, EngineState, next_step
 from slime.ray.placement_group import GpuSlice
-from slime.ray.server_addresses import PortCursors, allocate_addresses
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, ProcessError
 from slime.utils.net import format_host_port
 
 logger = logging.getLogger(__name__)
 
-CREATES_NO_ENGINE = ("placeholder",)
 MAX_START_ATTEMPTS = 3
 """Starts of a replacement, one after the other, before the run is given up."""
-MAX_REPLACEMENTS = 5
-"""Replacements of one engine within one rollout: an engine that dies again and again has a cause that stays."""
+MAX_RESTARTS = 5
+"""Restarts of one engine within one rollout: an engine that dies again and again has a cause that stays."""
 KILL_TIMEOUT_S = 15.0
 """How long an engine's own actor gets to kill the server; then the actor is killed, and the server follows."""
 
 
-class EngineState(enum.Enum):
-    """Where an engine is between its start and its requests; see the module's docstring."""
-
-    MISSING = "missing"
-    STARTING = "starting"
-    READY = "ready"
-    SERVING = "serving"
-
-
 @dataclass
-class ServerGroup:
+class EngineGroup:
     """Like engines of one model on a run of GPUs.
 
     ``all_engines`` has one actor per engine and node, None where there is none; ``engines`` are the actors of the
-    first nodes, which serve HTTP.  Invariant: an engine is known to the router only while its state is SERVING (or
-    STARTING for the first time).
+    first nodes, which serve HTTP.
     """
 
     args: Namespace
@@ -71,18 +53,25 @@ class ServerGroup:
     router: RouterHandle | None
     needs_offload: bool
     cursors: PortCursors
+    restarts: bool = True
+    """Whether an engine that was evicted is started again; without, the run ends (or goes on without it)."""
     extra_overrides: dict[str, Any] = field(default_factory=dict)
     """ServerArgs fields that follow from other groups; the group's own overrides win over them."""
     all_engines: list[Any] = field(default_factory=list)
     given_up: str | None = None
-    """Why an engine of this group cannot be replaced; ends the run."""
+    """Why the run cannot go on without an engine of this group."""
 
     def __post_init__(self) -> None:
         self.all_engines = [None] * self._num_actors()
-        self.states = [EngineState.MISSING] * len(self.engines)
+        first = EngineState.RETIRED if self.config.worker_type == "placeholder" else EngineState.STARTING
+        self.states = [first] * len(self.engines)
         self.urls: list[str | None] = [None] * len(self.engines)
         self.bootstrap_ports: list[int | None] = [None] * len(self.engines)
-        self._replacements: Counter[int] = Counter()
+        self.is_listed = [False] * len(self.engines)
+        """Whether the router was told of the engine."""
+        self.shutting_down: list[ray.ObjectRef] = []
+        """References that resolve once the engines of a group that was stopped have ended."""
+        self._num_restarts: Counter[int] = Counter()
         self._changed = threading.Condition()
         self._check_placement()
 
@@ -126,8 +115,10 @@ class ServerGroup:
 
     @property
     def takes_updates(self) -> bool:
-        """Whether a fresh engine has to wait for the trainer's weights."""
-        return self.model.update_weights and not self.args.debug_rollout_only
+        """Whether a fresh engine has to wait for the trainer's weights; an encoder never gets any."""
+        if self.config.worker_type == "encoder" or self.args.debug_rollout_only:
+            return False
+        return self.model.update_weights
 
     @property
     def acknowledges_pushes(self) -> bool:
@@ -135,36 +126,33 @@ class ServerGroup:
         return True
 
     def indices(self, *states: EngineState) -> list[int]:
-        """The engines in one of ``states``."""
+        """Return the engines in one of ``states``."""
         return [index for index, state in enumerate(self.states) if state in states]
 
     def actors_of(self, index: int) -> list[Any]:
-        """The actors of one engine, one for each of its nodes."""
+        """Return the actors of one engine, one for each of its nodes."""
         first = index * self.nodes_per_engine
         return self.all_engines[first : first + self.nodes_per_engine]
 
     def name_of(self, index: int) -> str:
-        """An engine in words."""
+        """Return an engine in words."""
         return f"engine {index} ({self.config.worker_type}) of model {self.model.name!r}"
 
     # Start
 
     def start(self) -> list[ray.ObjectRef]:
-        """Start every engine; gives references that resolve once they serve and the router knows them."""
-        if self.config.worker_type in CREATES_NO_ENGINE:
-            return []
-        missing = self.indices(EngineState.MISSING)
-        for index in missing:
-            self._set(index, EngineState.STARTING)
-        return self._launch(missing, register=True)
+        """Start every engine; return references that resolve once they serve and the router knows them."""
+        starting = self.indices(EngineState.STARTING)
+        return self._launch(starting, register=True) if starting else []
 
     def started(self) -> None:
-        """The references of :meth:`start` have resolved."""
+        """Report that the references of :meth:`start` have resolved."""
         for index in self.indices(EngineState.STARTING):
-            self._set(index, EngineState.SERVING)
+            self.is_listed[index] = self.router is not None
+            self.report(index, EngineEvent.STARTED)
 
     def _launch(self, indices: Sequence[int], *, register: bool) -> list[ray.ObjectRef]:
-        """Start actors and servers of these engines."""
+        """Start actors and servers of these engines; return references that resolve once they serve."""
         nodes = self.nodes_per_engine
         ranks = [index * nodes + node for index in indices for node in range(nodes)]
         overrides = self.extra_overrides | dict(self.config.overrides)
@@ -206,100 +194,103 @@ class ServerGroup:
             for engine, address in zip(engines, addresses, strict=True)
         ]
 
-    def admit(self, index: int) -> None:
-        """Tell the router of a READY engine: it holds the present weights now."""
-        if self.states[index] is not EngineState.READY:
-            return
-        wait_for(self.engines[index].register.remote(), what=f"{self.name_of(index)} to be registered", timeout_s=90)
-        self._set(index, EngineState.SERVING)
-        logger.info("%s is back at %s", self.name_of(index), self.urls[index])
+    # Life
 
-    # Death and replacement
-
-    def find_exited(self, timeout_s: float) -> dict[int, str]:
-        """Engines with a dead process on any node, each with how it ended.
+    def report(self, index: int, event: EngineEvent, reason: str = "") -> None:
+        """Tell the group what happened to an engine; it changes the state and acts as the table says.
 
         Args:
-            timeout_s: an actor that says nothing for so long counts as busy, not dead; its death is reported by Ray.
-        """
-        asked = {
-            actor.describe_exit.remote(): index
-            for index in self.indices(EngineState.READY, EngineState.SERVING)
-            for actor in self.actors_of(index)
-            if actor is not None
-        }
-        if not asked:
-            return {}
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-        found: dict[int, str] = {}
-        for ref in done:
-            try:
-                sentence = wait_for(ref, what="an engine's state", timeout_s=10)
-            except ProcessError as error:
-                sentence = str(error)
-            if sentence:
-                found.setdefault(asked[ref], sentence)
-        return found
+            index: of the engine in this group.
+            event: what happened.
+            reason: in words, for the log and for the error that may end the run.
 
-    def replace(self, index: int, reason: str) -> None:
-        """Take an engine out of service at once and start another in its place, in the background.
-
-        The new engine ends READY, or SERVING when no weights are pushed to this model.  ``given_up`` says when that
-        does not work out.
+        Raises:
+            RuntimeError: the event cannot happen in the engine's state.
+            ProcessError: the router does not take the engine in; it waits for the next push then.
         """
         with self._changed:
-            if self.states[index] not in (EngineState.READY, EngineState.SERVING):
-                return
-            self.states[index] = EngineState.STARTING
-            self._replacements[index] += 1
-            is_hopeless = self._replacements[index] > MAX_REPLACEMENTS
+            before = self.states[index]
+            step = next_step(before, event, self.name_of(index))
+            self.states[index] = step.state
+            if step.action is Action.END_RUN:
+                self.given_up = reason
             self._changed.notify_all()
-        logger.error("%s is taken out of service: %s", self.name_of(index), reason)
-        if is_hopeless:
-            self._remove(index)
-            self._give_up(index, f"it died {MAX_REPLACEMENTS + 1} times within one rollout, last: {reason}")
+        if step.state is not before:
+            level = logging.ERROR if step.action is Action.EVICT else logging.WARNING if reason else logging.DEBUG
+            logger.log(level, "%s is %s now: %s", self.name_of(index), step.state.value, reason or event.value)
+        match step.action:
+            case Action.REGISTER:
+                self._register(index)
+            case Action.AWAIT_WEIGHTS:
+                if not self.takes_updates:
+                    self.report(index, EngineEvent.PUSH_DONE)
+            case Action.EVICT:
+                self._evict(index, event, reason)
+            case Action.RESTART:
+                self._restart(index, reason)
+            case Action.SHUT_DOWN:
+                self._shut_down(index)
+
+    def _register(self, index: int) -> None:
+        if self.is_listed[index]:
             return
-        threading.Thread(
-            target=self._start_again, args=(index, reason), name=f"replace-{self.rank_offset}-{index}", daemon=True
-        ).start()
+        try:
+            what = f"{self.name_of(index)} to be registered"
+            wait_for(self.engines[index].register.remote(), what=what, timeout_s=90)
+        except ProcessError:
+            self.report(index, EngineEvent.PUSH_STARTED, "the router did not take it in")
+            raise
+        self.is_listed[index] = True
+        logger.info("%s is back at %s", self.name_of(index), self.urls[index])
 
-    def drop(self, index: int, reason: str) -> None:
-        """Take an engine out of service for good."""
-        with self._changed:
-            if self.states[index] not in (EngineState.READY, EngineState.SERVING):
-                return
-            self.states[index] = EngineState.MISSING
-            self._changed.notify_all()
-        logger.error("%s is dropped, the run goes on without it: %s", self.name_of(index), reason)
-        self._remove(index)
+    def _evict(self, index: int, event: EngineEvent, reason: str) -> None:
+        """Free the engine's GPUs, for another engine (in the background) or for good."""
+        self._num_restarts[index] += 1
+        if event is EngineEvent.PUSH_REFUSED and self.args.weight_push_failure == "drop":
+            self._kill(index)
+            self.report(index, EngineEvent.DROPPED, "the run goes on without it")
+        elif not self.restarts:
+            self.report(index, EngineEvent.GIVEN_UP, self._why_given_up(index, reason))
+        elif self._num_restarts[index] > MAX_RESTARTS:
+            self._kill(index)
+            why = f"it died {MAX_RESTARTS + 1} times within one rollout, last: {reason}"
+            self.report(index, EngineEvent.GIVEN_UP, f"{self.name_of(index)} cannot be restarted: {why}")
+        else:
+            name = f"restart-{self.rank_offset}-{index}"
+            threading.Thread(target=self._free_slot, args=(index, reason), name=name, daemon=True).start()
 
-    def _start_again(self, index: int, reason: str) -> None:
-        self._remove(index)
-        register = not self.takes_updates
+    def _why_given_up(self, index: int, reason: str) -> str:
+        return f"{self.name_of(index)}: {reason}"
+
+    def _free_slot(self, index: int, reason: str) -> None:
+        self._kill(index)
+        self.report(index, EngineEvent.SLOT_FREE, reason)
+
+    def _restart(self, index: int, reason: str) -> None:
+        last = ""
         for attempt in range(1, MAX_START_ATTEMPTS + 1):
             logger.info("%s starts again (attempt %d of %d)", self.name_of(index), attempt, MAX_START_ATTEMPTS)
             try:
                 wait_for(
-                    self._launch([index], register=register),
+                    self._launch([index], register=False),
                     what=f"{self.name_of(index)} to start again",
                     timeout_s=self.args.engine_start_timeout_s + 120,
                 )
             except Exception as error:  # the edge of this thread: whatever it was, the slot must not stay half-made
+                if self.states[index] is EngineState.RETIRED:
+                    return  # the job has ended meanwhile
                 logger.exception("%s did not start", self.name_of(index))
                 last = f"{type(error).__name__}: {error}"
-                self._remove(index)
+                self._kill(index)
                 continue
-            self._set(index, EngineState.SERVING if register else EngineState.READY)
+            self.report(index, EngineEvent.STARTED)
             return
-        self._give_up(index, f"after it had ended ({reason}), {MAX_START_ATTEMPTS} new ones did not start: {last}")
+        why = f"after it had ended ({reason}), {MAX_START_ATTEMPTS} new ones did not start: {last}"
+        self.report(index, EngineEvent.GIVEN_UP, f"{self.name_of(index)} cannot be restarted: {why}")
 
-    def _give_up(self, index: int, why: str) -> None:
-        self.given_up = f"{self.name_of(index)} cannot be replaced: {why}"
-        self._set(index, EngineState.MISSING)
-
-    def _remove(self, index: int) -> None:
-        """Take the engine from the router and kill what is left of it."""
-        url = self.urls[index]
+    def _kill(self, index: int) -> None:
+        """Take the engine from the router's list and kill what is left of it."""
+        url, self.is_listed[index] = self.urls[index], False
         if self.router is not None and url is not None:
             try:
                 unregister_worker(ServerControl(self.router.url, name="the router"), url)
@@ -316,30 +307,53 @@ class ServerGroup:
         self.all_engines[first : first + self.nodes_per_engine] = [None] * self.nodes_per_engine
         self.urls[index] = None
 
+    def _shut_down(self, index: int) -> None:
+        self.shutting_down += [actor.shutdown.remote() for actor in self.actors_of(index) if actor is not None]
+
+    def find_exited(self, timeout_s: float) -> dict[int, str]:
+        """Return the engines with a dead process on any node, each with how it ended.
+
+        Args:
+            timeout_s: an actor that says nothing for so long counts as busy, not dead; its death is reported by Ray.
+        """
+        asked = {
+            actor.describe_exit.remote(): index
+            for index in self.indices(*LIVE)
+            for actor in self.actors_of(index)
+            if actor is not None
+        }
+        if not asked:
+            return {}
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+        found: dict[int, str] = {}
+        for ref in done:
+            try:
+                sentence = wait_for(ref, what="an engine's state", timeout_s=10)
+            except ProcessError as error:
+                sentence = str(error)
+            if sentence:
+                found.setdefault(asked[ref], sentence)
+        return found
+
     def begin_rollout(self) -> None:
-        """Count replacements anew."""
-        self._replacements.clear()
+        """Count restarts anew."""
+        self._num_restarts.clear()
 
     def wait_settled(self, timeout_s: float) -> None:
-        """Until no engine is starting.
+        """Wait until no engine is starting.
 
         Raises:
             DeadlineError: one still is after ``timeout_s`` seconds.
-            EngineDiedError: one cannot be replaced.
+            EngineDiedError: one cannot be restarted.
         """
         with self._changed:
             settled = self._changed.wait_for(
-                lambda: self.given_up is not None or not self.indices(EngineState.STARTING), timeout_s
+                lambda: self.given_up is not None or not self.indices(*UNSETTLED), timeout_s
             )
         if self.given_up is not None:
             raise EngineDiedError(self.given_up)
         if not settled:
             raise DeadlineError(
-                f"{self.name_of(self.indices(EngineState.STARTING)[0])} is still starting after {timeout_s:.0f} s "
+                f"{self.name_of(self.indices(*UNSETTLED)[0])} is still starting after {timeout_s:.0f} s "
                 "(--engine-start-timeout-s); look at its log"
             )
-
-    def _set(self, index: int, state: EngineState) -> None:
-        with self._changed:
-            self.states[index] = state
-            self._changed.notify_all()

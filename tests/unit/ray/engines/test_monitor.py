@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slime.ray import health_monitor
-from slime.ray.health_monitor import StallMonitor
-from slime.ray.server_group import EngineState
+from slime.ray.engines import monitor as monitor_module
+from slime.ray.engines.lifecycle import EngineEvent, EngineState
+from slime.ray.engines.monitor import StallMonitor
 from slime.utils.errors import EngineError
 
 
@@ -34,13 +34,17 @@ class Group:
 
     def __init__(self) -> None:
         self.engines = [Engine(), Engine()]
-        self.given_up: str | None = None
+        self.failed: str | None = None
 
     def indices(self, *states: EngineState) -> list[int]:
         return [0, 1]
 
     def name_of(self, index: int) -> str:
         return f"engine {index}"
+
+    def report(self, index: int, event: EngineEvent, reason: str) -> None:
+        if event is EngineEvent.FAILED:
+            self.failed = f"{index}: {reason}"
 
 
 def wait_for(engine: Engine, *, what: str, timeout_s: float) -> None:
@@ -53,7 +57,7 @@ StartMonitor = Callable[..., tuple[StallMonitor, Group]]
 
 @pytest.fixture
 def start(monkeypatch) -> Iterator[StartMonitor]:
-    monkeypatch.setattr(health_monitor, "wait_for", wait_for)
+    monkeypatch.setattr(monitor_module, "wait_for", wait_for)
     monitors: list[StallMonitor] = []
 
     def start(stall_timeout_s: float) -> tuple[StallMonitor, Group]:
@@ -83,9 +87,9 @@ def test_an_engine_that_says_nothing_for_the_whole_time_is_named(start):
     monitor, group = start(0.2)
     group.engines[1].is_well = False
     monitor.resume()
-    wait_until(lambda: group.given_up)
-    assert group.given_up.startswith("engine 1 has shown no sign of life for")
-    assert "--rollout-stall-timeout-s 0.2" in group.given_up and "no answer" in group.given_up
+    wait_until(lambda: group.failed)
+    assert group.failed.startswith("1: it has shown no sign of life for")
+    assert "--rollout-stall-timeout-s 0.2" in group.failed and "no answer" in group.failed
 
 
 def test_one_answer_in_between_begins_the_time_anew(start):
@@ -99,7 +103,7 @@ def test_one_answer_in_between_begins_the_time_anew(start):
         silent_since_s = monitor._alive_s[0]
         engine.is_well = True
         wait_until(lambda before=silent_since_s: monitor._alive_s[0] > before)
-    assert group.given_up is None
+    assert group.failed is None
 
 
 def test_a_paused_engine_is_not_asked_and_its_silence_does_not_count(start):
@@ -111,8 +115,8 @@ def test_a_paused_engine_is_not_asked_and_its_silence_does_not_count(start):
     time.sleep(0.1)
     asked = group.engines[0].num_asked
     time.sleep(0.4)
-    assert group.engines[0].num_asked == asked and group.given_up is None
+    assert group.engines[0].num_asked == asked and group.failed is None
     group.engines[0].is_well = True
     monitor.resume()
     wait_until(lambda: group.engines[0].num_asked > asked)
-    assert group.given_up is None
+    assert group.failed is None

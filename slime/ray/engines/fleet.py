@@ -1,0 +1,382 @@
+"""The engines of all models of a run: watched, described to trainers, and lent memory; an object of the manager's.
+
+What happens to an engine is reported to its group, which acts on it (see ``lifecycle``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from slime.backends.sglang_utils.router_process import RouterHandle
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
+from slime.ray.engines.models import RolloutServer, first_dead_engine, start_rollout_servers, wait_until_serving
+from slime.ray.engines.monitor import HealthMonitor, StallMonitor
+from slime.ray.placement_group import GpuSlice, plan_gpus
+from slime.ray.utils import Lock
+from slime.ray.waiting import wait_for
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, ProcessError, WeightSyncError
+from slime.weights.push.participants import ExcludedEngine
+
+logger = logging.getLogger(__name__)
+
+ENGINE_CHECK_INTERVAL_S = 3.0
+DEADLINE_MARGIN_S = 180.0
+"""The rollout function has its own deadline and the better message; ours comes later, the driver's last."""
+
+END_ADVICE = {
+    False: "start the job again to resume from the last checkpoint, or pass --use-fault-tolerance to have engines "
+    "restarted",
+    True: "start the job again to resume from the last checkpoint",
+}
+
+
+def start_fleet(args: Namespace, gpus: GpuSlice) -> EngineFleet:
+    """Begin to start routers and engines; :meth:`EngineFleet.wait_ready` sees to the end of it."""
+    if args.debug_train_only:
+        return EngineFleet(args)
+    return EngineFleet(args, *start_rollout_servers(args, gpus))
+
+
+class EngineFleet:
+    """The engines of all models.
+
+    Invariant: ``_connected`` are the engines to which the trainers' weight sender is connected, in its order; as long
+    as the engines that take updates are others, the trainers are told to connect again.
+    """
+
+    def __init__(
+        self, args: Namespace, servers: Sequence[RolloutServer] = (), starting: Sequence[ray.ObjectRef] = ()
+    ) -> None:
+        self.args = args
+        self.servers = list(servers)
+        self._starting = list(starting)
+        self._connected: list[Any] = []
+        self._described: list[Any] = []
+        """The engines that the trainers were told of last."""
+        self._lock: Any = None
+        self._lock_guard = threading.Lock()
+        self._monitors: list[HealthMonitor] = []
+        self._next_router_check_s = 0.0
+        if args.use_fault_tolerance or args.rollout_stall_timeout_s > 0:
+            monitor = HealthMonitor if args.use_fault_tolerance else StallMonitor
+            self._monitors = [monitor(args, group) for group in self.groups]
+
+    @property
+    def groups(self) -> list[EngineGroup]:
+        """The groups of every model."""
+        return [group for server in self.servers for group in server.groups]
+
+    @property
+    def engines(self) -> list[Any]:
+        """The engines of every model that are there."""
+        return [engine for server in self.servers for engine in server.engines]
+
+    def wait_ready(self) -> None:
+        """Wait until every engine serves.
+
+        Raises:
+            ProcessError: one did not start.
+        """
+        wait_until_serving(self.args, self._starting)
+        self._starting = []
+        for group in self.groups:
+            group.started()
+
+    def stop(self) -> None:
+        """Stop engines and routers in an orderly way; external ones go on."""
+        for monitor in self._monitors:
+            monitor.stop()
+        for group in self.groups:
+            for index in range(len(group.states)):
+                group.report(index, EngineEvent.STOP)
+        refs = [ref for group in self.groups for ref in group.shutting_down]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=self.args.shutdown_timeout_s)
+        for server in self.servers:
+            if server.router is not None:
+                server.router.stop()
+
+    # Weights
+
+    @property
+    def _updatable_groups(self) -> list[EngineGroup]:
+        """The groups of the first model that takes weight updates."""
+        model = next((server for server in self.servers if server.config.update_weights), None)
+        return [group for group in model.groups if group.config.worker_type != "encoder"] if model else []
+
+    def _describe(self, *states: EngineState) -> UpdatableEngines:
+        offset = plan_gpus(self.args).rollout_offset
+        handles, counts, offsets, nodes, acknowledges = [], [], [], [], []
+        for group in self._updatable_groups:
+            for index in group.indices(*states):
+                if (engine := group.engines[index]) is not None:
+                    handles.append(engine)
+                    counts.append(group.num_gpus_per_engine)
+                    offsets.append(offset + group.engine_gpu_offsets[index])
+                    acknowledges.append(group.acknowledges_pushes)
+                    nodes.append(group.actors_of(index))
+        self._described = handles
+        num_new = len([handle for handle in handles if handle not in self._connected])
+        return UpdatableEngines(
+            handles=handles,
+            gpu_counts=counts,
+            gpu_offsets=offsets,
+            # One that is gone leaves a hole in the sender's group: connecting again closes it.
+            num_new=num_new or int(handles != self._connected),
+            num_trainer_gpus=self.args.actor_num_nodes * self.args.actor_num_gpus_per_node,
+            node_handles=nodes,
+            acknowledges=acknowledges,
+        )
+
+    def updatable(self) -> UpdatableEngines:
+        """Describe the live engines of the first model that takes weight updates."""
+        return self._describe(*LIVE)
+
+    def without_weights(self) -> UpdatableEngines:
+        """Describe the restarted engines that wait for the present weights before they get requests.
+
+        Raises:
+            EngineDiedError: the run cannot go on without an engine.
+        """
+        self._raise_if_given_up()
+        if not any(group.indices(EngineState.UPDATING) for group in self._updatable_groups):
+            return UpdatableEngines(handles=[], gpu_counts=[], gpu_offsets=[], num_new=0, num_trainer_gpus=0)
+        return self._describe(EngineState.UPDATING)
+
+    def lock(self) -> Any:
+        """Return the cluster-wide lock of the engines, started for the first who asks for it."""
+        with self._lock_guard:
+            if self._lock is None and self.servers:
+                self._lock = Lock.remote()
+            return self._lock
+
+    def connected(self) -> None:
+        """Take note that the trainers have connected to the engines that they were told of last."""
+        self._connected = list(self._described)
+
+    def push_started(self) -> UpdatableEngines:
+        """Report that the trainers begin a push; describe the engines that take it."""
+        engines = self.updatable()
+        self._report_described(engines.handles, EngineEvent.PUSH_STARTED)
+        return engines
+
+    def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
+        """Report that the engines that the trainers were told of last hold the present weights, but for ``excluded``.
+
+        Raises:
+            ProcessError: the router does not take a restarted engine in.
+        """
+        without = {engine.index for engine in excluded}
+        updated = [handle for index, handle in enumerate(self._described) if index not in without]
+        self._report_described(updated, EngineEvent.PUSH_DONE)
+
+    def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
+        """Report that a push has excluded engines; ``--weight-push-failure`` says what becomes of them.
+
+        Args:
+            excluded: indices count the engines that the trainers were told of last.
+
+        Raises:
+            WeightSyncError: the policy is to stop.
+            EngineError: no engine of the model is left, or one cannot be restarted.
+        """
+        reasons = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in excluded)
+        policy = self.args.weight_push_failure
+        if policy == "stop":
+            raise WeightSyncError(
+                f"{len(excluded)} engines did not take the weights (--weight-push-failure stop). {reasons}. The "
+                "others serve the new version; start the job again to resume from the last checkpoint"
+            )
+        for engine in excluded:
+            reason = f"it did not take the weights: {engine.reason}"
+            self._report_described([self._described[engine.index]], EngineEvent.PUSH_REFUSED, reason)
+        self._raise_if_given_up()
+        states = {state for group in self._updatable_groups for state in group.states}
+        if policy == "drop" and not states - {EngineState.RETIRED}:
+            raise EngineError(
+                "no engine is left to generate with, the last were dropped (--weight-push-failure drop). " + reasons
+            )
+
+    def _report_described(self, handles: Sequence[Any], event: EngineEvent, reason: str = "") -> None:
+        """Report an event of those of ``handles`` that are still there."""
+        for group in self._updatable_groups:
+            for index, engine in enumerate(group.engines):
+                if engine is not None and engine in handles:
+                    group.report(index, event, reason)
+
+    # Faults
+
+    def find_dead_engines(self, patience_s: float = 0.0) -> int:
+        """Report engines whose process has ended since they were last looked at; return how many.
+
+        Args:
+            patience_s: how long to look for the first; a server ends some seconds after one of its processes has died.
+        """
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            found = [(group, *dead) for group in self.groups for dead in group.find_exited(2.0).items()]
+            for group, index, sentence in found:
+                group.report(index, EngineEvent.DIED, sentence)
+            self._raise_if_given_up()
+            if found or time.monotonic() >= deadline_s:
+                return len(found)
+            time.sleep(0.5)
+
+    def recover(self) -> None:
+        """See to it that the coming weight update meets live engines, with the memory state that it expects.
+
+        Waits for restarts where the GPUs are shared (an engine sizes its memory by what is free, so it must not start
+        beside a trainer) and where a model has no other engine; others get their weights when they are there.
+        """
+        self.find_dead_engines()
+        for server in self.servers:
+            for group in server.groups:
+                before = set(group.indices(EngineState.UPDATING))
+                if group.needs_offload or not server.has_live_engine:
+                    group.wait_settled(self.args.engine_start_timeout_s * 2)
+                if group.needs_offload:
+                    fresh = [group.engines[i] for i in group.indices(EngineState.UPDATING) if i not in before]
+                    self._on_engines(fresh, "release_memory_occupation")
+                    self._on_engines(fresh, "resume_memory_occupation", tags=["weights"])
+
+    def _raise_if_given_up(self) -> None:
+        for group in self.groups:
+            if group.given_up is not None:
+                advice = END_ADVICE[self.args.use_fault_tolerance]
+                raise EngineDiedError(f"{group.given_up}. The run cannot go on; {advice}.")
+
+    def begin_rollout(self) -> None:
+        """Count restarts anew and have the monitors watch."""
+        for group in self.groups:
+            group.begin_rollout()
+        self.resume_monitors()
+
+    def run_watched(self, work: Callable[[], Any]) -> Any:
+        """Run ``work`` beside a check that router and engines still live; return what it returns.
+
+        Without fault tolerance a dead one ends the rollout at once, instead of after every request to it has been
+        retried, and one that hangs after ``--rollout-stall-timeout-s``.  With it the health monitors report engines,
+        and a router is started again here.
+        """
+        executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        future = executor.submit(work)
+        deadline = time.monotonic() + self.args.rollout_timeout_s + DEADLINE_MARGIN_S
+        try:
+            while True:
+                try:
+                    return future.result(timeout=ENGINE_CHECK_INTERVAL_S)
+                except FutureTimeout:
+                    if future.done():
+                        raise
+                self.check()
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"the rollout function has run for {self.args.rollout_timeout_s:.0f} s "
+                        "(--rollout-timeout-s) and has not returned"
+                    )
+        finally:
+            executor.shutdown(wait=False)
+            if not self.args.use_fault_tolerance:
+                self.pause_monitors()  # engines may take weights now, or give their memory away
+
+    def check(self) -> None:
+        """Raise for what ends the run; with fault tolerance, start a dead router again.
+
+        Raises:
+            EngineDiedError: a router or an engine is gone.
+        """
+        tolerant = self.args.use_fault_tolerance
+        is_time_to_ask = time.monotonic() >= self._next_router_check_s
+        if is_time_to_ask:
+            self._next_router_check_s = time.monotonic() + self.args.rollout_health_check_interval
+        for server in self.servers:
+            if server.router is None or (problem := self._router_problem(server.router, ask=is_time_to_ask)) is None:
+                continue
+            dead = f"the router {server.router.url} of model {server.config.name!r} {problem}"
+            if not tolerant or server.router.process is None:
+                raise EngineDiedError(f"{dead}. The rollout cannot go on; {END_ADVICE[tolerant]}.")
+            logger.error("%s: it is started again", dead)
+            server.restart_router(self.args)
+        self._raise_if_given_up()
+        if tolerant:
+            return
+        if dead_engine := first_dead_engine(self.groups, timeout_s=ENGINE_CHECK_INTERVAL_S):
+            raise EngineDiedError(f"{dead_engine}. The rollout cannot go on; {END_ADVICE[False]}.")
+
+    def _router_problem(self, router: RouterHandle, *, ask: bool) -> str | None:
+        """Return what keeps a router from its work, as the end of a sentence; None for nothing.
+
+        Args:
+            router: one whose process is ours is looked at; any other is only asked.
+            ask: whether to send a request too, which also finds a router that hangs.
+        """
+        if router.process is not None and not router.process.is_alive():
+            return "has ended"
+        timeout_s = self.args.rollout_health_check_timeout
+        if ask and not ServerControl(router.url).answers("/health", timeout_s=timeout_s):
+            return f"does not answer within {timeout_s:g} s (--rollout-health-check-timeout)"
+        return None
+
+    def pause_monitors(self) -> None:
+        """Stop probing: engines are about to be busy with something else than requests."""
+        for monitor in self._monitors:
+            monitor.pause()
+
+    def resume_monitors(self) -> None:
+        """Probe again: engines serve."""
+        for monitor in self._monitors:
+            monitor.resume()
+
+    # Memory
+
+    def offload(self) -> None:
+        """Have the engines on the trainers' GPUs release their memory."""
+        self.pause_monitors()
+        for group in self.groups:
+            if group.needs_offload and self.args.use_fault_tolerance:
+                group.wait_settled(self.args.engine_start_timeout_s * 2)
+        self._on_shared_gpus("release_memory_occupation")
+
+    def onload(self, tags: list[str] | None = None) -> None:
+        """Have the engines on the trainers' GPUs take the memory of ``tags`` (None: all of it) back."""
+        self._on_shared_gpus("resume_memory_occupation", tags=tags)
+
+    def _on_shared_gpus(self, method: str, **keywords: Any) -> None:
+        """Call a method of every engine that shares GPUs; with fault tolerance one that fails in it is reported."""
+        asked = [
+            (group, index, getattr(group.engines[index], method).remote(**keywords))
+            for group in self.groups
+            if group.needs_offload
+            for index in group.indices(*LIVE)
+        ]
+        timeout_s = self.args.weight_update_timeout_s
+        if not self.args.use_fault_tolerance:
+            wait_for([ref for _, _, ref in asked], what=f"{method} of the engines", timeout_s=timeout_s)
+            return
+        deadline_s = time.monotonic() + timeout_s
+        for group, index, ref in asked:
+            try:
+                wait_for(ref, what=f"{method} of {group.name_of(index)}", timeout_s=deadline_s - time.monotonic())
+            except (ProcessError, RayError) as error:
+                group.report(index, EngineEvent.FAILED, str(error))
+
+    def _on_engines(self, engines: list[Any], method: str, **keywords: Any) -> list[Any]:
+        refs = [getattr(engine, method).remote(**keywords) for engine in engines]
+        return wait_for(refs, what=f"{method} of the engines", timeout_s=self.args.weight_update_timeout_s)
+
+    def check_weights(self, action: str) -> list[Any]:
+        """Ask every engine's weight checker to snapshot, reset_tensors or compare."""
+        return self._on_engines(self.engines, "check_weights", action=action)

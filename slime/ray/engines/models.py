@@ -1,0 +1,288 @@
+"""The models of a run, each with its router and its groups of engines: how they start, or are adopted.
+
+The layout comes from ``--sglang-config``, ``--prefill-num-servers``, ``--rollout-external-engine-addrs``, or is one
+group of regular engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from slime.arguments import record_runtime
+from slime.backends.sglang_utils.external_engines import ExternalEngineInfo, check_capabilities
+from slime.weights.push.verbs import RECEIVER
+from slime.backends.sglang_utils.router_process import (
+    RouterHandle,
+    adopt_router,
+    find_worker,
+    register_worker,
+    start_router,
+)
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
+from slime.ray.engines.actor import PortCursors, start_engine_actor
+from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.lifecycle import LIVE
+from slime.ray.placement_group import GpuSlice, plan_gpus
+from slime.ray.waiting import wait_for
+from slime.utils.http_utils import find_available_port
+from slime.utils.net import get_current_node_ip
+
+logger = logging.getLogger(__name__)
+
+NO_GPUS = GpuSlice(None, [], [])
+
+
+@dataclass
+class RolloutServer:
+    """One model: its router and its groups of engines."""
+
+    config: ModelConfig
+    router: RouterHandle | None
+    groups: list[EngineGroup]
+
+    @property
+    def engines(self) -> list[Any]:
+        """Every engine of the model that is there."""
+        return [engine for group in self.groups for engine in group.engines if engine is not None]
+
+    @property
+    def has_live_engine(self) -> bool:
+        """Whether the server of some engine of the model is up."""
+        return any(group.indices(*LIVE) for group in self.groups)
+
+    def restart_router(self, args: Namespace) -> None:
+        """Start the router again at its old address and tell it of the engines that it knew.
+
+        Raises:
+            ProcessError: it does not start, or does not list an engine.
+        """
+        assert self.router is not None
+        self.router = _start_router_again(args, self.config, self.router)
+        control = ServerControl(self.router.url, name="the router")
+        for group in self.groups:
+            group.router = self.router
+            for index, url in enumerate(group.urls):
+                if (
+                    url is not None
+                    and group.is_listed[index]
+                    and group.config.worker_type != "encoder"
+                    and find_worker(control, url) is None
+                ):
+                    register_worker(
+                        control,
+                        url,
+                        worker_type=group.config.worker_type,
+                        bootstrap_port=group.bootstrap_ports[index],
+                    )
+
+
+def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> tuple[list[RolloutServer], list[ray.ObjectRef]]:
+    """Start routers and engines, or adopt external ones.
+
+    Returns:
+        The servers, and references that resolve once all engines serve; until then the caller may do other work.
+    """
+    if args.rollout_external:
+        return _adopt_external_engines(args)
+    cursors = PortCursors()
+    servers: list[RolloutServer] = []
+    starting: list[ray.ObjectRef] = []
+    gpu_offset = rank_offset = 0
+    layout = resolve_sglang_config(args)
+    if args.sglang_config is not None:
+        # Requests go to the first model: GPUs of others, and those left empty, do not add to what it takes at a time.
+        record_runtime(args, rollout_num_engines=layout.models[0].num_engines)
+    for index, model in enumerate(layout.models):
+        server = RolloutServer(model, _start_router(args, model, is_first=index == 0), [])
+        for config in model.server_groups:
+            group = EngineGroup(
+                args=args,
+                gpus=gpus,
+                model=model,
+                config=config,
+                gpu_offset=gpu_offset,
+                rank_offset=rank_offset,
+                router=server.router,
+                needs_offload=_needs_offload(args, gpu_offset),
+                cursors=cursors,
+                restarts=args.use_fault_tolerance,
+            )
+            server.groups.append(group)
+            gpu_offset += config.num_gpus
+            rank_offset += len(group.all_engines)
+        starting += _start_groups(args, server.groups)
+        servers.append(server)
+    return servers, starting
+
+
+def _start_groups(args: Namespace, groups: list[EngineGroup]) -> list[ray.ObjectRef]:
+    """Start the groups of a model; encoders first, because the others are told where these listen."""
+    encoders = [group for group in groups if group.config.worker_type == "encoder"]
+    if encoders:
+        wait_until_serving(args, [ref for group in encoders for ref in group.start()])
+        urls = [url for group in encoders for url in group.urls if url is not None]
+        for group in groups:
+            if group.config.worker_type in ("prefill", "regular"):
+                group.extra_overrides = {"language_only": True, "encoder_urls": urls}
+    return [ref for group in groups if group not in encoders for ref in group.start()]
+
+
+def _adopt_external_engines(args: Namespace) -> tuple[list[RolloutServer], list[ray.ObjectRef]]:
+    """Adopt engines that somebody else started: an actor without a GPU speaks for each.
+
+    Raises:
+        ConfigError: an engine lacks what this run needs of it.
+    """
+    configs = tuple(
+        ServerGroupConfig(worker_type=info.worker_type, num_gpus=info.num_gpus, num_gpus_per_engine=info.num_gpus)
+        for info in args.rollout_external_engine_infos
+    )
+    model = ModelConfig(name="default", model_path=args.hf_checkpoint, update_weights=True, server_groups=configs)
+    server = RolloutServer(model, _start_router(args, model, is_first=True), [])
+    starting: list[ray.ObjectRef] = []
+    gpu_offset = 0
+    for rank, (info, config) in enumerate(zip(args.rollout_external_engine_infos, model.server_groups, strict=True)):
+        check_capabilities(args, info)
+        group = ExternalGroup(
+            args=args,
+            gpus=NO_GPUS,
+            model=model,
+            config=config,
+            gpu_offset=gpu_offset,
+            rank_offset=rank,
+            router=server.router,
+            needs_offload=False,
+            cursors=PortCursors(),
+            restarts=False,
+        )
+        group.info = info
+        logger.info("external engine %s: %s, %d GPUs", info.url, info.worker_type, info.num_gpus)
+        server.groups.append(group)
+        starting += group.start()
+        gpu_offset += config.num_gpus
+    return [server], starting
+
+
+def _needs_offload(args: Namespace, gpu_offset: int) -> bool:
+    """Only engines on GPUs that the trainer uses too have to make room."""
+    trainer_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    return bool(args.offload_rollout) and plan_gpus(args).rollout_offset + gpu_offset < trainer_gpus
+
+
+def wait_until_serving(args: Namespace, starting: list[ray.ObjectRef]) -> None:
+    """Wait until every engine that is starting answers.
+
+    Raises:
+        ProcessError: an engine ended or did not answer within ``--engine-start-timeout-s``.
+    """
+    if starting:
+        # The engines keep their own deadline; this one only catches an actor that never ran.
+        wait_for(starting, what="the SGLang engines to start", timeout_s=args.engine_start_timeout_s + 120)
+
+
+def first_dead_engine(groups: Iterable[EngineGroup], timeout_s: float) -> str | None:
+    """Return a sentence about the first engine whose server has ended; None while all of them run."""
+    for group in groups:
+        for index, sentence in group.find_exited(timeout_s).items():
+            return f"{group.name_of(index)}: {sentence}"
+    return None
+
+
+class ExternalGroup(EngineGroup):
+    """One engine that somebody else runs: adopted, updated and asked, but never started or ended here."""
+
+    info: ExternalEngineInfo
+
+    @property
+    def gpus_per_actor(self) -> int:
+        """One actor speaks for all of the engine's nodes."""
+        return self.num_gpus_per_engine
+
+    @property
+    def nodes_per_engine(self) -> int:
+        """As if it were on one node."""
+        return 1
+
+    @property
+    def acknowledges_pushes(self) -> bool:
+        """Its owner may have started it with our loader."""
+        return RECEIVER in (self.info.server_args.get("custom_weight_loader") or ())
+
+    def _check_placement(self) -> None:
+        """It takes none of our GPUs."""
+
+    def _launch(self, indices: Sequence[int], *, register: bool) -> list[ray.ObjectRef]:
+        self.all_engines[0] = start_engine_actor(
+            None,
+            0,
+            self.args,
+            rank=self.rank_offset,
+            node_rank=0,
+            worker_type=self.config.worker_type,
+            num_gpus_per_engine=self.num_gpus_per_engine,
+            model_path=self.model.model_path,
+        )
+        self.urls[0] = self.info.url
+        self.bootstrap_ports[0] = self.info.disaggregation_bootstrap_port
+        return [
+            self.all_engines[0].connect.remote(
+                self.info.url,
+                tp_size=self.info.sizes.get("tp_size", 1),
+                bootstrap_port=self.info.disaggregation_bootstrap_port,
+                router_ip=self.router.host if self.router else None,
+                router_port=self.router.port if self.router else None,
+            )
+        ]
+
+    def _why_given_up(self, index: int, reason: str) -> str:
+        return (
+            f"the external {self.name_of(index)} at {self.info.url} is of no use any more: {reason}. Start it again, "
+            "then the job"
+        )
+
+    def _shut_down(self, index: int) -> None:
+        """It goes on without us."""
+
+
+def _start_router_again(args: Namespace, model: ModelConfig, old: RouterHandle) -> RouterHandle:
+    """Start a router at the address of one that has ended; every URL that was handed out stays valid."""
+    old.stop()
+    return start_router(
+        args,
+        host=old.host.strip("[]"),
+        port=old.port,
+        prometheus_port=find_available_port(random.randint(4000, 5000)),
+        pd_disaggregation=model.has_prefill_decode,
+    )
+
+
+def _start_router(args: Namespace, model: ModelConfig, *, is_first: bool) -> RouterHandle:
+    """Start or adopt the router of ``model``; the first model's address becomes ``args.sglang_router_ip/port``.
+
+    Every model's address is recorded in ``args.sglang_model_routers`` under the model's name.
+    """
+    if is_first and args.sglang_router_ip and args.sglang_router_port:
+        router = adopt_router(args.sglang_router_ip, args.sglang_router_port)
+    else:
+        wanted = args.sglang_router_port if is_first else None
+        router = start_router(
+            args,
+            host=get_current_node_ip(),
+            port=wanted or find_available_port(random.randint(3000, 4000)),
+            prometheus_port=find_available_port(random.randint(4000, 5000)),
+            pd_disaggregation=model.has_prefill_decode,
+        )
+    routers = dict(args.sglang_model_routers or {})
+    routers[model.name] = (router.host, router.port)
+    record_runtime(args, sglang_model_routers=routers)
+    if is_first:
+        record_runtime(args, sglang_router_ip=router.host, sglang_router_port=router.port)
+    return router
