@@ -148,7 +148,7 @@ class EngineGroup:
     def started(self) -> None:
         """Report that the references of :meth:`start` have resolved."""
         for index in self.indices(EngineState.STARTING):
-            self.is_listed[index] = self.router is not None
+            self.is_listed[index] = True
             self.report(index, EngineEvent.STARTED)
 
     def _launch(self, indices: Sequence[int], *, register: bool) -> list[ray.ObjectRef]:
@@ -211,6 +211,8 @@ class EngineGroup:
         with self._changed:
             before = self.states[index]
             step = next_step(before, event, self.name_of(index))
+            if step.action is Action.AWAIT_WEIGHTS and not self.takes_updates:
+                step = next_step(step.state, EngineEvent.PUSH_DONE, self.name_of(index))
             self.states[index] = step.state
             if step.action is Action.END_RUN:
                 self.given_up = reason
@@ -221,9 +223,6 @@ class EngineGroup:
         match step.action:
             case Action.REGISTER:
                 self._register(index)
-            case Action.AWAIT_WEIGHTS:
-                if not self.takes_updates:
-                    self.report(index, EngineEvent.PUSH_DONE)
             case Action.EVICT:
                 self._evict(index, event, reason)
             case Action.RESTART:
@@ -268,11 +267,12 @@ class EngineGroup:
 
     def _restart(self, index: int, reason: str) -> None:
         last = ""
+        register = not self.takes_updates
         for attempt in range(1, MAX_START_ATTEMPTS + 1):
             logger.info("%s starts again (attempt %d of %d)", self.name_of(index), attempt, MAX_START_ATTEMPTS)
             try:
                 wait_for(
-                    self._launch([index], register=False),
+                    self._launch([index], register=register),
                     what=f"{self.name_of(index)} to start again",
                     timeout_s=self.args.engine_start_timeout_s + 120,
                 )
@@ -283,6 +283,7 @@ class EngineGroup:
                 last = f"{type(error).__name__}: {error}"
                 self._kill(index)
                 continue
+            self.is_listed[index] = register
             self.report(index, EngineEvent.STARTED)
             return
         why = f"after it had ended ({reason}), {MAX_START_ATTEMPTS} new ones did not start: {last}"

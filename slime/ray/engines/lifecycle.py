@@ -66,7 +66,7 @@ class Action(enum.Enum):
     REGISTER = "register"
     """Put it in the router's list, unless it is there."""
     AWAIT_WEIGHTS = "await weights"
-    """Wait for the next push; report push_done at once where the model takes none."""
+    """Wait for the next push; where the model takes none, as if push_done had been reported too."""
     EVICT = "evict"
     """Take it from the router's list and kill it, then report slot_free, dropped or given_up."""
     RESTART = "restart"

@@ -28,7 +28,7 @@ class ScriptedGroup(EngineGroup):
     """Does nothing to processes; notes what it would do.  Actors are names."""
 
     def _launch(self, indices, *, register) -> list[Any]:
-        self.done += [f"start {index}" for index in indices]
+        self.done += [f"start {index}" + " and register" * register for index in indices]
         for index in indices:
             self.all_engines[index] = f"actor {index} {len(self.done)}"
         return []
@@ -76,7 +76,6 @@ def make_group(num_engines: int = 1, *, policy: str = "refill", takes_updates: b
     group.done = []
     group.start()
     group.started()
-    group.is_listed = [True] * num_engines
     group.done.clear()
     return group
 
@@ -150,7 +149,7 @@ def test_a_push_registers_only_engines_that_the_router_does_not_know():
 def test_an_engine_of_a_model_without_updates_serves_as_soon_as_it_has_started_again():
     group = make_group(takes_updates=False)
     group.report(0, EVENT.DIED, "killed")
-    assert (group.states, group.done) == ([STATE.SERVING], ["kill 0", "start 0", "register 0"])
+    assert (group.states, group.done) == ([STATE.SERVING], ["kill 0", "start 0 and register"])
 
 
 def test_a_group_that_is_not_restarted_gives_up_and_touches_nothing():
