@@ -207,7 +207,7 @@ class RayTrainGroup:
         return results
 
     def _ask_excluded(self) -> list[ExcludedEngine]:
-        excluded: ray.ObjectRef = self.actors[0].fenced_engines.remote()
+        excluded: ray.ObjectRef = self.actors[0].excluded_engines.remote()
         return wait_for(excluded, what="the engines that the push excluded", timeout_s=PUSH_MARGIN_S)
 
     def _ask_manager(self, method: str, *arguments: Any) -> Any:

@@ -17,7 +17,6 @@ import ray
 
 from slime.arguments import record_runtime
 from slime.backends.sglang_utils.external_engines import ExternalEngineInfo, check_capabilities
-from slime.weights.push.verbs import RECEIVER
 from slime.backends.sglang_utils.router_process import (
     RouterHandle,
     adopt_router,
@@ -34,6 +33,7 @@ from slime.ray.placement_group import GpuSlice, plan_gpus
 from slime.ray.waiting import wait_for
 from slime.utils.http_utils import find_available_port
 from slime.utils.net import get_current_node_ip
+from slime.weights.push.verbs import RECEIVER
 
 logger = logging.getLogger(__name__)
 
