@@ -1,7 +1,7 @@
 """The log format, and the one door through which metrics leave a process.
 
 The driver calls ``init_tracking(args)``; every other process that logs calls ``init_tracking(args, primary=False)``
-(or nothing: the first ``log`` does it).  ``log`` hands a record to ``metrics.jsonl``, wandb and TensorBoard.
+(or nothing: the first ``log`` does it).  ``log`` sends a record to ``metrics.jsonl``, wandb and TensorBoard.
 """
 
 from __future__ import annotations
@@ -13,17 +13,44 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from slime.flags.observability import tracking_config
-from slime.observability.metrics_file import START_KEY, append_record, metrics_path
-from slime.observability.tracking import Tracker, make_trackers
+from slime.observability.metrics_file import START_KEY, MetricsFile, append_record, metrics_path
 
 logger = logging.getLogger(__name__)
 
 
+class Tracker(Protocol):
+    """A sink of metrics.  It never changes the record that it is given."""
+
+    def log(self, metrics: Mapping[str, Any], step_key: str) -> None:
+        """Take one record; ``metrics[step_key]`` is its place on the axis."""
+
+    def finish(self) -> None:
+        """Flush and close; no ``log`` follows."""
+
+
+def make_trackers(args: Namespace, *, primary: bool) -> list[Tracker]:
+    """Return the sinks that the flags ask for, in this process.  Their packages are imported only when asked for."""
+    trackers: list[Tracker] = []
+    path = metrics_path(args)
+    if path is not None:
+        trackers.append(MetricsFile(path))
+    config = tracking_config(args)
+    if config.use_wandb and config.wandb_mode != "disabled":
+        from slime.observability.wandb_utils import WandbTracker
+
+        trackers.append(WandbTracker(args, primary=primary))
+    if config.use_tensorboard:
+        from slime.observability.tensorboard_utils import _TensorboardAdapter
+
+        trackers.append(_TensorboardAdapter(args))
+    return trackers
+
+
 class _Process:
-    """What this process has set up, once."""
+    """The logging of this process, set up once."""
 
     is_logging_configured = False
     trackers: list[Tracker] | None = None
@@ -48,8 +75,8 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
     logging.getLogger("megatron.core.distributed.fsdp").setLevel(logging.WARNING)
 
 
-def _new_run_facts(args: Namespace) -> dict[str, Any]:
-    """The run's id, which every process must share: the folder of a run without ``--save`` is named after it too."""
+def _new_run_values(args: Namespace) -> dict[str, Any]:
+    """Return the run's id, which every process must share: a run without ``--save`` names its folder after it."""
     if tracking_config(args).wandb_run_id is not None:
         return {}
     return {"wandb_run_id": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"}
@@ -59,18 +86,18 @@ def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
     """Open the sinks of this process.
 
     Returns:
-        what the other processes need and no flag gave (``wandb_run_id``, with or without wandb); the driver records
-        it: ``record_runtime(args, **init_tracking(args))``.  Empty unless primary.
+        values that the other processes need and no flag gave (``wandb_run_id``, with or without wandb); the driver
+        records them: ``record_runtime(args, **init_tracking(args))``.  Empty unless primary.
     """
-    facts = _new_run_facts(args) if primary else {}
+    shared_values = _new_run_values(args) if primary else {}
     _close()
-    shared = Namespace(**{**vars(args), **facts})
+    shared = Namespace(**{**vars(args), **shared_values})
     _Process.trackers = make_trackers(shared, primary=primary)
     path = metrics_path(shared)
     if primary and path is not None:
         append_record(path, {START_KEY: shared.wandb_run_id})  # so that a reader can tell a resume from a first start
     atexit.register(_close)
-    return facts
+    return shared_values
 
 
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:

@@ -16,12 +16,12 @@ _REPETITION_RATIO = 10.0
 
 
 def dict_add_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The same metrics with ``prefix`` before every name."""
+    """Return the same metrics with ``prefix`` before every name."""
     return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
 def compute_statistics(values: Sequence[float]) -> dict[str, float]:
-    """mean, median, max and min of a non-empty list; empty in, empty out."""
+    """Return mean, median, max and min of a non-empty list; empty in, empty out."""
     if not values:
         return {}
     return {
@@ -33,7 +33,7 @@ def compute_statistics(values: Sequence[float]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k of ``num_samples`` responses, drawn without replacement, hold a correct one:
+    """Return the chance that k of ``num_samples`` responses, drawn without replacement, hold a correct one:
 
         1 - C(n - c, k) / C(n, k)
 
@@ -48,7 +48,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_rates(groups: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
-    """pass@1, pass@2, pass@4 ... up to ``most``, each averaged over the groups that have so many responses.
+    """Return pass@1, pass@2, pass@4 ... up to ``most``, each averaged over the groups that have so many responses.
 
     Args:
         groups: (responses, correct ones) of each prompt.
@@ -67,7 +67,7 @@ def pass_rates(groups: Sequence[tuple[int, int]], most: int) -> dict[str, float]
 def compute_pass_rate(
     flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
 ) -> dict[str, float]:
-    """:func:`pass_rates` of rewards in the order of their groups; a reward of 1 is a correct response.
+    """Return :func:`pass_rates` of rewards in the order of their groups; a reward of 1 is a correct response.
 
     Args:
         flat_rewards: the rewards of whole groups, one group after the other.
@@ -85,14 +85,14 @@ def compute_pass_rate(
 
 
 def compute_rollout_step(args: Namespace, rollout_id: int) -> int:
-    """The place of a rollout on the x axis: its id, or with ``--wandb-always-use-train-step`` the optimizer steps."""
+    """Return a rollout's place on the x axis: its id, or optimizer steps with ``--wandb-always-use-train-step``."""
     if tracking_config(args).wandb_always_use_train_step:
         return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     return rollout_id
 
 
 def compression_ratio(data: str | bytes, *, encoding: str = "utf-8", level: int = 9) -> tuple[float, float]:
-    """(original / compressed size, percent saved) under zlib.  Empty data gives (inf, 0)."""
+    """Return (original / compressed size, percent saved) under zlib.  Empty data gives (inf, 0)."""
     raw = data.encode(encoding) if isinstance(data, str) else data
     if not raw:
         return float("inf"), 0.0
@@ -101,5 +101,5 @@ def compression_ratio(data: str | bytes, *, encoding: str = "utf-8", level: int 
 
 
 def has_repetition(text: str) -> bool:
-    """Whether a long response ends in a loop: its last 10,000 characters compress more than tenfold."""
+    """Return whether a long response ends in a loop: its last 10,000 characters compress more than tenfold."""
     return len(text) > _REPETITION_WINDOW and compression_ratio(text[-_REPETITION_WINDOW:])[0] > _REPETITION_RATIO

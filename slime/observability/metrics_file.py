@@ -1,15 +1,17 @@
-"""``metrics.jsonl``: every metric of a run, one JSON object a line, in the run's folder.
+"""``metrics.jsonl``: every metric of a run, one JSON object a line; and the line that the driver prints for a step.
 
 Several processes (driver, rollout manager, trainer) append to the one file; each record is a single locked write, so
 lines never mix.  The file survives kills and resumes: a torn last line is closed before the next record, and readers
-let the latest record of a step win.  What is drawn from the file is in ``examples`` and ``step_line``.
+let the latest record of a step win.
+
+    step 12/40 | reward 0.683 | loss 0.0012 | kl 0.0004 | grad 0.412 | gen 4.1k tok/s | train 7.9k tok/s | packed 97% |
+    3.9 s = rollout 1.9 + train 1.6 + push 0.2
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import math
 import os
 import time
@@ -20,8 +22,6 @@ from typing import Any
 
 from slime.flags.observability import tracking_config
 
-logger = logging.getLogger(__name__)
-
 FILE_NAME = "metrics.jsonl"
 START_KEY = "run/start"
 """The record that each start of the job begins with, resumes included; its value is the run's id."""
@@ -29,7 +29,7 @@ _TIME_KEY = "time"
 
 
 def run_folder(args: Namespace) -> Path | None:
-    """The folder of this run: ``--save``, else ``runs/`` and the run's id; None while there is no id yet.
+    """Return the folder of this run: ``--save``, else ``runs/`` and the run's id; None while there is no id yet.
 
     A critic, whose checkpoints lie elsewhere, has the run's folder in ``args.run_folder``.
     """
@@ -40,13 +40,13 @@ def run_folder(args: Namespace) -> Path | None:
 
 
 def metrics_path(args: Namespace) -> Path | None:
-    """Where this run's ``metrics.jsonl`` lies; None when the run has no folder."""
+    """Return the path of this run's ``metrics.jsonl``; None when the run has no folder."""
     folder = run_folder(args)
     return folder / FILE_NAME if folder else None
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON can hold it: tensors and numpy scalars become numbers, NaN and infinities become text."""
+    """Return ``value`` for JSON: tensors and numpy scalars become numbers, NaN and infinities become text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -90,7 +90,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of the file in the order of writing; torn lines are skipped."""
+    """Yield the records of the file in the order of writing; torn lines are skipped."""
     with open(path, "rb") as file:
         for line in file:
             record = _record(line)
@@ -99,7 +99,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_new_records(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines behind byte ``offset``, and the offset to go on from.  A file that is not there yet is empty."""
+    """Return the whole lines behind byte ``offset``, and the offset to go on from.  A missing file is empty."""
     if not path.exists():
         return [], offset
     with open(path, "rb") as file:
@@ -111,7 +111,7 @@ def read_new_records(path: Path, offset: int) -> tuple[list[dict[str, Any]], int
 
 
 def merge_by_step(records: Iterable[dict[str, Any]], step_key: str) -> dict[int, dict[str, Any]]:
-    """step -> metrics, for the records that carry ``step_key``; in each step the latest value of a metric wins.
+    """Return step -> metrics, for the records that carry ``step_key``; in each step the latest value of a metric wins.
 
     So a step that was trained again after a resume shows what the surviving lineage holds.
     """
@@ -133,4 +133,113 @@ class MetricsFile:
         append_record(self.path, metrics)
 
     def finish(self) -> None:
-        """Nothing is held open between records."""
+        """Do nothing: no file is held open between records."""
+
+
+# label, metric names (the first that is there is shown), format
+_FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward", ("rollout/raw_reward", "rollout/rewards"), "{:.3f}"),
+    ("loss", ("train/loss",), "{:.4f}"),
+    ("value loss", ("train/critic-value_loss",), "{:.4f}"),
+    ("kl", ("train/kl_loss", "train/ppo_kl"), "{:.5f}"),
+    ("entropy", ("train/entropy_loss",), "{:.3f}"),
+    ("grad", ("train/grad_norm",), "{:.3f}"),
+    ("lr", ("train/lr-pg_0",), "{:.2e}"),
+    ("|dlogp|", ("train/train_rollout_logprob_abs_diff",), "{:.4f}"),
+    ("len", ("rollout/response_len/mean",), "{:.1f}"),
+)
+_RATES = (("gen", "perf/rollout_tok_per_s"), ("train", "perf/train_tok_per_s"))
+_PHASES = (
+    ("rollout", ("perf/time_wait_for_rollout_s", "perf/time_rollout_s", "perf/rollout_time")),
+    ("critic", ("perf/time_train_critic_s",)),
+    ("train", ("perf/time_train_s", "perf/train_time", "perf/actor_train_time")),
+    ("push", ("perf/time_push_s", "perf/weight_push_s", "perf/update_weights_time")),
+    ("save", ("perf/time_save_s", "perf/save_model_time")),
+    ("eval", ("perf/time_eval_s",)),
+)
+"""The waits of the driver, in its order; they add up to the step.  Finer spans are in ``metrics.jsonl``."""
+
+
+def _first(metrics: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
+    for name in names:
+        value = metrics.get(name)
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+def _short(value: float) -> str:
+    """Return 12.3k for 12345.0."""
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def _evaluations(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return data set -> mean reward: the metrics ``eval/{name}`` that are neither an axis nor a detail."""
+    found = {}
+    for name, value in metrics.items():
+        head, _, rest = name.partition("/")
+        is_detail = "/" in rest or rest == "step" or rest.endswith("-truncated_ratio") or "-pass@" in rest
+        if head == "eval" and not is_detail and isinstance(value, int | float):
+            found[rest] = float(value)
+    return found
+
+
+def format_step(rollout_id: int, metrics: Mapping[str, Any], *, num_rollout: int | None = None) -> str:
+    """Return the line of step ``rollout_id`` (shown from 1), without figures that were not measured."""
+    parts = [f"step {rollout_id + 1}" + (f"/{num_rollout}" if num_rollout else "")]
+    for label, names, shape in _FIELDS:
+        value = _first(metrics, names)
+        if value is not None:
+            parts.append(f"{label} {shape.format(value)}")
+    parts += [f"eval {name} {value:.3f}" for name, value in _evaluations(metrics).items()]
+    for label, name in _RATES:
+        value = _first(metrics, (name,))
+        if value is not None:
+            parts.append(f"{label} {_short(value)} tok/s")
+    packed = _first(metrics, ("perf/packing_efficiency",))
+    if packed is not None:
+        parts.append(f"packed {packed:.0%}")
+    phases = [(label, value) for label, names in _PHASES if (value := _first(metrics, names)) is not None]
+    total = _first(metrics, ("perf/time_step_s", "perf/step_time"))
+    if phases:
+        spans = " + ".join(f"{label} {value:.1f}" for label, value in phases)
+        parts.append(f"{total:.1f} s = {spans}" if total is not None else f"seconds: {spans}")
+    return " | ".join(parts)
+
+
+class StepLine:
+    """A reader of ``metrics.jsonl``: each ``line`` shows the metrics logged since the one before.
+
+    Records of a later rollout (generated ahead of time) are kept for the line of their own step.
+    """
+
+    def __init__(self, path: Path | None, *, num_rollout: int | None = None) -> None:
+        self._path = path
+        self._num_rollout = num_rollout
+        self._offset = path.stat().st_size if path is not None and path.exists() else 0
+        self._early: list[dict[str, Any]] = []
+
+    @classmethod
+    def follow(cls, args: Namespace) -> StepLine:
+        """Return the reader of the run that ``args`` describe; it skips the records that its file already has."""
+        return cls(metrics_path(args), num_rollout=tracking_config(args).num_rollout)
+
+    def gather(self, rollout_id: int, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the metrics logged for ``rollout_id`` since the last call, with ``extra`` on top."""
+        records = self._early
+        if self._path is not None:
+            new, self._offset = read_new_records(self._path, self._offset)
+            records = records + new
+        merged: dict[str, Any] = {}
+        self._early = []
+        for record in records:
+            if record.get("rollout/step", rollout_id) > rollout_id:
+                self._early.append(record)
+            else:
+                merged.update(record)
+        merged.update(extra or {})
+        return merged
+
+    def line(self, rollout_id: int, extra: Mapping[str, Any] | None = None) -> str:
+        """Return the line of ``rollout_id``; ``extra`` are metrics that only the caller knows."""
+        return format_step(rollout_id, self.gather(rollout_id, extra), num_rollout=self._num_rollout)

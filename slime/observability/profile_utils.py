@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainProfiler:
-    """Profiles what its flags ask for, on one rank; does nothing when they ask for nothing."""
+    """The profiler of one rank; idle unless its flags ask for something."""
 
     def __init__(self, args: Namespace, *, rank: int = 0) -> None:
         self._config = profile_config(args)
@@ -47,7 +47,7 @@ class TrainProfiler:
         logger.info("profile of %s written to %s", target, path)
 
     def step(self, rollout_id: int) -> None:
-        """Tell that a rollout was trained; writes the memory snapshot after ``--memory-snapshot-num-steps``."""
+        """Count a trained rollout; write the memory snapshot after ``--memory-snapshot-num-steps``."""
         if self._records_memory and rollout_id + 1 == self._config.memory_snapshot_num_steps:
             self.dump_memory(f"rollout{rollout_id}")
 

@@ -1,14 +1,14 @@
-"""Metrics of the samples of a rollout or an evaluation.
+"""Metrics of the samples of a rollout or an evaluation: samples in, a dict of metrics out.
 
-Pure: samples in, a dict of metrics out.  The rollout manager logs it through ``logging_utils.log``.
+The rollout manager logs it through ``logging_utils.log`` (``slime.ray.rollout_logging``).
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from statistics import fmean
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, quantiles
 from typing import Any
 
 from slime.flags.observability import MetricsConfig, metrics_config
@@ -20,8 +20,6 @@ from slime.observability.metric_utils import (
     has_repetition,
     pass_rates,
 )
-from slime.observability.request_metrics import compute_request_metrics
-from slime.observability.turn_metrics import correct_sample_metrics, multi_turn_metrics
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -32,12 +30,12 @@ def _reward(config: MetricsConfig, sample: Sample) -> Any:
 
 
 def _number(reward: Any) -> float | None:
-    """A reward as a number; None for what is not one (a dict without ``--reward-key``)."""
+    """Return a reward as a number; None when it is none (a dict without ``--reward-key``)."""
     return float(reward) if isinstance(reward, int | float) else None
 
 
 def _zero_std_counts(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, int]:
-    """count_{reward}: groups all of whose samples have this same reward, so that they teach nothing."""
+    """Return count_{reward}: groups all of whose samples have this same reward, so that they teach nothing."""
     groups: dict[Any, list[float]] = {}
     for sample in samples:
         value = _number(_reward(config, sample))
@@ -48,7 +46,7 @@ def _zero_std_counts(config: MetricsConfig, samples: Sequence[Sample]) -> dict[s
 
 
 def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Length, truncation, repetition, speculative decoding and prefix-cache figures, without a prefix."""
+    """Return length, truncation, repetition, speculative-decoding and prefix-cache figures, without a prefix."""
     if not samples:
         return {}
     config = metrics_config(args)
@@ -71,7 +69,7 @@ def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> 
 
 
 def _engine_figures(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, float]:
-    """Speculative decoding (when it is on) and prefix cache, summed over the samples before dividing."""
+    """Return figures of speculative decoding (when it is on) and prefix cache, summed over samples before dividing."""
     metrics: dict[str, float] = {}
     if config.sglang_speculative_algorithm:
         accepted = sum(sample.spec_info.spec_accept_token_num for sample in samples)
@@ -88,7 +86,7 @@ def _engine_figures(config: MetricsConfig, samples: Sequence[Sample]) -> dict[st
 
 
 def _reward_categories(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, float]:
-    """error_cat/{category}: the share of samples whose reward dict names this category (``--log-reward-category``)."""
+    """Return error_cat/{category}: the share of samples whose reward dict names it (``--log-reward-category``)."""
     key = config.log_reward_category
     if not key:
         return {}
@@ -99,7 +97,7 @@ def _reward_categories(config: MetricsConfig, samples: Sequence[Sample]) -> dict
 def compute_perf_metrics_from_samples(
     args: Namespace, samples: Sequence[Sample], rollout_time: float
 ) -> dict[str, float]:
-    """Seconds and token rates of generation, without a prefix.  ``effective`` counts unmasked tokens only."""
+    """Return seconds and token rates of generation, without a prefix.  ``effective`` counts unmasked tokens only."""
     metrics = {"rollout_time": rollout_time, "time_rollout_s": rollout_time}
     if not samples or rollout_time <= 0:
         return metrics
@@ -122,7 +120,7 @@ def compute_perf_metrics_from_samples(
 def _rates_without_waits(
     lengths: Sequence[int], waits: Sequence[float], rollout_time: float, num_gpus: int, kind: str
 ) -> dict[str, float]:
-    """Token rates, had the longest samples not waited for tools; their wait (mean, seconds) is subtracted."""
+    """Return token rates, had the longest samples not waited for tools; their wait (mean, seconds) is subtracted."""
     longest = max(lengths)
     wait = fmean(wait for wait, length in zip(waits, lengths, strict=True) if length == longest)
     metrics = {f"longest_{kind}sample_non_generation_time": wait}
@@ -140,7 +138,7 @@ def compute_rollout_record(
     extra_metrics: Mapping[str, Any] | None,
     rollout_time: float,
 ) -> dict[str, Any]:
-    """Everything the manager logs about one rollout, prefixes and ``rollout/step`` included."""
+    """Return the record of one rollout, prefixes and ``rollout/step`` included."""
     config = metrics_config(args)
     numbers = [_number(_reward(config, sample)) for sample in samples]
     rewards = [number for number in numbers if number is not None]
@@ -165,7 +163,7 @@ def compute_eval_record(
     data: Mapping[str, Mapping[str, Any]],
     extra_metrics: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything the manager logs about one evaluation: ``eval/{name}`` is the mean reward of a data set.
+    """Return the record of one evaluation: ``eval/{name}`` is the mean reward of a data set.
 
     Args:
         data: name -> {"rewards": list, "truncated": list, "samples": list of Sample (optional)}.
@@ -192,7 +190,7 @@ def compute_eval_record(
 
 
 def _eval_reward(reward: Any, name: str) -> float:
-    """A reward of an evaluation as a number.
+    """Return a reward of an evaluation as a number.
 
     Raises:
         DataError: it is none.
@@ -206,7 +204,7 @@ def _eval_reward(reward: Any, name: str) -> float:
 
 
 def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], answers: int) -> dict[str, float]:
-    """pass@k over the rollouts of each prompt; a rollout is correct when all its samples' rewards are 1.
+    """Return pass@k over the rollouts of each prompt; a rollout is correct when all its samples' rewards are 1.
 
     As for advantages (``slime.train_data.rewards``), a group is what shares ``group_index``, of any size and however
     it lies among the others, and the samples of a fan-out count once.  When no sample has a ``group_index``, a group
@@ -233,6 +231,93 @@ def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], answ
 
 
 def _is_fanned_out(samples: Sequence[Sample]) -> bool:
-    """True when one answer became several samples, so that neighbours are not the answers to one prompt."""
+    """Return whether one answer became several samples, so that neighbours are not the answers to one prompt."""
     indices = [sample.index for sample in samples if sample.index is not None]
     return len(set(indices)) < len(indices)
+
+
+REQUEST_SPANS = frozenset({"sglang_generate", "sglang_generate_stream"})
+_NAMES = {
+    "e2e_latency": "request/e2e_latency",
+    "queue_time": "request/queue_time",
+    "decode_throughput": "decode/throughput",
+}
+_DISAGGREGATED = {"pd_prefill_": "prefill/", "pd_decode_": "decode/"}
+"""Prefix of a fact of prefill/decode disaggregation -> prefix of its metric."""
+
+
+def compute_request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return mean, median, max and min over requests, without a prefix.  Seconds; tokens per second for throughput.
+
+    ``request/e2e_latency/*``, ``request/queue_time/*``, ``decode/throughput/*``, and ``prefill/{fact}/*`` and
+    ``decode/{fact}/*`` for the ``pd_prefill_*`` and ``pd_decode_*`` facts of disaggregated engines.  A fact that no
+    request has is left out.
+    """
+    values: dict[str, list[float]] = {}
+    for attrs in request_attrs(samples):
+        for fact, value in attrs.items():
+            name = _metric_of(fact)
+            if name is not None and isinstance(value, int | float) and not isinstance(value, bool):
+                values.setdefault(name, []).append(float(value))
+    metrics: dict[str, float] = {}
+    for name, numbers in values.items():
+        metrics |= dict_add_prefix(compute_statistics(numbers), f"{name}/")
+    return metrics
+
+
+def request_attrs(samples: Sequence[Sample]) -> Iterator[Mapping[str, Any]]:
+    """Yield the attributes of every finished request in the traces of ``samples``."""
+    for sample in samples:
+        trace = getattr(sample, "trace", None)
+        for event in trace.get("events", ()) if isinstance(trace, Mapping) else ():
+            if event["type"] == "span_end" and event["name"] in REQUEST_SPANS:
+                yield event.get("attrs") or {}
+
+
+def _metric_of(fact: str) -> str | None:
+    for prefix, metric_prefix in _DISAGGREGATED.items():
+        if fact.startswith(prefix):
+            return metric_prefix + fact.removeprefix(prefix)
+    return _NAMES.get(fact)
+
+
+CORRECT_REWARD = 1
+
+
+def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return turns, and tokens of responses with and without the text of tools and environments.
+
+    ``multi_turn/raw_response_length/*`` counts all tokens of a response, ``multi_turn/wo_obs_response_length/*`` those
+    with a loss mask of 1, ``multi_turn_metric/round_number_*`` the ``round_number`` that a generate function wrote
+    into ``sample.metadata``.
+    """
+    raw = [sample.response_length for sample in samples]
+    drawn = [sample.effective_response_length for sample in samples]
+    rounds = [sample.metadata["round_number"] for sample in samples if "round_number" in (sample.metadata or {})]
+    return (
+        dict_add_prefix(compute_statistics(raw), "multi_turn/raw_response_length/")
+        | dict_add_prefix(compute_statistics(drawn), "multi_turn/wo_obs_response_length/")
+        | dict_add_prefix(compute_statistics(rounds), "multi_turn_metric/round_number_")
+    )
+
+
+def correct_sample_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, float]:
+    """Return the share of samples with reward 1, and the quartiles of their lengths.
+
+    Args:
+        rewards: of each sample, before normalisation.
+
+    Returns:
+        ``rollout/correct_samples/{ratio,response_length/{mean,p25,p50,p75}}``; the ratio alone when none is correct.
+    """
+    lengths = [
+        sample.effective_response_length
+        for sample, reward in zip(samples, rewards, strict=True)
+        if reward == CORRECT_REWARD
+    ]
+    metrics = {"ratio": len(lengths) / max(len(samples), 1)}
+    if lengths:
+        low, middle, high = quantiles(lengths, n=4, method="inclusive") if len(lengths) > 1 else lengths * 3
+        figures = {"mean": fmean(lengths), "p25": float(low), "p50": float(middle), "p75": float(high)}
+        metrics |= dict_add_prefix(figures, "response_length/")
+    return dict_add_prefix(metrics, "rollout/correct_samples/")

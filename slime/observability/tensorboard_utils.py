@@ -23,7 +23,7 @@ def tensorboard_folder(args: Namespace) -> str:
 
 
 class _TensorboardAdapter:
-    """Writes each number of a record as a scalar.  Plug-ins call ``log(data=..., step=...)``."""
+    """A writer of each number of a record as a scalar.  Plug-ins call ``log(data=..., step=...)``."""
 
     def __init__(self, args: Namespace) -> None:
         self._writer = SummaryWriter(tensorboard_folder(args), flush_secs=10)
@@ -36,7 +36,7 @@ class _TensorboardAdapter:
         data: Mapping[str, Any] | None = None,
         step: int | None = None,
     ) -> None:
-        """One record, either ``(metrics, step_key)`` or ``data=, step=``; the step key itself is not a scalar."""
+        """Write one record, ``(metrics, step_key)`` or ``data=, step=``; the step key itself is not a scalar."""
         values = metrics if metrics is not None else data or {}
         at = step if step is not None else values[step_key] if step_key else None
         for name, value in values.items():

@@ -40,7 +40,7 @@ class Timer(metaclass=SingletonMeta):
             return elapsed_s
 
     def is_running(self, name: str) -> bool:
-        """Whether ``name`` was started and not yet ended."""
+        """Return whether ``name`` was started and not yet ended."""
         with self._lock:
             return name in self._started
 
@@ -50,12 +50,12 @@ class Timer(metaclass=SingletonMeta):
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s
 
     def seconds(self, name: str) -> float:
-        """The sum of ``name`` since the last reset; 0.0 when it never ran."""
+        """Return the sum of ``name`` since the last reset; 0.0 when it never ran."""
         with self._lock:
             return self._seconds.get(name, 0.0)
 
     def log_dict(self) -> dict[str, float]:
-        """name -> seconds since the last reset."""
+        """Return name -> seconds since the last reset."""
         with self._lock:
             return dict(self._seconds)
 
@@ -93,7 +93,7 @@ def timer(name_or_function: str | Callable[..., Any]) -> Any:
 
 @contextmanager
 def inverse_timer(name: str) -> Iterator[None]:
-    """Stop the running span ``name`` for the body and start it again after: what is not to be counted."""
+    """Stop the running span ``name`` for the body, which is not counted."""
     Timer().end(name)
     try:
         yield

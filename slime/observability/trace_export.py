@@ -31,7 +31,7 @@ class Slice:
 
 @dataclass
 class Track:
-    """What happened to one sample."""
+    """The timeline of one sample."""
 
     group_id: int
     sample_id: int
@@ -42,7 +42,7 @@ class Track:
 
 
 def tracks_of(traces: Sequence[Mapping[str, Any] | None]) -> list[Track]:
-    """One track for each trace (``sample.trace``), in order of group and sample; samples without one are left out."""
+    """Return a track for each trace (``sample.trace``), by group and sample; samples without one have none."""
     tracks = [
         _track(trace, position)
         for position, trace in enumerate(traces)
@@ -83,7 +83,7 @@ def _track(trace: Mapping[str, Any], position: int) -> Track:
 
 
 def _children(parent: Slice) -> Iterator[Slice]:
-    """Slices that a span carries in its attributes, and the queueing that an engine reported."""
+    """Yield slices that a span carries in its attributes, and the queueing that an engine reported."""
     for child in parent.attrs.pop(TRACE_CHILDREN_KEY, None) or ():
         yield Slice(child["name"], child["start"], child["end"], parent.depth + 1, dict(child.get("attrs") or {}))
     queued = parent.attrs.get("queue_time")
@@ -92,7 +92,7 @@ def _children(parent: Slice) -> Iterator[Slice]:
 
 
 def trace_events(tracks: Sequence[Track]) -> dict[str, Any]:
-    """The tracks as an object in the trace-event format (``json.dump`` it)."""
+    """Return the tracks as an object in the trace-event format (``json.dump`` it)."""
     begin = min((one.start for track in tracks for one in track.slices), default=0.0)
     begin = min([begin, *(moment[1] for track in tracks for moment in track.moments)])
     events: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Traces: what happened to a sample, when, and inside what.
+"""Traces: the events and spans of a sample.
 
 A trace lives in ``sample.trace``, a plain dict that survives ``to_dict`` and dumps::
 
@@ -68,7 +68,7 @@ def _new_carrier() -> dict[str, Any]:
 
 
 def bind_trace(sample: Any) -> TraceHandle:
-    """The handle of ``sample``, whose trace is begun when it has none."""
+    """Return the handle of ``sample``, whose trace is begun when it has none."""
     carrier = getattr(sample, "trace", None)
     if not isinstance(carrier, dict):
         carrier = _new_carrier()
@@ -81,13 +81,13 @@ def bind_trace(sample: Any) -> TraceHandle:
 
 
 def bind_trace_carrier(carrier: dict[str, Any]) -> TraceHandle:
-    """The handle of a trace dict that came from elsewhere (``export_trace``)."""
+    """Return the handle of a trace dict that came from elsewhere (``export_trace``)."""
     carrier.setdefault("events", [])
     return TraceHandle(carrier)
 
 
 def export_trace(target: Any) -> dict[str, Any] | None:
-    """The trace of one sample or handle as a dict that JSON can hold; None when there is none."""
+    """Return the trace of one sample or handle as a dict that JSON can hold; None when there is none."""
     handles = _handles(target)
     return dict(handles[0].carrier) if handles else None
 
@@ -106,7 +106,7 @@ def trace_next_attempt(target: Any) -> None:
 
 
 def _handles(target: Any) -> list[TraceHandle]:
-    """The handles of a Sample, a handle, or a nested list of them; nothing for anything else."""
+    """Return the handles of a Sample, a handle, or a nested list of them; nothing for anything else."""
     if target is None:
         return []
     if isinstance(target, TraceHandle):
@@ -264,7 +264,7 @@ def trace_function(
 
 
 def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of an engine call from its ``meta_info``: token counts, times, finish reason, request id.
+    """Return the attributes of an engine call from its ``meta_info``: token counts, times, finish reason, request id.
 
     With prefill-decode disaggregation (``pd_*`` keys) these are kept under their own names.
     """

@@ -25,7 +25,7 @@ AXES = {
 
 
 def run_name(args: Namespace) -> tuple[str | None, str]:
-    """(group, name) of the run.  A random suffix keeps runs of one group apart, unless switched off."""
+    """Return (group, name) of the run.  A random suffix keeps runs of one group apart, unless switched off."""
     config = tracking_config(args)
     group = config.wandb_group
     if group and config.wandb_random_suffix:
@@ -34,7 +34,7 @@ def run_name(args: Namespace) -> tuple[str | None, str]:
 
 
 def _config(args: Namespace) -> dict[str, Any]:
-    """The arguments, a critic's as a table of their own."""
+    """Return the arguments, a critic's as a table of their own."""
     return {name: dict(vars(value)) if isinstance(value, Namespace) else value for name, value in vars(args).items()}
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import ray
 
+from slime.observability.dumps import dump_rollout, load_rollout_dump
 from slime.observability.logging_utils import configure_logger, finish_tracking
-from slime.observability.rollout_dump import dump_rollout, load_rollout_dump
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S, EngineFleet, start_fleet

@@ -1,4 +1,4 @@
-"""What the rollout manager logs: its own record, unless a hook of the user's takes the job over."""
+"""The records that the rollout manager logs, unless a hook of the user's does it instead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def log_eval(
     extra: Mapping[str, Any] | None,
     seconds: float,
 ) -> dict[str, float]:
-    """Log one evaluation; ``--custom-eval-rollout-log-function-path`` may do it instead.  Gives the record."""
+    """Log one evaluation; ``--custom-eval-rollout-log-function-path`` may do it instead.  Return the record."""
     path = args.custom_eval_rollout_log_function_path
     is_logged = bool(path and load_function(path)(rollout_id, args, data, extra))
     try:

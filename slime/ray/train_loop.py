@@ -17,7 +17,7 @@ import ray
 
 from slime.arguments import record_runtime
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
-from slime.observability.step_line import StepLine
+from slime.observability.metrics_file import StepLine
 from slime.ray.actor_group import RayTrainGroup, ReleasedTrainGroup
 from slime.ray.critic import create_critic, scatter_values
 from slime.ray.placement_group import GpuSlice, create_placement_groups

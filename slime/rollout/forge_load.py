@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.flags.reward import reward_config
-from slime.observability.rollout_dump import load_rollout_dump
+from slime.observability.dumps import load_rollout_dump
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample

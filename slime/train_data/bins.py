@@ -14,7 +14,7 @@ from slime.utils.errors import DataError
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of ``lengths`` packed in arrival order, each into the first bin that still has room.
+    """Pack indices of ``lengths`` in arrival order, each into the first bin that still has room.
 
     A length above ``capacity`` gets a bin of its own.  The first bin with room is found in a tournament tree over the
     room left in each bin, so n lengths take O(n log n) instead of O(n * bins).
@@ -53,7 +53,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _doubled(room: list[int], capacity: int) -> list[int]:
-    """The tree with twice the leaves: the old tree on the left, unopened bins on the right."""
+    """Return the tree with twice the leaves: the old tree on the left, unopened bins on the right."""
     half = len(room) // 2
     doubled = [capacity] * (4 * half)
     level = 1
@@ -71,7 +71,7 @@ _Partial: TypeAlias = list[_Subset]
 
 
 def karmarkar_karp(weights: Sequence[float], k: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Indices of ``weights`` in k parts of nearly equal total weight, by the largest differencing method.
+    """Split indices of ``weights`` into k parts of nearly equal total weight, by the largest differencing method.
 
     Two partial partitions with the largest spread are merged at a time, the heaviest subset of one with the lightest
     of the other, until one is left.  About O(n log n) for n items, whatever k.
@@ -113,7 +113,7 @@ def karmarkar_karp(weights: Sequence[float], k: int, *, equal_size: bool = False
 
 
 def _heap_entry(partial: _Partial, k: int) -> tuple[float, float, int, int, _Partial]:
-    """``partial`` behind what decides when it leaves the heap: larger spread first, then heavier heaviest subset.
+    """Return ``partial`` behind its sort key in the heap: larger spread first, then heavier heaviest subset.
 
     Plain numbers compare far faster than objects with a comparison of their own.  Heaviest subsets that weigh and
     count the same differ in their first item, for they have none in common.
@@ -128,7 +128,7 @@ _FEW = 16
 
 
 def _merge(first: _Partial, second: _Partial, k: int) -> _Partial:
-    """The heaviest subset of ``first`` joined with the lightest of ``second`` and so on; both are used up.
+    """Join the heaviest subset of ``first`` joined with the lightest of ``second`` and so on; both are used up.
 
     Counting empty subsets as lightest, only the ``overlap`` lightest non-empty ones of both sides meet a non-empty
     partner.  The longer list is kept and the rest is inserted, so that the usual merge, of many subsets with one item,
@@ -168,7 +168,7 @@ def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], 
 
 
 def split_until(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """``bins`` with the heaviest ones split until there are ``num_bins``.
+    """Split the heaviest of ``bins`` until there are ``num_bins``.
 
     A bin that is split keeps its place with its first half; the second half goes to the end.
 

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence live on which context-parallel rank: pure index arithmetic, rank and size passed in.
+"""The tokens of a sequence on each context-parallel rank: pure index arithmetic, rank and size passed in.
 
 Zigzag (the default): a sequence of length L is padded to ``2 * cp_size`` chunks of ``c = ceil(L / (2 * cp_size))``
 tokens; rank r keeps chunk r and chunk ``2 * cp_size - 1 - r``, so that every rank has an equal share of causal
@@ -49,7 +49,7 @@ def local_length(total_length: int, cp_size: int) -> int:
 def logits_and_tokens_offsets(
     total_length: int, response_length: int, *, cp_rank: int, cp_size: int
 ) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
-    """What a zigzag rank holds of a sample.
+    """Return a zigzag rank's part of a sample.
 
     Returns:
         ``(chunk_size, chunks, logits, tokens)``: the spans of the two chunks in the padded sequence; in each of them
@@ -71,7 +71,7 @@ def logits_and_tokens_offsets(
 
 
 def response_spans(total_length: int, response_length: int, *, cp_rank: int, cp_size: int) -> list[Span]:
-    """The parts of the response, counted from its first token, that this zigzag rank has the logits of."""
+    """Return the ranges of the response, counted from its first token, whose logits are on this zigzag rank."""
     if cp_size == 1:
         return [(0, response_length)]
     prompt_length = total_length - response_length
@@ -98,7 +98,7 @@ def slice_zigzag(tokens: Tensor, *, cp_rank: int, cp_size: int, pad_value: float
 
 
 def slice_response(values_R: Tensor, total_length: int, response_length: int, *, cp_rank: int, cp_size: int) -> Tensor:
-    """The entries of a per-response-token tensor whose logits are on this zigzag rank."""
+    """Return the entries of a per-response-token tensor whose logits are on this zigzag rank."""
     if len(values_R) != response_length:
         raise ValueError(f"{len(values_R)} values for a response of {response_length} tokens; there must be one each")
     if cp_size == 1:
@@ -108,7 +108,7 @@ def slice_response(values_R: Tensor, total_length: int, response_length: int, *,
 
 
 def place_response(values_r: Tensor, total_length: int, response_length: int, *, cp_rank: int, cp_size: int) -> Tensor:
-    """A zero tensor of the whole response with this rank's entries in their places; carries the gradient.
+    """Return a zero tensor of the whole response with this rank's entries in their places; carries the gradient.
 
     The sum of it over the context-parallel ranks is the whole response: the inverse of ``slice_response``.
     """

@@ -43,7 +43,7 @@ def pack_thd(
     pad_id: int = 0,
     layout: CPLayout = "zigzag",
 ) -> PackedTokens:
-    """Sequences packed for variable-length attention.
+    """Pack sequences for variable-length attention.
 
     Zigzag: each sequence is cut on its own, and this rank's stream is padded to a multiple of ``pad_multiple``.
     All-gather: the stream of whole sequences is padded to a multiple of ``cp_size * pad_multiple``, and this rank
@@ -51,11 +51,11 @@ def pack_thd(
 
     Args:
         sequences: [L] token ids each, on one device.
-        cp_rank: which context-parallel rank.
-        cp_size: of how many.
+        cp_rank: this context-parallel rank.
+        cp_size: number of them.
         pad_multiple: usually tensor-parallel size times ``--data-pad-size-multiplier``.
         pad_id: token id of the padding.
-        layout: how context parallelism cuts.
+        layout: way in which context parallelism cuts.
     """
     assert sequences, "a micro-batch has at least one sequence"
     num_real_tokens = sum(map(len, sequences))
@@ -75,7 +75,7 @@ def pack_thd(
 def packed_length(
     lengths: Sequence[int], *, cp_size: int = 1, pad_multiple: int = 1, layout: CPLayout = "zigzag"
 ) -> int:
-    """T of what :func:`pack_thd` makes of sequences of these lengths."""
+    """Return T of :func:`pack_thd` for sequences of these lengths."""
     if layout == "allgather":
         return math.ceil(sum(lengths) / (cp_size * pad_multiple)) * pad_multiple
     multiple = _zigzag_multiple(pad_multiple, cp_size)
@@ -83,7 +83,7 @@ def packed_length(
 
 
 def _zigzag_multiple(pad_multiple: int, cp_size: int) -> int:
-    """The padding is attended to as a sequence of its own, so it too must fall into two chunks a rank."""
+    """Return the multiple of the padded length: padding is a sequence of its own, which has two chunks a rank too."""
     return pad_multiple if cp_size == 1 else math.lcm(pad_multiple, 2)
 
 
@@ -97,7 +97,9 @@ def align_loss_masks(
     pad_multiple: int = 1,
     layout: CPLayout = "zigzag",
 ) -> Tensor:
-    """[1, T] loss masks moved under the logits: position p holds the mask of token p + 1, prompt and padding are 0.
+    """Return [1, T] loss masks moved under the logits.
+
+    Position p holds the mask of token p + 1; prompt and padding are 0.
 
     Args as in ``pack_thd``; ``loss_masks`` are [R], whole whatever the context parallelism.
     """
@@ -112,7 +114,7 @@ def align_loss_masks(
 
 
 def take_micro_batch(rank_data: Mapping[str, Any], indices: Sequence[int], keys: Sequence[str]) -> dict[str, Any]:
-    """The entries of the samples at ``indices`` in each of ``keys``; a key that the data lacks gives None."""
+    """Return the entries of the samples at ``indices`` in each of ``keys``; a key that the data lacks gives None."""
     batch: dict[str, Any] = {}
     for key in keys:
         values = rank_data.get(key)

@@ -1,4 +1,4 @@
-"""What multi-token prediction reads and predicts: the packed tokens once more, shifted.
+"""Inputs and targets of multi-token prediction: the packed tokens once more, shifted.
 
 Depth k = 1, 2, ... looks k tokens further than the model itself: at position p it is given token p + k and predicts
 token p + 1 + k.  Everything is shifted within each sequence before it is packed, so that nothing crosses a border of
@@ -45,7 +45,7 @@ def multi_token_depths(
     pad_id: int = 0,
     layout: CPLayout = "zigzag",
 ) -> list[MultiTokenDepth]:
-    """Inputs and targets of depths 1 ... ``num_depths``.
+    """Return inputs and targets of depths 1 ... ``num_depths``.
 
     A token's weight is its loss mask over the denominator of its sample: the same as in the loss of the model itself
     (``algorithms.reduction``), so that the sum over micro-batches and ranks depends on neither.  A token that is too
@@ -56,11 +56,11 @@ def multi_token_depths(
         sequences: [L] token ids each.
         loss_masks: [response] each, whole whatever the context parallelism.
         denominators_N: trained tokens of the rollout that each sample belongs to; None weighs all tokens alike.
-        cp_rank: which context-parallel rank.
-        cp_size: of how many.
+        cp_rank: this context-parallel rank.
+        cp_size: number of them.
         pad_multiple: as the tokens were packed, see ``pack_thd``.
         pad_id: id of the padding.
-        layout: how context parallelism cuts.
+        layout: way in which context parallelism cuts.
     """
     device = sequences[0].device
     if denominators_N is None:

@@ -1,7 +1,7 @@
-"""What an advantage estimator sees of the reward of each sample: the reward relative to its group.
+"""Rewards relative to their group, as advantage estimators take them.
 
-Here it is decided who belongs to which group and how the samples of one rollout share its reward; what a group's
-rewards are measured against is the estimator's business (``Estimator.group_baseline``).  Whitening of per-token
+This module assigns samples to groups and shares a rollout's reward among its samples; the estimator chooses what a
+group's rewards are compared with (``Estimator.group_baseline``).  Whitening of per-token
 advantages is elsewhere: ``slime.algorithms.advantages.whitening``.
 """
 
@@ -28,10 +28,10 @@ def post_process_rewards(
     group_ids: Sequence[Hashable | None] | None = None,
     rollout_ids: Sequence[Hashable | None] | None = None,
 ) -> list[float]:
-    """The reward of each sample relative to the rollouts of the same prompt, ``(r - baseline) / scale``.
+    """Return the reward of each sample relative to the rollouts of the same prompt, ``(r - baseline) / scale``.
 
-    A group is what shares a group id: it may be of any size, interleaved with others, or a single rollout (which gets
-    0 from estimators that take off the group's mean).  Each rollout counts once in its group, with the mean of its
+    A group is the samples with one group id: of any size, interleaved with others, or a single rollout (which gets 0
+    from estimators that take off the group's mean).  Each rollout counts once in its group, with the mean of its
     samples' rewards, however many samples a fan-out cut it into.  Estimators that do not compare within a group, and
     ``rewards_normalization=False``, get the raw rewards back.
 
@@ -88,7 +88,7 @@ def post_process_rewards(
 def _relative_to_group(
     raw_rewards: Sequence[float], rollouts: Sequence[Sequence[int]], baseline: GroupBaseline, config: GroupConfig
 ) -> list[tuple[int, float]]:
-    """(position, relative reward) of every sample of a group, given the positions of each of its rollouts."""
+    """Return (position, relative reward) of every sample of a group, given the positions of each of its rollouts."""
     of_rollouts = [sum(raw_rewards[position] for position in members) / len(members) for members in rollouts]
     baseline_G, scale_G = baseline(torch.tensor(of_rollouts, dtype=torch.float64), config)
     return [
@@ -101,7 +101,7 @@ def _relative_to_group(
 def _identified(
     group_ids: Sequence[Hashable | None] | None, num_samples: int, n_samples_per_prompt: int, rollout_batch_size: int
 ) -> list[Hashable]:
-    """A group id for every sample."""
+    """Return a group id for every sample."""
     ids = list(group_ids) if group_ids is not None else [None] * num_samples
     if len(ids) != num_samples:
         raise DataError(f"{len(ids)} group ids for {num_samples} samples; there must be one for each sample")
@@ -113,7 +113,7 @@ def _identified(
         return [position // n_samples_per_prompt for position in range(num_samples)]
     raise DataError(
         f"{nameless} of {num_samples} samples have no group_index, and the count is not --rollout-batch-size "
-        f"{rollout_batch_size} x --n-samples-per-prompt {n_samples_per_prompt}, so nobody knows which of them answer "
+        f"{rollout_batch_size} x --n-samples-per-prompt {n_samples_per_prompt}, so it is unknown which of them answer "
         "the same prompt. Set sample.group_index in the rollout function; or use --custom-reward-post-process-path or "
         "--disable-rewards-normalization"
     )

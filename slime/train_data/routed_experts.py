@@ -1,6 +1,6 @@
-"""Which experts each position went to: checked, and packed as the tokens of a micro-batch are.
+"""The experts of each position: checked, and packed as the tokens of a micro-batch are.
 
-An engine tells the experts of every position that was an input: the rows of a sample are those of its tokens but the
+An engine reports the experts of every position that was an input: the rows of a sample are those of its tokens but the
 last.  Rows may end earlier where nothing behind them is trained (text of a tool at the very end, say).
 
 Shapes: L = tokens of one sequence, P = rows of its routing (at most L - 1), N = layers, k = experts of a token,
@@ -20,7 +20,7 @@ from slime.train_data.microbatch import CPLayout, pack_thd
 from slime.utils.errors import DataError
 
 EXPERT_ID_DTYPE = torch.int16
-"""How expert ids travel and are stored: half of what the engine sends, and more experts than any model has."""
+"""Dtype of expert ids: half the bytes that the engine sends, and more experts than any model has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class RoutedShape:
 
 
 def rows_needed(loss_mask: Sequence[int] | Tensor, total_length: int) -> int:
-    """How many rows the trained tokens of a sample depend on: one for each token before the last trained one.
+    """Return the number of rows that a sample's trained tokens depend on: one for each token before the last of them.
 
     Args:
         loss_mask: [R] of the response, which ends the sequence.
@@ -52,10 +52,10 @@ def rows_needed(loss_mask: Sequence[int] | Tensor, total_length: int) -> int:
 
 
 def routed_rows(rows: Any, name: str, shape: RoutedShape, *, total_length: int, num_needed: int) -> Tensor:
-    """A sample's routing as a tensor [P, N, k] of :data:`EXPERT_ID_DTYPE`, its shape and range of numbers checked.
+    """Return a sample's routing, a tensor [P, N, k] of :data:`EXPERT_ID_DTYPE`, once its shape and range are checked.
 
     Args:
-        rows: what the engine sent; None counts as no rows.
+        rows: of the engine; None counts as no rows.
         name: the sample, for messages.
         shape: of the model.
         total_length: L of the sample.
@@ -86,9 +86,9 @@ def routed_rows(rows: Any, name: str, shape: RoutedShape, *, total_length: int, 
 
 
 def check_choices(rows: Tensor, name: str, shape: RoutedShape, moe_layers: Sequence[int]) -> None:
-    """Every row of a layer with experts names k different experts that exist.
+    """Check that every row of a layer with experts has k different experts that exist.
 
-    Catches what an engine sends for layers that it did not record (zeros) and for slots that it did not use (-1).
+    An engine sends zeros for layers that it did not record, and -1 for slots that it did not use.
 
     Args:
         rows: [P, N, k].
@@ -126,9 +126,9 @@ def _check_range(rows: Tensor, name: str, shape: RoutedShape) -> None:
 
 
 def spread_experts(slots: Tensor, shape: RoutedShape) -> Tensor:
-    """[n] numbers of slots to [n, k] experts, different within a row and evenly loaded over the rows.
+    """Return [n, k] experts for [n] slots, different within a row and evenly loaded over the rows.
 
-    For what has no routing of its own: padding, and the last token of each sequence, which no engine saw.
+    For slots without a routing of their own: padding, and the last token of each sequence, which no engine computed.
     """
     first = slots[:, None] * shape.top_k + torch.arange(shape.top_k, device=slots.device)
     return (first % shape.num_experts).to(EXPERT_ID_DTYPE)
@@ -147,7 +147,7 @@ def pack_routed_experts(
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> Tensor:
-    """The routing of a packed micro-batch, [layers, T / tp_size, k]: what each router of this rank is to choose.
+    """Return the routing of a packed micro-batch, [layers, T / tp_size, k]: the choices of this rank's routers.
 
     Args:
         rows: [P, N, k] of each sequence.
@@ -155,11 +155,11 @@ def pack_routed_experts(
         shape: of the model.
         layers: those of this rank that have experts, counted from 0.
         cp_rank: as in ``pack_thd``, with the four that follow.
-        cp_size: of how many.
+        cp_size: number of context-parallel ranks.
         pad_multiple: of the packed length.
-        layout: how context parallelism cuts.
-        tp_rank: whose part of the tokens, under sequence parallelism.
-        tp_size: into how many parts sequence parallelism cuts; 1 without it.
+        layout: way in which context parallelism cuts.
+        tp_rank: this rank's part of the tokens, under sequence parallelism.
+        tp_size: number of parts under sequence parallelism; 1 without it.
     """
     # Positions in the concatenated rows are packed as token ids would be; -1 is a slot without routing.
     sources, start = [], 0

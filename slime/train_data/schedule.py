@@ -1,8 +1,8 @@
-"""Which data-parallel rank trains which sample, in which micro-batch of which optimizer step.
+"""The schedule of a rollout: the rank, the optimizer step and the micro-batch of each sample.
 
 Pack first, distribute second: the samples of a step are packed into micro-batches as if there were one rank, the
-number of micro-batches is brought to a multiple of the ranks, and whole micro-batches are dealt out.  So every rank
-has the same number of micro-batches in every step, which pipeline and gradient collectives require.
+number of micro-batches is brought to a multiple of the ranks, and whole micro-batches are assigned to ranks.  So
+every rank has the same number of micro-batches in every step, which pipeline and gradient collectives require.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ScheduleConfig:
     max_tokens_per_gpu: int | None = None
     micro_batch_size: int = 1
     balance_data: bool = False
-    """Deal micro-batches out by FLOPs instead of in turn."""
+    """Assign micro-batches to ranks by FLOPs instead of in turn."""
     balance_by_flops: bool = False
     """Pack by FLOPs instead of by first fit; the token limit then sets only the number of micro-batches."""
     flops: FlopsModel | None = None
@@ -50,18 +50,18 @@ class ScheduleConfig:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of micro-batches of a step, over all ranks, is a multiple of this."""
+        """Return the number that a step's micro-batches, over all ranks, are a multiple of."""
         return self.dp_size * (self.microbatch_group_size_per_vp_stage if self.vpp_size > 1 else 1)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that one micro-batch may hold, over all context-parallel ranks."""
+        """Return the tokens that one micro-batch may hold, over all context-parallel ranks."""
         assert self.max_tokens_per_gpu is not None
         return self.max_tokens_per_gpu * self.cp_size
 
 
 class DPSchedule(NamedTuple):
-    """Who trains what, and when."""
+    """The samples of each rank, step and micro-batch."""
 
     partitions: list[list[int]]
     """[rank] positions of its samples in the rollout, in micro-batch order, all steps one after the other."""
@@ -80,7 +80,7 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: Sequence[Hashable],
 ) -> DPSchedule:
-    """The schedule of one rollout's samples.
+    """Return the schedule of one rollout's samples.
 
     Args:
         config: layout and packing.
@@ -165,7 +165,7 @@ def _samples_by_step(rollout_indices: Sequence[Hashable], global_batch_size: int
 
 
 def _pack(config: ScheduleConfig, positions: list[int], total_lengths: Sequence[int]) -> list[list[int]]:
-    """The micro-batches of one step, their number a multiple of what the ranks need."""
+    """Return the micro-batches of one step, their number a multiple that the ranks can share."""
     multiple = config.micro_batch_multiple
     if not config.use_dynamic_batch_size:
         size = config.micro_batch_size

@@ -576,8 +576,8 @@ EDGES: tuple[Edge, ...] = (
         area=DATA,
         waits="Debug dumps and metrics for their disk",
         code=(
-            "slime.observability.rollout_dump.dump_rollout",
-            "slime.observability.train_dump.save_train_dump",
+            "slime.observability.dumps.dump_rollout",
+            "slime.observability.dumps.save_train_dump",
             "slime.observability.logging_utils.log",
         ),
         bounds=(),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.observability.train_dump import load_train_dump
+from slime.observability.dumps import load_train_dump
 from tests.dist.trainer_case import LENGTHS, cut, make_args, make_train_data, run_workers, start_worker, write_model
 
 pytestmark = pytest.mark.dist

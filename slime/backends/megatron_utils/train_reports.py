@@ -22,10 +22,10 @@ from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.data import DataIterator, sample_columns
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS
 from slime.backends.megatron_utils.train_step import StepResult
+from slime.observability.dumps import LAYOUT, save_train_dump
 from slime.observability.logging_utils import log
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.timer import Timer
-from slime.observability.train_dump import LAYOUT, save_train_dump
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import DataError
 from slime.utils.types import RolloutBatch

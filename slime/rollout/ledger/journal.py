@@ -111,20 +111,7 @@ class _Event(NamedTuple):
     blob: bytes = b""
 
 
-class NoJournal:
-    """The rollout path's methods of a journal that keeps nothing: evaluations, and runs without a ledger."""
-
-    def record_response(self, sample: Sample, entry: Any) -> None:
-        """Do nothing."""
-
-    def record_finished(self, group: list[Any]) -> None:
-        """Do nothing."""
-
-    def record_filtered(self, group: list[Any], reason: str | None) -> None:
-        """Do nothing."""
-
-
-class Journal(NoJournal):
+class Journal:
     """Everything that a process writes down.
 
     Invariant: a group named by ``record_issued`` is open until it is returned, filtered, handed over or discarded.

@@ -1,4 +1,4 @@
-"""What a plug-in returned in the wrong shape is named with its flag, before the train data are dealt out."""
+"""A plug-in that returns the wrong shape is named with its flag, before the train data are split."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from slime.observability import logging_utils
-from slime.observability.rollout_dump import dump_rollout, load_rollout_dump
-from slime.observability.train_dump import save_train_dump
+from slime.observability.dumps import dump_rollout, load_rollout_dump, save_train_dump
 from slime.rollout.data_source import state_path
 from slime.rollout.ledger import segments as segments_module
 from slime.rollout.ledger.ledger import position_path

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.observability.rollout_dump import save_rollout_dump
+from slime.observability.dumps import save_rollout_dump
 from slime.rollout.forge_load import generate_rollout
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample

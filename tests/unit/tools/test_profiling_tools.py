@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from slime.observability.rollout_dump import save_rollout_dump
+from slime.observability.dumps import save_rollout_dump
 from slime.observability.trace_utils import trace_span
 from slime.utils.types import Sample
 from tools import analyze_profile, profile_rollout, trace_timeline_viewer

@@ -1,0 +1,156 @@
+"""Rollouts and train data on disk, for debugging; one ``torch.save`` file a rollout.
+
+``--save-debug-rollout-data`` writes the samples of a rollout, ``--load-debug-rollout-data`` replays them::
+
+    {"rollout_id": int | str, "samples": [Sample.to_dict(), ...]}
+
+``--save-debug-train-data`` writes the data that the trainer trained on, whatever its layout was::
+
+    {"format_version": 2, "rollout_id": int, "rank": int,      the rank that wrote it
+     "samples": [{"position": int, "dp_rank": int, column: value, ...}, ...],   by position in the rollout
+     "dp_shards": [{"dp_rank", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes"}, ...],
+     "raw_reward": [...]}
+
+Per-token columns are whole: tensors [response length], joined from the context-parallel ranks.
+
+A path is a template: ``{rollout_id}`` becomes the number (``eval_N`` for an evaluation); without it each rollout
+overwrites the last.  A dump that cannot be written (a full disk) leaves no half file behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.utils.atomic_file import write_atomically
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+SAVE_FLAG = "--save-debug-rollout-data"
+
+
+def dump_rollout(args: Namespace, rollout_id: int, samples: Sequence[Sample], *, evaluation: bool = False) -> None:
+    """Write the dump that the flags ask for, if any.
+
+    Training does not depend on it: a run goes on without a dump that cannot be written, and logs that.  With
+    ``--debug-rollout-only`` the dump is the purpose of the run, and the error ends it.
+
+    Raises:
+        DataError: the dump cannot be written, with ``--debug-rollout-only``.
+    """
+    if not args.save_debug_rollout_data:
+        return
+    try:
+        save_rollout_dump(args.save_debug_rollout_data, rollout_id, samples, evaluation=evaluation)
+    except DataError as error:
+        if args.debug_rollout_only:
+            raise
+        logger.error("%s The run goes on without this dump.", error)
+
+
+def save_rollout_dump(template: str, rollout_id: int, samples: Sequence[Sample], *, evaluation: bool = False) -> Path:
+    """Write the samples of one rollout; return the path written.
+
+    Raises:
+        DataError: it cannot be written; a dump that was there before still is.
+    """
+    name = f"eval_{rollout_id}" if evaluation else rollout_id
+    path = Path(template.format(rollout_id=name))
+    content = {"rollout_id": name, "samples": [sample.to_dict() for sample in samples]}
+    write_atomically(
+        path, lambda file: torch.save(content, file), what=f"The dump of rollout {name}", flag=SAVE_FLAG, to_disk=False
+    )
+    return path
+
+
+def load_rollout_dump(
+    template: str, rollout_id: int, *, subsample: float | None = None, flag: str = "--load-debug-rollout-data"
+) -> list[Sample]:
+    """Read the samples of one rollout.
+
+    Args:
+        template: the path template it was written with.
+        rollout_id: the rollout.
+        subsample: keep this fraction, half of it from the front and half from the back; None keeps all.
+        flag: the flag that gave the template.
+
+    Raises:
+        DataError: the file is missing or holds no samples.
+    """
+    path = Path(template.format(rollout_id=rollout_id))
+    if not path.exists():
+        raise DataError(
+            f"{flag}: {path} does not exist. It must be a file written by "
+            "--save-debug-rollout-data, with {rollout_id} in the path when there is one file a rollout."
+        )
+    content = torch.load(path, weights_only=False)
+    samples = [Sample.from_dict(row) for row in content["samples"]]
+    if subsample is not None:
+        half = int(len(samples) * subsample) // 2
+        samples = samples[:half] + samples[len(samples) - half :]
+    if not samples:
+        raise DataError(f"{flag}: {path} holds no samples (subsample {subsample})")
+    return samples
+
+
+FORMAT_VERSION = 2
+LAYOUT = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
+
+
+def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[dict[str, Any]]) -> Path:
+    """Write the shards of all data-parallel ranks as one file; return the path written.
+
+    Args:
+        template: may have ``{rollout_id}`` and ``{rank}``.
+        rank: the one that writes.
+        shards: of each data-parallel rank: ``dp_rank``, the keys of ``LAYOUT``, ``raw_reward`` and ``samples``, one
+            dict of columns for each entry of ``partition``.
+
+    Raises:
+        DataError: it cannot be written; a dump that was there before still is.
+    """
+    samples = [
+        {"position": position, "dp_rank": shard["dp_rank"], **columns}
+        for shard in shards
+        for position, columns in zip(shard["partition"], shard["samples"], strict=True)
+    ]
+    content = {
+        "format_version": FORMAT_VERSION,
+        "rollout_id": rollout_id,
+        "rank": rank,
+        "samples": sorted(samples, key=lambda sample: sample["position"]),
+        "dp_shards": [{name: shard.get(name) for name in ("dp_rank", *LAYOUT)} for shard in shards],
+        "raw_reward": shards[0].get("raw_reward"),
+    }
+    path = Path(template.format(rollout_id=rollout_id, rank=rank))
+    write_atomically(
+        path,
+        lambda file: torch.save(content, file),
+        what=f"The train data of rollout {rollout_id}",
+        flag="--save-debug-train-data",
+        to_disk=False,
+    )
+    return path
+
+
+def load_train_dump(path: str | Path) -> dict[str, Any]:
+    """Return the content of a file that ``save_train_dump`` wrote.
+
+    Raises:
+        DataError: the file is missing or of another format.
+    """
+    if not Path(path).exists():
+        raise DataError(f"{path} does not exist; --save-debug-train-data writes such files.")
+    content = torch.load(path, weights_only=False)
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise DataError(f"{path} has format_version {version}; this reader knows {FORMAT_VERSION}.")
+    return content
