@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 AddFlags = Callable[[argparse.ArgumentParser], None]
 Config = TypeVar("Config")
+_MISSING = object()
 
 
 def read_config(config_class: type[Config], args: Any, *groups: AddFlags) -> Config:
@@ -24,20 +25,21 @@ def read_config(config_class: type[Config], args: Any, *groups: AddFlags) -> Con
     Args:
         config_class: a frozen dataclass.
         args: a namespace, complete or not.
-        groups: what declares the flags; an attribute that is missing has the default of its flag, and where no flag
-            has that name (a plug-in's path, a flag of the engines) the default of the field.
+        groups: what declares the flags.  An attribute that is missing has the default of its flag; where the flag has
+            none, or no flag has that name (a plug-in's path, a flag of the engines), that of the field.
 
     Raises:
         TypeError: a field that neither ``args`` nor a flag nor the class gives a value.
     """
     values = {}
     for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
-        if hasattr(args, field.name):
-            values[field.name] = getattr(args, field.name)
-            continue
-        for group in groups:
-            if field.name in (defaults := flag_defaults(group)):
-                values[field.name] = defaults[field.name]
+        value = getattr(args, field.name, _MISSING)
+        if value is _MISSING:
+            value = next((d[field.name] for group in groups if field.name in (d := flag_defaults(group))), _MISSING)
+            if value is None and field.default is not dataclasses.MISSING:
+                value = _MISSING  # a flag that must be given
+        if value is not _MISSING:
+            values[field.name] = value
     return config_class(**values)
 
 

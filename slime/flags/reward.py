@@ -25,15 +25,15 @@ class RewardConfig:
     rm_url: str | None
     reward_key: str | None
     eval_reward_key: str | None
-    group_rm: bool
     rm_timeout_s: float
     rm_failure_policy: str
     rm_max_failures: int
     custom_rm_path: str | None = None
 
-    def key(self, *, evaluation: bool) -> str | None:
-        """Return the entry of a dict reward that counts; None where rewards are numbers."""
-        return (self.eval_reward_key or self.reward_key) if evaluation else self.reward_key
+    @property
+    def eval_key(self) -> str | None:
+        """Entry of a dict reward that eval reports; None where rewards are numbers."""
+        return self.eval_reward_key or self.reward_key
 
 
 def reward_config(args: Any) -> RewardConfig:

@@ -166,7 +166,7 @@ def build_eval_dataset_configs(
 
 
 def _from_flags(args: Namespace, name: str) -> Any:
-    values = (getattr(args, flag, None) for flag in FALLBACK_FLAGS[name])
+    values = (vars(args).get(flag) for flag in FALLBACK_FLAGS[name])
     return next((value for value in values if value is not None), None)
 
 

@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 def test_a_short_wait_writes_nothing():
     stream, clock = io.StringIO(), Clock()
-    wait = LongWait("rollout 3", 8, stream=stream, clock=clock)
+    wait = LongWait("rollout 3", 8, timeout_s=60.0, stream=stream, clock=clock)
     clock.now_s = 14.0
     wait.show(4)
     wait.close()
@@ -35,7 +35,7 @@ def test_a_short_wait_writes_nothing():
 
 def test_a_long_wait_writes_a_line_every_interval():
     stream, clock = io.StringIO(), Clock()
-    wait = LongWait("rollout 3", 8, stream=stream, clock=clock)
+    wait = LongWait("rollout 3", 8, timeout_s=60.0, stream=stream, clock=clock)
     for seconds in (15, 20, 30):
         clock.now_s = seconds
         wait.show(4, "2 in flight")
@@ -47,7 +47,7 @@ def test_a_long_wait_writes_a_line_every_interval():
 
 def test_on_a_terminal_the_line_is_redrawn_in_place():
     stream, clock = Terminal(), Clock()
-    wait = LongWait("eval", 2, stream=stream, clock=clock)
+    wait = LongWait("eval", 2, timeout_s=60.0, stream=stream, clock=clock)
     for done in (0, 1, 2):
         clock.now_s += 1
         wait.show(done)
@@ -73,7 +73,7 @@ def test_waiting_for_all_ends_at_the_first_failure():
 
     async def main() -> None:
         tasks = [asyncio.create_task(asyncio.sleep(1000)), asyncio.create_task(fail())]
-        wait = LongWait("x", 2, stream=io.StringIO())
+        wait = LongWait("x", 2, timeout_s=60.0, stream=io.StringIO())
         with pytest.raises(ValueError, match="broken"):
             await wait.all_completed(tasks, lambda: (0, ""))
         await cancel_all(tasks)
@@ -84,7 +84,7 @@ def test_waiting_for_all_ends_at_the_first_failure():
 def test_a_wait_can_wake_before_anything_is_done():
     async def main() -> None:
         task = asyncio.create_task(asyncio.sleep(1000))
-        wait = LongWait("x", 1, stream=io.StringIO())
+        wait = LongWait("x", 1, timeout_s=60.0, stream=io.StringIO())
         await wait.all_done([task], lambda: (0, ""), wake_s=0.01)
         assert not task.done()
         await cancel_all([task])
@@ -98,7 +98,7 @@ def test_an_abort_waits_for_failed_tasks_as_for_others():
 
     async def main() -> None:
         tasks = [asyncio.create_task(asyncio.sleep(0.03)), asyncio.create_task(fail())]
-        await LongWait("x", 2, stream=io.StringIO()).all_done(tasks, lambda: (0, ""), wake_s=10)
+        await LongWait("x", 2, timeout_s=60.0, stream=io.StringIO()).all_done(tasks, lambda: (0, ""), wake_s=10)
         assert all(task.done() for task in tasks)
         await cancel_all(tasks)
 
