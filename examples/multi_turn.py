@@ -80,7 +80,7 @@ async def play(
 def _response_limit(args: Namespace, sampling_params: dict[str, Any], num_prompt: int) -> int:
     """Tokens that the response may have in all."""
     limit = sampling_params["max_new_tokens"]
-    context = args.rollout_max_context_len
+    context = getattr(args, "rollout_max_context_len", None)
     return limit if context is None else min(limit, context - num_prompt)
 
 

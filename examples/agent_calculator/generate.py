@@ -49,8 +49,8 @@ def adapter_of(args: Any) -> tuple[OpenAIAdapter, str]:
             adapter = OpenAIAdapter(
                 tokenizer=GenerateState(args).tokenizer,
                 sglang_url=get_model_url(args, "default"),
-                tool_parser=args.sglang_tool_call_parser,
-                reasoning_parser=args.sglang_reasoning_parser,
+                tool_parser=getattr(args, "sglang_tool_call_parser", None),
+                reasoning_parser=getattr(args, "sglang_reasoning_parser", None),
                 max_turns_per_sid=MAX_TURNS,
                 generate_timeout_s=TURN_TIMEOUT_S,
             )
@@ -66,7 +66,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     adapter.open_session(
         sid,
         sampling_overrides=sampling_params,  # what is drawn must be what is trained, whatever the agent asks for
-        max_context_tokens=args.rollout_max_context_len or 0,
+        max_context_tokens=getattr(args, "rollout_max_context_len", None) or 0,
     )
     try:
         answer = await agent(url, sid, str(sample.prompt))
