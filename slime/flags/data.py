@@ -8,10 +8,29 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
+from slime.flags.config import read_config
 from slime.flags.kinds import json_object, non_negative_float, non_negative_int, number_in, positive_int, top_k
 
 LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How the samples of an optimizer step are cut into micro-batches."""
+
+    use_dynamic_batch_size: bool
+    max_tokens_per_gpu: int | None
+    micro_batch_size: int
+    balance_data: bool
+    balance_by_flops: bool
+
+
+def batch_config(args: Any) -> BatchConfig:
+    """Return how ``args``, complete or not, says that steps are cut into micro-batches."""
+    return read_config(BatchConfig, args, add_data_arguments)
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,15 +15,6 @@ from slime.utils.errors import ConfigError, DataError
 
 __all__ = ["build_dp_schedule"]
 
-_DEFAULTS = {
-    "use_dynamic_batch_size": False,
-    "max_tokens_per_gpu": None,
-    "micro_batch_size": 1,
-    "balance_data": False,
-    "balance_by_flops": False,
-}
-"""For ``args`` made by hand, which need not have every flag."""
-
 
 def build_dp_schedule(
     args: Namespace,
@@ -36,10 +27,9 @@ def build_dp_schedule(
     """Return ``(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)``; AssertionError when
     impossible.
     """
-    flags = {name: getattr(args, name, None) or default for name, default in _DEFAULTS.items()}
     try:
         config = schedule_config(
-            Namespace(**{**vars(args), **flags}),
+            args,
             dp_size=train_parallel_config["dp_size"],
             cp_size=train_parallel_config.get("cp_size", 1),
             vpp_size=train_parallel_config.get("vpp_size") or 1,
