@@ -67,7 +67,7 @@ def _first_that_exists(template: str, *names: int | str) -> str:
 
 
 def _results(args: Namespace, samples: list[Sample]) -> dict[str, Any]:
-    key = reward_config(args).key(evaluation=True)
+    key = reward_config(args).eval_key
     rewards = [sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward for sample in samples]
     truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
     return {"rewards": rewards, "truncated": truncated, "samples": samples}
