@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from benchmarks import results_page
 from tests.algorithms.tables import mutation_table, oracle_table
 from tests.matrix.pool import RankPool
-from tests.mutations.museum import MUSEUM
-from tests.mutations.runner import run_museum
+from tests.mutations.runner import run_mutations
+from tests.mutations.table import MUTATIONS
 from tests.oracle.agreement import Errors, errors_of_cell
 from tests.oracle.finite_differences import BOUND, DIFFERENTIABLE, differences_of
 from tests.oracle.trainer import Cell, run_cells
@@ -64,7 +64,7 @@ def prove_oracle(start: float, variants: Sequence[str], layouts: Sequence[str]) 
 
 def prove_mutations(start: float, quick: bool) -> tuple[str, list[str]]:
     """The table, and the bugs that nothing caught."""
-    outcomes = run_museum([mutation for mutation in MUSEUM if not (quick and mutation.is_slow)])
+    outcomes = run_mutations([mutation for mutation in MUTATIONS if not (quick and mutation.is_slow)])
     say(start, f"mutations: {len(outcomes)} bugs")
     wrong = [
         f"not caught: {outcome.mutation.bug}: "

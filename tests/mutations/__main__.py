@@ -1,6 +1,6 @@
-"""``python -m tests.mutations``: run the museum of known bugs and say what caught each.
+"""``python -m tests.mutations``: run the mutation tests: put known bugs back and report which test catches each.
 
-python -m tests.mutations                 all exhibits
+python -m tests.mutations                 all mutations
 python -m tests.mutations --quick         without the slow ones
 python -m tests.mutations --only whiten   those whose bug or target has the word
 python -m tests.mutations --json FILE     the verdicts as JSON too
@@ -13,12 +13,12 @@ import json
 import sys
 from pathlib import Path
 
-from tests.mutations.museum import MUSEUM
-from tests.mutations.runner import Outcome, as_plain, run_museum
+from tests.mutations.runner import Outcome, as_plain, run_mutations
+from tests.mutations.table import MUTATIONS
 
 
 def report(outcomes: list[Outcome]) -> str:
-    """One line for each bug, and what failed to catch it."""
+    """Return one line for each bug, with the checks that missed it."""
     lines = []
     for outcome in outcomes:
         lines.append(f"{'caught' if outcome.is_caught else 'MISSED'}  {outcome.mutation.bug}")
@@ -31,17 +31,19 @@ def report(outcomes: list[Outcome]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="The museum of known bugs.")
-    parser.add_argument("--quick", action="store_true", help="leave out the exhibits that take seconds each")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations", description="Mutation tests: known bugs, put back."
+    )
+    parser.add_argument("--quick", action="store_true", help="leave out the mutations that take seconds each")
     parser.add_argument("--only", default="", help="a word of the bug or the target")
     parser.add_argument("--json", type=Path, help="write the verdicts there")
     options = parser.parse_args()
     chosen = [
         mutation
-        for mutation in MUSEUM
+        for mutation in MUTATIONS
         if options.only in f"{mutation.bug} {mutation.target}" and not (options.quick and mutation.is_slow)
     ]
-    outcomes = run_museum(chosen)
+    outcomes = run_mutations(chosen)
     print(report(outcomes))
     if options.json is not None:
         options.json.write_text(json.dumps(as_plain(outcomes), indent=1))

@@ -1,4 +1,4 @@
-"""A known bug as a small patch: a function gets the code of its buggy twin, and gets its own back afterwards.
+"""Mutations: a known bug as a small patch of one function, which gets its own code back afterwards.
 
 The twin is the function's own source with one piece of text replaced.  Its code object takes the place of the
 original's, so that everybody who holds the function (importers, registries, classes) has the twin, and nothing has to
@@ -20,10 +20,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutation:
-    """One exhibit of the museum."""
+    """One known bug, with the checks that must catch it."""
 
     bug: str
-    """What is wrong with the twin, in a few words; its name in the table."""
+    """The bug in a few words; its name in the table."""
     target: str
     """``module:function`` or ``module:Class.method``."""
     old: str
@@ -41,11 +41,11 @@ class Mutation:
         assert self.tests or self.cells, f"{self.bug}: nothing is named that should catch it"
 
     def with_one_check(self) -> Mutation:
-        """The exhibit with its first test alone, or with its first cell when it has no test."""
+        """Return the mutation with its first test alone, or with its first cell when it has no test."""
         return replace(self, tests=self.tests[:1], cells=() if self.tests else self.cells[:1])
 
     def why_it_does_not_apply(self) -> str:
-        """What no longer fits between the patch and the code; empty when all does."""
+        """Return the reason why the patch no longer fits the code; empty when it does."""
         try:
             function = find_function(self.target)
             twin_code(function, self.old, self.new)
@@ -58,7 +58,7 @@ class Mutation:
         """Within the block the target is its twin, in this process.
 
         Raises:
-            AssertionError: the text is not in the source, or not once: the code has changed, and so must the exhibit.
+            AssertionError: the text is not in the source, or not once: the code has changed, and so must the mutation.
         """
         function = find_function(self.target)
         original = function.__code__
@@ -70,7 +70,7 @@ class Mutation:
 
 
 def find_function(target: str) -> FunctionType:
-    """The plain function behind ``module:qualified.name``, without decorators."""
+    """Return the plain function behind ``module:qualified.name``, without decorators."""
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):

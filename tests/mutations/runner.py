@@ -1,4 +1,4 @@
-"""Run the museum: every exhibit's tests and cells pass without its bug, and each of them fails with it."""
+"""Run the mutations: every test and cell of one passes without its bug, and fails with it."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def _problem(results: dict[Cell, list[dict[str, Any]]], cell: tuple[str, str]) -
     return ""
 
 
-def run_museum(mutations: Sequence[Mutation]) -> list[Outcome]:
-    """All verdicts of all exhibits, in their order; one that no longer fits the code has a verdict that says so."""
+def run_mutations(mutations: Sequence[Mutation]) -> list[Outcome]:
+    """Return all verdicts of all mutations, in order; one that no longer fits the code has a verdict that says so."""
     stale = {mutation: problem for mutation in mutations if (problem := mutation.why_it_does_not_apply())}
     fitting = [mutation for mutation in mutations if mutation not in stale]
     of_tests, of_cells = verdicts_of_tests(fitting), verdicts_of_cells(fitting)

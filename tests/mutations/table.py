@@ -1,4 +1,4 @@
-"""All exhibits."""
+"""All mutations."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from tests.mutations.losses import LOSSES
 from tests.mutations.mutation import Mutation
 from tests.mutations.trainer import TRAINER_BUGS
 
-MUSEUM: tuple[Mutation, ...] = (*LOSSES, *ADVANTAGES, *DATA, *TRAINER_BUGS)
+MUTATIONS: tuple[Mutation, ...] = (*LOSSES, *ADVANTAGES, *DATA, *TRAINER_BUGS)

@@ -34,7 +34,7 @@ class Parent:
     """Has a method that the child calls."""
 
     def name(self) -> str:
-        """Who it is."""
+        """Return the name."""
         return "parent"
 
 
@@ -42,7 +42,7 @@ class Child(Parent):
     """Calls super(), so that its method has a free variable."""
 
     def name(self) -> str:
-        """Who it is, and whose."""
+        """Return the name, with the parent's."""
         return f"child of {super().name()}"
 
     @staticmethod

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutations import specimens
-from tests.mutations.museum import MUSEUM
+from tests.mutations import sample_functions
 from tests.mutations.mutation import Mutation
 from tests.mutations.runner import Verdict, verdicts_of_cells, verdicts_of_tests_in_fork
+from tests.mutations.table import MUTATIONS
 
-QUICK = {mutation.bug: mutation.with_one_check() for mutation in MUSEUM if not mutation.is_slow}
+QUICK = {mutation.bug: mutation.with_one_check() for mutation in MUTATIONS if not mutation.is_slow}
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,8 @@ def verdicts() -> dict[str, list[Verdict]]:
     return {mutation.bug: of_bug for mutation, of_bug in found.items()}
 
 
-@pytest.mark.parametrize("mutation", MUSEUM, ids=lambda mutation: mutation.bug)
-def test_every_exhibit_fits_the_code_as_it_is(mutation):
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.bug)
+def test_every_mutation_fits_the_code_as_it_is(mutation):
     assert mutation.why_it_does_not_apply() == ""
 
 
@@ -38,32 +38,36 @@ def test_a_known_bug_is_caught(verdicts, bug):
 
 
 def test_bugs_have_names_of_their_own():
-    assert len({mutation.bug for mutation in MUSEUM}) == len(MUSEUM)
+    assert len({mutation.bug for mutation in MUTATIONS}) == len(MUTATIONS)
 
 
 # The patching itself
 
 
 def patch(target: str, old: str, new: str) -> Mutation:
-    return Mutation(bug="-", target=f"tests.mutations.specimens:{target}", old=old, new=new, tests=("-",))
+    return Mutation(bug="-", target=f"tests.mutations.sample_functions:{target}", old=old, new=new, tests=("-",))
 
 
-def test_whoever_holds_the_function_has_the_twin_and_then_the_function_again():
-    held = specimens.TABLE["doubled"]
+def test_every_holder_of_the_function_has_the_mutated_one_and_then_the_function_again():
+    held = sample_functions.TABLE["doubled"]
     with patch("doubled", "2 * x", "3 * x").applied():
-        assert held(1) == specimens.doubled(1) == 3
-    assert held(1) == specimens.doubled(1) == 2
+        assert held(1) == sample_functions.doubled(1) == 3
+    assert held(1) == sample_functions.doubled(1) == 2
 
 
 def test_methods_decorated_functions_and_closures_are_patched():
-    assert specimens.Child().name() == "child of parent"
+    assert sample_functions.Child().name() == "child of parent"
     with patch("Child.name", "child of", "twin of").applied():
-        assert specimens.Child().name() == "twin of parent"
+        assert sample_functions.Child().name() == "twin of parent"
     with patch("Child.made", '"made"', '"twin"').applied():
-        assert specimens.Child.made() == "twin"
+        assert sample_functions.Child.made() == "twin"
     with patch("cached", "x + 1", "x + 2").applied():
-        assert specimens.cached(1) == 3
-    assert (specimens.Child().name(), specimens.Child.made(), specimens.cached(1)) == ("child of parent", "made", 2)
+        assert sample_functions.cached(1) == 3
+    assert (sample_functions.Child().name(), sample_functions.Child.made(), sample_functions.cached(1)) == (
+        "child of parent",
+        "made",
+        2,
+    )
 
 
 def test_a_patch_that_no_longer_fits_says_so():
