@@ -31,9 +31,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.mutations", description="Mutation tests: known bugs, put back."
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="Put known bugs back.")
     parser.add_argument("--quick", action="store_true", help="leave out the mutations that take seconds each")
     parser.add_argument("--only", default="", help="a word of the bug or the target")
     parser.add_argument("--json", type=Path, help="write the verdicts there")

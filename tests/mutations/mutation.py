@@ -29,7 +29,7 @@ class Mutation:
     old: str
     """Text that occurs once in the source of the target."""
     new: str
-    """What the twin has there."""
+    """Its replacement."""
     tests: tuple[str, ...] = ()
     """Test ids (file::function[parameters]); each of them passes, and fails under the twin."""
     cells: tuple[tuple[str, str], ...] = ()
@@ -81,7 +81,7 @@ def find_function(target: str) -> FunctionType:
 
 
 def twin_code(function: FunctionType, old: str, new: str) -> CodeType:
-    """The compiled source of a function after one replacement."""
+    """Compile the source of a function after one replacement."""
     source = textwrap.dedent(inspect.getsource(function))
     count = source.count(old)
     assert count == 1, f"{function.__module__}.{function.__qualname__} has {old!r} {count} times, not once"
@@ -100,7 +100,7 @@ def twin_code(function: FunctionType, old: str, new: str) -> CodeType:
 
 
 def _start_of_def(source: str) -> int:
-    """Where the function begins, behind its decorators."""
+    """Return the line where the function begins, behind its decorators."""
     for keyword in ("def ", "async def "):
         if source.startswith(keyword):
             return 0
@@ -109,7 +109,7 @@ def _start_of_def(source: str) -> int:
 
 
 def _code_named(code: CodeType, name: str) -> CodeType:
-    """The code object of a function within another's."""
+    """Find the code object of a function within another's."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             if constant.co_name == name:

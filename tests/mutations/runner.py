@@ -26,12 +26,12 @@ RANKS_S = 120.0
 TESTS_S = 380.0
 """For the tests of all bugs, where a caller waits for them."""
 BROKEN_TWINS = ("NameError", "SyntaxError", "ImportError", "UnboundLocalError")
-"""A twin that ends so has a mistake of its own, and catching it proves nothing."""
+"""A mutated function that raises one of these has a mistake of its own: catching it proves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one check said of one bug."""
+    """The result of one check of one bug."""
 
     check: str
     """Test id, or ``oracle:layout:variant``."""
@@ -40,7 +40,7 @@ class Verdict:
     is_caught: bool
     """Fails with it."""
     reason: str
-    """How it failed."""
+    """The failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Outcome:
 
 
 class _Failures:
-    """A pytest plug-in that notes how tests end."""
+    """A pytest plug-in that records the outcomes of tests."""
 
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
@@ -82,7 +82,7 @@ def run_tests(ids: Sequence[str]) -> _Failures:
 
 
 def verdicts_of_tests(mutations: Iterable[Mutation]) -> dict[Mutation, list[Verdict]]:
-    """Every named test, once without any bug and once with each."""
+    """Run every named test, once without any bug and once with each."""
     mutations = [mutation for mutation in mutations if mutation.tests]
     plain = run_tests(sorted({test for mutation in mutations for test in mutation.tests})) if mutations else None
     verdicts: dict[Mutation, list[Verdict]] = {}
@@ -99,7 +99,7 @@ def verdicts_of_tests(mutations: Iterable[Mutation]) -> dict[Mutation, list[Verd
 
 
 def _is_of(test: str, name: str) -> bool:
-    """Whether a test belongs to an id that was given without parameters, or for a whole file."""
+    """Return True when a test belongs to an id given without parameters, or to a whole file."""
     return name == test or name.startswith((f"{test}[", f"{test}::"))
 
 
@@ -112,7 +112,7 @@ def _shortened(message: str) -> str:
 
 
 def verdicts_of_tests_in_fork(mutations: Sequence[Mutation]) -> dict[Mutation, list[Verdict]]:
-    """``verdicts_of_tests`` in a process of its own: for callers that pytest itself runs."""
+    """Run ``verdicts_of_tests`` in a process of its own: for callers that pytest itself runs."""
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if not torch.cuda.is_available():
         context.set_forkserver_preload(list(PRELOADED))
@@ -143,7 +143,7 @@ def _send_verdicts(mutations: list[Mutation], sender: Connection) -> None:
 
 
 def verdicts_of_cells(mutations: Iterable[Mutation]) -> dict[Mutation, list[Verdict]]:
-    """Every named cell of the oracle, once without any bug and once with each, in processes of their own."""
+    """Run every named cell of the oracle, once without any bug and once with each, in processes of their own."""
     mutations = [mutation for mutation in mutations if mutation.cells]
     if not mutations:
         return {}
@@ -163,7 +163,7 @@ def verdicts_of_cells(mutations: Iterable[Mutation]) -> dict[Mutation, list[Verd
 def _problems(
     pool: RankPool, cells: Sequence[tuple[str, str]], mutation: Mutation | None
 ) -> dict[tuple[str, str], str]:
-    """How each cell differs from the reference, or how its processes ended."""
+    """Return how each cell differs from the reference, or how its processes ended."""
     try:
         results = run_cells(pool, _with_seeds(cells), mutation=mutation, timeout_s=RANKS_S)
     except RankError as error:
@@ -197,7 +197,7 @@ def run_mutations(mutations: Sequence[Mutation]) -> list[Outcome]:
 
 
 def as_plain(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Convert for JSON."""
     return [
         {
             "bug": outcome.mutation.bug,
