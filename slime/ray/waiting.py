@@ -19,13 +19,13 @@ from slime.utils.errors import DeadlineError, EngineDiedError
 
 logger = logging.getLogger(__name__)
 
-NAMING_S = 10
-"""How long a call that failed with its actor waits for the actor's name."""
 WATCH_GROUP = "watch"
 """Concurrency group in which an actor runs :meth:`stay_alive`, beside its real work."""
 
 # One job, one driver: the sentinels of its actors.  A sentinel never completes while its actor lives.
 _sentinels: dict[ray.ObjectRef, str] = {}
+_names: dict[str, str] = {}
+"""Name of each watched actor by its id, for a call that fails before the sentinel of its actor does."""
 
 
 class Watched:
@@ -41,17 +41,21 @@ class Watched:
 def watch(actor: Any, name: str) -> None:
     """From now on, the death of ``actor`` ends every wait of this process with an error that names it."""
     _sentinels[actor.stay_alive.remote()] = name
+    _names[actor._actor_id.hex()] = name
 
 
 def forget_all() -> None:
     """Stop watching: the job is being taken down on purpose."""
     _sentinels.clear()
+    _names.clear()
 
 
 def forget(name: str) -> None:
     """Stop watching the actors registered under ``name``: they are about to be stopped on purpose."""
     for ref in [ref for ref, watched in _sentinels.items() if watched == name]:
         del _sentinels[ref]
+    for actor_id in [actor_id for actor_id, watched in _names.items() if watched == name]:
+        del _names[actor_id]
 
 
 def wait_for(
@@ -63,7 +67,7 @@ def wait_for(
     meanwhile: Callable[[], None] | None = None,
     meanwhile_every_s: float = 5.0,
 ) -> Any:
-    """The results of ``refs``, in order (a single reference gives a single result).
+    """Return the results of ``refs``, in order (a single reference gives a single result).
 
     Args:
         refs: references to wait for.
@@ -110,7 +114,7 @@ def wait_for(
 
 
 def _get(ref: ray.ObjectRef, what: str) -> Any:
-    """The value of a finished reference; Ray's own errors are translated."""
+    """Return the value of a finished reference; Ray's own errors are translated."""
     try:
         return ray.get(ref, timeout=60)
     except GetTimeoutError as error:
@@ -119,9 +123,9 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
         # The caller gets the error as it was raised over there; the remote traceback stays with it as its cause.
         raise (error.cause if isinstance(error.cause, Exception) else error) from error
     except RayActorError as error:
-        # A call can fail before the sentinel of its actor does, which knows the name.
-        dead, _ = ray.wait(list(_sentinels), timeout=NAMING_S) if _sentinels else ([], [])
-        raise (_death(dead[0]) if dead else EngineDiedError(f"an actor died during {what}: {error}")) from error
+        name = _names.get(str(error.actor_id))
+        dead = f"{name} died" if name else "an actor died"
+        raise EngineDiedError(f"{dead} during {what}: {error}") from error
 
 
 def _death(ref: ray.ObjectRef) -> EngineDiedError:

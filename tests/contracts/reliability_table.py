@@ -136,7 +136,7 @@ EDGES: tuple[Edge, ...] = (
         waits="Engine actor for its SGLang server to generate a token",
         code=(
             "slime.backends.sglang_utils.sglang_engine.SGLangEngine.wait_ready",
-            "slime.backends.sglang_utils.server_process.wait_until_healthy",
+            "slime.backends.sglang_utils.sglang_engine.wait_until_healthy",
         ),
         bounds=("--engine-start-timeout-s",),
         deadline="at once when the process ends",

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from slime.backends.sglang_utils.child_process import ChildProcess, owner_pid, read_settings
-from slime.backends.sglang_utils.owner_watch import end_with_owner
+from slime.backends.sglang_utils.child_process import ChildProcess, end_with_owner, owner_pid, read_settings
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.ray.engines.actor import EngineActor
 from slime.utils.net import format_host_port

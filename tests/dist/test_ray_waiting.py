@@ -78,6 +78,17 @@ def test_the_death_of_a_watched_actor_ends_a_wait_for_another_one():
         wait_for(waiting_for, what="the other", timeout_s=100)
 
 
+def test_a_call_that_fails_before_the_sentinel_of_its_actor_names_the_actor():
+    victim = Worker.remote()
+    pid = wait_for(victim.pid.remote(), what="the pid", timeout_s=60)
+    watch(victim, "actor rank 2")
+    waiting._sentinels.clear()  # as if it had not failed yet
+    call = victim.echo.remote(1, 60)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDiedError, match="actor rank 2 died during the echo"):
+        wait_for(call, what="the echo", timeout_s=100)
+
+
 def test_too_few_gpus_is_an_error_that_says_what_to_change():
     with pytest.raises(ConfigError, match=r"needs 5 GPUs and 6 CPUs; the Ray cluster has 2 GPUs.*--rollout-num-gpus"):
         placement_group._reserve(5, timeout_s=1)

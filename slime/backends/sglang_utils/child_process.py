@@ -1,18 +1,33 @@
-"""Start one of our own modules as a child process, feed it its settings, keep its log, and end it with its tree."""
+"""Start one of our own modules as a child process, feed it its settings, keep its log, and end it with its tree.
+
+A child cannot rely on its parent's clean-up: SIGKILL leaves no time for it.  So each process looks, once a second,
+whether its parent is still the one that started it.  (The kernel's own parent-death signal fires when the *thread*
+that forked ends, which kills servers that a short-lived thread started.)
+
+Output goes to ``$TMPDIR/slime-UID/run-YYYYMMDD-HHMMSS-PID/engine_0_10.0.0.1_21000.XXXX.log``.  A run is a rollout
+manager and what it starts, on every node.  The folders of the last ``KEEP_RUNS`` runs stay; older ones are removed
+when a run begins.  ``SLIME_LOG_DIR`` names another folder, in which nothing is ever removed.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils.owner_watch import kill_tree
-from slime.backends.sglang_utils.process_logs import new_log_file
+import psutil
+
 from slime.utils import env
 from slime.utils.errors import DeadlineError, EngineDiedError
 
@@ -20,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).parents[3]
 LOG_TAIL_LINES = 60
+OWNER_POLL_S = 1.0
+KEEP_RUNS = 20
+STILL_WRITING_S = 6 * 3600.0
+"""A run that wrote so recently may still go on, however many began after it."""
 
 
 class ChildProcess:
@@ -70,7 +89,7 @@ class ChildProcess:
         return self._popen.poll() is None
 
     def describe_end(self) -> str | None:
-        """How the child ended, with the end of its log; None while it runs."""
+        """Return how the child ended, with the end of its log; None while it runs."""
         code = self._popen.poll()
         if code is None:
             return None
@@ -78,7 +97,7 @@ class ChildProcess:
         return f"{self.name} {how}\n{self.log_tail()}"
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines of the child's output, headed by the path of the whole."""
+        """Return the last lines of the child's output, headed by the path of the whole."""
         try:
             text = self.log_path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
@@ -99,10 +118,136 @@ class ChildProcess:
 
 
 def read_settings() -> dict[str, Any]:
-    """In the child: the settings that the owner wrote."""
+    """Read, in the child, the settings that the owner wrote."""
     return json.load(sys.stdin)
 
 
 def owner_pid() -> int:
-    """In the child: the process that started it."""
+    """Return, in the child, the process that started it."""
     return int(sys.argv[1])
+
+
+# Ends
+
+
+def end_with_owner(owner_pid: int, poll_s: float = OWNER_POLL_S) -> threading.Thread:
+    """From now on, kill this process and its descendants once ``owner_pid`` is no longer its parent."""
+
+    def watch() -> None:
+        while os.getppid() == owner_pid:
+            time.sleep(poll_s)
+        kill_tree(os.getpid())
+
+    thread = threading.Thread(target=watch, name="owner-watch", daemon=True)
+    thread.start()
+    return thread
+
+
+def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
+    """SIGKILL ``pid`` and all its descendants and wait until they are gone.
+
+    When ``pid`` is this process, it dies last and the call does not return.
+
+    Returns:
+        The processes that still existed after ``timeout_s`` seconds.
+    """
+    try:
+        root = psutil.Process(pid)
+        family = root.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    for process in family:
+        _kill(process)
+    if pid == os.getpid():
+        os.kill(pid, signal.SIGKILL)
+    _kill(root)
+    deadline = time.monotonic() + timeout_s
+    alive = [*family, root]
+    while (alive := [process for process in alive if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [process.pid for process in alive]
+
+
+def _runs(process: psutil.Process) -> bool:
+    """False for a zombie too: its exit status is for its parent to read, and reading it here would lose it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+# Logs
+
+
+@cache
+def run_name() -> str:
+    """Return the folder of this run: inherited from the process that began it, or of this process's own making."""
+    return env.log_run() or f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def new_log_file(name: str) -> Path:
+    """Make an empty file for the output of ``name``."""
+    folder = log_folder()
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    handle, path = tempfile.mkstemp(prefix=f"{safe}.", suffix=".log", dir=folder)
+    os.close(handle)
+    return Path(path)
+
+
+def log_folder() -> Path:
+    """Return the folder of this run's logs, made if it is not there; making it removes those of runs long past."""
+    chosen = env.log_dir()
+    if chosen is not None:
+        folder = Path(chosen)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    base = Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"
+    folder = base / run_name()
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_old_runs(base)
+    return folder
+
+
+def remove_old_runs(base: Path, *, keep: int = KEEP_RUNS, still_writing_s: float = STILL_WRITING_S) -> list[Path]:
+    """Remove all but the last ``keep`` runs under ``base``, and logs of earlier versions that lie beside them.
+
+    Args:
+        base: the folder of runs.
+        keep: runs that stay.
+        still_writing_s: nothing that was written to within so many seconds is removed.
+
+    Returns:
+        What was removed.
+    """
+    runs = sorted((path for path in base.glob("run-*") if path.is_dir()), key=_last_write_s, reverse=True)
+    candidates = [*runs[keep:], *base.glob("*.log")]
+    removed = []
+    for path in candidates:
+        if time.time() - _last_write_s(path) < still_writing_s:
+            continue
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except FileNotFoundError:
+            continue  # another run, starting now, was faster
+        except OSError as error:
+            logger.warning("old logs in %s stay: %s", path, error)
+            continue
+        removed.append(path)
+    return removed
+
+
+def _last_write_s(path: Path) -> float:
+    """When something was last written there, in seconds of the clock; 0 when it is gone."""
+    try:
+        own = path.stat().st_mtime
+        return max([own, *(entry.stat().st_mtime for entry in path.iterdir())]) if path.is_dir() else own
+    except FileNotFoundError:
+        return 0.0

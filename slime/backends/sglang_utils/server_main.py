@@ -12,8 +12,7 @@ import os
 import sys
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.child_process import owner_pid, read_settings
-from slime.backends.sglang_utils.owner_watch import end_with_owner
+from slime.backends.sglang_utils.child_process import end_with_owner, owner_pid, read_settings
 
 if __name__ in ("__main__", "__mp_main__"):
     end_with_owner(owner_pid() if __name__ == "__main__" else os.getppid())

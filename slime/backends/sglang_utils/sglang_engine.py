@@ -15,20 +15,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.child_process import ChildProcess
-from slime.backends.sglang_utils.owner_watch import kill_tree
+from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
 from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, probe_answer
-from slime.backends.sglang_utils.server_process import start_server, wait_until_healthy
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.utils.env import visible_index
-from slime.utils.errors import EngineDiedError, EngineError, ProcessError
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, ProcessError
 from slime.utils.net import format_host_port
 
 logger = logging.getLogger(__name__)
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+SERVER_MODULE = "slime.backends.sglang_utils.server_main"
+EXPANDABLE_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The trainer may want expandable segments; SGLang's memory saver cannot work with them."""
+POLL_S = 0.25
 
 
 class SGLangEngine(WeightVerbs):
@@ -300,3 +302,42 @@ class SGLangEngine(WeightVerbs):
             if end := self.describe_exit():
                 raise EngineDiedError(f"{error}\n{end}") from error
             raise
+
+
+def start_server(server_args: Mapping[str, Any], *, name: str) -> ChildProcess:
+    """Start an SGLang server with these ServerArgs; returns at once."""
+    return ChildProcess(
+        SERVER_MODULE,
+        server_args,
+        name=name,
+        extra_environment=engine_environment(tp_size=int(server_args.get("tp_size", 1))),
+        without_variables=EXPANDABLE_SEGMENTS,
+    )
+
+
+def engine_environment(*, tp_size: int) -> dict[str, str]:
+    """Return the variables of an engine's process: none with CUDA, what the CPU path needs without."""
+    if not cpu_shim.is_needed():
+        return {}
+    variables = dict(cpu_shim.ENGINE_ENVIRONMENT)
+    if tp_size > 1:
+        cores = os.cpu_count() or 1
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tp_size))
+    return variables
+
+
+def wait_until_healthy(process: ChildProcess, server: ServerControl, *, timeout_s: float) -> None:
+    """Wait until the server generates a token.
+
+    Raises:
+        ProcessError: the process ended, or the deadline passed; with the end of the server's log.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not server.answers("/health_generate", timeout_s=max(1.0, min(30.0, deadline - time.monotonic()))):
+        if end := process.describe_end():
+            raise EngineDiedError(f"{end}\nThe engine ended before it served; the cause is in its log above.")
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"{process.name} does not serve after {timeout_s:g} s (--engine-start-timeout-s)\n{process.log_tail()}"
+            )
+        time.sleep(POLL_S)

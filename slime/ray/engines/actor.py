@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from slime.backends.sglang_utils.process_logs import run_name
+from slime.backends.sglang_utils.child_process import run_name
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ray.placement_group import GpuSlice, strategy_for
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor

@@ -1,10 +1,36 @@
+"""Child processes: how their end is told, how their trees end, where their logs are and when those go."""
+
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from slime.backends.sglang_utils.child_process import ChildProcess
+from slime.backends.sglang_utils import child_process
+from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree
+
+DAY_S = 86400.0
+SLEEPER = "import time; time.sleep(600)"
+TREE = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); time.sleep(600)"
+WATCHED_TREE = (
+    "import os, subprocess, sys, time\n"
+    "from slime.backends.sglang_utils.child_process import end_with_owner\n"
+    "end_with_owner(int(sys.argv[1]), poll_s=0.1)\n"
+    f"subprocess.Popen([sys.executable, '-c', {SLEEPER!r}])\n"
+    "time.sleep(600)\n"
+)
+OWNER = (
+    "import os, subprocess, sys, time\n"
+    f"subprocess.Popen([sys.executable, '-c', {WATCHED_TREE!r}, str(os.getpid())])\n"
+    "time.sleep(600)\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +79,94 @@ def test_stopping_twice_is_no_error():
     child.stop()
     child.stop()
     assert not child.is_alive()
+
+
+def wait_for_descendants(pid: int, count: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while len(found := psutil.Process(pid).children(recursive=True)) < count:
+        assert time.monotonic() < deadline, f"{found} are not {count} processes yet"
+        time.sleep(0.05)
+    return found
+
+
+def test_killing_a_tree_leaves_none_of_it():
+    root = subprocess.Popen([sys.executable, "-c", TREE])
+    (child,) = wait_for_descendants(root.pid, 1)
+    assert kill_tree(root.pid) == []
+    assert root.wait(timeout=10) == -signal.SIGKILL
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_killing_what_is_gone_already_is_no_error():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(timeout=30)
+    assert kill_tree(process.pid) == []
+
+
+def test_a_tree_ends_when_its_owner_is_killed():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], env=os.environ | {"PYTHONPATH": os.getcwd()})
+    tree = wait_for_descendants(owner.pid, 2)
+    owner.kill()
+    owner.wait(timeout=10)
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    assert alive == []
+
+
+@pytest.fixture
+def temp(monkeypatch, tmp_path) -> Path:
+    monkeypatch.delenv("SLIME_LOG_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    child_process.run_name.cache_clear()
+    yield tmp_path
+    child_process.run_name.cache_clear()
+
+
+def make_run(base: Path, name: str, age_s: float) -> Path:
+    folder = base / name
+    folder.mkdir(parents=True)
+    log = folder / "engine.log"
+    log.write_text("x")
+    for path in (log, folder):
+        os.utime(path, (time.time() - age_s,) * 2)
+    return folder
+
+
+def test_only_the_last_runs_stay(tmp_path):
+    runs = [make_run(tmp_path, f"run-{i}", age_s=DAY_S * (i + 1)) for i in range(5)]
+    assert sorted(child_process.remove_old_runs(tmp_path, keep=2)) == runs[2:]
+    assert sorted(tmp_path.iterdir()) == runs[:2]
+
+
+def test_a_run_that_still_writes_stays_however_old_it_is(tmp_path):
+    old = make_run(tmp_path, "run-old", age_s=10 * DAY_S)
+    make_run(tmp_path, "run-new", age_s=DAY_S)
+    (old / "engine.log").write_text("still here")
+    assert child_process.remove_old_runs(tmp_path, keep=0) == [tmp_path / "run-new"]
+    assert old.is_dir()
+
+
+def test_logs_from_before_there_were_runs_go_too_and_other_files_stay(tmp_path):
+    for name in ("engine_0.abc.log", "notes.txt"):
+        (tmp_path / name).write_text("x")
+        os.utime(tmp_path / name, (time.time() - DAY_S,) * 2)
+    child_process.remove_old_runs(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_new_run_makes_its_folder_and_clears_away(temp, monkeypatch):
+    base = temp / f"slime-{os.getuid()}"
+    for i in range(child_process.KEEP_RUNS + 3):
+        make_run(base, f"run-{i:02}", age_s=DAY_S * (i + 1))
+    monkeypatch.setenv("SLIME_LOG_RUN", "run-of-the-job")
+    log = child_process.new_log_file("engine 0 [::1]:1")
+    assert log.parent == base / "run-of-the-job" and log.name.startswith("engine_0____1__1.")
+    assert len(list(base.iterdir())) == child_process.KEEP_RUNS
+    assert child_process.new_log_file("router").parent == log.parent
+
+
+def test_the_users_own_folder_is_left_as_it_is(temp, monkeypatch):
+    mine = temp / "mine"
+    old = make_run(mine, "run-old", age_s=9 * DAY_S)
+    monkeypatch.setenv("SLIME_LOG_DIR", str(mine))
+    assert child_process.new_log_file("x").parent == mine
+    assert old.is_dir()
