@@ -205,41 +205,42 @@ class HoldingEngine:
         self.loaded, self.problems = set(), []
         self.at("begin:after")
 
-    def receive_weight_bucket(
-        self, push_id: str, bucket_index: int, payload: list[str] | None, group_name: str | None
-    ) -> None:
+    def receive_weight_bucket(self, push_id: str, bucket_index: int, group_name: str) -> None:
         assert self.manifest is not None
+        self.begin_receive(push_id, bucket_index)
+        if bucket_index == FAULTY_BUCKET:
+            self.at("receive:in")
+        size = self.manifest.buckets[bucket_index].num_bytes
+        flats = [torch.empty(size, dtype=torch.uint8) for _ in self.held]
+        try:
+            _all_at_once(
+                [
+                    lambda channel=channel, flat=flat: channel.broadcast(flat)
+                    for channel, flat in zip(self.channels[group_name], flats, strict=True)
+                ]
+            )
+        except WeightSyncError as error:  # our loader does not raise inside the engine: it reports
+            self.problems.append(f"bucket {bucket_index}: {error}")
+            return
+        self.load_received(bucket_index, flats)
+
+    def receive_weight_buckets(self, push_id: str, payloads: dict[int, list[str]]) -> None:
+        for bucket_index, payload in payloads.items():
+            self.begin_receive(push_id, bucket_index)
+            self.load_received(bucket_index, [pickle.loads(base64.b64decode(text)) for text in payload])
+
+    def begin_receive(self, push_id: str, bucket_index: int) -> None:
         self.require(push_id)
         self.acknowledged = None
-        is_faulty = bucket_index == FAULTY_BUCKET
-        if is_faulty:
+        if bucket_index == FAULTY_BUCKET:
             self.at("receive:before")
-        size = self.manifest.buckets[bucket_index].num_bytes
-        if payload is not None:
-            flats = [pickle.loads(base64.b64decode(text)) for text in payload]
-        else:
-            assert group_name is not None
-            if is_faulty:
-                self.at("receive:in")
-            flats = [torch.empty(size, dtype=torch.uint8) for _ in self.held]
-            try:
-                _all_at_once(
-                    [
-                        lambda channel=channel, flat=flat: channel.broadcast(flat)
-                        for channel, flat in zip(self.channels[group_name], flats, strict=True)
-                    ]
-                )
-            except WeightSyncError as error:  # our loader does not raise inside the engine: it reports
-                self.problems.append(f"bucket {bucket_index}: {error}")
-                return
+
+    def load_received(self, bucket_index: int, flats: list[Tensor]) -> None:
+        is_faulty = bucket_index == FAULTY_BUCKET
         for _ in range(2 if is_faulty and self.fault == "twice receive" else 1):
             self.load(bucket_index, flats, is_faulty=is_faulty)
         if is_faulty:
             self.at("receive:after")
-
-    def receive_weight_buckets(self, push_id: str, payloads: dict[int, list[str]]) -> None:
-        for bucket_index, payload in payloads.items():
-            self.receive_weight_bucket(push_id, bucket_index, payload, None)
 
     def load(self, bucket_index: int, flats: list[Tensor], *, is_faulty: bool) -> None:
         assert self.manifest is not None
@@ -363,7 +364,7 @@ def _answer(pipe: Connection, engine: Any, turn: threading.Lock) -> None:
                 answer = (number, None, error if isinstance(error, WeightSyncError) else EngineError(repr(error)))
         try:
             pipe.send(answer)
-            if engine.fault == f"repeats {name}":
+            if engine.fault in (f"repeats {name}", f"repeats {name.removesuffix('s')}"):
                 pipe.send(answer)
         except OSError:
             return

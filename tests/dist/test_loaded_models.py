@@ -64,7 +64,7 @@ def push(model: LoadedModel, manifest: Manifest, tensors: dict[str, Tensor], pus
     flats = [flat.share_memory_() for flat in fill(manifest, tensors)]
     for index, flat in enumerate(flats):
         handle = MultiprocessingSerializer.serialize(flat, output_str=True)
-        model.receive_weight_bucket(push_id, index, [handle] * TP_SIZE, None)
+        model.receive_weight_buckets(push_id, {index: [handle] * TP_SIZE})
     answer = model.acknowledge_weight_update(push_id)
     assert answer["buckets"] == digests(manifest, flats)
     return answer

@@ -97,7 +97,7 @@ class Running:
         self.engine.begin_weight_update(manifest.to_json(), push_id)
         for index in buckets:
             handle = MultiprocessingSerializer.serialize(flats[index].share_memory_(), output_str=True)
-            self.engine.receive_weight_bucket(push_id, index, [handle], None)
+            self.engine.receive_weight_buckets(push_id, {index: [handle]})
         return sent, self.engine.acknowledge_weight_update(push_id)
 
 

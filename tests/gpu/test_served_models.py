@@ -111,7 +111,7 @@ def push(engine: SGLangEngine, folder: Path, version: str) -> None:
     engine.begin_weight_update(manifest.to_json(), version)
     for index, flat in enumerate(flats):
         handle = MultiprocessingSerializer.serialize(flat, output_str=True)
-        engine.receive_weight_bucket(version, index, [handle], None)
+        engine.receive_weight_buckets(version, {index: [handle]})
     answer = engine.acknowledge_weight_update(version)
     assert answer["problems"] == [] and answer["buckets"] == digests(manifest, flats)
     engine.commit_weight_update(version, version)

@@ -80,11 +80,7 @@ class WeightVerbs(EngineVerbs):
         self._refuse_problems(report, "cannot take this push")
         self._known_manifest = manifest_key
 
-    def receive_weight_bucket(
-        self, push_id: str, bucket_index: int, payload: Sequence[str] | None, group_name: str | None
-    ) -> None:
-        if payload is not None:
-            return self.receive_weight_buckets(push_id, {bucket_index: payload})
+    def receive_weight_bucket(self, push_id: str, bucket_index: int, group_name: str) -> None:
         self._require_push(push_id)
         self._acknowledged = None
         self._send("receive_weight_bucket", push_id, bucket_index=bucket_index, group_name=group_name)

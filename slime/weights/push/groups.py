@@ -134,7 +134,7 @@ class UpdateGroup:
         channel = self._channel
         assert channel is not None, self.name
         requests = start_all(
-            self.members, lambda engine: engine.receive_weight_bucket(push_id, bucket_index, None, self.name)
+            self.members, lambda engine: engine.receive_weight_bucket(push_id, bucket_index, self.name)
         )
         timeout_s = participants.clock.step_s
         failures: dict[int, BaseException] = {}

@@ -113,19 +113,15 @@ class EngineVerbs:
         raise NotImplementedError
 
     @verb(in_loader=True)
-    def receive_weight_bucket(
-        self, push_id: str, bucket_index: int, payload: list[str] | None, group_name: str | None
-    ) -> None:
-        """Load one flat bucket; what is wrong with it is told by ``acknowledge_weight_update``.
+    def receive_weight_bucket(self, push_id: str, bucket_index: int, group_name: str) -> None:
+        """Load one flat bucket, which rank 0 of a weight group broadcasts.
 
-        A bucket of this push that was loaded before does no harm.
+        Problems with it are told by ``acknowledge_weight_update``; one that was loaded before does no harm.
 
         Args:
             push_id: of the push begun last.
             bucket_index: position in the manifest's buckets.
-            payload: handles to the flat buffer, one for each of the engine's GPUs, when the engine can map it; they
-                stay open until the push is acknowledged.
-            group_name: the group whose rank 0 broadcasts the buffer, otherwise.
+            group_name: see ``join_weight_group``.
 
         Raises:
             WeightSyncError: another push was begun since, or none.
@@ -134,14 +130,17 @@ class EngineVerbs:
 
     @verb(in_loader=True)
     def receive_weight_buckets(self, push_id: str, payloads: dict[int, list[str]]) -> None:
-        """Load several buckets that the engine can map, as ``receive_weight_bucket`` does one.
+        """Load flat buckets in memory that the engine can map; otherwise as ``receive_weight_bucket``.
 
-        One request instead of many, and GPU ``k`` begins with the ``k``-th bucket, so that not all read one GPU's
-        memory.
+        GPU ``k`` begins with the ``k``-th of them, so that not all read the memory of one GPU.
 
         Args:
             push_id: of the push begun last.
-            payloads: position in the manifest's buckets -> handles to the flat buffer, one for each GPU.
+            payloads: position in the manifest's buckets -> handles to the flat buffer, one for each of the engine's
+                GPUs; they stay open until the push is acknowledged.
+
+        Raises:
+            WeightSyncError: another push was begun since, or none.
         """
         raise NotImplementedError
 

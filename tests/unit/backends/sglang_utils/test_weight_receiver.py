@@ -57,7 +57,7 @@ class InProcess(WeightVerbs):
             self.receive_weight_buckets(push_id, {index: [handle_of(flat)] for index, flat in enumerate(flats)})
             return self.acknowledge_weight_update(push_id)
         for index in order or range(len(flats)):
-            self.receive_weight_bucket(push_id, index, [handle_of(flats[index])], None)
+            self.receive_weight_buckets(push_id, {index: [handle_of(flats[index])]})
         return self.acknowledge_weight_update(push_id)
 
 
@@ -178,18 +178,18 @@ def test_a_push_that_was_not_finished_is_forgotten():
     engine = InProcess(Fused())
     _, manifest, flats = made(factor=5.0)
     engine.begin_weight_update(manifest.to_json(), "lost")
-    engine.receive_weight_bucket("lost", 0, [handle_of(flats[0])], None)
+    engine.receive_weight_buckets("lost", {0: [handle_of(flats[0])]})
     tensors, manifest, flats = made()
     answer = engine.push(manifest, flats, "p")
     assert answer["buckets"] == digests(manifest, flats)
     assert_holds(engine.models[0], tensors)
 
 
-@pytest.mark.parametrize("verb", ["receive_weight_bucket", "acknowledge_weight_update", "commit_weight_update"])
+@pytest.mark.parametrize("verb", ["receive_weight_buckets", "acknowledge_weight_update", "commit_weight_update"])
 def test_another_push_is_refused_by_name(verb):
     engine = InProcess(Fused())
     _, manifest, flats = made()
-    arguments = {"receive_weight_bucket": (0, [handle_of(flats[0])], None), "commit_weight_update": ("1",)}
+    arguments = {"receive_weight_buckets": ({0: [handle_of(flats[0])]},), "commit_weight_update": ("1",)}
     with pytest.raises(WeightSyncError, match="engine 0 is asked about push b; none was begun"):
         getattr(engine, verb)("b", *arguments.get(verb, ()))
     engine.begin_weight_update(manifest.to_json(), "a")
@@ -235,7 +235,7 @@ def test_the_ack_is_void_when_a_bucket_comes_after_it():
     engine = InProcess(Fused())
     _, manifest, flats = made()
     engine.push(manifest, flats, "p")
-    engine.receive_weight_bucket("p", 0, [handle_of(flats[0])], None)
+    engine.receive_weight_buckets("p", {0: [handle_of(flats[0])]})
     with pytest.raises(WeightSyncError, match="will not serve push p"):
         engine.commit_weight_update("p", "7")
 
@@ -301,7 +301,7 @@ def test_buckets_arrive_over_a_group(monkeypatch):
     joined.join(20)
     engine.begin_weight_update(manifest.to_json(), "p")
     for index, flat in enumerate(flats):
-        taken = threading.Thread(target=engine.receive_weight_bucket, args=("p", index, None, "g"))
+        taken = threading.Thread(target=engine.receive_weight_bucket, args=("p", index, "g"))
         taken.start()
         channel.broadcast(flat)
         taken.join(20)
@@ -311,7 +311,7 @@ def test_buckets_arrive_over_a_group(monkeypatch):
     engine.leave_weight_group("g")
     engine.leave_weight_group("g")
     channel.leave()
-    engine.receive_weight_bucket("p", 0, None, "g")
+    engine.receive_weight_bucket("p", 0, "g")
     assert "in no weight group 'g'" in engine.acknowledge_weight_update("p")["problems"][0]
 
 
@@ -334,7 +334,7 @@ def test_ranks_that_disagree_are_a_problem(monkeypatch):
     engine.begin_weight_update(manifest.to_json(), "p")
     monkeypatch.setattr(weight_receiver, "gather_over_ranks", two_ranks)
     for index, flat in enumerate(flats):
-        engine.receive_weight_bucket("p", index, [handle_of(flat)], None)
+        engine.receive_weight_buckets("p", {index: [handle_of(flat)]})
     problems = engine.acknowledge_weight_update("p")["problems"]
     assert problems == ["rank 1: o: wrong", "rank 1 has received other bytes than rank 0"]
 
