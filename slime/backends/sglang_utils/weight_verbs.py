@@ -72,18 +72,18 @@ class WeightVerbs(EngineVerbs):
         self._num_buckets = len(json.loads(manifest_json)["buckets"])
         manifest_key = hashlib.sha256(manifest_json.encode()).hexdigest()
         if self._known_manifest == manifest_key:
-            report = self._ask("begin_weight_update", push_id, manifest_key=manifest_key)
+            report = self._ask_loader("begin_weight_update", push_id, manifest_key=manifest_key)
             if not report["needs_manifest"]:
                 return self._refuse_problems(report, "cannot take this push")
         text = base64.b64encode(zlib.compress(manifest_json.encode(), 1)).decode("ascii")
-        report = self._ask("begin_weight_update", push_id, manifest_key=manifest_key, manifest=text)
+        report = self._ask_loader("begin_weight_update", push_id, manifest_key=manifest_key, manifest=text)
         self._refuse_problems(report, "cannot take this push")
         self._known_manifest = manifest_key
 
     def receive_weight_bucket(self, push_id: str, bucket_index: int, group_name: str) -> None:
         self._require_push(push_id)
         self._acknowledged = None
-        self._send("receive_weight_bucket", push_id, bucket_index=bucket_index, group_name=group_name)
+        self._send_to_loader("receive_weight_bucket", push_id, bucket_index=bucket_index, group_name=group_name)
 
     def receive_weight_buckets(self, push_id: str, payloads: Mapping[int, Sequence[str]]) -> None:
         self._require_push(push_id)
@@ -93,20 +93,20 @@ class WeightVerbs(EngineVerbs):
             handles = [(index, handles[gpu]) for index, handles in payloads.items()]
             start = gpu % len(handles)
             by_gpu.append({"payload": handles[start:] + handles[:start]})
-        self._send("receive_weight_buckets", push_id, by_gpu=by_gpu)
+        self._send_to_loader("receive_weight_buckets", push_id, by_gpu=by_gpu)
 
     def receive_weight_folder(self, push_id: str, folder: str) -> None:
         self._require_push(push_id)
         self._acknowledged = None
         if self.node_rank == 0:
             for index in range(self._num_buckets):
-                self._send("receive_weight_folder", push_id, bucket_index=index, folder=folder)
+                self._send_to_loader("receive_weight_folder", push_id, bucket_index=index, folder=folder)
 
     def acknowledge_weight_update(self, push_id: str) -> dict[str, Any]:
         self._require_push(push_id)
         if self.node_rank != 0:
             return {"push_id": push_id, "buckets": [], "problems": []}
-        report = self._ask("acknowledge_weight_update", push_id)
+        report = self._ask_loader("acknowledge_weight_update", push_id)
         if report["push_id"] != push_id:
             raise WeightSyncError(
                 f"engine {self.rank} was asked about push {push_id}, but its loader knows {report['push_id']!r}; "
@@ -139,14 +139,14 @@ class WeightVerbs(EngineVerbs):
             "world_size": world_size,
             "backend": backend,
         }
-        report = self._ask("join_weight_group", None, group_name=group_name, group=group)
+        report = self._ask_loader("join_weight_group", None, group_name=group_name, group=group)
         self._refuse_problems(report, f"could not join the weight group {group_name}")
 
     def leave_weight_group(self, group_name: str) -> None:
         if self.node_rank == 0:
-            self._ask("leave_weight_group", None, group_name=group_name)
+            self._ask_loader("leave_weight_group", None, group_name=group_name)
 
-    def _send(
+    def _send_to_loader(
         self, verb: str, push_id: str | None, *, by_gpu: Sequence[Mapping[str, Any]] | None = None, **content: Any
     ) -> None:
         """Send a message to the loader on every rank, with what each is told beside it in ``by_gpu``."""
@@ -158,9 +158,9 @@ class WeightVerbs(EngineVerbs):
         request = {"serialized_named_tensors": texts, "flush_cache": False, "load_format": RECEIVER}
         self._update("/update_weights_from_tensor", request)
 
-    def _ask(self, verb: str, push_id: str | None, **content: Any) -> dict[str, Any]:
+    def _ask_loader(self, verb: str, push_id: str | None, **content: Any) -> dict[str, Any]:
         """Send a message, and return the engine's state after it."""
-        self._send(verb, push_id, **content)
+        self._send_to_loader(verb, push_id, **content)
         answer = self._request(
             "POST", "/get_weights_by_name", {"name": PUSH_REPORT}, timeout_s=self.args.weight_update_timeout_s
         )

@@ -169,7 +169,7 @@ def test_each_gpu_of_an_engine_begins_with_another_bucket(monkeypatch):
     engine = InProcess(Fused())
     engine._tp_size, engine._push_id = 3, "p"
     told = []
-    monkeypatch.setattr(engine, "_send", lambda verb, push_id, *, by_gpu: told.extend(by_gpu))
+    monkeypatch.setattr(engine, "_send_to_loader", lambda verb, push_id, *, by_gpu: told.extend(by_gpu))
     engine.receive_weight_buckets("p", {4: ["4a", "4b", "4c"], 5: ["5a", "5b", "5c"]})
     assert [gpu["payload"] for gpu in told] == [[(4, "4a"), (5, "5a")], [(5, "5b"), (4, "4b")], [(4, "4c"), (5, "5c")]]
 
