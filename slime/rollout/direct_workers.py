@@ -18,7 +18,8 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -136,6 +137,15 @@ class WorkerPicker(metaclass=SingletonMeta):
             return self._least_loaded(urls) if self._is_overloaded(home, urls) else home
         return self._least_loaded(urls)
 
+    @contextmanager
+    def counted(self, url: str) -> Iterator[None]:
+        """Count a request to ``url`` while it is in flight."""
+        self.in_flight[url] += 1
+        try:
+            yield
+        finally:
+            self.in_flight[url] -= 1
+
     def _least_loaded(self, urls: list[str]) -> str:
         return min(urls, key=lambda url: self.in_flight[url])
 
@@ -189,19 +199,17 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, rout
             last_error = EngineError("The router lists no worker.")
             continue
         url = picker.choose(fresh, routing_key, prefix)
-        picker.in_flight[url] += 1
         try:
-            return await post(
-                f"{url}/generate", payload, max_retries=_POST_RETRIES_PER_WORKER, decode=decode_generate_answer
-            )
+            with picker.counted(url):
+                return await post(
+                    f"{url}/generate", payload, max_retries=_POST_RETRIES_PER_WORKER, decode=decode_generate_answer
+                )
         except ProcessError as error:
             if isinstance(error, HttpStatusError) and error.status not in RETRIED_STATUSES:
                 raise  # the request is at fault, and would be everywhere
             logger.warning("Worker %s failed (%s); trying another.", url, error)
             failed.append(url)
             last_error = error
-        finally:
-            picker.in_flight[url] -= 1
     raise EngineError(
         f"No worker answered in {attempts} attempts (tried {sorted(set(failed)) or 'none'}); last: {last_error}. "
         "Look at the logs of the engines."

@@ -46,11 +46,7 @@ def mask_earlier_tokens(context: RolloutContext, entry: Entry) -> None:
 async def run_execution(
     context: RolloutContext, entry: Entry, sampling_params: dict[str, Any], *, evaluation: bool
 ) -> Entry:
-    """Generate and reward one execution: a Sample, or the list of Samples that a custom generate function makes of it.
-
-    An entry that is answered already is not generated again; an aborted one comes back without a reward.  With
-    ``--group-rm`` rewards are left to ``run_group``.
-    """
+    """Generate and reward one execution, unless it is answered already."""
     mask_earlier_tokens(context, entry)
     if isinstance(entry, list) or entry.status in _ANSWERED:
         return await _reward(context, entry)
@@ -137,11 +133,7 @@ async def assign_rewards(context: RolloutContext, samples: list[Sample]) -> None
 async def run_group(
     context: RolloutContext, group: Group, sampling_params: dict[str, Any], *, evaluation: bool
 ) -> Group:
-    """Run all executions of one prompt at once; they are rewarded together with ``--group-rm``.
-
-    A group whose samples are all finished (kept surplus of an earlier rollout) sends no request and keeps its masks.
-    When the rollout is aborted, what is unfinished comes back as it stands.
-    """
+    """Run all executions of one prompt at once, unless they are finished already."""
     state = context.state()
     is_graded_whole = context.config.group_rm
     if state.aborted:

@@ -148,22 +148,15 @@ def _cut_off(output: dict[str, Any]) -> dict[str, Any]:
 
 async def _events(config: RolloutConfig, sample: Sample, payload: dict[str, Any]) -> AsyncIterator[bytes]:
     """Yield the events of the request, through the router, or from a worker when the router would lose a field."""
-    if router_would_drop(payload):
-        picker = WorkerPicker(config)
-        urls = await picker.urls()
-        if not urls:
-            raise EngineError("The router lists no worker.")
-        url = picker.choose(urls, sample.session_id)
-        picker.in_flight[url] += 1
-        try:
-            async with contextlib.aclosing(post_for_events(f"{url}/generate", payload)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            picker.in_flight[url] -= 1
-        return
-    headers = config.routing_headers(sample.session_id)
-    url = f"{config.router_url}/generate"
-    async with contextlib.aclosing(post_for_events(url, payload, headers)) as events:
-        async for event in events:
-            yield event
+    with contextlib.ExitStack() as stack:
+        address, headers = config.router_url, config.routing_headers(sample.session_id)
+        if router_would_drop(payload):
+            picker = WorkerPicker(config)
+            urls = await picker.urls()
+            if not urls:
+                raise EngineError("The router lists no worker.")
+            address, headers = picker.choose(urls, sample.session_id), {}
+            stack.enter_context(picker.counted(address))
+        async with contextlib.aclosing(post_for_events(f"{address}/generate", payload, headers)) as events:
+            async for event in events:
+                yield event

@@ -59,7 +59,7 @@ def _spare_the_collector(num_requests: int) -> None:
 
 
 class RequestState(metaclass=SingletonMeta):
-    """What all requests of a process share; ``GenerateState`` of ``slime.rollout.sglang_rollout`` is one.
+    """State that all requests of a process share; ``GenerateState`` of ``slime.rollout.sglang_rollout`` is one.
 
     The arguments of the first construction count, later ones are ignored.
     """
