@@ -24,8 +24,7 @@ from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, trai
 from slime.ray.rollout_logging import log_eval, log_rollout
 from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.context import RunState, use_run
-from slime.rollout.ledger.journal import NoJournal
+from slime.rollout.context import NoJournal, RunState, use_run
 from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client

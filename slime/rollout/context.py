@@ -11,8 +11,33 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.rollout.config import RolloutConfig, rollout_config
-from slime.rollout.ledger.journal import NoJournal
 from slime.rollout.staleness import StalenessBound
+
+
+class GroupJournal(Protocol):
+    """Record of what becomes of groups; the journal of the ledger is one."""
+
+    def record_response(self, sample: Any, entry: Any) -> None:
+        """Record that the generate function made ``entry`` of ``sample``; hooks and reward are still to come."""
+
+    def record_finished(self, group: list[Any]) -> None:
+        """Record a group of which every execution is answered and rewarded."""
+
+    def record_filtered(self, group: list[Any], reason: str | None) -> None:
+        """Record that a group is not trained, and why."""
+
+
+class NoJournal:
+    """The journal of a run that keeps none."""
+
+    def record_response(self, sample: Any, entry: Any) -> None:
+        """Do nothing."""
+
+    def record_finished(self, group: list[Any]) -> None:
+        """Do nothing."""
+
+    def record_filtered(self, group: list[Any], reason: str | None) -> None:
+        """Do nothing."""
 
 
 class EntryPoints(Protocol):
@@ -32,8 +57,7 @@ class EntryPoints(Protocol):
 class RunState:
     """State that outlives a rollout: its number, the journal, and the count of weight versions."""
 
-    journal: NoJournal = field(default_factory=NoJournal)
-    """Record of what becomes of groups."""
+    journal: GroupJournal = field(default_factory=NoJournal)
     rollout_id: int | None = None
     """The rollout in progress; None before the first."""
     first_rollout_id: int | None = None
@@ -66,7 +90,7 @@ class RolloutContext:
     run: RunState
 
     @property
-    def journal(self) -> NoJournal:
+    def journal(self) -> GroupJournal:
         """The journal of the run."""
         return self.run.journal
 

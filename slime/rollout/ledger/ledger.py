@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.context import GroupJournal, NoJournal
 from slime.rollout.data_source import groups_from_state, groups_to_state
-from slime.rollout.ledger.journal import Issued, Journal, NoJournal, config_fingerprint, user_code
+from slime.rollout.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.rollout.ledger.records import Kind, segment_number
 from slime.rollout.ledger.recovery import Recovery, SourceRecorder
 from slime.rollout.ledger.segments import compact, read_folder
@@ -63,7 +64,7 @@ class NoLedger:
 
     def __init__(self, source: Any) -> None:
         self.data_source = source
-        self.journal: NoJournal = NoJournal()
+        self.journal: GroupJournal = NoJournal()
 
     def start(self, start_rollout_id: int) -> None:
         """Do nothing."""

@@ -16,14 +16,13 @@ from slime.rollout.base_types import Group
 from slime.rollout.config import rollout_config
 from slime.rollout.context import RolloutContext, RunState
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.ledger.journal import NoJournal
 from slime.rollout.pool import DROPS_BEFORE_WARNING, MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
 from slime.rollout.waiting import LongWait
 from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.types import Sample
 
 
-class Recorder(NoJournal):
+class Recorder:
     """A journal that tests read."""
 
     def __init__(self) -> None:
