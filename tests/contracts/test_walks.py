@@ -25,6 +25,8 @@ def test_the_three_walks_name_their_steps():
 def test_a_step_of_a_walk_exists(path, name):
     node = tree_of(REPO / path)
     for part in name.split("."):
-        found = [child for child in ast.iter_child_nodes(node) if isinstance(child, DEFINITIONS) and child.name == part]
+        found = [
+            child for child in ast.iter_child_nodes(node) if isinstance(child, DEFINITIONS) and child.name == part
+        ]
         assert found, f"{path} has no {name}"
         node = found[0]
