@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:
-    """The command line as a complete, checked Namespace.
+    """Return the command line as a complete, checked Namespace.
 
     Args:
         add_custom_arguments: gets the parser, to add a driver's own flags.
@@ -68,7 +68,7 @@ def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[
 
 
 def parse_flags(argv: Sequence[str], add_custom_arguments: AddArguments | None = None) -> Namespace:
-    """The flags as they were given, nothing derived or checked yet."""
+    """Return the flags as they were given, nothing derived or checked yet."""
     idle = engine_flags_are_idle(argv)
     words, left_out = split_engine_flags(argv) if idle else (list(argv), [])
     parser = build_parser(with_engine_flags=not idle, add_custom_arguments=add_custom_arguments)
@@ -95,7 +95,7 @@ def slime_validate_args(args: Namespace) -> None:
 
 
 def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = None) -> AddArguments:
-    """A function that adds slime's own flags, then the caller's, to a parser and returns it."""
+    """Return a function that adds slime's own flags, then the caller's, to a parser and returns it."""
 
     def provider(parser: ArgumentParser) -> ArgumentParser:
         add_slime_arguments(parser)
@@ -140,7 +140,7 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
 
 
 def args_to_resume(args: Namespace, *, weight_version: int, is_saved: bool) -> Namespace:
-    """What a trainer gets that takes the place of one of the same run (``--release-train``).
+    """Return the args of a trainer that takes the place of one of the same run (``--release-train``).
 
     Args:
         args: of the run; they stay as they are.

@@ -63,7 +63,7 @@ _SCHEDULE = (
 
 
 def critic_flags(args: Namespace) -> Namespace:
-    """The critic's flags, nothing derived yet; to be called before the actor's overrides are set on ``args``.
+    """Return the critic's flags, nothing derived yet; call it before the actor's overrides are set on ``args``.
 
     Raises:
         ConfigError: the file of ``--megatron-config-path`` is wrong.
@@ -106,7 +106,7 @@ def resolve_critic(critic: Namespace, args: Namespace) -> None:
 
 
 def finish_critic(critic: Namespace) -> None:
-    """The last of it, after Megatron's own checks."""
+    """Set what a critic is after Megatron's own checks."""
     _always(critic, ALWAYS_OF_ITS_MODEL)
 
 
@@ -148,7 +148,7 @@ def _start_from_weights(critic: Namespace, folder: str, step: int | None) -> Non
 
 
 def iteration_of(args: Namespace) -> int | None:
-    """The iteration that an actor with these args resumes from; None where the folder does not say."""
+    """Return the iteration that an actor with these args resumes from; None where the folder does not say."""
     if args.ckpt_step is not None:
         return args.ckpt_step
     path = Path(args.load)
@@ -160,7 +160,7 @@ def iteration_of(args: Namespace) -> int | None:
 
 
 def check_critic_flags(args: Namespace) -> Iterator[str]:
-    """One message for each thing that cannot work."""
+    """Yield one message for each setting of the critic that cannot work."""
     if not args.use_critic and args.num_critic_only_steps:
         yield (
             f"--num-critic-only-steps is {args.num_critic_only_steps}, and --advantage-estimator "
@@ -197,7 +197,7 @@ def check_critic_flags(args: Namespace) -> Iterator[str]:
 
 
 def check_critic_layout(args: Namespace) -> None:
-    """Actor and critic must share the work alike, whatever tensor and pipeline parallelism each has.
+    """Refuse layouts in which actor and critic would not share the work alike.
 
     Raises:
         ConfigError: the critic's ranks would not train on the samples that the actor's need values of.
@@ -217,7 +217,7 @@ def check_critic_layout(args: Namespace) -> None:
 
 
 def check_critic_files(args: Namespace) -> None:
-    """The critic's starting point must be there.
+    """Refuse a critic whose starting point is not there.
 
     Raises:
         ConfigError: it is not; with what to do for a run that had no critic so far.

@@ -93,7 +93,7 @@ def check_rollout_functions(args: Namespace) -> Iterator[str]:
 
 
 def check_run(args: Namespace) -> Iterator[str]:
-    """One message for each thing that makes the run pointless, or that it would stumble over later."""
+    """Yield one message for each thing that makes the run pointless, or that would stop it later."""
     yield from _signal(args)
     yield from _supervised(args)
     yield from _context(args)
@@ -106,7 +106,7 @@ def check_run(args: Namespace) -> Iterator[str]:
 
 
 def check_async_arguments(args: Namespace) -> None:
-    """What only ``train_async.py``, which generates while it trains, cannot do.
+    """Refuse what only ``train_async.py``, which generates while it trains, cannot do.
 
     Raises:
         ConfigError: names the flags.
@@ -124,7 +124,7 @@ def check_async_arguments(args: Namespace) -> None:
 
 
 def check_in_step_arguments(args: Namespace) -> None:
-    """What ``train.py``, whose rollouts are drawn by the weights that then train on them, cannot do.
+    """Refuse what ``train.py``, whose rollouts are drawn by the weights that train on them, cannot do.
 
     Raises:
         ConfigError: names the flag.
@@ -137,7 +137,7 @@ def check_in_step_arguments(args: Namespace) -> None:
 
 
 def _signal(args: Namespace) -> Iterator[str]:
-    """A group of one, measured against itself, teaches nothing."""
+    """Refuse groups of one: measured against itself, a sample teaches nothing."""
     if args.debug_rollout_only or args.n_samples_per_prompt > 1 or args.loss_type != "policy_loss":
         return
     plug_ins = (
@@ -171,7 +171,7 @@ def _supervised(args: Namespace) -> Iterator[str]:
 
 
 def _context(args: Namespace) -> Iterator[str]:
-    """SGLang refuses a request whose prompt and longest answer do not fit its context together."""
+    """Refuse answers that leave no room for a prompt in the engines' context."""
     context = backend_flags(args).sglang_context_length
     if context is None:
         return
@@ -187,7 +187,7 @@ def _context(args: Namespace) -> Iterator[str]:
 
 
 def _shared_engines(args: Namespace) -> Iterator[str]:
-    """A colocated engine lies on the trainer's GPUs or beside them, not on both."""
+    """Refuse a colocated engine that lies partly on the trainer's GPUs and partly beside them."""
     if not args.colocate or args.rollout_external or not args.rollout_num_gpus:
         return
     trainer, engine = args.actor_num_nodes * args.actor_num_gpus_per_node, args.rollout_num_gpus_per_engine

@@ -67,7 +67,7 @@ def check_hooks(args: Namespace, side: Literal["rollout", "trainer"]) -> None:
 
 
 def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
-    """Every (hook, import path, where it was named) of ``args``, those of eval data sets included."""
+    """Yield every (hook, import path, where it was named) of ``args``, those of eval data sets included."""
     for hook in HOOKS:
         value = getattr(args, hook.dest)
         for path in [value] if isinstance(value, str) else value or []:
@@ -129,7 +129,7 @@ def check_source(hook: Hook, path: str, where: str) -> None:
 
 
 def split_path(path: str, where: str) -> tuple[str, str]:
-    """The module and the attribute of an import path.
+    """Return the module and the attribute of an import path.
 
     Raises:
         HookError: it has no dot, or is written as a file or with a colon.
@@ -162,7 +162,7 @@ def check_signature(hook: Hook, path: str, where: str, signature: inspect.Signat
 
 
 def call_of(hook: Hook, signature: inspect.Signature) -> tuple[list[str], list[str]]:
-    """What is passed to a plug-in with ``signature``: names by position, names by keyword."""
+    """Return what is passed to a plug-in with ``signature``: names by position, names by keyword."""
     contract = list(inspect.signature(hook.protocol.__call__).parameters.values())[1:]
     positional = [p.name for p in contract if p.kind is inspect.Parameter.POSITIONAL_ONLY]
     keywords = [
@@ -175,7 +175,7 @@ def call_of(hook: Hook, signature: inspect.Signature) -> tuple[list[str], list[s
 
 
 def signature_of(arguments: ast.arguments) -> inspect.Signature:
-    """The signature of a function that was only parsed; defaults are None, annotations are dropped."""
+    """Return the signature of a function that was only parsed; defaults are None, annotations are dropped."""
     kinds = inspect.Parameter
     positional = [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
@@ -226,7 +226,7 @@ def _must_not_be_async(hook: Hook, path: str, where: str) -> str:
 
 
 def _source_of(module_name: str, path: str, where: str) -> str | None:
-    """The module's source; None when it has none to read (a compiled module)."""
+    """Return the module's source; None when it has none to read (a compiled module)."""
     try:
         spec = importlib.util.find_spec(module_name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -242,7 +242,7 @@ def _source_of(module_name: str, path: str, where: str) -> str | None:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Every (name, statement that binds it) of a module, inside ``if``, ``try`` and ``with`` too."""
+    """Yield every (name, statement that binds it) of a module, inside ``if``, ``try`` and ``with`` too."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node

@@ -38,7 +38,7 @@ IGNORED = ("num_nodes", "num_gpus_per_node")
 
 
 def load_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
-    """The mapping at the top of a YAML file.
+    """Return the mapping at the top of a YAML file.
 
     Raises:
         ConfigError: the file of ``flag`` is missing, is not YAML (with the line), or holds something else.
@@ -76,7 +76,7 @@ def apply_overlay(args: Namespace) -> None:
 
 
 def _advise_spelling(args: Namespace, name: str, *, source: str) -> None:
-    """Say so when a key is no flag's and looks like one; it may still be a plug-in's own."""
+    """Log a key that is no flag's and looks like one; it may still be a plug-in's own."""
     similar = [] if hasattr(args, name) else difflib.get_close_matches(name, vars(args), n=1, cutoff=0.85)
     if similar:
         logger.warning(
@@ -95,7 +95,7 @@ def _choices_by_attribute() -> dict[str, Collection[Any]]:
 
 
 def _checked(choices: Mapping[str, Collection[Any]], args: Namespace, name: str, value: Any, source: str) -> Any:
-    """``value`` in the type of the flag it overrides; refused when the flag has choices and it is none of them."""
+    """Return ``value`` in the type of the flag it overrides; refuse what is none of the flag's choices."""
     value = as_type_of(vars(args).get(name), value, source=source)
     allowed = choices.get(name)
     chosen = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
@@ -105,7 +105,7 @@ def _checked(choices: Mapping[str, Collection[Any]], args: Namespace, name: str,
 
 
 def as_type_of(current: Any, value: Any, *, source: str) -> Any:
-    """``value``, turned into the numeric type of ``current`` when it is a text and ``current`` a number.
+    """Return ``value``, turned into the numeric type of ``current`` when it is a text and ``current`` a number.
 
     Raises:
         ConfigError: the text is no such number; ``source`` says where it stands.
@@ -120,7 +120,7 @@ def as_type_of(current: Any, value: Any, *, source: str) -> Any:
 
 
 def load_role_overrides(path: str) -> dict[str, dict[str, Any]]:
-    """Role -> attributes to override, as the file says.
+    """Return role -> attributes to override, as the file says.
 
     Raises:
         ConfigError: the file is missing or malformed, or names a role that does not exist, or one twice.

@@ -97,7 +97,7 @@ def add_slime_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build_parser(*, with_engine_flags: bool, add_custom_arguments: AddArguments | None = None) -> Parser:
-    """The merged parser: slime's flags, Megatron's, SGLang's (when asked for), and the caller's own."""
+    """Return the merged parser: slime's flags, Megatron's, SGLang's (when asked for), and the caller's own."""
     # The flag files of the two backends need their libraries; everything else of this package does without.
     from slime.backends.megatron_utils.arguments import add_megatron_arguments
 
@@ -125,13 +125,13 @@ def reset_arg(parser: argparse.ArgumentParser, name: str, **kwargs: Any) -> None
 
 
 def engine_flags_are_idle(argv: Sequence[str]) -> bool:
-    """True when the command starts no engine, so that the engines' flags need not be understood."""
+    """Return True when the command starts no engine, so that the engines' flags need not be understood."""
     names = {token.split("=", 1)[0] for token in argv}
     return bool(names & {"--debug-train-only", "--load-debug-rollout-data"})
 
 
 def split_engine_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``argv`` without the engines' flags and their values, and the names of the flags left out."""
+    """Return ``argv`` without the engines' flags and their values, and the names of those flags."""
     kept: list[str] = []
     left_out: list[str] = []
     skipping = False
@@ -147,12 +147,12 @@ def split_engine_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def is_flag(token: str) -> bool:
-    """True for ``--name`` and ``-n``, false for values, negative numbers included."""
+    """Return True for ``--name`` and ``-n``, False for values, negative numbers included."""
     return bool(re.match(r"--?[A-Za-z]", token))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like ``name``, the best first; none when nothing is like it."""
+    """Return the known names most like ``name``, the best first; none when nothing is like it."""
     candidates = [option for option in known if option.startswith("--")]
     name = name.replace("_", "-").lower()
     # An engine's flag without the prefix is the likeliest slip of all.
@@ -188,7 +188,7 @@ def note_repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 
 
 def _values_by_flag(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Flag -> the values of each time that it is given; without flags whose values add up."""
+    """Return flag -> the values of each time that it is given; without flags whose values add up."""
     found: dict[str, list[tuple[str, ...]]] = {}
     for flag, values in _groups(argv):
         action = parser._option_string_actions.get(flag)
@@ -200,7 +200,7 @@ def _values_by_flag(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dic
 
 
 def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with the words up to the next one."""
+    """Yield each flag with the words up to the next one."""
     flag: str | None = None
     values: list[str] = []
     for token in argv:
@@ -239,7 +239,7 @@ def _dashed_line(token: str, known: Iterable[str]) -> str:
 
 
 def _stray_values(argv: Sequence[str], leftover: Sequence[str], unknown: set[str]) -> list[tuple[str, str]]:
-    """Pairs of (flag before it, value) for leftover values that do not follow an unknown flag."""
+    """Return pairs of (flag before it, value) for leftover values that do not follow an unknown flag."""
     strays = Counter(token for token in leftover if not is_flag(token) and token not in unknown)
     followed: list[tuple[str, str]] = []
     flag = "the command"

@@ -70,7 +70,7 @@ def _check_model(args: Namespace) -> None:
 
 
 def _may_have_chat_template(folder: Path) -> bool:
-    """False when the tokenizer's settings are there and say nothing of a template."""
+    """Return False when the tokenizer's settings are there and say nothing of a template."""
     if any(folder.glob("chat_template*")) or any(folder.glob("additional_chat_templates/*")):
         return True
     settings = folder / "tokenizer_config.json"
@@ -84,7 +84,7 @@ def _may_have_chat_template(folder: Path) -> bool:
 
 
 def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
-    """Without a stretched rotary embedding the model has as many positions as its config says."""
+    """Refuse answers longer than the model's positions, unless its rotary embedding is stretched."""
     text = {**config, **(config.get("text_config") or {})}
     positions = text.get("max_position_embeddings")
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -105,7 +105,7 @@ def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
 
 
 def _check_packages(args: Namespace) -> None:
-    """What the flags ask for and this environment does not have."""
+    """Refuse flags whose package this environment does not have."""
     for flag, package, wanted in (
         ("--use-wandb", "wandb", args.use_wandb and args.wandb_mode != "disabled"),
         ("--use-tensorboard", "tensorboard", args.use_tensorboard),
@@ -162,7 +162,7 @@ def _check_starting_point(args: Namespace) -> None:
 
 
 def _check_format(folder: str, flag: str) -> None:
-    """The trainer reads unquantized weights, and those of the formats that it can turn back."""
+    """Refuse quantized weights of a format that the trainer cannot turn back."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("quantization_config")
     try:
         read_format(config)
@@ -228,7 +228,7 @@ def _check_prompts(args: Namespace) -> None:
 
 
 def _check_epochs(args: Namespace, num_rows: int) -> None:
-    """``--num-epoch`` gives at least one rollout, and more steps than the warm-up of the learning rate."""
+    """Check that ``--num-epoch`` gives a rollout at least, and more steps than the learning rate's warm-up."""
     rollouts = num_rows // args.rollout_batch_size * args.num_epoch
     if rollouts == 0:
         raise ConfigError(
@@ -248,7 +248,7 @@ def _check_epochs(args: Namespace, num_rows: int) -> None:
 
 
 def _check_first_row(args: Namespace) -> None:
-    """What the rollout and the grader will make of a row; the first one stands for all."""
+    """Check what the rollout and the grader will make of a row; the first one stands for all."""
     from slime.rollout.prompt_dataset import read_rows
     from slime.rollout.prompt_template import parse_metadata
 

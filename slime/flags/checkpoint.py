@@ -104,12 +104,12 @@ class CheckpointFolder:
 
 
 def has_finished_save(folder: str | None) -> bool:
-    """True when a Megatron save was completed in ``folder``."""
+    """Return True when a Megatron save was completed in ``folder``."""
     return folder is not None and ((Path(folder) / TRACKER).is_file() or is_iteration_folder(folder))
 
 
 def is_release(folder: str | None) -> bool:
-    """True when ``folder`` holds a converted model, which no run has trained yet."""
+    """Return True when ``folder`` holds a converted model, which no run has trained yet."""
     if folder is None:
         return False
     tracker = Path(folder) / TRACKER
@@ -117,17 +117,17 @@ def is_release(folder: str | None) -> bool:
 
 
 def is_iteration_folder(folder: str) -> bool:
-    """True for the folder of one save, as in ``.../iter_0000020``."""
+    """Return True for the folder of one save, as in ``.../iter_0000020``."""
     return re.fullmatch(r"iter_\d{7}", Path(folder).name) is not None and Path(folder).is_dir()
 
 
 def is_huggingface_folder(folder: str | None) -> bool:
-    """True when ``folder`` holds a Hugging Face model."""
+    """Return True when ``folder`` holds a Hugging Face model."""
     return folder is not None and (Path(folder) / "config.json").is_file()
 
 
 def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> CheckpointFolder:
-    """What ``folder`` holds.
+    """Return what ``folder`` holds.
 
     Args:
         folder: the value of ``flag``.
@@ -168,7 +168,7 @@ def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> Check
 
 
 def read_tracker(file: Path, flag: str) -> int | Literal["release"]:
-    """The iteration that a tracker file names.
+    """Return the iteration that a tracker file names.
 
     Raises:
         ConfigError: it holds neither a number nor the word release.
@@ -182,7 +182,7 @@ def read_tracker(file: Path, flag: str) -> int | Literal["release"]:
 
 
 def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) -> dict[str, Any]:
-    """The config of a Hugging Face folder whose files are all there.
+    """Return the config of a Hugging Face folder whose files are all there.
 
     Args:
         folder: the value of ``flag``.
@@ -235,7 +235,7 @@ def _check_weight_files(path: Path, flag: str) -> None:
 
 
 def _check_fetched(files: Iterable[Path], flag: str) -> None:
-    """A clone without git-lfs has a note of three lines in the place of each large file."""
+    """Refuse the notes of three lines that a clone without git-lfs has in the place of large files."""
     for file in files:
         with file.open("rb") as content:
             is_note = content.read(len(LFS_NOTE)) == LFS_NOTE

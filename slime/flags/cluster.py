@@ -158,7 +158,7 @@ def derive_cluster(args: Namespace) -> None:
 
 
 def _offload_shorthand(args: Namespace) -> None:
-    """--offload stands for both sides, and is gone afterwards."""
+    """Set both sides for --offload, and remove it."""
     if args.offload:
         args.offload_train = True
         args.offload_rollout = True
@@ -166,7 +166,7 @@ def _offload_shorthand(args: Namespace) -> None:
 
 
 def _rollout_only_cluster(args: Namespace) -> None:
-    """Without a trainer its GPUs are the engines'; nothing is shared, nothing takes turns."""
+    """Give the trainer's GPUs to the engines where nothing trains; nothing is shared or offloaded."""
     if not args.debug_rollout_only:
         return
     if args.colocate and args.rollout_num_gpus is None and not args.rollout_external:
@@ -182,7 +182,7 @@ def _rollout_only_cluster(args: Namespace) -> None:
 
 
 def _train_only_cluster(args: Namespace) -> None:
-    """Without engines there is nothing to take turns with."""
+    """Offload nothing to make room for engines where there are none."""
     if args.debug_train_only:
         args.rollout_num_gpus = 0 if args.rollout_num_gpus is None else args.rollout_num_gpus
         args.offload_train = bool(args.offload_train)
@@ -190,7 +190,7 @@ def _train_only_cluster(args: Namespace) -> None:
 
 
 def _colocation(args: Namespace) -> None:
-    """Shared GPUs are handed over by offloading; separate GPUs need none of it."""
+    """Offload where GPUs are shared; separate GPUs need none of it."""
     if args.colocate:
         if args.release_train:
             args.offload_train = False

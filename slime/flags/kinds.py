@@ -12,7 +12,7 @@ from slime.algorithms.registry import Registry
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A flag's text as a JSON object, for example ``{"enable_thinking": false}``."""
+    """Return a flag's text as a JSON object, for example ``{"enable_thinking": false}``."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -25,7 +25,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def number_in(low: float, high: float, *, low_open: bool = False) -> Callable[[str], float]:
-    """A float type whose values lie in ``[low, high]``, or ``(low, high]`` when ``low_open``."""
+    """Return a float type whose values lie in ``[low, high]``, or ``(low, high]`` when ``low_open``."""
 
     def number(text: str) -> float:
         value = _number(text)
@@ -38,7 +38,7 @@ def number_in(low: float, high: float, *, low_open: bool = False) -> Callable[[s
 
 
 def _whole(text: str) -> int:
-    """The number that ``text`` is; argparse's own message would name our function in place of what is allowed."""
+    """Return the number that ``text`` is; argparse's own message would name our function, not what is allowed."""
     try:
         return int(text)
     except ValueError:
@@ -46,7 +46,7 @@ def _whole(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    """As :func:`_whole`, with a fraction or an exponent."""
+    """Return as :func:`_whole`, with a fraction or an exponent."""
     try:
         return float(text)
     except ValueError:
@@ -54,7 +54,7 @@ def _number(text: str) -> float:
 
 
 def positive_int(text: str) -> int:
-    """An integer of at least 1."""
+    """Return an integer of at least 1."""
     value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
@@ -62,7 +62,7 @@ def positive_int(text: str) -> int:
 
 
 def non_negative_int(text: str) -> int:
-    """An integer of at least 0."""
+    """Return an integer of at least 0."""
     value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative; it must be 0 or more")
@@ -70,7 +70,7 @@ def non_negative_int(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    """A number above 0."""
+    """Return a number above 0."""
     value = _number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -78,7 +78,7 @@ def positive_float(text: str) -> float:
 
 
 def non_negative_float(text: str) -> float:
-    """A finite number of at least 0."""
+    """Return a finite number of at least 0."""
     value = _number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
@@ -86,7 +86,7 @@ def non_negative_float(text: str) -> float:
 
 
 def top_k(text: str) -> int:
-    """How many tokens to draw from: at least 1, or -1 for all."""
+    """Return how many tokens to draw from: at least 1, or -1 for all."""
     value = _whole(text)
     if value < 1 and value != -1:
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens to draw from; give 1 or more, or -1 for all")

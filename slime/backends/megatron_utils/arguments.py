@@ -57,7 +57,7 @@ def validate_megatron_arguments(args: argparse.Namespace) -> None:
 
 
 def list_accepted_flags() -> dict[str, str]:
-    """Every option string of the trainer, with the config field it sets or the module that reads it."""
+    """Return every option string of the trainer, with the config field it sets or the module that reads it."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     fields: dict[str, list[str]] = {}

@@ -67,7 +67,7 @@ class _Prefixed:
         self._target, self._prefix, self._skip = target, prefix, skip
 
     def add_argument(self, *names: str, **kwargs: Any) -> None:
-        """``--x-y`` becomes ``--{prefix}-x-y``, its attribute ``{prefix}_x_y``."""
+        """Add ``--{prefix}-x-y`` for ``--x-y``, its attribute ``{prefix}_x_y``."""
         dest = kwargs.pop("dest", None) or names[0].lstrip("-").replace("-", "_")
         if dest in self._skip:
             return
@@ -76,12 +76,12 @@ class _Prefixed:
         self._target.add_argument(*flags, dest=f"{self._prefix}_{dest}", **kwargs)
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> _Prefixed:
-        """Groups are flattened into the one that this view writes to."""
+        """Return this view: groups are flattened into the one that it writes to."""
         return self
 
 
 def _escape_percent(text: str | None) -> str | None:
-    """argparse formats help texts with ``%``; SGLang's are plain sentences."""
+    """Return a help text for argparse, which formats with ``%``; SGLang's are plain sentences."""
     if text is None or text == argparse.SUPPRESS:
         return text
     return text.replace("%%", "%").replace("%(default)s", "\0").replace("%", "%%").replace("\0", "%(default)s")
@@ -113,7 +113,7 @@ def add_sglang_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _allow_consistent_hashing(router: argparse._ArgumentGroup) -> None:
-    """The router knows the policy, though its own command line does not list it."""
+    """Allow the policy, which the router knows though its own command line does not list it."""
     for action in router._group_actions:
         if action.dest == "router_policy" and action.choices is not None:
             action.choices = [*dict.fromkeys([*action.choices, "consistent_hashing"])]
@@ -162,7 +162,7 @@ def validate_sglang_arguments(args: Namespace) -> None:
 
 
 def _check_layout(args: Namespace) -> None:
-    """The engines' layout, as it will be read when they start, and the names in its overrides."""
+    """Check the engines' layout, as it will be read when they start, and the names in its overrides."""
     if args.rollout_external:
         return
     layout = resolve_sglang_config(args)
@@ -179,14 +179,14 @@ def _check_layout(args: Namespace) -> None:
 
 
 def _read_config(folder: str | None) -> dict[str, Any]:
-    """config.json of a checkpoint; {} where there is none to read."""
+    """Return config.json of a checkpoint; {} where there is none to read."""
     file = Path(folder or "") / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return {**config, **(config.get("text_config") or {})}
 
 
 def derived_sglang_arguments(args: Namespace) -> dict[str, Any]:
-    """The attributes of ``args`` that follow from the engines' flags."""
+    """Return the attributes of ``args`` that follow from the engines' flags."""
     per_engine = args.rollout_num_gpus_per_engine
     derived: dict[str, Any] = {"sglang_tp_size": per_engine // args.sglang_pp_size}
     if args.sglang_enable_ep_moe or args.sglang_enable_deepep_moe:
@@ -240,7 +240,7 @@ def check_sglang_arguments(args: Namespace) -> None:
 
 
 def engine_problems(args: Namespace) -> Iterator[str]:
-    """One message for each rule that the engines' flags break; ``rollout_num_gpus_per_engine`` is sound."""
+    """Yield one message for each rule that the engines' flags break; ``rollout_num_gpus_per_engine`` is sound."""
     yield from _parallel_sizes(args)
     yield from _memory(args)
     yield from _speculation(args)
@@ -294,7 +294,7 @@ def _speculation(args: Namespace) -> Iterator[str]:
 
 
 def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """EAGLE drafts with the model's own layer, or with a model that is named.
+    """Yield a message for EAGLE without a layer that drafts or a model that is named.
 
     Args:
         args: the flags.
@@ -312,7 +312,7 @@ def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 
 
 def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Blocks of an FP8 checkpoint that the tensor-parallel ranks of an engine would cut through.
+    """Yield blocks of an FP8 checkpoint that the tensor-parallel ranks of an engine would cut through.
 
     Args:
         args: the flags.
@@ -345,7 +345,7 @@ def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]
 
 
 def replay_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Experts that the engine cannot give back.
+    """Yield a message for experts that the engine cannot give back.
 
     Args:
         args: the flags.
@@ -360,7 +360,7 @@ def replay_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 
 
 def override_problems(path: str, config: SGLangConfig, known_fields: Collection[str]) -> Iterator[str]:
-    """Overrides that are no field of ServerArgs, and look like one.
+    """Yield overrides that are no field of ServerArgs, and look like one.
 
     What looks like none may belong to another version of SGLang; the engine drops it and says so.
     """

@@ -53,7 +53,7 @@ def check_arguments(args: Namespace) -> None:
 
 
 def _check_spec(args: Namespace, config: Any) -> None:
-    """The spec loads; its module's ``check_stages(args, config)``, when it has one, judges the pipeline's cut now."""
+    """Load the spec; its module's ``check_stages(args, config)``, when it has one, judges the pipeline's cut now."""
     load_spec(args.spec)
     check_stages = getattr(importlib.import_module(args.spec[0]), "check_stages", None)
     if check_stages is not None:
@@ -118,7 +118,7 @@ def _check_layout(args: Namespace) -> None:
 
 
 def _check_schedule(args: Namespace) -> None:
-    """The lengths of warm-up and decay, where the flags alone say how long the run is."""
+    """Check the lengths of warm-up and decay, where the flags alone say how long the run is."""
     sizes = (args.num_rollout, args.rollout_batch_size, args.n_samples_per_prompt)
     if all(sizes) and args.global_batch_size:
         warmup_and_decay_steps(args, max(math.prod(sizes) // args.global_batch_size, 1))
@@ -165,7 +165,7 @@ def _check_even_split(args: Namespace) -> None:
 
 
 def _check_middle(args: Namespace) -> None:
-    """With some layers given to the first or the last stage, the others share the rest evenly."""
+    """Check that stages without a number of layers of their own share the rest evenly."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     middle_stages = args.pipeline_model_parallel_size - (first is not None) - (last is not None)
     rest = args.num_layers - (first or 0) - (last or 0)
@@ -192,7 +192,7 @@ def _check_middle(args: Namespace) -> None:
 
 
 def _nearest_last(args: Namespace, rest: int, middle_stages: int) -> str:
-    """A last stage with which it comes out even, in words; nothing when there is none."""
+    """Return a last stage with which it comes out even, in words; nothing when there is none."""
     last = args.decoder_last_pipeline_num_layers
     if args.virtual_pipeline_model_parallel_size or last is None:
         return ""

@@ -25,7 +25,7 @@ from slime.utils.errors import ConfigError
 
 
 def transformer_config_from_args(args: Namespace) -> TransformerConfig:
-    """The model's shape, layout and numerics; an MLATransformerConfig with ``--multi-latent-attention``.
+    """Return the model's shape, layout and numerics; an MLATransformerConfig with ``--multi-latent-attention``.
 
     Raises:
         ConfigError: megatron-core refuses the combination; the message carries its words.
@@ -68,7 +68,7 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
 
 
 def in_words_of_flags(message: str, config_class: type) -> str:
-    """megatron-core's message, with the names of flags in the place of those of the config's fields."""
+    """Return megatron-core's message with the names of flags in the place of the config's fields."""
     names = {field.name for field in fields(config_class) if "_" in field.name}
     return re.sub(r"(?<![\w-])[a-z]+(_[a-z0-9]+)+", lambda m: _flag_of(m[0]) if m[0] in names else m[0], message)
 
@@ -78,12 +78,12 @@ def _flag_of(field_name: str) -> str:
 
 
 def num_stages_of_layout(layout: str) -> int:
-    """Stages of all ranks, virtual ones included, that a ``--pipeline-model-parallel-layout`` describes."""
+    """Return the stages of all ranks, virtual ones too, that a ``--pipeline-model-parallel-layout`` describes."""
     return len(_stages_of_layout(layout))
 
 
 def num_layers_of_layout(layout: str) -> int:
-    """Decoder layers that a ``--pipeline-model-parallel-layout`` describes."""
+    """Return the decoder layers that a ``--pipeline-model-parallel-layout`` describes."""
     return sum(stage.count(LayerType.decoder) for stage in _stages_of_layout(layout))
 
 
@@ -98,7 +98,7 @@ def _stages_of_layout(layout: str) -> list[list[LayerType]]:
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
-    """Optimizer kind, its numbers, sharding and offload."""
+    """Return the optimizer's kind, its numbers, sharding and offload."""
     values = config_arguments(OptimizerConfig, vars(args))
     values |= {"params_dtype": args.params_dtype, "lr": args.lr, "clip_grad": args.clip_grad}
     config = _build(OptimizerConfig, values)
@@ -112,7 +112,7 @@ def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
 
 
 def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
-    """How gradients are held and reduced over the data-parallel ranks.
+    """Return how gradients are held and reduced over the data-parallel ranks.
 
     The bucket size is megatron-core's own unless given, and buckets only matter with ``--overlap-grad-reduce``.
     """
@@ -128,5 +128,5 @@ def _build(config_class: type, values: dict[str, Any]) -> Any:
 
 
 def params_dtype(*, bf16: bool, fp16: bool) -> torch.dtype:
-    """The dtype that a model's parameters have."""
+    """Return the dtype that a model's parameters have."""
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32

@@ -178,7 +178,7 @@ def flag_of(attribute: str) -> str:
 
 
 def config_fields(config_class: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
-    """The init fields of a config dataclass with their resolved annotations."""
+    """Yield the init fields of a config dataclass with their resolved annotations."""
     annotations = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         if field.init:
@@ -186,7 +186,7 @@ def config_fields(config_class: type) -> Iterator[tuple[dataclasses.Field[Any], 
 
 
 def attribute_of(field_name: str) -> str:
-    """The attribute of ``args`` that holds a config field."""
+    """Return the attribute of ``args`` that holds a config field."""
     return FLAG_NAMES.get(field_name, field_name)
 
 
@@ -233,14 +233,14 @@ def add_config_flag(
 
 
 def add_unless_present(parser: argparse.ArgumentParser, group: Any, options: list[str], **settings: Any) -> None:
-    """``add_argument`` with those of ``options`` that the parser does not have yet."""
+    """Call ``add_argument`` with those of ``options`` that the parser does not have yet."""
     missing = [option for option in options if option not in parser._option_string_actions]
     if missing:
         group.add_argument(*missing, **settings)
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of a dataclass field; an enum member's name."""
+    """Return the default of a dataclass field; an enum member's name."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     if isinstance(field.default, enum.Enum):
@@ -249,12 +249,12 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def is_switch(annotation: Any) -> bool:
-    """Whether a field is true or false (or None, for undecided)."""
+    """Return True when a field is true or false (or None, for undecided)."""
     return set(_alternatives(annotation)) == {bool}
 
 
 def value_kind(annotation: Any) -> dict[str, Any]:
-    """The ``type``, ``choices``, ``nargs`` and ``action`` of a flag whose value has this annotation."""
+    """Return the ``type``, ``choices``, ``nargs`` and ``action`` of a flag whose value has this annotation."""
     kinds = _alternatives(annotation)
     lists = [kind for kind in kinds if typing.get_origin(kind) is list]
     plain = [kind for kind in kinds if kind in (int, float, str)]
@@ -281,7 +281,7 @@ def value_kind(annotation: Any) -> dict[str, Any]:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """The members of a Union without None; the annotation itself otherwise."""
+    """Return the members of a Union without None; the annotation itself otherwise."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [kind for kind in typing.get_args(annotation) if kind is not type(None)]
     return [annotation]
@@ -302,7 +302,7 @@ class OneOrMany(argparse.Action):
 
 
 def int_pair(text: str) -> tuple[int, int]:
-    """Two integers, ``128,0`` or ``(128, 0)``."""
+    """Return two integers, ``128,0`` or ``(128, 0)``."""
     parts = text.strip("()").split(",")
     if len(parts) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not two integers such as 128,0")
@@ -313,7 +313,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def torch_dtype(text: str) -> torch.dtype:
-    """fp32, bf16 or fp16."""
+    """Return the dtype of fp32, bf16 or fp16."""
     if text not in _DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[text]
@@ -323,7 +323,7 @@ MAX_PATTERN_LENGTH = 10_000
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """One number for all layers, or a list with one per layer, written as Python: ``[0]*3+[1]*75``.
+    """Return one number for all layers, or a list with one per layer, written as Python: ``[0]*3+[1]*75``.
 
     Only integers, lists, ``+`` and ``*`` are understood; nothing is executed.
     """
@@ -337,7 +337,7 @@ def layer_pattern(text: str) -> int | list[int]:
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """The value of a list expression of integers."""
+    """Return the value of a list expression of integers."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -372,7 +372,7 @@ def _repeat(left: int | list[int], right: int | list[int]) -> int | list[int]:
 
 
 def config_arguments(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments for ``config_class`` that ``values`` (attributes of args) hold."""
+    """Return the keyword arguments for ``config_class`` that ``values`` (attributes of args) hold."""
     arguments = {}
     for field, annotation in config_fields(config_class):
         attribute = attribute_of(field.name)
@@ -382,7 +382,7 @@ def config_arguments(config_class: type, values: dict[str, Any]) -> dict[str, An
 
 
 def _to_field(annotation: Any, value: Any) -> Any:
-    """The value that a field wants: the member where args hold the name of one."""
+    """Return the value that a field wants: the member where args hold the name of one."""
     kind = _alternatives(annotation)[0]
     if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind[value]

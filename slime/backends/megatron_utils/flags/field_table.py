@@ -240,7 +240,7 @@ REFUSED: dict[str, str] = {
 
 
 def reset_what_has_no_effect(args: Namespace) -> dict[str, Any]:
-    """Defaults for the flags of :data:`WITHOUT_EFFECT` that were given; one log line for each reason."""
+    """Return defaults for the given flags of :data:`WITHOUT_EFFECT`; log one line for each reason."""
     derived: dict[str, Any] = {}
     flags_of_reason: dict[str, list[str]] = {}
     for name, default in _given(args):
@@ -266,7 +266,7 @@ def refuse_what_nobody_reads(args: Namespace) -> None:
 
 
 def _given(args: Namespace) -> list[tuple[str, Any]]:
-    """Fields of the last two tables whose flag has another value than its default, with the default."""
+    """Return fields of the last two tables whose flag has another value than its default, with the default."""
     defaults: dict[str, Any] = {}
     for config_class in CONFIG_CLASSES:
         for field, _ in config_fields(config_class):
@@ -277,6 +277,6 @@ def _given(args: Namespace) -> list[tuple[str, Any]]:
 
 
 def _flag(args: Namespace, name: str) -> str:
-    """The flag as it was meant: with ``--no-`` where a switch that is on was turned off."""
+    """Return the flag as it was meant: with ``--no-`` where a switch that is on was turned off."""
     word = attribute_of(name).replace("_", "-")
     return f"--no-{word}" if vars(args)[attribute_of(name)] is False else f"--{word}"

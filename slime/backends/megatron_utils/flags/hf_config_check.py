@@ -63,7 +63,7 @@ _ENGINE_KEYS = {
 
 
 def read_config_json(path: str) -> dict[str, Any]:
-    """``config.json`` of a checkpoint folder, as it is.
+    """Return ``config.json`` of a checkpoint folder, as it is.
 
     Raises:
         ConfigError: the folder or the file does not exist, or is no JSON object.
@@ -81,7 +81,7 @@ def read_config_json(path: str) -> dict[str, Any]:
 
 
 def read_hf_config(path: str) -> dict[str, Any]:
-    """``config.json`` of a checkpoint folder, its ``text_config`` laid over it where there is one.
+    """Return ``config.json`` of a checkpoint folder, its ``text_config`` laid over it where there is one.
 
     Raises:
         ConfigError: as :func:`read_config_json`.
@@ -91,7 +91,7 @@ def read_hf_config(path: str) -> dict[str, Any]:
 
 
 def rope_parameter(config: dict[str, Any], name: str) -> Any:
-    """A rotary setting, wherever this age of config keeps it; None when it is absent."""
+    """Return a rotary setting, wherever this age of config keeps it; None when it is absent."""
     for holder in (config, config.get("rope_parameters"), config.get("rope_scaling")):
         if isinstance(holder, dict) and holder.get(name) is not None:
             return holder[name]
@@ -125,7 +125,7 @@ def check_hf_config(args: Namespace) -> None:
 
 
 def check_other_models(args: Namespace) -> None:
-    """Hugging Face folders that weights are loaded from must hold the model of the flags too.
+    """Refuse other Hugging Face folders to load from that hold another model than the flags.
 
     A Megatron checkpoint is compared when it is loaded (``checkpoints/checkpoint_fit.py``).
 
@@ -146,7 +146,7 @@ def check_other_models(args: Namespace) -> None:
 
 
 def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
-    """What the first push of weights would find out: no name map for the model, or no way to quantize it.
+    """Refuse what the first push would find out: no name map for the model, or no way to quantize it.
 
     Also what none would find out: an engine that is another model.
 
@@ -168,7 +168,7 @@ def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) ->
 
 
 def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
-    """One line for each flag that differs from the config."""
+    """Return one line for each flag that differs from the config."""
     problems = []
 
     def compare(key: str, flag: str, expected: Any, actual: Any) -> None:
@@ -197,7 +197,7 @@ def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
 
 
 def _is_all_experts(args: Namespace) -> bool:
-    """Whether no layer is dense, so that the dense size means nothing."""
+    """Return True when no layer is dense, so that the dense size means nothing."""
     if not args.num_experts:
         return False
     frequency = args.moe_layer_freq
@@ -205,17 +205,17 @@ def _is_all_experts(args: Namespace) -> bool:
 
 
 def _num_key_value_heads(args: Namespace, config: dict[str, Any]) -> int | None:
-    """Key heads; latent attention has no such thing."""
+    """Return the key heads; latent attention has no such thing."""
     return None if args.multi_latent_attention else config.get("num_key_value_heads")
 
 
 def _head_dim(args: Namespace, config: dict[str, Any]) -> int | None:
-    """The width of a head; in latent attention the key means something else."""
+    """Return the width of a head; in latent attention the key means something else."""
     return None if args.multi_latent_attention else config.get("head_dim")
 
 
 def attention_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """One line for each flag of attention that differs; nothing for latent attention, which has checks of its own."""
+    """Yield one line for each flag of attention that differs; latent attention has checks of its own."""
     if args.multi_latent_attention or config.get("kv_lora_rank") is not None:
         return
     yield from _rotary_mismatches(args, config)
@@ -249,7 +249,7 @@ def _rotary_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]
 
 
 def softmax_router_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """One line for each flag of Qwen's experts that differs."""
+    """Yield one line for each flag of Qwen's experts that differs."""
     if not args.num_experts or config.get("num_experts") is None:
         return
     for key, flag, given in (

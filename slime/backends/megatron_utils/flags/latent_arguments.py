@@ -39,7 +39,7 @@ _ROUTER_SIZES = {
 
 
 def hf_rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a config of any age in one dictionary, ``rope_type`` always among them.
+    """Return the rotary settings of a config of any age in one dictionary, ``rope_type`` always among them.
 
     transformers 5 has them under ``rope_parameters``; older configs have a base at the top and the rest, if there is
     any, under ``rope_scaling``.
@@ -54,7 +54,7 @@ def hf_rope_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def hf_yarn_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The values of :data:`YARN_DEFAULTS` that a config asks for; a factor of 1 alone where it has no YaRN.
+    """Return the values of :data:`YARN_DEFAULTS` that a config asks for; a factor of 1 alone where it has no YaRN.
 
     Raises:
         ConfigError: its positions are stretched in a way that latent attention here does not know.
@@ -84,7 +84,7 @@ def hf_yarn_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive_rope(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
-    """The rotary flags that were not given.
+    """Return the rotary flags that were not given.
 
     Args:
         args: flags; None where one was not given.
@@ -109,7 +109,7 @@ def derive_rope(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any
 
 
 def latent_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """One line for each flag of latent attention that differs from the HF config."""
+    """Yield one line for each flag of latent attention that differs from the HF config."""
     has_latents = config.get("kv_lora_rank") is not None
     if has_latents and not args.multi_latent_attention:
         yield f"--multi-latent-attention is not given; kv_lora_rank is {config['kv_lora_rank']}"
@@ -136,7 +136,7 @@ def latent_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 
 
 def sigmoid_router_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """One line for each flag of DeepSeek's router (sigmoid scores, a bias, groups) that differs from the HF config."""
+    """Yield one line for each flag of DeepSeek's router (sigmoid scores, a bias, groups) that differs."""
     if not args.num_experts or config.get("n_routed_experts") is None:
         return
     for key, attribute in _ROUTER_SIZES.items():
@@ -164,7 +164,7 @@ def sigmoid_router_mismatches(args: Namespace, config: dict[str, Any]) -> Iterat
 
 
 def _group_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Groups of experts, of which a token may go to a few."""
+    """Yield one line for each flag of groups of experts that differs."""
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     yield from _difference("n_group", groups, "moe_router_num_groups", args.moe_router_num_groups or 1)
     yield from _difference("topk_group", chosen, "moe_router_group_topk", args.moe_router_group_topk or 1)
@@ -176,7 +176,7 @@ def _group_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _dense_layer_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Which layers have experts."""
+    """Yield one line when other layers have experts."""
     num_dense, kinds = config.get("first_k_dense_replace"), config.get("mlp_layer_types")
     if kinds is not None:
         expected = [int(kind != "dense") for kind in kinds]

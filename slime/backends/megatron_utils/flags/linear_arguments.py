@@ -30,12 +30,12 @@ _SIZES = {
 
 
 def has_linear_attention(config: dict[str, Any]) -> bool:
-    """Whether a config.json is that of a model with linear attention."""
+    """Return True when a config.json is that of a model with linear attention."""
     return config.get("model_type") in SPECS
 
 
 def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[bool, ...]:
-    """For each layer whether it has linear attention, by ``--linear-attention-freq``: not every n-th, or a list."""
+    """Return for each layer whether its attention is linear: not every n-th, or as a list says."""
     if frequency is None:
         return (False,) * num_layers
     if isinstance(frequency, int):
@@ -44,7 +44,7 @@ def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tup
 
 
 def hf_linear_layers(config: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """The same as config.json says it: a type for each layer, or an interval."""
+    """Return the same as config.json says it: a type for each layer, or an interval."""
     types = config.get("layer_types")
     if types is not None:
         return tuple(kind == "linear_attention" for kind in types)
@@ -52,7 +52,7 @@ def hf_linear_layers(config: dict[str, Any], num_layers: int) -> tuple[bool, ...
 
 
 def derive_linear(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
-    """What was not given of linear attention; ``--use-gated-attention`` is another name for the output gate.
+    """Return what was not given of linear attention; ``--use-gated-attention`` is another name for its gate.
 
     Raises:
         ConfigError: a flag says something else than the HF config.
@@ -129,7 +129,7 @@ def check_linear_flags(args: Namespace) -> None:
 
 
 def linear_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """What does not go with the HF config: layers of another kind, a missing gate, norms about another centre."""
+    """Yield what does not go with the HF config: layers of another kind, a missing gate, other norms."""
     if not has_linear_attention(config) or args.custom_model_provider_path:
         return
     kind = config["model_type"]

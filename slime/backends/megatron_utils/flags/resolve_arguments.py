@@ -73,7 +73,7 @@ RANGES = {
 
 
 def derived_arguments(args: Namespace) -> dict[str, Any]:
-    """The attributes of ``args`` that follow from the flags.
+    """Return the attributes of ``args`` that follow from the flags.
 
     Raises:
         ConfigError: a flag that others are derived from is missing or impossible.
@@ -95,12 +95,12 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
 
 
 def _is_for_cuda(args: Namespace) -> bool:
-    """True where the run has GPUs; a plan (``--plan``) is always one of a run that has."""
+    """Return True where the run has GPUs; a plan (``--plan``) is always one of a run that has."""
     return torch.cuda.is_available() or args.plan is not None
 
 
 def _precision(args: Namespace) -> dict[str, Any]:
-    """One of bf16, fp16, fp32; by default bf16 with CUDA and fp32 without."""
+    """Return one of bf16, fp16, fp32; by default bf16 with CUDA and fp32 without."""
     asked = [name for name in ("bf16", "fp16", "fp32") if getattr(args, name)]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join('--' + name for name in asked)} are given; a run has one precision.")
@@ -119,7 +119,7 @@ def _precision(args: Namespace) -> dict[str, Any]:
 
 
 def _world(args: Namespace) -> dict[str, Any]:
-    """Ranks of the trainer and how many of them are data-parallel."""
+    """Return the ranks of the trainer, and how many of them are data-parallel."""
     # A tool knows its world; a job's is made of the flags.
     world_size = vars(args).get("world_size") or args.actor_num_nodes * args.actor_num_gpus_per_node
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -142,7 +142,7 @@ def _world(args: Namespace) -> dict[str, Any]:
 
 
 def _layout(args: Namespace) -> dict[str, Any]:
-    """Virtual pipeline stages, sequence parallelism, recompute."""
+    """Return virtual pipeline stages, sequence parallelism, recompute."""
     pipeline = args.pipeline_model_parallel_size
     virtual = args.virtual_pipeline_model_parallel_size or args.num_virtual_stages_per_pipeline_rank
     if args.num_layers_per_virtual_pipeline_stage:
@@ -181,7 +181,7 @@ def _layout(args: Namespace) -> dict[str, Any]:
 
 
 def _shape(args: Namespace) -> dict[str, Any]:
-    """Sizes that follow from others, as Megatron derives them."""
+    """Return sizes that follow from others, as Megatron derives them."""
     ffn = args.ffn_hidden_size
     if ffn is None:
         ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
@@ -209,13 +209,13 @@ def _shape(args: Namespace) -> dict[str, Any]:
 
 
 def _rope(args: Namespace) -> dict[str, Any]:
-    """Rotary positions, sparse attention's indexer, linear attention: what flags do not say, the HF config does."""
+    """Return what flags do not say, and the HF config does, of rotary positions, indexer and linear attention."""
     config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None
     return derive_rope(args, config) | derive_indexer(args, config) | derive_linear(args, config)
 
 
 def _vocabulary(args: Namespace) -> dict[str, Any]:
-    """Vocabulary, its padding for tensor parallelism, and the tokenizer's name."""
+    """Return the vocabulary, its padding for tensor parallelism, and the tokenizer's name."""
     vocab_size = args.vocab_size
     if vocab_size is None and args.hf_checkpoint:
         vocab_size = read_hf_config(args.hf_checkpoint).get("vocab_size")
@@ -237,7 +237,7 @@ def _vocabulary(args: Namespace) -> dict[str, Any]:
 
 
 def _schedule(args: Namespace) -> dict[str, Any]:
-    """Weight decay at both ends."""
+    """Return the weight decay at both ends."""
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are given; the warm-up has one length.")
     start, end = args.start_weight_decay, args.end_weight_decay
@@ -248,7 +248,7 @@ def _schedule(args: Namespace) -> dict[str, Any]:
 
 
 def warmup_and_decay_steps(args: Namespace, train_iters: int) -> tuple[float, float]:
-    """Optimizer steps over which the learning rate rises, and over which it falls.
+    """Return the optimizer steps over which the learning rate rises, and over which it falls.
 
     Args:
         args: the flags.
@@ -268,7 +268,7 @@ def warmup_and_decay_steps(args: Namespace, train_iters: int) -> tuple[float, fl
 
 
 def _checkpoint(args: Namespace) -> dict[str, Any]:
-    """How Megatron checkpoints are written; recorded in them."""
+    """Return how Megatron checkpoints are written; recorded in them."""
     return {
         "use_persistent_ckpt_worker": True,
         "ckpt_assume_constant_structure": True,

@@ -28,12 +28,12 @@ _SIZES = {
 
 
 def has_indexer(config: dict[str, Any]) -> bool:
-    """Whether a config.json is that of a model with sparse attention."""
+    """Return True when a config.json is that of a model with sparse attention."""
     return config.get("model_type") in _DEFAULT_HEADS
 
 
 def indexer_sizes(config: dict[str, Any]) -> dict[str, int]:
-    """Heads, width of a head and keys per query, as attributes of args; empty for a model without an indexer."""
+    """Return heads, width of a head and keys per query, as attributes; empty for a model without an indexer."""
     if not has_indexer(config):
         return {}
     sizes = {}
@@ -44,7 +44,7 @@ def indexer_sizes(config: dict[str, Any]) -> dict[str, int]:
 
 
 def derive_indexer(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
-    """The sizes of the indexer that were not given.
+    """Return the sizes of the indexer that were not given.
 
     Raises:
         ConfigError: a flag says something else than the HF config.
@@ -79,7 +79,7 @@ def check_sparse_flags(args: Namespace) -> None:
 
 
 def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """What does not go with the HF config: layers without an indexer, a wrong cut of the stream."""
+    """Yield what does not go with the HF config: layers without an indexer, a wrong cut of the stream."""
     if has_indexer(config) and not (args.spec or args.custom_model_provider_path):
         yield (
             f"--spec is not given; the checkpoint is a {config['model_type']}, whose layers attend to chosen keys "
