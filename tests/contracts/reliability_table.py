@@ -231,7 +231,7 @@ EDGES: tuple[Edge, ...] = (
         ),
         deadline="the two flags' sum for a hang, 2 s for a process that ended; only with --use-fault-tolerance",
         raises="",
-        log="manager: '... is taken out of service: why'",
+        log="manager: '... is evicted now: why'",
         outcome="evicted (removed from the router, killed), restarted, given the weights, registered",
     ),
     Edge(

@@ -61,7 +61,7 @@ def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_
     job = busy_job(task, tmp_path, layout)
     kill(job, "engine")
     killed_s = time.monotonic()
-    job.wait_until(lambda: "is taken out of service" in job.text(), "detection", 30)
+    job.wait_until(lambda: "is evicted now" in job.text(), "detection", 30)
     print(f"detected after {time.monotonic() - killed_s:.1f} s")
     job.wait_until(lambda: "is back at" in job.text(), "replacement", 300)
     print(f"serving again after {time.monotonic() - killed_s:.1f} s")
