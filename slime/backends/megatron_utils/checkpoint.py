@@ -55,12 +55,12 @@ _ITERATION_FOLDER = re.compile(r"iter_(\d{7})")
 
 
 def checkpoint_folder(root: str | Path, iteration: int | str) -> Path:
-    """``root/iter_0000012``, or ``root/release``."""
+    """Return ``root/iter_0000012``, or ``root/release``."""
     return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
 
 
 def read_tracker(root: str | Path) -> int | str | None:
-    """The iteration that counts, ``"release"``, or None when ``root`` has no tracker file.
+    """Return the iteration that counts, ``"release"``, or None when ``root`` has no tracker file.
 
     Raises:
         DataError: the tracker holds something else.
@@ -77,7 +77,7 @@ def read_tracker(root: str | Path) -> int | str | None:
 
 
 def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "--load") -> tuple[Path, int | str]:
-    """The Megatron checkpoint that ``root`` means.
+    """Find the Megatron checkpoint that ``root`` means.
 
     Args:
         root: a folder with a tracker file, or a checkpoint folder (``iter_0000012``, ``release``) itself.
@@ -164,7 +164,7 @@ def save_checkpoint(
 
 
 def make_empty_folder(folder: Path) -> None:
-    """An empty folder in the place of whatever is there.  Collective."""
+    """Make an empty folder in the place of an old one.  Collective."""
     if dist.get_rank() == 0:
         if folder.exists():
             shutil.rmtree(folder)
@@ -185,7 +185,7 @@ def publish_checkpoint(save_dir: str | Path, iteration: int | str) -> None:
 
 
 def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
-    """What a checkpoint holds beside its tensors."""
+    """Return the content of a checkpoint beside its tensors."""
     return {
         # A critic's are in the critic's own checkpoint.
         "args": Namespace(**{name: _plain(value) for name, value in vars(args).items() if name != "critic_args"}),
@@ -197,7 +197,7 @@ def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in types that ``torch.load`` reads back without trusting the file: anything else becomes its text.
+    """Return ``value`` in types that ``torch.load`` reads back without trusting the file: anything else becomes text.
 
     Plug-ins put what they like on ``args``; a checkpoint must not need their modules, nor ours, to be opened.
     """
@@ -213,7 +213,9 @@ def _plain(value: Any) -> Any:
 
 
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
-    """Sharded state of every chunk: ``model``, or ``model0``, ``model1`` ... with virtual pipeline stages."""
+    """Return the sharded state of every chunk: ``model``, or ``model0``, ``model1`` ... with virtual
+    pipeline stages.
+    """
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     chunks = unwrap_model(model)
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
@@ -297,7 +299,7 @@ def _load_model(args: Namespace, folder: Path, saved_args: Any, model: list[torc
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """torch wraps what went wrong on the ranks into one exception; the first rank's is the one to show."""
+    """Return the first rank's exception, out of the one that torch wraps around those of all ranks."""
     if isinstance(error, CheckpointException):
         for cause, _ in error.failures.values():
             return cause
@@ -339,7 +341,7 @@ def _load_schedule(args: Namespace, common: dict[str, Any], opt_param_scheduler:
 
 
 def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """The saved position on the schedule of this run's flags; what differs from the saved schedule is logged."""
+    """Return the saved position on the schedule of this run's flags; log how the saved schedule differs."""
     differing = [name for name in ours if name != "num_steps" and saved.get(name, ours[name]) != ours[name]]
     if differing:
         changes = ", ".join(f"{name} {saved[name]} -> {ours[name]}" for name in differing)

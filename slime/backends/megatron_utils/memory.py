@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_memory_saver_active() -> bool:
-    """Whether this process was started with the memory saver around all its allocations."""
+    """Return True when this process was started with the memory saver around all its allocations."""
     return torch.cuda.is_available() and env.get_bool("TMS_INIT_ENABLE")
 
 
@@ -42,7 +42,7 @@ def choose_memory_saver_hook() -> None:
 
 @contextmanager
 def memory_saver_disabled() -> Iterator[None]:
-    """Allocations inside are ordinary ones: they can be shared, and survive while the trainer sleeps."""
+    """Allocate without the memory saver: such memory can be shared, and survives while the trainer sleeps."""
     if not is_memory_saver_active():
         yield
         return
@@ -109,7 +109,7 @@ def restart_peak() -> None:
 
 
 def peak_metrics() -> dict[str, float]:
-    """``perf/train_peak_memory_gib``: the most that this rank has had allocated since :func:`restart_peak`.
+    """Return ``perf/train_peak_memory_gib``: the most that this rank has allocated since :func:`restart_peak`.
 
     Of what torch allocates, as ``tools/plan.py`` states it: CUDA's context and NCCL come on top.  Empty without an
     accelerator.

@@ -40,7 +40,9 @@ def prepare() -> None:
 
 
 def wants_ue8m0_scales(block: tuple[int, int]) -> bool:
-    """Whether engines on GPUs like this process's multiply FP8 blocks by scales that are powers of two (Blackwell)."""
+    """Return True when engines on GPUs like this process's multiply FP8 blocks by scales that are powers of two
+    (Blackwell).
+    """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 10:
         return False
     from sglang.srt.model_loader.utils import should_deepgemm_weight_requant_ue8m0
@@ -49,7 +51,8 @@ def wants_ue8m0_scales(block: tuple[int, int]) -> bool:
 
 
 def serialize_bucket(bucket: NamedTensors) -> tuple[str, torch.Tensor]:
-    """The bucket in one fresh flat buffer: a handle to its shared or CUDA memory, as text, and the buffer itself.
+    """Return the bucket in one fresh flat buffer: a handle to its shared or CUDA memory, as text, and the buffer
+    itself.
 
     The caller keeps the buffer until the engine has answered.
     """
@@ -61,7 +64,7 @@ def serialize_bucket(bucket: NamedTensors) -> tuple[str, torch.Tensor]:
 
 
 def flatten(bucket: NamedTensors) -> torch.Tensor:
-    """The flat buffer that a ``flattened_bucket`` broadcast carries."""
+    """Return the flat buffer that a ``flattened_bucket`` broadcast carries."""
     _, _, flattened_bucket = _sglang()
     return flattened_bucket(named_tensors=bucket).get_flattened_tensor()
 
