@@ -20,5 +20,5 @@ In the order in which a reward becomes a gradient:
 
 One algorithm, one file, one docstring with the equation and its paper.  The trainer binds them to its batches in
 ``slime.backends.megatron_utils``: ``advantages.py``, ``loss.py`` and ``losses/{policy,mismatch,value,sft,custom}.py``
-(``losses/columns.py`` is what they read a batch through); the rollout side in ``slime.train_data.rewards``.
+(``loss_columns.py`` is what they read a batch through); the rollout side in ``slime.train_data.rewards``.
 """

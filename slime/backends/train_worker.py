@@ -1,4 +1,4 @@
-"""The trainer as the rest of slime sees it: one rank, and the verbs that may be asked of it.
+"""The trainer as the rest of slime sees it: one rank and its verbs.
 
 ``slime.ray`` knows this class and nothing else of a training backend.  A backend subclasses it and imports no Ray;
 ``slime.ray`` wraps the subclass as an actor.
@@ -40,7 +40,7 @@ class TrainWorker(ABC):
     def set_rendezvous(
         self, world_size: int, rank: int, master_addr: str, master_port: int, local_rank: int = 0
     ) -> None:
-        """Say where the group meets; the first call of all.
+        """Set the rendezvous of the group; the first call of all.
 
         Args:
             world_size: ranks in the group.
@@ -118,7 +118,7 @@ class TrainWorker(ABC):
 
     @abstractmethod
     def connect_rollout_engines(self, engines: Sequence[EngineProxy], num_new_engines: int) -> None:
-        """Learn which engines get weights; ``num_new_engines`` of them have not been seen before."""
+        """Set the engines that get weights; ``num_new_engines`` of them have not been seen before."""
 
     @abstractmethod
     def update_weights(self) -> dict[str, float] | None:
@@ -155,16 +155,16 @@ class TrainWorker(ABC):
         raise WeightSyncError(f"{type(self).__name__} cannot write weights for engines; run without --release-train")
 
     def excluded_engines(self) -> list[ExcludedEngine]:
-        """The engines that the last push left out, also when it raised; they are paused and serve nothing."""
+        """Return the engines that the last push excluded, also when it raised; they are paused and serve nothing."""
         return []
 
     @abstractmethod
     def sleep(self) -> None:
-        """Give the accelerator's memory back until ``wake_up``."""
+        """Free the accelerator's memory until ``wake_up``."""
 
     @abstractmethod
     def wake_up(self) -> None:
-        """Take the memory again and restore what was in it."""
+        """Take the memory again and restore its content."""
 
     @abstractmethod
     def clear_memory(self) -> None:
@@ -172,8 +172,8 @@ class TrainWorker(ABC):
 
     @abstractmethod
     def get_parallel_config(self) -> dict[str, int]:
-        """``dp_size, cp_size, vpp_size, microbatch_group_size_per_vp_stage`` of the group; ``dp_rank``, ``cp_rank``
-        and ``is_last_stage`` (of the pipeline; 0 or 1) of this rank.
+        """Return ``dp_size, cp_size, vpp_size, microbatch_group_size_per_vp_stage`` of the group; ``dp_rank``,
+        ``cp_rank`` and ``is_last_stage`` (of the pipeline; 0 or 1) of this rank.
 
         ``dp_size`` and ``dp_rank`` leave context parallelism out: ranks with the same ``dp_rank`` train on the same
         samples.

@@ -1,4 +1,4 @@
-"""Columns of a rank's rollout to advantages and returns, by the estimator of ``--advantage-estimator``.
+"""Advantages and returns from the columns of a rank's rollout, by the estimator of ``--advantage-estimator``.
 
 The formulas are in ``slime.algorithms.advantages``; here: which columns feed them, and context parallelism.
 """
@@ -32,7 +32,7 @@ _LENGTH_COLUMNS = ("log_probs", "rollout_log_probs", "ref_log_probs", "values")
 def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) -> None:
     """Set ``kl``, ``advantages`` and ``returns`` (lists, local to the context-parallel rank) in ``rollout_data``.
 
-    Does nothing where the log-probs are not: on all pipeline stages but the last.
+    Only the last pipeline stage has the log-probs; the others do nothing.
 
     Raises:
         DataError: the penalty or the estimator needs a column that is missing.
@@ -40,7 +40,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
     if not mpu.is_pipeline_last_stage():
         return
     masks = local_masks(rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"])
-    rollout_data["kl"] = _without_strange_numbers(_token_kl(args, rollout_data, masks), masks)
+    rollout_data["kl"] = _zero_nonfinite_untrained(_token_kl(args, rollout_data, masks), masks)
     if args.custom_advantage_function_path is not None:
         load_function(args.custom_advantage_function_path)(args, rollout_data)
     else:
@@ -53,8 +53,8 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
         rollout_data["advantages"] = whiten(rollout_data["advantages"], masks, group=group)
 
 
-def _without_strange_numbers(column_N: list[Tensor], mask_N: list[Tensor]) -> list[Tensor]:
-    """0 for what is not finite where a token is not trained: sums over time would spread it over the others."""
+def _zero_nonfinite_untrained(column_N: list[Tensor], mask_N: list[Tensor]) -> list[Tensor]:
+    """Replace what is not finite by 0 where a token is not trained: sums over time would spread it over the others."""
     return [
         torch.where((mask != 0) | values.isfinite(), values, 0.0)
         for values, mask in zip(column_N, mask_N, strict=True)
@@ -62,7 +62,7 @@ def _without_strange_numbers(column_N: list[Tensor], mask_N: list[Tensor]) -> li
 
 
 def _token_kl(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) -> list[Tensor]:
-    """KL from the reference of each local response token; zeros without ``--kl-coef``."""
+    """Return the KL from the reference of each local response token; zeros without ``--kl-coef``."""
     if args.kl_coef != 0:
         ours = rollout_data.get("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
         reference = rollout_data.get("ref_log_probs")
@@ -82,7 +82,7 @@ def _estimate(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) 
     estimator = get_estimator(args.advantage_estimator)
     lengths = list(zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True))
     values = rollout_data.get("values")
-    values = None if values is None else _without_strange_numbers(values, masks)
+    values = None if values is None else _zero_nonfinite_untrained(values, masks)
     if estimator.needs_values and values is None:
         raise DataError(f"--advantage-estimator {args.advantage_estimator} needs the critic's values; there are none")
     missing = [name for name in estimator.columns if rollout_data.get(name) is None]
@@ -105,7 +105,7 @@ def _estimate(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) 
             mask_N=rollout_data["loss_masks"] if is_gathered else masks,
             values_N=None if values is None else whole(values),
             columns={
-                name: whole(_without_strange_numbers(rollout_data[name], masks))
+                name: whole(_zero_nonfinite_untrained(rollout_data[name], masks))
                 if name in PER_TOKEN_COLUMNS
                 else rollout_data[name]
                 for name in estimator.columns

@@ -35,7 +35,7 @@ PER_TOKEN_COLUMNS = frozenset(
 
 
 def current_device() -> torch.device:
-    """Where this rank computes."""
+    """Return the device that this rank computes on."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -87,14 +87,14 @@ def _check_tokens(tokens_N: list[torch.Tensor], vocab_size: int) -> None:
 
 @dataclass(slots=True)
 class PackedTokenCount:
-    """How many of the tokens that went through the model were real ones."""
+    """Numbers of real and of packed tokens that went through the model."""
 
     real: int = 0
     packed: int = 0
 
 
 class DataIterator:
-    """Walks a rank's samples micro-batch by micro-batch, over all steps of the rollout.
+    """An iterator over a rank's samples, micro-batch by micro-batch, through all steps of the rollout.
 
     Invariant: every sample belongs to exactly one micro-batch.
     """
@@ -108,7 +108,7 @@ class DataIterator:
         """What else must know how a micro-batch is packed; called with its number and its samples' lengths."""
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The named columns of the next micro-batch; None for a column that the data do not have."""
+        """Return the named columns of the next micro-batch; None for a column that the data do not have."""
         indices = self.micro_batch_indices[self.offset]
         self.offset += 1
         return take_micro_batch(self.rollout_data, indices, keys)
@@ -124,7 +124,7 @@ _SCHEDULE = ("micro_batch_indices", "num_microbatches", "global_batch_sizes")
 
 
 def sample_columns(rollout_data: RolloutBatch) -> list[str]:
-    """The columns with one entry per sample of this rank, those that a user added included."""
+    """Return the columns with one entry per sample of this rank, those that a user added included."""
     num_samples = len(rollout_data["tokens"])
     of_batch = {name for name, column in COLUMNS.items() if column.scope == "batch"}
     return [
@@ -138,14 +138,14 @@ def sample_columns(rollout_data: RolloutBatch) -> list[str]:
 
 
 def get_data_iterator(rollout_data: RolloutBatch, num_chunks: int) -> list[DataIterator]:
-    """One iterator for each of this rank's model chunks: every virtual stage walks all micro-batches."""
+    """Return one iterator for each of this rank's model chunks: every virtual stage walks all micro-batches."""
     return [DataIterator(rollout_data, rollout_data["micro_batch_indices"]) for _ in range(num_chunks)]
 
 
 def get_batch(
     data_iterator: DataIterator, keys: Sequence[str], pad_multiplier: int = 128, allgather_cp: bool = False
 ) -> dict[str, Any]:
-    """The next micro-batch, packed.
+    """Pack the next micro-batch.
 
     Args:
         data_iterator: gives the samples.
@@ -193,7 +193,9 @@ def get_batch(
 def packed_lengths(
     data_iterator: DataIterator, num_microbatches: int, pad_multiplier: int = 128, allgather_cp: bool = False
 ) -> list[int]:
-    """T of each of the next micro-batches, as :func:`get_batch` will pack them; the iterator stays where it is."""
+    """Return T of each of the next micro-batches, as :func:`get_batch` will pack them; the iterator does
+    not advance.
+    """
     total_lengths = data_iterator.rollout_data["total_lengths"]
     start = data_iterator.offset
     return [
@@ -208,7 +210,7 @@ def packed_lengths(
 
 
 def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of the model's forward for a batch of :func:`get_batch`."""
+    """Return keyword arguments of the model's forward for a batch of :func:`get_batch`."""
     multimodal: dict[str, Tensor] = {}
     for sample in batch.get("multimodal_train_inputs") or ():
         for name, value in (sample or {}).items():

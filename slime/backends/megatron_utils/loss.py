@@ -34,7 +34,7 @@ from slime.algorithms.value_loss import clipped_value_loss
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.layers.mtp import LogitsAndMtp, mtp_loss
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
-from slime.backends.megatron_utils.losses.columns import (
+from slime.backends.megatron_utils.loss_columns import (
     Batch,
     LossAndMetrics,
     Reducer,

@@ -84,7 +84,7 @@ class RoutingReplay:
 
     @property
     def must_record(self) -> bool:
-        """Whether training needs a pass over the old policy before it."""
+        """Return True when training needs a pass over the old policy before it."""
         return not self._args.use_rollout_routing_replay
 
     @contextmanager
@@ -117,7 +117,7 @@ class RoutingReplay:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """The share of choices (token and layer) that differ from what the router would choose now, over all ranks.
+        """Return the share of choices (token and layer) that the router would make differently now, over all ranks.
 
         Of the training passes since the last call.  Collective.
         """

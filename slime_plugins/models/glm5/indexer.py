@@ -142,6 +142,7 @@ class PackedStream:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the whole stream, padding included."""
         return self.offsets[-1]
 
     @property

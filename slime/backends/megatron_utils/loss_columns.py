@@ -1,8 +1,8 @@
 """Columns of a packed micro-batch as the formulas take them.
 
-What a token that is not trained has in a column is nobody's business: a tool's output has no old log-prob, a critic
-may say anything about it.  Such entries become 0 here, by selection and not by multiplication, before any formula
-sees them; a NaN or an infinity among them then reaches neither the loss nor, through the chain rule, the gradient.
+The entries of tokens that are not trained mean nothing: a tool's output has no old log-prob, and its value is
+arbitrary.  They become 0 here, by selection and not by multiplication, before any formula sees them; a NaN or an
+infinity among them then reaches neither the loss nor, through the chain rule, the gradient.
 
 Shapes: N = samples; r = response tokens of a sample on this context-parallel rank; R = all of them.
 """
@@ -36,7 +36,7 @@ class TrainedTokens:
         self._is_trained_T = torch.cat(masks) != 0
 
     def only(self, column_N: Sequence[Tensor]) -> list[Tensor]:
-        """[r] each, 0 where a token is not trained.
+        """Return [r] each, 0 where a token is not trained.
 
         Raises:
             DataError: an entry has not one number for each response token of its sample on this rank.
@@ -47,7 +47,7 @@ class TrainedTokens:
         return list(torch.where(self._is_trained_T, torch.cat(list(column_N)), 0.0).split(sizes))
 
     def required(self, name: str, why: str) -> list[Tensor]:
-        """The column ``name``.
+        """Return the column ``name``.
 
         Raises:
             DataError: the batch has none; ``why`` begins the message.
@@ -58,7 +58,7 @@ class TrainedTokens:
         return self.only(column_N)
 
     def whole(self, column_N: Sequence[Tensor]) -> list[Tensor]:
-        """[R] each, gathered over context-parallel ranks; differentiable.  Every rank must call."""
+        """Return [R] each, gathered over context-parallel ranks; differentiable.  Every rank must call."""
         return [
             all_gather_with_cp(values_r, *length) for values_r, length in zip(column_N, self._lengths, strict=True)
         ]
@@ -71,13 +71,13 @@ _ORIGINS = {
     "values": "They come from the critic: --advantage-estimator ppo.",
     "returns": "They are computed before training: drop --disable-compute-advantages-and-returns.",
 }
-"""Where a column comes from, for the message that it is missing."""
+"""The origin of each column, for the message that it is missing."""
 
 
 def response_log_probs(
     args: Namespace, batch: Batch, logits: Tensor, *, with_entropy: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """``(log_prob_N, entropy_N)`` of the response tokens under the model that made ``logits``."""
+    """Return ``(log_prob_N, entropy_N)`` of the response tokens under the model that made ``logits``."""
     _, result = get_log_probs_and_entropy(
         logits,
         args=args,
@@ -94,7 +94,9 @@ def response_log_probs(
 
 
 def reducer_of(args: Namespace, batch: Batch, loss_masks: Sequence[Tensor]) -> Reducer:
-    """``reduction.sum_of_sample_means`` over ``loss_masks``; the denominators are those of the data's own masks."""
+    """Return ``reduction.sum_of_sample_means`` over ``loss_masks``; the denominators are those of the data's own
+    masks.
+    """
     return get_sum_of_sample_mean(
         batch["total_lengths"],
         batch["response_lengths"],
