@@ -30,7 +30,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.train_data import schedule as schedule_module  # noqa: E402
-from slime.train_data.flops import FlopsModel  # noqa: E402
+from slime.train_data.model_dims import ModelDims  # noqa: E402
 from slime.train_data.schedule import (  # noqa: E402
     DPSchedule,
     ScheduleConfig,
@@ -39,12 +39,12 @@ from slime.train_data.schedule import (  # noqa: E402
     packing_efficiency,
 )
 
-GLM4_9B = FlopsModel(
+GLM4_9B = ModelDims(
     num_layers=40,
     hidden_size=4096,
     num_attention_heads=32,
     num_query_groups=2,
-    kv_channels=128,
+    head_dim=128,
     ffn_hidden_size=13696,
     vocab_size=151552,
 )

@@ -98,9 +98,9 @@ def write_folder(folder: Path) -> None:
 
 def planned(case: Case, num_microbatches: int) -> list[dict[str, float]]:
     """For every pipeline stage what the plan says, in GiB."""
+    from slime.backends.megatron_utils.flags.model_dims import model_dims
     from slime.planning.command import complete_run
     from slime.planning.from_flags.trainer import trainer_settings
-    from slime.planning.model_shape import ModelShape
     from slime.planning.parallel import ParallelSizes
     from slime.planning.parameters import chunk_parameters
     from slime.planning.stages import PipelineSplit, stage_chunks
@@ -110,7 +110,7 @@ def planned(case: Case, num_microbatches: int) -> list[dict[str, float]]:
         write_folder(Path(folder))
         run = complete_run(trainer_words(case, folder), Path(folder))
     assert run.args is not None and not run.problems, run.problems
-    shape, sizes = ModelShape.from_args(run.args, run.hf_config), ParallelSizes.from_args(run.args)
+    shape, sizes = model_dims(run.args, run.hf_config), ParallelSizes.from_args(run.args)
     settings = trainer_settings(run.args, sizes, tokens=case.tokens, num_microbatches=num_microbatches)
     stages = []
     for number, chunks in enumerate(stage_chunks(PipelineSplit.from_args(run.args))):

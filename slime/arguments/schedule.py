@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.flags.data import batch_config
-from slime.train_data.flops import FlopsModel
 from slime.train_data.schedule import ScheduleConfig
 
 
@@ -25,5 +25,5 @@ def schedule_config(
         micro_batch_size=batch.micro_batch_size,
         balance_data=batch.balance_data,
         balance_by_flops=batch.balance_by_flops,
-        flops=FlopsModel.from_args(args) if is_balanced else None,
+        flops=model_dims(args) if is_balanced else None,
     )

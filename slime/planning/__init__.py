@@ -4,6 +4,6 @@
     print(plan_tables(plan, problems, notes))             # tables.py
 
 ``from_flags/`` has the parts that read ``args``: trainer, engines, phases, work, push.  What they call is arithmetic
-over frozen configs (``ModelShape``, ``ParallelSizes``, ``TrainerSettings``, ``EngineShape``): no torch, no Megatron,
+over frozen configs (``ModelDims``, ``ParallelSizes``, ``TrainerSettings``, ``EngineShape``): no torch, no Megatron,
 no SGLang, no Ray.  What the numbers were checked against is in docs/plan.md.
 """

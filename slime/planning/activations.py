@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes
+from slime.train_data.model_dims import ModelDims
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +52,11 @@ def local_tokens(batch: MicroBatch, sizes: ParallelSizes) -> int:
 
 
 def layer_terms(
-    shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
+    shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
 ) -> Terms:
     """What layer ``layer`` (from 0) keeps when it is not recomputed as a whole."""
     recompute = recompute or Recompute()
-    row = local_tokens(batch, sizes) * shape.hidden * batch.element_bytes
+    row = local_tokens(batch, sizes) * shape.hidden_size * batch.element_bytes
     keeps_norms = not recompute.drops("layernorm")
     terms = {
         "residual before attention": row * _norm_copy(shape, batch),
@@ -76,20 +76,20 @@ def layer_terms(
         terms |= _sparse_terms(shape, sizes, batch, layer)
     if shape.is_moe[min(layer, shape.num_layers - 1)]:
         return terms | _expert_terms(shape, sizes, batch, recompute)
-    width = batch.tokens * shape.ffn // sizes.tensor * batch.element_bytes
+    width = batch.tokens * shape.ffn_hidden_size // sizes.tensor * batch.element_bytes
     return terms | {"MLP": 0 if recompute.drops("mlp") else width * (shape.gate_factor + 1)}
 
 
-def _norm_copy(shape: ModelShape, batch: MicroBatch) -> int:
+def _norm_copy(shape: ModelDims, batch: MicroBatch) -> int:
     """What a norm keeps of its input: the input, or a copy in fp32 where its weight is a distance from one."""
     return 4 // batch.element_bytes if shape.has_centered_norms else 1
 
 
-def _grouped_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -> Terms:
+def _grouped_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch) -> Terms:
     tokens, size = batch.tokens, batch.element_bytes
     query = tokens * shape.query_width // sizes.tensor * size
     key = tokens * max(shape.key_width // sizes.tensor, shape.head_dim) * size
-    heads = shape.heads // sizes.tensor
+    heads = shape.num_attention_heads // sizes.tensor
     terms = {
         "queries": query,
         "keys and values": 2 * key,
@@ -108,7 +108,7 @@ def _grouped_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -
         terms["projection to queries, keys, values"] = query * (1 + shape.has_output_gate) + 2 * key
         terms["queries before their norm"] = query * _norm_copy(shape, batch)
         terms["keys before their norm"] = key * _norm_copy(shape, batch) * shape.has_centered_norms
-        normed = 2 if shape.norms_all_heads else heads + max(shape.groups // sizes.tensor, 1)
+        normed = 2 if shape.norms_all_heads else heads + max(shape.num_query_groups // sizes.tensor, 1)
         terms["statistics of query and key norms"] = 4 * tokens * normed
     return terms
 
@@ -117,7 +117,7 @@ DELTA_CHUNK = 64
 """Tokens that the gated delta rule treats at once (``slime_plugins.models.qwen3_next.packed_rows.CHUNK``)."""
 
 
-def _linear_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
+def _linear_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
     """A gated delta net whose rule is plain torch in fp32; the kernels of ``fla`` keep a fraction of it.
 
     Context parallelism changes nothing: a rank has all tokens for a share of its heads.
@@ -144,7 +144,7 @@ def _linear_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, re
     return terms | dict.fromkeys(inside, 0) if recompute.drops("core_attn") else terms | inside
 
 
-def _latents(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -> int:
+def _latents(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch) -> int:
     """Bytes of the latents, before and behind their norms."""
     return (
         local_tokens(batch, sizes)
@@ -153,8 +153,8 @@ def _latents(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch) -> int:
     )
 
 
-def _latent_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
-    heads = shape.heads // sizes.tensor
+def _latent_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
+    heads = shape.num_attention_heads // sizes.tensor
     per_element = batch.tokens * heads * batch.element_bytes
     width, value_width = shape.qk_dim + shape.rope_dim, shape.v_dim
     padded = max(width, value_width)  # the kernel wants one head dimension
@@ -172,9 +172,9 @@ def _latent_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, re
     return terms
 
 
-def _sparse_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, layer: int) -> Terms:
+def _sparse_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int) -> Terms:
     """Attention over latents: queries are taken to the latents' width, keys are the latents of the whole stream."""
-    heads = shape.heads // sizes.tensor
+    heads = shape.num_attention_heads // sizes.tensor
     per_element = batch.tokens * heads * batch.element_bytes
     latent_width = shape.kv_lora + shape.rope_dim
     computes = layer >= shape.num_layers or shape.computes_index[layer]
@@ -188,7 +188,7 @@ def _sparse_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, la
     }
 
 
-def _expert_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
+def _expert_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
     if recompute.drops("moe"):
         return {}
     tokens = local_tokens(batch, sizes)
@@ -197,17 +197,17 @@ def _expert_terms(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, re
     inner = rows * shape.expert_ffn // sizes.expert_tensor * batch.element_bytes
     shared = batch.tokens * shape.shared_ffn // sizes.tensor * batch.element_bytes
     return {
-        "router": 8 * tokens * shape.experts + 44 * copies + 4 * tokens,  # scores in fp32, maps of rows in int64
-        "rows of experts": rows * shape.hidden * batch.element_bytes,
+        "router": 8 * tokens * shape.num_experts + 44 * copies + 4 * tokens,  # scores in fp32, maps of rows in int64
+        "rows of experts": rows * shape.hidden_size * batch.element_bytes,
         "inside of experts": inner * shape.gate_factor + (0 if recompute.drops("moe_act") else inner),
         "weights of rows": 4 * rows,
         "shared experts": 0 if recompute.drops("shared_experts") else shared * (shape.gate_factor + 1),
-        "output of shared experts": shape.has_shared_gate * tokens * shape.hidden * batch.element_bytes,
+        "output of shared experts": shape.has_shared_gate * tokens * shape.hidden_size * batch.element_bytes,
     }
 
 
 def layer_bytes(
-    shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
+    shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
 ) -> int:
     """The sum of :func:`layer_terms`."""
     return sum(layer_terms(shape, sizes, batch, layer, recompute).values())
@@ -223,11 +223,11 @@ class Kept:
 
 
 def chunk_activations(
-    layers: tuple[int, ...], shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute
+    layers: tuple[int, ...], shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute
 ) -> Kept:
     """What the layers of one pipeline chunk keep for one micro-batch."""
     each = [layer_bytes(shape, sizes, batch, layer, recompute) for layer in layers]
-    boundary = local_tokens(batch, sizes) * shape.hidden * batch.element_bytes
+    boundary = local_tokens(batch, sizes) * shape.hidden_size * batch.element_bytes
     if recompute.granularity != "full":
         return Kept(sum(each), 0)
     if recompute.method == "block":
@@ -237,7 +237,7 @@ def chunk_activations(
     return Kept(len(groups) * boundary, max(map(sum, groups), default=0))
 
 
-def backward_work(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, layers: tuple[int, ...]) -> int:
+def backward_work(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layers: tuple[int, ...]) -> int:
     """Gradients that are alive beside what was kept, in the layer with the most.
 
     Those of an MLP's two inner tensors and of its input, and of one of its weights before it is added up.
@@ -247,16 +247,16 @@ def backward_work(shape: ModelShape, sizes: ParallelSizes, batch: MicroBatch, la
         if shape.is_moe[layer]:
             rows = local_tokens(batch, sizes) * shape.topk * sizes.expert_tensor
             inner = (shape.gate_factor + 1) * shape.expert_ffn // sizes.expert_tensor
-            weight = shape.experts // sizes.expert * shape.gate_factor * shape.expert_ffn // sizes.expert_tensor
+            weight = shape.num_experts // sizes.expert * shape.gate_factor * shape.expert_ffn // sizes.expert_tensor
         else:
-            rows, inner = batch.tokens, (shape.gate_factor + 1) * shape.ffn // sizes.tensor
-            weight = shape.gate_factor * shape.ffn // sizes.tensor
-        most = max(most, rows * inner + rows * shape.hidden + weight * shape.hidden)
-    return batch.element_bytes * (most + 2 * local_tokens(batch, sizes) * shape.hidden)
+            rows, inner = batch.tokens, (shape.gate_factor + 1) * shape.ffn_hidden_size // sizes.tensor
+            weight = shape.gate_factor * shape.ffn_hidden_size // sizes.tensor
+        most = max(most, rows * inner + rows * shape.hidden_size + weight * shape.hidden_size)
+    return batch.element_bytes * (most + 2 * local_tokens(batch, sizes) * shape.hidden_size)
 
 
 def head_activations(
-    shape: ModelShape,
+    shape: ModelDims,
     sizes: ParallelSizes,
     batch: MicroBatch,
     *,
@@ -269,19 +269,19 @@ def head_activations(
     dtype before it is added to the gradient sums.
     """
     size = batch.element_bytes
-    columns = shape.vocab // sizes.tensor
-    row = local_tokens(batch, sizes) * shape.hidden * size
-    whole_row = batch.tokens * shape.hidden * size
+    columns = shape.vocab_rows // sizes.tensor
+    row = local_tokens(batch, sizes) * shape.hidden_size * size
+    whole_row = batch.tokens * shape.hidden_size * size
     terms = {
         "final norm": 2 * row + 4 * local_tokens(batch, sizes),
         "logits": batch.tokens * columns * size,
-        "gradient of the vocabulary projection": columns * shape.hidden * size,
+        "gradient of the vocabulary projection": columns * shape.hidden_size * size,
         "hidden states and their gradient": whole_row + (whole_row if sizes.sequence_parallel else 0) + row,
     }
-    if shape.trains_mtp and shape.mtp_layers:
+    if shape.trains_mtp and shape.num_mtp_layers:
         rows = batch.tokens if mtp_chunk <= 0 else min(mtp_chunk, batch.tokens)
         inner = layer_bytes(shape, sizes, batch, shape.num_layers, recompute) + 8 * row
         is_full = recompute is not None and recompute.granularity == "full"
-        terms["MTP layers"] = inner + 2 * row if is_full else inner * shape.mtp_layers
+        terms["MTP layers"] = inner + 2 * row if is_full else inner * shape.num_mtp_layers
         terms["logits of MTP layers"] = rows * columns * size
     return terms

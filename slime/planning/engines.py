@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes
 from slime.planning.parameters import layer_parameters, mtp_parameters
 from slime.planning.trainer_memory import CONTEXT_BYTES, GIB
+from slime.train_data.model_dims import ModelDims
 
 ENGINE_ASLEEP_BYTES = int(1.0 * GIB)
 """A released engine: context, communicators, what is never given back (measured, docs/results.md)."""
@@ -127,7 +127,7 @@ class EngineMemory:
     asleep: int = ENGINE_ASLEEP_BYTES
 
 
-def engine_weights(shape: ModelShape, engine: EngineShape) -> int:
+def engine_weights(shape: ModelDims, engine: EngineShape) -> int:
     """Bytes of the weights on one GPU of an engine: the stage of a pipeline with the most layers.
 
     Attention is cut over the ranks of one replica, experts over the expert-parallel ranks and within them, the dense
@@ -140,44 +140,44 @@ def engine_weights(shape: ModelShape, engine: EngineShape) -> int:
     for layer in range(shape.num_layers):
         count = layer_parameters(shape, attention, layer)
         if shape.is_moe[layer]:
-            experts = -(-(shape.experts + engine.redundant_experts) // engine.ep_size)
-            matrix = (shape.gate_factor + 1) * shape.expert_ffn * shape.hidden
+            experts = -(-(shape.num_experts + engine.redundant_experts) // engine.ep_size)
+            matrix = (shape.gate_factor + 1) * shape.expert_ffn * shape.hidden_size
             inside = engine.tp_size // engine.ep_size if engine.ep_size > 1 else engine.tp_size
-            router = shape.experts * shape.hidden
+            router = shape.num_experts * shape.hidden_size
             own = _replaced_shared(shape, count.dense + count.frozen - router, engine, mlp_tp)
             per_layer.append((own + experts * matrix // inside) * engine.weight_bytes + 2 * router)
         else:
-            mlp = (shape.gate_factor + 1) * shape.ffn * shape.hidden
+            mlp = (shape.gate_factor + 1) * shape.ffn_hidden_size * shape.hidden_size
             own = count.dense + count.frozen - mlp // engine.attention_tp + mlp // mlp_tp
             per_layer.append(own * engine.weight_bytes)
     trunk = sum(sorted(per_layer, reverse=True)[:layers])
-    vocab = 2 * shape.vocab * shape.hidden // engine.attention_tp * (1 if shape.is_tied else 2)
+    vocab = 2 * shape.vocab_rows * shape.hidden_size // engine.attention_tp * (1 if shape.has_tied_embeddings else 2)
     draft = 0
     if engine.draft_layers:
         mtp = mtp_parameters(shape, attention)
-        size = mtp.total / max(shape.mtp_layers, 1) if shape.mtp_layers else 0
+        size = mtp.total / max(shape.num_mtp_layers, 1) if shape.num_mtp_layers else 0
         draft = int(max(size * engine.weight_bytes, per_layer[-1]))
     return int(trunk + vocab + draft)
 
 
-def _replaced_shared(shape: ModelShape, own: int, engine: EngineShape, mlp_tp: int) -> int:
+def _replaced_shared(shape: ModelDims, own: int, engine: EngineShape, mlp_tp: int) -> int:
     """Shared experts are cut as the dense MLPs are."""
-    shared = (shape.gate_factor + 1) * shape.shared_ffn * shape.hidden
+    shared = (shape.gate_factor + 1) * shape.shared_ffn * shape.hidden_size
     return own - shared // engine.attention_tp + shared // mlp_tp
 
 
-def kv_bytes_per_token(shape: ModelShape, engine: EngineShape) -> int:
+def kv_bytes_per_token(shape: ModelDims, engine: EngineShape) -> int:
     """Of one token on one GPU of its attention replica."""
     # Linear attention keeps a state for each request instead.
     layers = -(-(shape.num_layers - sum(shape.is_linear) + engine.draft_layers) // engine.pp_size)
     if shape.attention == "grouped":
-        groups = max(shape.groups // engine.attention_tp, 1)
+        groups = max(shape.num_query_groups // engine.attention_tp, 1)
         return layers * 2 * groups * shape.head_dim * engine.kv_element_bytes
     index = INDEX_KEY_BYTES if shape.attention == "sparse" else 0
     return layers * ((shape.kv_lora + shape.rope_dim) * engine.kv_element_bytes + index)
 
 
-def engine_memory(shape: ModelShape, engine: EngineShape, *, card_bytes: int, other_bytes: int) -> EngineMemory:
+def engine_memory(shape: ModelDims, engine: EngineShape, *, card_bytes: int, other_bytes: int) -> EngineMemory:
     """What one GPU holds while its engine serves.
 
     SGLang gives weights and cache together ``mem_fraction_static`` of what is free when it starts, and the cache no

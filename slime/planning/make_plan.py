@@ -6,13 +6,13 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.planning.from_flags.engines import plan_engines
 from slime.planning.from_flags.phases import plan_host, plan_phases, too_large
 from slime.planning.from_flags.push import plan_push
 from slime.planning.from_flags.trainer import micro_batch_tokens, plan_stage, trainer_settings
 from slime.planning.from_flags.work import plan_work, train_seconds
 from slime.planning.gpus import plan_gpus
-from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes, rank_places
 from slime.planning.parameters import model_size
 from slime.planning.plan import Plan, PlanOptions
@@ -40,7 +40,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     """
     problems: list[str] = []
     notes = list(_notes(args))
-    shape, sizes = ModelShape.from_args(args, hf_config), ParallelSizes.from_args(args)
+    shape, sizes = model_dims(args, hf_config), ParallelSizes.from_args(args)
     split = stage_chunks(PipelineSplit.from_args(args))
     problems += check_index_sharing(split, shape)
     work = plan_work(args, sizes, options, problems)

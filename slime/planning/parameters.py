@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes
 from slime.planning.stages import StageChunk
+from slime.train_data.model_dims import ModelDims
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def add_up(counts: Iterable[ParameterCount]) -> ParameterCount:
 
 
 def chunk_parameters(
-    chunks: Sequence[StageChunk], shape: ModelShape, sizes: ParallelSizes, *, role: str = "actor",
+    chunks: Sequence[StageChunk], shape: ModelDims, sizes: ParallelSizes, *, role: str = "actor",
     has_router_bias: bool = False,
 ) -> ParameterCount:  # fmt: skip
     """What one rank of a pipeline stage holds.
@@ -82,102 +82,102 @@ def chunk_parameters(
     return total
 
 
-def embedding_size(shape: ModelShape, sizes: ParallelSizes) -> int:
+def embedding_size(shape: ModelDims, sizes: ParallelSizes) -> int:
     """Elements of the embedding on one rank."""
-    return (shape.vocab // sizes.tensor + shape.learned_positions) * shape.hidden
+    return (shape.vocab_rows // sizes.tensor + shape.learned_positions) * shape.hidden_size
 
 
-def _head(shape: ModelShape, sizes: ParallelSizes, role: str, *, shares_embedding: bool) -> ParameterCount:
-    norm = shape.norm_params * shape.hidden
+def _head(shape: ModelDims, sizes: ParallelSizes, role: str, *, shares_embedding: bool) -> ParameterCount:
+    norm = shape.norm_params * shape.hidden_size
     if role == "critic":
-        return ParameterCount(dense=norm + shape.hidden)
-    is_copy_needed = not (shape.is_tied and shares_embedding)
-    return ParameterCount(dense=norm + is_copy_needed * (shape.vocab // sizes.tensor) * shape.hidden)
+        return ParameterCount(dense=norm + shape.hidden_size)
+    is_copy_needed = not (shape.has_tied_embeddings and shares_embedding)
+    return ParameterCount(dense=norm + is_copy_needed * (shape.vocab_rows // sizes.tensor) * shape.hidden_size)
 
 
 def layer_parameters(
-    shape: ModelShape, sizes: ParallelSizes, layer: int, *, has_router_bias: bool = False
+    shape: ModelDims, sizes: ParallelSizes, layer: int, *, has_router_bias: bool = False
 ) -> ParameterCount:
     """One layer; ``layer`` from 0, and ``num_layers`` is the layer inside of an MTP layer."""
-    norms = (2 + shape.post_norms) * shape.norm_params * shape.hidden
+    norms = (2 + shape.post_norms) * shape.norm_params * shape.hidden_size
     if shape.has_linear_attention(layer):
         attention = _linear_attention
     else:
         attention = _grouped_attention if shape.attention == "grouped" else _latent_attention
     count = ParameterCount(dense=norms + attention(shape, sizes)) + _indexer(shape, layer)
     if not shape.is_moe[min(layer, shape.num_layers - 1)]:
-        return count + ParameterCount(dense=_mlp(shape, sizes.tensor, shape.ffn))
+        return count + ParameterCount(dense=_mlp(shape, sizes.tensor, shape.ffn_hidden_size))
     return count + _experts(shape, sizes, has_router_bias=has_router_bias)
 
 
-def _grouped_attention(shape: ModelShape, sizes: ParallelSizes) -> int:
+def _grouped_attention(shape: ModelDims, sizes: ParallelSizes) -> int:
     width = (shape.query_width * (1 + shape.has_output_gate) + 2 * shape.key_width) // sizes.tensor
     # Whole on every rank, over all heads or not.
     normed = shape.query_width + shape.key_width if shape.norms_all_heads else 2 * shape.head_dim
     norms = shape.norm_params * normed if shape.has_qk_norm else 0
-    biases = width * (shape.has_qkv_bias or shape.has_bias) + shape.hidden * shape.has_bias
-    return shape.hidden * width + shape.hidden * shape.query_width // sizes.tensor + norms + biases
+    biases = width * (shape.has_qkv_bias or shape.has_bias) + shape.hidden_size * shape.has_bias
+    return shape.hidden_size * width + shape.hidden_size * shape.query_width // sizes.tensor + norms + biases
 
 
-def _linear_attention(shape: ModelShape, sizes: ParallelSizes) -> int:
+def _linear_attention(shape: ModelDims, sizes: ParallelSizes) -> int:
     """Projections (the last two of the inputs are one number per value head), convolution, decays, a gated norm."""
     inputs = shape.linear_channels + shape.linear_value_width + 2 * shape.linear_value_heads
-    output = shape.linear_value_width * shape.hidden
+    output = shape.linear_value_width * shape.hidden_size
     convolution = shape.linear_channels * shape.linear_conv
-    cut = shape.hidden * inputs + output + convolution + 2 * shape.linear_value_heads
+    cut = shape.hidden_size * inputs + output + convolution + 2 * shape.linear_value_heads
     return cut // sizes.tensor + shape.linear_value_dim
 
 
-def _latent_attention(shape: ModelShape, sizes: ParallelSizes) -> int:
-    heads = shape.heads // sizes.tensor
+def _latent_attention(shape: ModelDims, sizes: ParallelSizes) -> int:
+    heads = shape.num_attention_heads // sizes.tensor
     query_head = shape.qk_dim + shape.rope_dim
     if shape.q_lora is None:
-        query = shape.hidden * heads * query_head
+        query = shape.hidden_size * heads * query_head
     else:
-        query = shape.hidden * shape.q_lora + shape.q_lora * heads * query_head
-    down = shape.hidden * (shape.kv_lora + shape.rope_dim)
+        query = shape.hidden_size * shape.q_lora + shape.q_lora * heads * query_head
+    down = shape.hidden_size * (shape.kv_lora + shape.rope_dim)
     up = shape.kv_lora * heads * (shape.qk_dim + shape.v_dim)
-    output = heads * shape.v_dim * shape.hidden + shape.hidden * shape.has_bias
+    output = heads * shape.v_dim * shape.hidden_size + shape.hidden_size * shape.has_bias
     norms = shape.norm_params * (shape.kv_lora + (shape.q_lora or 0)) if shape.has_qk_norm else 0
     return query + down + up + output + norms
 
 
-def _indexer(shape: ModelShape, layer: int) -> ParameterCount:
+def _indexer(shape: ModelDims, layer: int) -> ParameterCount:
     """What chooses the keys of sparse attention: whole on every rank, never trained.  MTP layers always have one."""
     if shape.attention != "sparse" or not (layer >= shape.num_layers or shape.computes_index[layer]):
         return ParameterCount()
     assert shape.q_lora is not None
-    width = shape.index_heads * shape.index_dim
-    matrices = shape.q_lora * width + shape.hidden * (shape.index_dim + shape.index_heads)
-    return ParameterCount(frozen=matrices + 2 * shape.index_dim)
+    width = shape.index_heads * shape.index_head_dim
+    matrices = shape.q_lora * width + shape.hidden_size * (shape.index_head_dim + shape.index_heads)
+    return ParameterCount(frozen=matrices + 2 * shape.index_head_dim)
 
 
-def _mlp(shape: ModelShape, parts: int, width: int) -> int:
+def _mlp(shape: ModelDims, parts: int, width: int) -> int:
     inner = width // parts
-    biases = (shape.gate_factor * inner + shape.hidden) * shape.has_bias
-    return (shape.gate_factor + 1) * inner * shape.hidden + biases
+    biases = (shape.gate_factor * inner + shape.hidden_size) * shape.has_bias
+    return (shape.gate_factor + 1) * inner * shape.hidden_size + biases
 
 
-def _experts(shape: ModelShape, sizes: ParallelSizes, *, has_router_bias: bool) -> ParameterCount:
-    router = shape.experts * shape.hidden
-    shared = _mlp(shape, sizes.tensor, shape.shared_ffn) + shape.hidden * shape.has_shared_gate
-    one = (shape.gate_factor + 1) * shape.expert_ffn // sizes.expert_tensor * shape.hidden
+def _experts(shape: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool) -> ParameterCount:
+    router = shape.num_experts * shape.hidden_size
+    shared = _mlp(shape, sizes.tensor, shape.shared_ffn) + shape.hidden_size * shape.has_shared_gate
+    one = (shape.gate_factor + 1) * shape.expert_ffn // sizes.expert_tensor * shape.hidden_size
     return ParameterCount(
         dense=router + (shared if shape.shared_ffn else 0),
-        expert=shape.experts // sizes.expert * one,
-        buffers_fp32=shape.experts * has_router_bias,
+        expert=shape.num_experts // sizes.expert * one,
+        buffers_fp32=shape.num_experts * has_router_bias,
     )
 
 
-def mtp_parameters(shape: ModelShape, sizes: ParallelSizes, *, has_router_bias: bool = False) -> ParameterCount:
+def mtp_parameters(shape: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool = False) -> ParameterCount:
     """All MTP layers: norms of both inputs, the projection that joins them, a layer, a norm."""
-    join = 3 * shape.norm_params * shape.hidden + 2 * shape.hidden * shape.hidden // sizes.tensor
+    join = 3 * shape.norm_params * shape.hidden_size + 2 * shape.hidden_size * shape.hidden_size // sizes.tensor
     layer = layer_parameters(shape, sizes, shape.num_layers, has_router_bias=has_router_bias)
-    total = add_up([ParameterCount(dense=join) + layer] * shape.mtp_layers)
+    total = add_up([ParameterCount(dense=join) + layer] * shape.num_mtp_layers)
     return total if shape.trains_mtp else total.as_frozen()
 
 
-def model_size(shape: ModelShape) -> int:
+def model_size(shape: ModelDims) -> int:
     """Parameters of the whole model, each counted once."""
     whole = [StageChunk(tuple(range(shape.num_layers)), True, True)]
     return chunk_parameters(whole, shape, ParallelSizes()).total

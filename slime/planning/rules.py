@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.planning.engines import EngineGpus, EngineShape
-from slime.planning.model_shape import ModelShape
+from slime.train_data.model_dims import ModelDims
 
 DEEPEP_MAX_RANKS = 160
 """DeepEP's table of dispatch settings ends here."""
@@ -15,7 +15,7 @@ DISPATCH_LIMIT_DEFAULT = 128
 
 
 def engine_problems(
-    shape: ModelShape, engine: EngineShape, flags: Mapping[str, Any], environment: Mapping[str, str], where: str
+    shape: ModelDims, engine: EngineShape, flags: Mapping[str, Any], environment: Mapping[str, str], where: str
 ) -> Iterator[str]:
     """What the engines of one group break.
 
@@ -32,28 +32,29 @@ def engine_problems(
             f"ranks; use {_nearest_divisor(engine.tp_size, engine.dp_size)} for --sglang-dp-size."
         )
         return
-    if shape.heads % engine.attention_tp:
+    heads = shape.num_attention_heads
+    if heads % engine.attention_tp:
         yield (
-            f"{where}: {shape.heads} attention heads do not divide over {engine.attention_tp} tensor-parallel ranks; "
-            f"change --rollout-num-gpus-per-engine to {_nearest_divisor(shape.heads, engine.attention_tp)}, or use "
+            f"{where}: {heads} attention heads do not divide over {engine.attention_tp} tensor-parallel ranks; "
+            f"change --rollout-num-gpus-per-engine to {_nearest_divisor(heads, engine.attention_tp)}, or use "
             "--sglang-enable-dp-attention with a larger --sglang-dp-size."
         )
-    if shape.experts:
+    if shape.num_experts:
         yield from _expert_problems(shape, engine, flags, where)
         yield from _dispatch_problems(engine, flags, environment, where)
 
 
-def _expert_problems(shape: ModelShape, engine: EngineShape, flags: Mapping[str, Any], where: str) -> Iterator[str]:
+def _expert_problems(shape: ModelDims, engine: EngineShape, flags: Mapping[str, Any], where: str) -> Iterator[str]:
     if engine.tp_size % engine.ep_size:
         yield (
             f"{where}: ep_size is {engine.ep_size}, which must divide the engine's {engine.tp_size} ranks; use "
             f"{_nearest_divisor(engine.tp_size, engine.ep_size)} for --sglang-ep-size."
         )
-    experts = shape.experts + engine.redundant_experts
+    experts = shape.num_experts + engine.redundant_experts
     if experts % engine.ep_size:
         missing = -experts % engine.ep_size
         yield (
-            f"{where}: {shape.experts} experts and {engine.redundant_experts} redundant ones do not divide over "
+            f"{where}: {shape.num_experts} experts and {engine.redundant_experts} redundant ones do not divide over "
             f"{engine.ep_size} expert-parallel ranks; use --sglang-ep-num-redundant-experts "
             f"{engine.redundant_experts + missing}."
         )

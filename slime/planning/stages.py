@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.planning.model_shape import ModelShape
+from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
 
 
@@ -133,7 +133,7 @@ def expand_layout(layout: str) -> str:
     return text.replace("(", "").replace(")", "")
 
 
-def check_index_sharing(chunks: Sequence[Sequence[StageChunk]], shape: ModelShape) -> list[str]:
+def check_index_sharing(chunks: Sequence[Sequence[StageChunk]], shape: ModelDims) -> list[str]:
     """Stages of sparse attention that begin with a layer whose keys another stage chooses; one message for each."""
     problems = []
     computing = [layer + 1 for layer, computes in enumerate(shape.computes_index) if computes]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.train_data.flops import FlopsModel
+from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
 
 
@@ -41,7 +41,7 @@ def step_work(
     lengths: Sequence[int],
     *,
     schedule: ScheduleConfig,
-    flops: FlopsModel,
+    flops: ModelDims,
     global_batch_size: int,
     samples_per_rollout: int = 1,
     pipeline: int,

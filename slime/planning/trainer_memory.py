@@ -12,10 +12,10 @@ from slime.planning.activations import (
     chunk_activations,
     head_activations,
 )
-from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes
 from slime.planning.parameters import ParameterCount
 from slime.planning.stages import StageChunk
+from slime.train_data.model_dims import ModelDims
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.5 * GIB)
@@ -96,7 +96,7 @@ def rank_memory(
     chunks: Sequence[StageChunk],
     stage: int,
     count: ParameterCount,
-    shape: ModelShape,
+    shape: ModelDims,
     sizes: ParallelSizes,
     settings: TrainerSettings,
 ) -> RankMemory:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from slime.train_data.bins import first_fit, karmarkar_karp, split_until
-from slime.train_data.flops import FlopsModel
+from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError, DataError
 
 
@@ -35,7 +35,7 @@ class ScheduleConfig:
     """Assign micro-batches to ranks by FLOPs instead of in turn."""
     balance_by_flops: bool = False
     """Pack by FLOPs instead of by first fit; the token limit then sets only the number of micro-batches."""
-    flops: FlopsModel | None = None
+    flops: ModelDims | None = None
 
     def __post_init__(self) -> None:
         if self.use_dynamic_batch_size and not self.max_tokens_per_gpu:
@@ -203,7 +203,7 @@ def _distribute(config: ScheduleConfig, bins: list[list[int]], total_lengths: Se
     return [[bins[index] for index in share] for share in shares]
 
 
-def _forward_flops(model: FlopsModel, lengths: Sequence[int]) -> list[int]:
+def _forward_flops(model: ModelDims, lengths: Sequence[int]) -> list[int]:
     """FLOPs of each sequence; equal lengths, of which a large rollout has many, are computed once."""
     of_length = {length: model.forward_flops(length) for length in set(lengths)}
     return [of_length[length] for length in lengths]

@@ -55,14 +55,14 @@ class Layout:
     def schedule_config(self):
         flops = None
         if self.balance:
-            from slime.train_data.flops import FlopsModel
+            from slime.train_data.model_dims import ModelDims
 
-            flops = FlopsModel(
+            flops = ModelDims(
                 num_layers=1,
                 hidden_size=8,
                 num_attention_heads=2,
                 num_query_groups=2,
-                kv_channels=4,
+                head_dim=4,
                 ffn_hidden_size=16,
                 vocab_size=11,
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.train_data.flops import FlopsModel
+from slime.train_data.model_dims import ModelDims
 from tests.oracle.batches import VOCABULARY, bigram_policy, random_examples
 from tests.oracle.reference import Example
 
@@ -36,12 +36,12 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
 }
 """[processes][name] sizes for Megatron; ``one`` is each process alone."""
 
-FLOPS = FlopsModel(
+FLOPS = ModelDims(
     num_layers=1,
     hidden_size=8,
     num_attention_heads=2,
     num_query_groups=2,
-    kv_channels=4,
+    head_dim=4,
     ffn_hidden_size=16,
     vocab_size=VOCABULARY,
 )

@@ -17,8 +17,8 @@ from megatron.core import mpu
 from slime.algorithms.value_loss import explained_variance, explained_variance_sums
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_masks
 from slime.backends.megatron_utils.data import DataIterator, current_device
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.observability.metric_utils import dict_add_prefix
-from slime.train_data.flops import FlopsModel
 from slime.utils.types import RolloutBatch
 
 TOKEN_COLUMNS = (
@@ -158,7 +158,7 @@ def perf_metrics(
         seconds: of each timer that ran.
         world_size: ranks that share the work.
     """
-    flops = FlopsModel.from_args(args)
+    flops = model_dims(args)
     local = torch.tensor(
         [
             sum(rollout_data["total_lengths"]),

@@ -11,14 +11,14 @@ from slime.planning import rules
 from slime.planning.engines import EngineGpus, EngineShape, engine_memory, engine_places
 from slime.planning.from_flags.trainer import trainer_bytes_beside_engine
 from slime.planning.gpus import plan_gpus
-from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes
 from slime.planning.plan import EngineGroupPlan, PlanOptions
+from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import SlimeError
 
 
 def plan_engines(
-    args: Namespace, shape: ModelShape, sizes: ParallelSizes, hf_config: Mapping[str, Any], options: PlanOptions,
+    args: Namespace, shape: ModelDims, sizes: ParallelSizes, hf_config: Mapping[str, Any], options: PlanOptions,
     problems: list[str],
 ) -> tuple[list[EngineGpus], list[EngineGroupPlan]]:  # fmt: skip
     """Every engine's place, and each group of like engines that serve; none for external engines.
@@ -54,7 +54,7 @@ def plan_engines(
                 continue
             engine = EngineShape.from_flags(
                 flags, group.overrides, num_gpus=group.num_gpus_per_engine, weight_bytes=weight_bytes,
-                mtp_layers=max(shape.mtp_layers, 1),
+                mtp_layers=max(shape.num_mtp_layers, 1),
             )  # fmt: skip
             where = f"Engines {group.worker_type!r} of model {model.name!r}"
             merged = {**flags, **group.overrides, "disaggregation": group.worker_type}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.planning.activations import MicroBatch, Recompute, chunk_activations
-from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes
 from slime.planning.parameters import chunk_parameters
 from slime.planning.plan import StagePlan
 from slime.planning.stages import StageChunk
 from slime.planning.traffic import StepWork
 from slime.planning.trainer_memory import GIB, TrainerSettings, rank_memory
+from slime.train_data.model_dims import ModelDims
 
 TRAINER_ASLEEP_BYTES = int(0.8 * GIB)
 GROUPS_ASLEEP_BYTES = int(1.3 * GIB)
@@ -66,7 +66,7 @@ def longest_sample(args: Namespace) -> int:
 
 
 def plan_stage(
-    args: Namespace, number: int, chunks: list[StageChunk], shape: ModelShape, sizes: ParallelSizes,
+    args: Namespace, number: int, chunks: list[StageChunk], shape: ModelDims, sizes: ParallelSizes,
     settings: TrainerSettings,
 ) -> StagePlan:  # fmt: skip
     """Stage ``number``: its layers, and the parameters and memory of one rank."""

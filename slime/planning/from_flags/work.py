@@ -5,11 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.schedule import schedule_config
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.planning.from_flags.trainer import longest_sample
 from slime.planning.parallel import ParallelSizes
 from slime.planning.plan import PlanOptions
 from slime.planning.traffic import StepWork, reference_lengths, step_work
-from slime.train_data.flops import FlopsModel
 from slime.utils.errors import SlimeError
 
 
@@ -33,7 +33,7 @@ def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, probl
         return step_work(
             lengths,
             schedule=schedule,
-            flops=FlopsModel.from_args(args),
+            flops=model_dims(args),
             global_batch_size=args.global_batch_size,
             pipeline=sizes.pipeline,
             forward_passes=forward_passes(args),

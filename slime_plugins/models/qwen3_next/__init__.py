@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slime.backends.megatron_utils.flags.linear_arguments import linear_layers
+from slime.backends.megatron_utils.flags.model_dims import linear_layers
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
 from slime.utils.errors import ConfigError
 from slime_plugins.models.qwen3_next.gated_delta_net import gated_delta_net_spec

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.planning.activations import MicroBatch, Recompute, chunk_activations, layer_bytes, layer_terms
-from slime.planning.model_shape import ModelShape
 from slime.planning.parallel import ParallelSizes
 from slime.planning.parameters import chunk_parameters
 from slime.planning.stages import StageChunk
 from slime.planning.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
+from slime.train_data.model_dims import ModelDims
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 TOKENS = 512
@@ -32,9 +33,10 @@ DELTA_NET = (
 )
 
 
-def qwen3(hidden: int, ffn: int, heads: int, layers: int) -> ModelShape:
-    return ModelShape(
-        num_layers=layers, hidden=hidden, ffn=ffn, vocab=151936, is_tied=True, heads=heads, groups=8, head_dim=128,
+def qwen3(hidden: int, ffn: int, heads: int, layers: int) -> ModelDims:
+    return ModelDims(
+        num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, vocab_size=151936, has_tied_embeddings=True,
+        num_attention_heads=heads, num_query_groups=8, head_dim=128,
         has_qk_norm=True, is_moe=(False,) * layers,
     )  # fmt: skip
 
@@ -67,7 +69,7 @@ def test_the_second_half_of_a_layer_keeps_what_its_terms_say(layer):
     hidden = torch.randn(TOKENS, 1, 128, dtype=torch.bfloat16, requires_grad=True) * 1.0
     mlp = model.decoder.layers[layer].mlp
     kept = bytes_that_autograd_keeps(lambda: mlp(hidden), [hidden, *model.parameters()])
-    terms = layer_terms(ModelShape.from_args(args, {}), ParallelSizes(), MicroBatch(tokens=TOKENS), layer)
+    terms = layer_terms(model_dims(args, {}), ParallelSizes(), MicroBatch(tokens=TOKENS), layer)
     of_mlp = ("MLP", "router", "rows of experts", "inside of experts", "weights of rows", "shared experts")
     assert kept == sum(terms.get(name, 0) for name in of_mlp)
 
@@ -91,7 +93,7 @@ def test_a_gated_delta_net_keeps_what_its_terms_say():
         return attention(hidden, packed_seq_params=packing)
 
     kept = bytes_that_autograd_keeps(run, [hidden, *attention.parameters()])
-    shape, batch = ModelShape.from_args(args, {}), MicroBatch(tokens=TOKENS)
+    shape, batch = model_dims(args, {}), MicroBatch(tokens=TOKENS)
     terms = layer_terms(shape, ParallelSizes(), batch, 0)
     others = layer_terms(replace(shape, is_linear=()), ParallelSizes(), batch, 0)
     # On a CPU the norm is composed and keeps one tensor more.

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from slime.planning.model_shape import ModelShape
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.planning.parallel import ParallelSizes, rank_places
 from slime.planning.parameters import chunk_parameters, model_size
 from slime.planning.stages import PipelineSplit, stage_chunks
+from slime.train_data.model_dims import ModelDims
 from tests.contracts.source_tree import REPO
 from tests.unit.backends.megatron_utils.megatron_case import parse
 
@@ -120,8 +121,8 @@ def megatron_counts(glm52_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def shape_of(args: Namespace) -> ModelShape:
-    return ModelShape.from_args(args, GLM52_CONFIG)
+def shape_of(args: Namespace) -> ModelDims:
+    return model_dims(args, GLM52_CONFIG)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from slime.backends.megatron_utils.flags.model_dims import computing_layers
 from slime.planning.cards import find_card
 from slime.planning.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, asks_for_plan, complete_run, run_plan
 from slime.planning.engines import EngineShape, engine_memory, engine_places, kv_bytes_per_token
 from slime.planning.host_memory import pinned_bytes
-from slime.planning.model_shape import ModelShape, computing_layers
 from slime.planning.parallel import ParallelSizes, rank_places
 from slime.planning.plan import PlanOptions
 from slime.planning.rules import engine_problems, placement_problems
 from slime.planning.stages import PipelineSplit, expand_layout, stage_chunks
 from slime.planning.traffic import reference_lengths, step_work
-from slime.train_data.flops import FlopsModel
+from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import ScheduleConfig
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.schedule import index_sharing
@@ -172,12 +172,13 @@ def test_which_layers_choose_keys_is_read_as_the_trainer_reads_it():
         assert computing_layers(config, 7) == index_sharing(config, 7).is_computing
 
 
-def latent(**changes: Any) -> ModelShape:
+def latent(**changes: Any) -> ModelDims:
     return dataclasses.replace(
-        ModelShape(
-            num_layers=61, hidden=7168, ffn=18432, vocab=129280, is_tied=False, attention="latent", heads=128,
-            groups=128, head_dim=128, q_lora=1536, kv_lora=512, qk_dim=128, rope_dim=64, v_dim=128,
-            is_moe=(False,) * 3 + (True,) * 58, experts=256, topk=8, expert_ffn=2048, shared_ffn=2048,
+        ModelDims(
+            num_layers=61, hidden_size=7168, ffn_hidden_size=18432, vocab_size=129280, attention="latent",
+            num_attention_heads=128,
+            num_query_groups=128, head_dim=128, q_lora=1536, kv_lora=512, qk_dim=128, rope_dim=64, v_dim=128,
+            is_moe=(False,) * 3 + (True,) * 58, num_experts=256, topk=8, expert_ffn=2048, shared_ffn=2048,
         ),
         **changes,
     )  # fmt: skip
@@ -186,7 +187,9 @@ def latent(**changes: Any) -> ModelShape:
 def test_a_token_of_latent_attention_costs_its_latent_on_every_card_of_the_replica():
     assert kv_bytes_per_token(latent(), EngineShape(tp_size=8)) == 61 * (512 + 64) * 2
     fp8 = EngineShape(tp_size=8, kv_element_bytes=1)
-    sparse = latent(attention="sparse", computes_index=(True,) * 61, index_heads=32, index_dim=128, index_topk=2048)
+    sparse = latent(
+        attention="sparse", computes_index=(True,) * 61, index_heads=32, index_head_dim=128, index_topk=2048
+    )
     assert kv_bytes_per_token(sparse, fp8) == 61 * (512 + 64 + 132)
 
 
@@ -239,7 +242,7 @@ def test_rules_that_an_engine_would_meet_at_its_start_are_told_before(engine, fl
 
 
 def test_24_gpus_want_8_redundant_experts_beside_64():
-    flash = latent(heads=24, experts=64)
+    flash = latent(num_attention_heads=24, num_experts=64)
     engine = EngineShape(tp_size=24, ep_size=24, dp_size=3, enable_dp_attention=True, redundant_experts=16)
     assert list(engine_problems(flash, engine, {}, {}, "Engines")) == [
         "Engines: 64 experts and 16 redundant ones do not divide over 24 expert-parallel ranks; use "
@@ -256,8 +259,8 @@ def test_the_reference_distribution_is_the_decided_one():
 
 
 def test_a_step_is_counted_with_the_trainers_scheduler():
-    flops = FlopsModel(
-        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=4, kv_channels=16, ffn_hidden_size=128,
+    flops = ModelDims(
+        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=4, head_dim=16, ffn_hidden_size=128,
         vocab_size=512,
     )  # fmt: skip
     schedule = ScheduleConfig(dp_size=2, use_dynamic_batch_size=True, max_tokens_per_gpu=100)

@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.train_data.flops import FlopsModel
+from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import (
     DPSchedule,
     ScheduleConfig,
@@ -16,12 +16,12 @@ from slime.train_data.schedule import (
 from slime.utils.errors import ConfigError, DataError
 
 LENGTHS = [900, 100, 500, 450, 50, 1200, 300, 700]
-TOY = FlopsModel(
+TOY = ModelDims(
     num_layers=2,
     hidden_size=64,
     num_attention_heads=4,
     num_query_groups=2,
-    kv_channels=16,
+    head_dim=16,
     ffn_hidden_size=128,
     vocab_size=1000,
 )

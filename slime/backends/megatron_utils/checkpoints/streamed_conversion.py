@@ -34,11 +34,11 @@ from slime.backends.megatron_utils.checkpoint import (
     publish_checkpoint,
 )
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import Shards, write_checkpoint
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import check_all_used, read_shard, weight_map_of
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 from slime.utils.distributed_utils import init_gloo_group
 
 
@@ -94,7 +94,7 @@ def _check_unused(tensors: HfTensors, args: Namespace) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, tensors.read, group=init_gloo_group())
     tensors.read = set().union(*everyone)
-    check_all_used(tensors, weight_map_of(tensors.folder), ModelShape.from_args(args))
+    check_all_used(tensors, weight_map_of(tensors.folder), model_dims(args))
 
 
 class _Span(NamedTuple):
@@ -112,7 +112,7 @@ class _Weights:
     def __init__(self, args: Namespace, model: Sequence[torch.nn.Module], tensors: HfTensors, bar: tqdm) -> None:
         self._tensors, self._bar = tensors, bar
         self._weight_map = weight_map_of(tensors.folder)
-        self._shape = ModelShape.from_args(args)
+        self._shape = model_dims(args)
         spans = []
         for name, shard in iter_global_parameters(model):
             start = shard.tensor.data_ptr()

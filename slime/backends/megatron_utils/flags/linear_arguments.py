@@ -7,10 +7,11 @@ own flags, so that a checkpoint records them and a plan reads them.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from slime.backends.megatron_utils.flags.config_flags import flag_of
+from slime.backends.megatron_utils.flags.model_dims import linear_layers
 from slime.utils.errors import ConfigError
 
 SPECS = {
@@ -32,15 +33,6 @@ _SIZES = {
 def has_linear_attention(config: dict[str, Any]) -> bool:
     """Return True when a config.json is that of a model with linear attention."""
     return config.get("model_type") in SPECS
-
-
-def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether its attention is linear: not every n-th, or as a list says."""
-    if frequency is None:
-        return (False,) * num_layers
-    if isinstance(frequency, int):
-        return tuple((layer + 1) % frequency != 0 for layer in range(num_layers))
-    return tuple(bool(entry) for entry in frequency)
 
 
 def hf_linear_layers(config: dict[str, Any], num_layers: int) -> tuple[bool, ...]:

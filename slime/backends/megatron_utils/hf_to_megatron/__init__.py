@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.train_data.model_dims import ModelDims
 
 # isort: split
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
@@ -25,7 +27,7 @@ from slime.backends.megatron_utils.layers.value_head import is_of_value_head
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.backends.megatron_utils.weight_maps import WeightMap, find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import from_hf
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, pad_vocabulary, tensor_parallel_slice
+from slime.backends.megatron_utils.weight_maps.weight_layouts import pad_vocabulary, tensor_parallel_slice
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
         DataError: a tensor is missing (also a KeyError), has another shape, or would be left unused.
     """
     weight_map = weight_map_of(path)
-    shape = ModelShape.from_args(args)
+    shape = model_dims(args)
     start = time.monotonic()
     num_bytes = 0
     with HfTensors(path) as tensors:
@@ -78,7 +80,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
     logger.info("Loaded %.2f GiB of weights from %s in %.1f s.", num_bytes / 2**30, path, elapsed)
 
 
-def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMap, shape: ModelShape) -> Tensor:
+def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) -> Tensor:
     """What the checkpoint holds for a shard of this rank, in the checkpoint's dtype.
 
     Raises:
@@ -117,7 +119,7 @@ def _check_copies(tensors: HfTensors, names: Sequence[str], original: Tensor) ->
             )  # fmt: skip
 
 
-def check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelShape) -> None:
+def check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) -> None:
     """Refuse a checkpoint whose layers have tensors that the model has not, such as biases or query norms.
 
     Only the layers of which something was read are looked at: others belong to other pipeline stages; and not their

@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import tensor_names
 from slime.backends.megatron_utils.megatron_to_hf.quantization import quantize_params
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import to_hf
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, unpad_vocabulary
+from slime.backends.megatron_utils.weight_maps.weight_layouts import unpad_vocabulary
+from slime.train_data.model_dims import ModelDims
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -28,6 +30,7 @@ def convert_to_hf(
     param: Tensor,
     quantization_config: Mapping[str, Any] | None = None,
     transform_ue8m0: bool = True,
+    dims: ModelDims | None = None,
 ) -> list[tuple[str, Tensor]]:
     """One whole Megatron parameter as the HF tensors it stands for.
 
@@ -41,6 +44,7 @@ def convert_to_hf(
             None gives plain tensors.
         transform_ue8m0: give the scales of FP8 blocks the layout in which an engine's DeepGEMM holds them, on GPUs
             where it does (Blackwell); False for files.
+        dims: of the model, where the caller has them; None reads them from ``args``.
 
     Returns:
         HF names and tensors (views where possible), in the order q, k, v and gate, up; nothing for an output layer
@@ -52,7 +56,7 @@ def convert_to_hf(
         KeyError: the family has no such parameter.
     """
     weight_map = find_weight_map(model_name)
-    shape = ModelShape.from_args(args)
+    shape = dims or model_dims(args)
     while name.startswith("module."):
         name = name.removeprefix("module.")
     if name in _VOCABULARY:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.weight_maps.dense import DENSE
 from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
+from slime.train_data.model_dims import ModelDims
 
 
 def _swap_halves(weight: Tensor) -> Tensor:
@@ -21,12 +21,12 @@ def _swap_halves(weight: Tensor) -> Tensor:
     return torch.cat([right, left], dim=1)
 
 
-def _merge(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+def _merge(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
     (weight,) = tensors
     return _swap_halves(weight)
 
 
-def _split(tensor: Tensor, shape: ModelShape) -> Sequence[Tensor]:
+def _split(tensor: Tensor, shape: ModelDims) -> Sequence[Tensor]:
     return (_swap_halves(tensor),)
 
 

@@ -18,10 +18,11 @@ from slime.backends.megatron_utils.weight_maps.dense import MLP, NORMS, TOP
 from slime.backends.megatron_utils.weight_maps.moe import EXPERTS, ROUTER
 from slime.backends.megatron_utils.weight_maps.qwen_moe import SHARED_EXPERT
 from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, check_rows
+from slime.backends.megatron_utils.weight_maps.weight_layouts import check_rows
+from slime.train_data.model_dims import ModelDims
 
 
-def merge_gated_qkv(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+def merge_gated_qkv(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
     """Query and gate [G * q * 2 * d, h] (head by head), key and value [G * d, h] to [G * (2 q + 2) * d, h]: each
     group's queries, gates, key, value.
 
@@ -30,7 +31,7 @@ def merge_gated_qkv(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """
     query, key, value = tensors
     groups = shape.num_query_groups
-    check_rows("query", query, 2 * shape.num_heads * shape.head_dim)
+    check_rows("query", query, 2 * shape.num_attention_heads * shape.head_dim)
     for name, tensor in (("key", key), ("value", value)):
         check_rows(name, tensor, groups * shape.head_dim)
     halves = query.reshape(groups, -1, 2, shape.head_dim, query.size(-1)).transpose(1, 2).flatten(1, 3)
@@ -38,50 +39,50 @@ def merge_gated_qkv(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
     return torch.cat(parts, dim=1).flatten(0, 1)
 
 
-def split_gated_qkv(merged: Tensor, shape: ModelShape) -> Sequence[Tensor]:
+def split_gated_qkv(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
     """The inverse of :func:`merge_gated_qkv`."""
-    heads = shape.num_heads // shape.num_query_groups
+    heads = shape.num_attention_heads // shape.num_query_groups
     grouped = merged.reshape(shape.num_query_groups, 2 * heads + 2, shape.head_dim, -1)
     halves, key, value = grouped.split([2 * heads, 1, 1], dim=1)
     query = halves.unflatten(1, (2, heads)).transpose(1, 2)
     return query.reshape(-1, merged.size(-1)), key.flatten(0, 2), value.flatten(0, 2)
 
 
-def merge_in_proj(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+def merge_in_proj(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
     """Rows of q, k, v, z and of b, a, each key head after key head, to one matrix: per key head q, k, v, b, a, z."""
     qkvz, ba = tensors
     heads = shape.linear_key_heads
-    check_rows("in_proj_qkvz", qkvz, heads * (shape.linear_channels + _gate_rows(shape)))
+    check_rows("in_proj_qkvz", qkvz, heads * (shape.linear_group_channels + _gate_rows(shape)))
     check_rows("in_proj_ba", ba, heads * 2 * shape.linear_ratio)
     qkvz, ba = (x.unflatten(0, (heads, -1)) for x in (qkvz, ba))
-    qkv, z = qkvz.split([shape.linear_channels, _gate_rows(shape)], dim=1)
+    qkv, z = qkvz.split([shape.linear_group_channels, _gate_rows(shape)], dim=1)
     return torch.cat([qkv, ba, z], dim=1).flatten(0, 1)
 
 
-def split_in_proj(merged: Tensor, shape: ModelShape) -> Sequence[Tensor]:
+def split_in_proj(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
     """The inverse of :func:`merge_in_proj`."""
-    sizes = [shape.linear_channels, 2 * shape.linear_ratio, _gate_rows(shape)]
+    sizes = [shape.linear_group_channels, 2 * shape.linear_ratio, _gate_rows(shape)]
     qkv, ba, z = merged.unflatten(0, (shape.linear_key_heads, -1)).split(sizes, dim=1)
     return torch.cat([qkv, z], dim=1).flatten(0, 1), ba.flatten(0, 1)
 
 
-def merge_convolution(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+def merge_convolution(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
     """[all q, all k, all v, 1, K] to [H * (2 dk + r dv), K]: the channels of one key head together."""
     (weight,) = tensors
-    check_rows("conv1d", weight, shape.linear_key_heads * shape.linear_channels)
+    check_rows("conv1d", weight, shape.linear_key_heads * shape.linear_group_channels)
     keys = shape.linear_key_heads * shape.linear_key_dim
     parts = weight.squeeze(1).split([keys, keys, weight.size(0) - 2 * keys])
     return torch.cat([x.unflatten(0, (shape.linear_key_heads, -1)) for x in parts], dim=1).flatten(0, 1)
 
 
-def split_convolution(merged: Tensor, shape: ModelShape) -> Sequence[Tensor]:
+def split_convolution(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
     """The inverse of :func:`merge_convolution`."""
     sizes = [shape.linear_key_dim, shape.linear_key_dim, _gate_rows(shape)]
     parts = merged.unflatten(0, (shape.linear_key_heads, -1)).split(sizes, dim=1)
     return (torch.cat([x.flatten(0, 1) for x in parts]).unsqueeze(1),)
 
 
-def _gate_rows(shape: ModelShape) -> int:
+def _gate_rows(shape: ModelDims) -> int:
     """Rows of z, and of v, that belong to one key head."""
     return shape.linear_ratio * shape.linear_value_dim
 

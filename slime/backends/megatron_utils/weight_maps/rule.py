@@ -12,16 +12,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from slime.backends.megatron_utils.weight_maps.weight_layouts import (
-    ModelShape,
-    merge_gate_up,
-    merge_qkv,
-    split_gate_up,
-    split_qkv,
-)
+from slime.backends.megatron_utils.weight_maps.weight_layouts import merge_gate_up, merge_qkv, split_gate_up, split_qkv
+from slime.train_data.model_dims import ModelDims
 
-Merge = Callable[[Sequence[Tensor], ModelShape], Tensor]
-Split = Callable[[Tensor, ModelShape], Sequence[Tensor]]
+Merge = Callable[[Sequence[Tensor], ModelDims], Tensor]
+Split = Callable[[Tensor, ModelDims], Sequence[Tensor]]
 
 _EXPERT = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -29,12 +24,12 @@ _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _OUTPUT_LAYER, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
-def _merge_one(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+def _merge_one(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
     (tensor,) = tensors
     return tensor
 
 
-def _split_one(tensor: Tensor, shape: ModelShape) -> Sequence[Tensor]:
+def _split_one(tensor: Tensor, shape: ModelDims) -> Sequence[Tensor]:
     return (tensor,)
 
 
@@ -52,7 +47,7 @@ class Rule:
     """The inverse of ``merge``: moves numbers, changes none."""
 
 
-def _merge_qkv(tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+def _merge_qkv(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
     query, key, value = tensors
     return merge_qkv(query, key, value, shape)
 
@@ -77,7 +72,7 @@ def gate_up_rule(megatron: str, gate: str, up: str) -> Rule:
     )
 
 
-def layer_behind_the_last(index: int, shape: ModelShape) -> str:
+def layer_behind_the_last(index: int, shape: ModelDims) -> str:
     """Where most families keep the MTP layers: numbered on from the decoder's."""
     return f"model.layers.{shape.num_layers + index}."
 
@@ -95,8 +90,8 @@ class WeightMap:
     mtp: tuple[Rule, ...] = ()
     """Behind ``mtp.layers.{j}.`` and ``mtp_prefix``, beside its ``transformer_layer``, for which ``layer`` serves."""
     layer_prefix: str = "model.layers.{layer}."
-    mtp_prefix: Callable[[int, ModelShape], str] = layer_behind_the_last
-    mtp_layer_prefix: Callable[[int, ModelShape], str] | None = None
+    mtp_prefix: Callable[[int, ModelDims], str] = layer_behind_the_last
+    mtp_layer_prefix: Callable[[int, ModelDims], str] | None = None
     """In front of the tensors of its ``transformer_layer``, where that is not ``mtp_prefix``."""
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
     """Megatron parameter outside of the layers -> its copy in the checkpoint, behind ``mtp_prefix``."""
@@ -105,7 +100,7 @@ class WeightMap:
     together: tuple[tuple[str, ...], ...] = ()
     """HF modules of one layer whose tensors an engine must receive in one call, where the model has all of them."""
 
-    def together_with(self, hf_name: str, shape: ModelShape) -> tuple[str, ...]:
+    def together_with(self, hf_name: str, shape: ModelDims) -> tuple[str, ...]:
         """The HF tensors that must travel with this one, itself included; empty for one that travels alone."""
         for modules in self.together if shape.has_query_latent else ():
             for module in modules:
@@ -114,13 +109,13 @@ class WeightMap:
                     return tuple(f"{prefix}.{member}.{rest}" for member in modules)
         return ()
 
-    def copies_of(self, name: str, shape: ModelShape) -> tuple[str, ...]:
+    def copies_of(self, name: str, shape: ModelDims) -> tuple[str, ...]:
         """HF names under which a checkpoint may hold a Megatron parameter once more, in its MTP layers."""
         if name not in self.mtp_copies:
             return ()
         return tuple(self.mtp_prefix(index, shape) + self.mtp_copies[name] for index in range(shape.num_mtp_layers))
 
-    def find(self, name: str, shape: ModelShape) -> tuple[Rule, tuple[str, ...]]:
+    def find(self, name: str, shape: ModelDims) -> tuple[Rule, tuple[str, ...]]:
         """The rule of a Megatron parameter, and its HF names in full.
 
         Raises:
@@ -144,7 +139,7 @@ class WeightMap:
         raise KeyError(f"{name} is no parameter of the family {self.family}")
 
 
-def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
+def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelDims) -> list[tuple[str, Tensor]]:
     """One whole Megatron parameter, vocabulary padding cut off, as HF tensors (views where possible).
 
     Nothing for an output layer that is the embedding.
@@ -158,7 +153,7 @@ def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelShape) -
     return list(zip(hf_names, rule.split(tensor, shape), strict=True))
 
 
-def from_hf(weight_map: WeightMap, name: str, get: Callable[[str], Tensor], shape: ModelShape) -> Tensor:
+def from_hf(weight_map: WeightMap, name: str, get: Callable[[str], Tensor], shape: ModelDims) -> Tensor:
     """The whole Megatron parameter ``name``, before vocabulary padding.
 
     Args:

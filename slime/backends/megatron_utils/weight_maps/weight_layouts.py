@@ -6,72 +6,16 @@ All functions work on whole tensors, not on tensor-parallel slices, and only mov
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes that the layouts depend on."""
-
-    num_layers: int
-    num_heads: int
-    num_query_groups: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    padded_vocab_size: int
-    has_tied_embeddings: bool
-    num_experts: int = 0
-    num_mtp_layers: int = 0
-    has_query_latent: bool = False
-    """Queries of multi-latent attention come out of a latent of their own."""
-    index_head_dim: int = 128
-    """Width of a head of sparse attention's indexer."""
-    rotary_dim: int = 64
-    """Dimensions of a head that turn, in latent attention and in the indexer."""
-    linear_key_heads: int = 16
-    """Of linear attention, as the following three."""
-    linear_ratio: int = 2
-    """Value heads of one key head."""
-    linear_key_dim: int = 128
-    linear_value_dim: int = 128
-
-    @property
-    def linear_channels(self) -> int:
-        """Query, key and values that belong to one key head of linear attention."""
-        return 2 * self.linear_key_dim + self.linear_ratio * self.linear_value_dim
-
-    @classmethod
-    def from_args(cls, args: Namespace) -> ModelShape:
-        """From complete Megatron flags, of this run or those stored in a checkpoint."""
-        num_groups = args.num_query_groups if args.group_query_attention else None
-        return cls(
-            num_layers=args.num_layers,
-            num_heads=args.num_attention_heads,
-            num_query_groups=num_groups or args.num_attention_heads,
-            head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
-            hidden_size=args.hidden_size,
-            vocab_size=args.vocab_size,
-            padded_vocab_size=args.padded_vocab_size,
-            has_tied_embeddings=not args.untie_embeddings_and_output_weights,
-            num_experts=args.num_experts or 0,
-            num_mtp_layers=args.mtp_num_layers or 0,
-            has_query_latent=vars(args).get("q_lora_rank") is not None,
-            # Absent from checkpoints of other programs, whose models have the usual sizes.
-            index_head_dim=vars(args).get("dsa_indexer_head_dim") or cls.index_head_dim,
-            rotary_dim=vars(args).get("qk_pos_emb_head_dim") or cls.rotary_dim,
-            **_linear_sizes(args),
-        )
-
-
-def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelShape) -> Tensor:
+def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Tensor:
     """[heads * d, ...], [G * d, ...], [G * d, ...] to [G * (q + 2) * d, ...]: each group's q, then its k and v.
 
     Works for weights [rows, h] and for biases [rows].
@@ -79,7 +23,7 @@ def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelShape) -> T
     Raises:
         DataError: the rows are not those of the model's heads.
     """
-    check_rows("query", query, shape.num_heads * shape.head_dim)
+    check_rows("query", query, shape.num_attention_heads * shape.head_dim)
     for name, tensor in (("key", key), ("value", value)):
         check_rows(name, tensor, shape.num_query_groups * shape.head_dim)
     rest = query.shape[1:]
@@ -87,10 +31,10 @@ def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelShape) -> T
     return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
-def split_qkv(merged: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(merged: Tensor, shape: ModelDims) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of :func:`merge_qkv`."""
     rest = merged.shape[1:]
-    query_rows = shape.num_heads // shape.num_query_groups * shape.head_dim
+    query_rows = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
     grouped = merged.reshape(shape.num_query_groups, -1, *rest)
     query, key, value = grouped.split([query_rows, shape.head_dim, shape.head_dim], dim=1)
     return query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest)
@@ -109,23 +53,23 @@ def split_gate_up(merged: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def turning_part_last(tensor: Tensor, shape: ModelShape) -> Tensor:
+def turning_part_last(tensor: Tensor, shape: ModelDims) -> Tensor:
     """Per head of sparse attention's indexer, the rows that turn from the front to the back: [heads * d, ...].
 
     At the published sizes, 64 of 128, this swaps the halves of each head.
     """
     heads = tensor.unflatten(0, (-1, shape.index_head_dim))
-    return torch.cat([heads[:, shape.rotary_dim :], heads[:, : shape.rotary_dim]], dim=1).flatten(0, 1)
+    return torch.cat([heads[:, shape.rope_dim :], heads[:, : shape.rope_dim]], dim=1).flatten(0, 1)
 
 
-def turning_part_first(tensor: Tensor, shape: ModelShape) -> Tensor:
+def turning_part_first(tensor: Tensor, shape: ModelDims) -> Tensor:
     """The inverse of :func:`turning_part_last`."""
     heads = tensor.unflatten(0, (-1, shape.index_head_dim))
-    split = shape.index_head_dim - shape.rotary_dim
+    split = shape.index_head_dim - shape.rope_dim
     return torch.cat([heads[:, split:], heads[:, :split]], dim=1).flatten(0, 1)
 
 
-def pad_vocabulary(tensor: Tensor, shape: ModelShape) -> Tensor:
+def pad_vocabulary(tensor: Tensor, shape: ModelDims) -> Tensor:
     """[vocab, h] to [padded vocab, h], with zeros below.
 
     Raises:
@@ -136,11 +80,11 @@ def pad_vocabulary(tensor: Tensor, shape: ModelShape) -> Tensor:
             f"The checkpoint's vocabulary has {tensor.size(0)} rows; --vocab-size is {shape.vocab_size}; "
             "set it to the checkpoint's."
         )
-    padding = tensor.new_zeros(shape.padded_vocab_size - tensor.size(0), *tensor.shape[1:])
+    padding = tensor.new_zeros(shape.vocab_rows - tensor.size(0), *tensor.shape[1:])
     return torch.cat([tensor, padding])
 
 
-def unpad_vocabulary(tensor: Tensor, shape: ModelShape) -> Tensor:
+def unpad_vocabulary(tensor: Tensor, shape: ModelDims) -> Tensor:
     """The inverse of :func:`pad_vocabulary`."""
     return tensor[: shape.vocab_size]
 
@@ -173,18 +117,6 @@ def tensor_parallel_join(parts: Sequence[Tensor], *, dim: int, is_gate_up: bool 
         gates, ups = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
         parts = [*gates, *ups]
     return torch.cat(tuple(parts), dim=dim)
-
-
-def _linear_sizes(args: Namespace) -> dict[str, int]:
-    """The sizes of linear attention, of a model that has it."""
-    if vars(args).get("linear_attention_freq") is None:
-        return {}
-    return {
-        "linear_key_heads": args.linear_num_key_heads,
-        "linear_ratio": args.linear_num_value_heads // args.linear_num_key_heads,
-        "linear_key_dim": args.linear_key_head_dim,
-        "linear_value_dim": args.linear_value_head_dim,
-    }
 
 
 def check_rows(name: str, tensor: Tensor, expected: int) -> None:

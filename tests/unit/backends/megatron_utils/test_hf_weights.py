@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, MissingTensorError
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 from slime.utils.errors import ConfigError, DataError
 from tests.unit.backends.megatron_utils.megatron_case import (
     hf_flags,
@@ -165,4 +165,4 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 def test_a_shape_knows_multi_head_attention() -> None:
     args = argparse_like()
     args.group_query_attention = False  # type: ignore[attr-defined]
-    assert ModelShape.from_args(args).num_query_groups == 4  # type: ignore[arg-type]
+    assert model_dims(args).num_query_groups == 4  # type: ignore[arg-type]

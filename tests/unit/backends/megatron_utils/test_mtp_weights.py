@@ -11,7 +11,7 @@ import torch
 
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.weight_maps import find_weight_map
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
+from slime.train_data.model_dims import ModelDims
 from tests.matrix import trainer
 from tests.matrix.case import Tensors, load_cases, read_tensors, write_tensors
 from tests.matrix.parity import one_process_world
@@ -33,9 +33,9 @@ def load_and_export(folder: Path) -> Tensors:
         return dict(trainer.export(args, trainer.load_model(args), dtype=None))
 
 
-def shape_of(num_layers: int, num_mtp_layers: int) -> ModelShape:
-    sizes = dict.fromkeys(("num_heads", "num_query_groups", "head_dim", "hidden_size"), 2)
-    return ModelShape(
+def shape_of(num_layers: int, num_mtp_layers: int) -> ModelDims:
+    sizes = dict.fromkeys(("num_attention_heads", "num_query_groups", "head_dim", "hidden_size"), 2)
+    return ModelDims(
         num_layers=num_layers,
         num_mtp_layers=num_mtp_layers,
         vocab_size=8,

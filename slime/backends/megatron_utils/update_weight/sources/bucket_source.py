@@ -18,6 +18,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.update_weight.sources.gather import (
     HostWeights,
     StageHeaders,
@@ -25,7 +26,6 @@ from slime.backends.megatron_utils.update_weight.sources.gather import (
     iter_hf_tensors,
 )
 from slime.backends.megatron_utils.weight_maps import find_weight_map
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import NO_BUCKET, iter_units, plan_buckets
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
@@ -67,7 +67,7 @@ class GatheredBuckets:
         self._model_name, self._dtype, self._quantizer = model_name, dtype, quantizer
         self._across_stages, self._only = across_stages, only
         self._device = next(iter(model[0].parameters())).device
-        weight_map, shape = find_weight_map(model_name), ModelShape.from_args(args)
+        weight_map, shape = find_weight_map(model_name), model_dims(args)
         stages = hf_headers(args, model, model_name=model_name, dtype=dtype, only=only)
         present = {name for headers in stages for name, _, _ in headers}
 

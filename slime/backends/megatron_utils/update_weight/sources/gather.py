@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 
 # isort: split
 from megatron.core import mpu
@@ -26,7 +27,7 @@ from slime.backends.megatron_utils.data import current_device
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.backends.megatron_utils.weight_maps import find_weight_map
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, tensor_parallel_join
+from slime.backends.megatron_utils.weight_maps.weight_layouts import tensor_parallel_join
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import iter_buckets
 from slime.weights.named_tensors import Header, NamedTensors
@@ -177,9 +178,10 @@ def iter_hf_tensors(
         WeightSyncError: two parameters were given the same HF name.
     """
     seen: dict[str, str] = {}
+    dims = model_dims(args)
     tensors = iter_full_tensors(model, dtype=dtype, host_weights=host_weights, across_stages=across_stages, only=only)
     for name, full in tensors:
-        converted = convert_to_hf(args, model_name, GLOBAL_PREFIX + name, full, quantization_config)
+        converted = convert_to_hf(args, model_name, GLOBAL_PREFIX + name, full, quantization_config, dims=dims)
         for hf_name, tensor in converted:
             if hf_name in seen:
                 raise WeightSyncError(
@@ -214,7 +216,7 @@ def iter_hf_buckets(
         host_weights=host_weights,
         across_stages=across_stages,
     )
-    weight_map, shape = find_weight_map(model_name), ModelShape.from_args(args)
+    weight_map, shape = find_weight_map(model_name), model_dims(args)
     return iter_buckets(tensors, bucket_bytes, lambda name: weight_map.together_with(name, shape))
 
 
@@ -247,6 +249,7 @@ def hf_headers(
         stages = [None] * group.size()
         dist.all_gather_object(stages, own, group=group)
     result: list[StageHeaders] = []
+    dims = model_dims(args)
     sent: set[str] = set()
     for listed in stages:
         headers: StageHeaders = []
@@ -256,7 +259,7 @@ def hf_headers(
                 continue
             sent.add(name)
             empty = torch.empty(shape, dtype=kind, device="meta")
-            for hf_name, tensor in convert_to_hf(args, model_name, GLOBAL_PREFIX + name, empty):
+            for hf_name, tensor in convert_to_hf(args, model_name, GLOBAL_PREFIX + name, empty, dims=dims):
                 if hf_name in source:
                     raise WeightSyncError(
                         f"{name} and {source[hf_name]} both convert to {hf_name}; the converter of model "

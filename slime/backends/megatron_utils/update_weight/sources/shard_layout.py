@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.backends.megatron_utils.weight_maps.rule import Rule
-from slime.backends.megatron_utils.weight_maps.weight_layouts import ModelShape, tensor_parallel_join
+from slime.backends.megatron_utils.weight_maps.weight_layouts import tensor_parallel_join
 from slime.weights.tensor_slice import TensorSlice
 
 
@@ -139,7 +140,7 @@ class ShardLayout:
         self._args = args
         self._model_name = model_name
         self._map = find_weight_map(model_name)
-        self._shape = ModelShape.from_args(args)
+        self._shape = model_dims(args)
         self._known: dict[tuple[Rule, tuple[int, ...], TensorSplit], tuple[tuple[ShardSlice, ...], ...] | None] = {}
 
     def hf_tensors(self, name: str, whole_shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
@@ -183,7 +184,7 @@ class ShardLayout:
         ]
 
     def _convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        return convert_to_hf(self._args, self._model_name, name, tensor)
+        return convert_to_hf(self._args, self._model_name, name, tensor, dims=self._shape)
 
     def _work_out(
         self, name: str, whole_shape: tuple[int, ...], split: TensorSplit

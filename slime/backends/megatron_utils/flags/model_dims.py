@@ -1,0 +1,123 @@
+"""The dimensions of the model from Megatron's flags; reads the namespace alone, and imports nothing of Megatron."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.train_data.model_dims import AttentionKind, ModelDims
+
+
+def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> ModelDims:
+    """Return the dimensions that Megatron's flags describe.
+
+    Args:
+        args: flags of this run, or those stored in a checkpoint, perhaps by another program: what a family lacks may
+            be absent, and then has the size that published models have.
+        hf_config: config.json, which alone tells the layers of sparse attention that choose keys.
+    """
+    get = vars(args).get
+    num_layers, heads = args.num_layers, args.num_attention_heads
+    attention: AttentionKind = "latent" if get("multi_latent_attention") else "grouped"
+    sparse: dict[str, Any] = {}
+    if _has_spec(args, "slime_plugins.models.glm5") and hf_config is not None:
+        attention = "sparse"
+        sparse["computes_index"] = computing_layers(hf_config, num_layers)
+        sparse["index_heads"], sparse["index_topk"] = args.dsa_indexer_n_heads, args.dsa_indexer_topk
+    groups = get("num_query_groups") if get("group_query_attention", True) else None
+    has_positions = get("position_embedding_type") == "learned_absolute"
+    return ModelDims(
+        num_layers=num_layers,
+        hidden_size=args.hidden_size,
+        vocab_size=args.vocab_size,
+        padded_vocab_size=get("padded_vocab_size") or 0,
+        has_tied_embeddings=not get("untie_embeddings_and_output_weights"),
+        ffn_hidden_size=get("ffn_hidden_size") or 0,
+        is_gated=bool(get("swiglu")),
+        has_bias=bool(get("add_bias_linear")),
+        has_centered_norms=bool(get("apply_layernorm_1p")),
+        norm_params=2 if get("normalization") == "LayerNorm" else 1,
+        post_norms=bool(get("post_self_attn_layernorm")) + bool(get("post_mlp_layernorm")),
+        learned_positions=args.max_position_embeddings if has_positions else 0,
+        attention=attention,
+        num_attention_heads=heads,
+        num_query_groups=groups or heads,
+        head_dim=get("kv_channels") or args.hidden_size // heads,
+        has_qkv_bias=bool(get("add_qkv_bias")),
+        has_qk_norm=bool(get("qk_layernorm")),
+        has_output_gate=bool(get("attention_output_gate")),
+        norms_all_heads=_has_spec(args, "slime_plugins.models.minimax_m2"),
+        q_lora=get("q_lora_rank"),
+        kv_lora=get("kv_lora_rank") or 0,
+        qk_dim=get("qk_head_dim") or 0,
+        rope_dim=get("qk_pos_emb_head_dim") or 64,
+        v_dim=get("v_head_dim") or 0,
+        index_head_dim=get("dsa_indexer_head_dim") or 128,
+        **sparse,
+        **_linear_sizes(args),
+        **_expert_sizes(args),
+        num_mtp_layers=get("mtp_num_layers") or 0,
+        trains_mtp=bool(get("enable_mtp_training")),
+    )
+
+
+def _expert_sizes(args: Namespace) -> dict[str, Any]:
+    """Which layers have experts, and their sizes."""
+    get = vars(args).get
+    if not get("num_experts"):
+        return {"is_moe": (False,) * args.num_layers}
+    pattern = get("moe_layer_freq", 1)
+    if isinstance(pattern, int):
+        pattern = [layer % pattern == 0 for layer in range(args.num_layers)]
+    return {
+        "is_moe": tuple(map(bool, pattern)),
+        "num_experts": args.num_experts,
+        "topk": get("moe_router_topk") or 0,
+        "expert_ffn": get("moe_ffn_hidden_size") or get("ffn_hidden_size") or 0,
+        "shared_ffn": get("moe_shared_expert_intermediate_size") or 0,
+        "has_shared_gate": bool(get("moe_shared_expert_gate")),
+    }
+
+
+def _linear_sizes(args: Namespace) -> dict[str, Any]:
+    """Which layers have linear attention, and its sizes."""
+    get = vars(args).get
+    if not get("linear_attention_freq"):
+        return {}
+    return {
+        "is_linear": linear_layers(args.linear_attention_freq, args.num_layers),
+        "linear_key_heads": args.linear_num_key_heads,
+        "linear_value_heads": args.linear_num_value_heads,
+        "linear_key_dim": args.linear_key_head_dim,
+        "linear_value_dim": args.linear_value_head_dim,
+        "linear_conv": get("linear_conv_kernel_dim") or 4,
+    }
+
+
+def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether its attention is linear: not every n-th, or as a list says."""
+    if frequency is None:
+        return (False,) * num_layers
+    if isinstance(frequency, int):
+        return tuple((layer + 1) % frequency != 0 for layer in range(num_layers))
+    return tuple(bool(entry) for entry in frequency)
+
+
+def _has_spec(args: Namespace, package: str) -> bool:
+    spec = vars(args).get("spec")
+    return spec is not None and bool(spec) and spec[0].startswith(package)
+
+
+def computing_layers(hf_config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """For each layer of sparse attention whether it chooses keys, as config.json says: by type, pattern or frequency.
+
+    ``slime_plugins.models.glm5.schedule`` is the trainer's own reading, which a test holds this one against.
+    """
+    types = hf_config.get("indexer_types") or hf_config.get("index_topk_pattern")
+    if types is not None:
+        return tuple(entry in ("F", "full") for entry in types[:num_layers])
+    freq = max(int(hf_config.get("index_topk_freq") or 1), 1)
+    offset = hf_config.get("index_skip_topk_offset")
+    offset = 2 if offset is None else int(offset)
+    return tuple(max(layer - offset, 0) % freq == 0 for layer in range(1, num_layers + 1))

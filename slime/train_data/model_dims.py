@@ -1,0 +1,181 @@
+"""The dimensions of a model: one description for plans, FLOPs, converters and weight maps.
+
+``slime.backends.megatron_utils.flags.model_dims`` makes it from the flags.  It stands here, because the schedule of
+micro-batches counts FLOPs and knows nothing of what lies above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+AttentionKind = Literal["grouped", "latent", "sparse"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDims:
+    """Sizes in elements; of the whole model, before any parallelism cuts it."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    padded_vocab_size: int = 0
+    """Rows of the embedding, padding for tensor parallelism included; 0 for no padding."""
+    has_tied_embeddings: bool = False
+    """The vocabulary projection is the embedding."""
+    ffn_hidden_size: int = 0
+    is_gated: bool = True
+    """The MLP has a gate beside its up projection (SwiGLU)."""
+    has_bias: bool = False
+    """Biases in all projections."""
+    has_centered_norms: bool = False
+    """Norms compute ``1 + weight`` in fp32 (``--apply-layernorm-1p``)."""
+    norm_params: int = 1
+    """Vectors of a norm: 1 for RMSNorm, 2 for LayerNorm."""
+    post_norms: int = 0
+    """Norms behind attention and MLP (GLM-4), 0 to 2."""
+    learned_positions: int = 0
+    """Rows of a learned position embedding."""
+
+    attention: AttentionKind = "grouped"
+    """``sparse`` is latent attention with an indexer."""
+    num_attention_heads: int
+    num_query_groups: int
+    """Heads of keys and values; of latent attention not used."""
+    head_dim: int
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    has_output_gate: bool = False
+    """Attention's output is multiplied by a gate that comes out of the query projection (Qwen3-Next)."""
+    norms_all_heads: bool = False
+    """The query and key norms are over all heads together (MiniMax-M2), not head by head."""
+    q_lora: int | None = None
+    """Width of the latent that queries of latent attention come out of; None for no such latent."""
+    kv_lora: int = 0
+    qk_dim: int = 0
+    rope_dim: int = 64
+    """Dimensions of a head that turn, in latent attention and in the indexer."""
+    v_dim: int = 0
+
+    computes_index: tuple[bool, ...] = ()
+    """Sparse attention: which layers choose keys, one entry per layer."""
+    index_heads: int = 0
+    index_head_dim: int = 128
+    index_topk: int = 0
+
+    is_linear: tuple[bool, ...] = ()
+    """Which layers have linear attention, a gated delta net; one entry per layer, or none.  The defaults below are
+    those of the published models; they count for nothing where no layer has it."""
+    linear_key_heads: int = 16
+    linear_value_heads: int = 32
+    linear_key_dim: int = 128
+    linear_value_dim: int = 128
+    linear_conv: int = 4
+    """Tokens that its convolution sees."""
+
+    is_moe: tuple[bool, ...] = ()
+    """Which layers have experts, one entry per layer; empty for none."""
+    num_experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    has_shared_gate: bool = False
+
+    num_mtp_layers: int = 0
+    trains_mtp: bool = False
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding, padding included."""
+        return self.padded_vocab_size or self.vocab_size
+
+    @property
+    def query_width(self) -> int:
+        """Elements of all heads' queries of one token."""
+        per_head = self.head_dim if self.attention == "grouped" else self.qk_dim + self.rope_dim
+        return self.num_attention_heads * per_head
+
+    @property
+    def key_width(self) -> int:
+        """Elements of all groups' keys of one token (grouped attention)."""
+        return self.num_query_groups * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Elements of what the output projection of attention reads."""
+        return self.num_attention_heads * (self.head_dim if self.attention == "grouped" else self.v_dim)
+
+    @property
+    def gate_factor(self) -> int:
+        """Projections into the MLP's width."""
+        return 2 if self.is_gated else 1
+
+    @property
+    def has_query_latent(self) -> bool:
+        """True when queries of latent attention come out of a latent of their own."""
+        return self.q_lora is not None
+
+    def has_linear_attention(self, layer: int) -> bool:
+        """Of a layer from 0; the layers inside of MTP layers, behind the last, have full attention."""
+        return layer < len(self.is_linear) and self.is_linear[layer]
+
+    @property
+    def linear_ratio(self) -> int:
+        """Value heads of one key head of linear attention."""
+        return self.linear_value_heads // self.linear_key_heads
+
+    @property
+    def linear_value_width(self) -> int:
+        """Elements of all values, and of the output, of one token in linear attention."""
+        return self.linear_value_heads * self.linear_value_dim
+
+    @property
+    def linear_channels(self) -> int:
+        """Elements of one token that linear attention convolves: queries, keys, values."""
+        return 2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_width
+
+    @property
+    def linear_group_channels(self) -> int:
+        """Those that belong to one key head."""
+        return 2 * self.linear_key_dim + self.linear_ratio * self.linear_value_dim
+
+    # --- cost of a sequence; a multiply-add counts as two -----------------------------------------------------------
+
+    def forward_flops(self, length: int) -> int:
+        """FLOPs of one forward pass over a sequence of ``length`` tokens; training costs three times as many.
+
+        Attention is causal, so the score and value products cost half of the full square.
+        """
+        attention = self._attention_flops(length) if self.attention == "grouped" else self._latent_flops(length)
+        num_linear, num_moe = sum(self.is_linear), sum(self.is_moe)
+        attention = attention * (self.num_layers - num_linear) + num_linear * self._linear_flops(length)
+        visited_width = self.expert_ffn * self.topk + self.shared_ffn
+        mlp_width = (self.num_layers - num_moe) * self.ffn_hidden_size + num_moe * visited_width
+        mlp = 6 * length * self.hidden_size * mlp_width
+        head = 2 * length * self.hidden_size * self.vocab_size
+        return attention + mlp + head
+
+    def _attention_flops(self, length: int) -> int:
+        widths = self.query_width * (1 + self.has_output_gate) + 2 * self.key_width
+        projections = 2 * length * self.hidden_size * widths
+        output = 2 * length * self.query_width * self.hidden_size
+        scores_and_values = 2 * length * length * self.query_width
+        return projections + scores_and_values + output
+
+    def _latent_flops(self, length: int) -> int:
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if self.q_lora:
+            query = 2 * length * self.q_lora * (hidden + self.query_width)
+        else:
+            query = 2 * length * hidden * self.query_width
+        key_value = self.kv_lora * (hidden + heads * (self.qk_dim + self.v_dim))
+        key_value = 2 * length * (key_value + hidden * self.rope_dim)
+        scores_and_values = length * length * (self.query_width + self.value_width)
+        output = 2 * length * self.value_width * hidden
+        return query + key_value + scores_and_values + output
+
+    def _linear_flops(self, length: int) -> int:
+        """A gated delta net: per token and value head the state is read twice and written once; no square."""
+        widths = self.linear_channels + 2 * self.linear_value_width + 2 * self.linear_value_heads
+        projections = 2 * length * self.hidden_size * widths
+        return projections + 6 * length * self.linear_value_width * self.linear_key_dim
