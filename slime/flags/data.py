@@ -19,7 +19,7 @@ LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How the samples of an optimizer step are cut into micro-batches."""
+    """Settings of the split of an optimizer step's samples into micro-batches."""
 
     use_dynamic_batch_size: bool
     max_tokens_per_gpu: int | None

@@ -17,7 +17,7 @@ from slime.flags.rollout import add_rollout_arguments
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Where the metrics of a run go."""
+    """Settings of the trackers that a run's metrics are sent to."""
 
     save: str | None
     num_rollout: int | None
@@ -47,7 +47,7 @@ def tracking_config(args: Any) -> TrackingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What is computed from the samples of a rollout or an evaluation."""
+    """Settings of the metrics of a rollout's or an evaluation's samples."""
 
     advantage_estimator: str
     rollout_num_gpus: int | None

@@ -19,7 +19,7 @@ FAILURE_POLICIES = ("zero", "failed", "raise")
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How responses are graded."""
+    """Settings of the grading of responses."""
 
     rm_type: str | None
     rm_url: str | None

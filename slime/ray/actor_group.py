@@ -122,7 +122,7 @@ class RayTrainGroup:
         )
 
     def layouts(self) -> list[dict[str, int]]:
-        """Of every rank: sizes of the parallel groups and its place in them (``TrainWorker.get_parallel_config``)."""
+        """Return every rank's parallel group sizes and its place in them (``TrainWorker.get_parallel_config``)."""
         if not self._layouts:
             self._layouts = self._on_all("get_parallel_config", what="the trainer's layout", timeout_s=120)
         return self._layouts

@@ -24,7 +24,7 @@ from slime.utils.http_utils import PostTransportUnavailable, post, set_post_tran
 logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.001
-"""Of one core, for Ray's books: the actors must fit beside whatever the job reserves."""
+"""Share of a core that Ray counts for an actor: the actors must fit beside whatever the job reserves."""
 START_TIMEOUT_S = 120.0
 
 
@@ -36,7 +36,7 @@ class _Poster:
         return True
 
     async def post(self, url: str, payload: Any, max_retries: int, headers: Mapping[str, str] | None) -> Any:
-        """As ``slime.utils.http_utils.post``."""
+        """Send a request as ``slime.utils.http_utils.post`` does."""
         return await post(url, payload, max_retries, headers)
 
 
@@ -54,7 +54,7 @@ class DistributedPost:
         self._turn = itertools.count()
 
     async def __call__(self, url: str, payload: Any, max_retries: int, headers: Mapping[str, str] | None) -> Any:
-        """The answer.
+        """Return the answer.
 
         Raises:
             EngineError: as ``post`` does.

@@ -131,7 +131,7 @@ def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
 
 
 def _report(title: str, error: BaseException) -> None:
-    """The first cause on top, in plain words; what it led to is in the log above."""
+    """Print the error and its first cause; the log above has the consequences."""
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause.__cause__, RayError):
         cause = cause.__cause__

@@ -35,7 +35,7 @@ class GpuSlice(NamedTuple):
     gpu_ids: list[int]
 
     def from_offset(self, offset: int) -> GpuSlice:
-        """The GPUs from ``offset`` on."""
+        """Return the GPUs from ``offset`` on."""
         return GpuSlice(self.placement_group, self.bundle_indices[offset:], self.gpu_ids[offset:])
 
 
@@ -104,7 +104,7 @@ def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
 
 
 def _nodes_in_words() -> str:
-    """The nodes that have joined, so that one sees which did not."""
+    """Describe the nodes that have joined, so that a missing one is easy to see."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     each = [f"{node['NodeManagerAddress']} with {node['Resources'].get('GPU', 0):g} GPUs" for node in alive]
     return f"{len(alive)} node{'s' if len(alive) != 1 else ''}: {', '.join(sorted(each))}"

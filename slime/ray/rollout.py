@@ -71,7 +71,7 @@ class RolloutManager(Watched):
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
-        """How the trainer is laid out; the train data is split accordingly."""
+        """Set the sizes of the trainer's parallel groups; the train data is split accordingly."""
         self._parallel = config
 
     @ray.method(concurrency_group=CONTROL_GROUP)
@@ -148,12 +148,12 @@ class RolloutManager(Watched):
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def record_trained(self, rollout_id: int) -> None:
-        """The optimizer took the rollout's steps."""
+        """Record that the optimizer took the rollout's steps."""
         self.ledger.record_trained(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def record_published(self, rollout_id: int) -> None:
-        """The checkpoint after ``rollout_id`` counts; what only earlier ones needed can go."""
+        """Record that the checkpoint after ``rollout_id`` is final; records of earlier ones can go."""
         self.ledger.record_published(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:

@@ -136,7 +136,7 @@ class TrainJob:
         return self.manager.generate.remote(rollout_id)
 
     def finish_generate(self, generation: ray.ObjectRef) -> list[Box] | None:
-        """The train data of a rollout that was begun."""
+        """Return the train data of a rollout that was begun."""
         with self._timed("wait_for_rollout"):
             return wait_for(
                 generation,
@@ -148,7 +148,7 @@ class TrainJob:
 
     @property
     def _restarts_engines(self) -> bool:
-        """Whether engines may start while a rollout runs, and wait for weights of this job's trainer."""
+        """True when engines may start while a rollout runs, and wait for weights of this job's trainer."""
         return self.args.use_fault_tolerance and self.actor is not None and not self.args.debug_train_only
 
     def _serve_new_engines(self) -> None:

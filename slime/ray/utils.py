@@ -30,7 +30,7 @@ COMMON_ACTOR_ENV = {"RAY_USE_UVLOOP": "0"}
 
 
 def cluster_has_accelerators() -> bool:
-    """Whether any node of the cluster has real GPUs (``ray start --num-gpus`` on a CPU machine declares logical ones).
+    """True when a node of the cluster has real GPUs (``ray start --num-gpus`` on a CPU machine declares logical ones).
 
     Asked of the cluster, because the driver may run on a node without GPUs.
     """
@@ -42,7 +42,7 @@ class RayActor:
 
     @staticmethod
     def _get_current_node_ip_and_free_port(start_port: int = 10000, consecutive: int = 1) -> tuple[str, int]:
-        """This node's address and the first of ``consecutive`` free ports at or above ``start_port``."""
+        """Return this node's address and the first of ``consecutive`` free ports at or above ``start_port``."""
         return get_current_node_ip(), get_free_port(start_port=start_port, consecutive=consecutive)
 
     def get_master_addr_and_port(self) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 """The nouns of a rollout: ``Sample`` and what belongs to it.
 
-A sample is born from a data row (``prompt``, ``label``, ``metadata``), grows in calls to an engine through
+A sample is made from a data row (``prompt``, ``label``, ``metadata``), grows in calls to an engine through
 ``append_response_tokens``, gets a ``reward``, and is turned into columns of train data.  A *group* is the
 ``list[Sample]`` of one prompt.
 """
@@ -32,7 +32,7 @@ class _MetaSums:
         return copy.copy(self)
 
     def to_dict(self) -> dict[str, int]:
-        """The counters as a plain dict."""
+        """Return the counters as a plain dict."""
         return dict(self.__dict__)
 
     @classmethod
@@ -70,7 +70,7 @@ class SampleSpecInfo(_MetaSums):
 
 @dataclass
 class SamplePrefixCacheInfo(_MetaSums):
-    """How many prompt tokens of one sample the engine's prefix cache held, summed over its engine calls."""
+    """Prompt tokens of one sample that the engine's prefix cache held, summed over its engine calls."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
@@ -87,7 +87,7 @@ class SamplePrefixCacheInfo(_MetaSums):
 
 
 class SampleStatus(Enum):
-    """Where a sample is in its life."""
+    """The states of a sample."""
 
     PENDING = "pending"
     """Not generated yet."""
@@ -183,7 +183,7 @@ class Sample:
     """The rollout that the ledger recovered the sample in, when its mask was set in that same rollout."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A shallow dict of plain values, additional attributes included."""
+        """Return a shallow dict of plain values, additional attributes included."""
         values = dict(self.__dict__)
         for name in _OWN_FIELDS:
             if not values.get(name) or name != "num_untrained_calls":
@@ -196,7 +196,7 @@ class Sample:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Sample:
-        """A sample from what ``to_dict`` made; unknown keys become attributes.
+        """Return a sample from the result of ``to_dict``; unknown keys become attributes.
 
         Raises:
             DataError: ``status`` is missing or is not one of ``Sample.Status``.
@@ -218,14 +218,14 @@ class Sample:
         return sample
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sample:
-        """A sample that shares nothing with this one.  Data sources make one for each sample of a group."""
+        """Return a sample that shares nothing with this one.  Data sources make one for each sample of a group."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({name: copy_plain(value, memo) for name, value in self.__dict__.items()})
         return twin
 
     def get_reward_value(self, args: Namespace) -> Any:
-        """The reward, or its entry ``args.reward_key`` when that is set."""
+        """Return the reward, or its entry ``args.reward_key`` when that is set."""
         return self.reward[args.reward_key] if args.reward_key else self.reward  # type: ignore[index]
 
     @property
@@ -310,7 +310,7 @@ class Sample:
         }
 
     def _grown_top_p(self, new_spans: Any, num_new: int) -> dict[str, Any]:
-        """The two top-p fields after ``num_new`` tokens; empty when neither side has spans."""
+        """Return the two top-p fields after ``num_new`` tokens; empty when neither side has spans."""
         spans = None
         if self.rollout_top_p_token_offsets is not None:
             spans = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
@@ -322,7 +322,7 @@ class Sample:
         return {"rollout_top_p_token_ids": grown[0], "rollout_top_p_token_offsets": grown[1]}
 
     def _grown_replay(self, args: Namespace | None, meta: Mapping[str, Any], tokens: list[int]) -> dict[str, Any]:
-        """What the trainer replays from the engine: kept nuclei and routed experts."""
+        """Return the fields that the trainer replays from the engine: top-p spans and routed experts."""
         grown = self._grown_top_p(sglang_meta.read_top_p_spans(meta, len(tokens)), len(tokens))
         if meta.get(sglang_meta.ROUTED_EXPERTS_KEY) is not None:
             if args is None:
@@ -337,7 +337,7 @@ class Sample:
         return grown
 
     def _terminal_status(self, meta: Mapping[str, Any] | None) -> SampleStatus | None:
-        """The status that the engine's finish reason means; None while the response goes on."""
+        """Return the status for the engine's finish reason; None while the response goes on."""
         reason = (meta or {}).get("finish_reason")
         if not reason:
             return None
@@ -347,7 +347,7 @@ class Sample:
         return STATUS_OF_FINISH_REASON[kind]
 
     def _check_lengths(self, grown: Mapping[str, Any]) -> None:
-        """Every per-token field has one entry per response token."""
+        """Check that every per-token field has one entry per response token."""
         after = self.__dict__ | dict(grown)
         length = after["response_length"]
         for name, extra in (("loss_mask", 0), ("rollout_log_probs", 0), ("rollout_top_p_token_offsets", 1)):
@@ -406,10 +406,10 @@ class MultimodalTypes:
 
     @classmethod
     def all(cls) -> list[MultimodalType]:
-        """Every kind, in a fixed order."""
+        """Return every kind, in a fixed order."""
         return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
 
     @classmethod
     def get(cls, name: str) -> MultimodalType | None:
-        """The kind of that name (``image`` or ``images``); None when there is no such kind."""
+        """Return the kind of that name (``image`` or ``images``); None when there is no such kind."""
         return next((kind for kind in cls.all() if name in (kind.name, kind.name + "s")), None)

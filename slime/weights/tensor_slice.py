@@ -47,7 +47,7 @@ class TensorSlice:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What selects the slice: ``tensor[s.index]``."""
+        """Index of the slice in a tensor: ``tensor[s.index]``."""
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
 
     def rows(self, begin: int, end: int) -> TensorSlice:

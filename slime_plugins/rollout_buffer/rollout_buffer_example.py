@@ -38,7 +38,7 @@ _STARTED: set[str] = set()
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
-    """How the service is asked: a flag, and a key of ``--custom-config-path``."""
+    """Settings of the requests to the service: a flag, and a key of ``--custom-config-path``."""
 
     rollout_timeout_s: float
     rollout_buffer_num_process: int = 100

@@ -85,7 +85,7 @@ class ChildProcess:
         return self._popen.pid
 
     def is_alive(self) -> bool:
-        """Whether the child still runs."""
+        """True while the child runs."""
         return self._popen.poll() is None
 
     def describe_end(self) -> str | None:
@@ -131,7 +131,7 @@ def owner_pid() -> int:
 
 
 def end_with_owner(owner_pid: int, poll_s: float = OWNER_POLL_S) -> threading.Thread:
-    """From now on, kill this process and its descendants once ``owner_pid`` is no longer its parent."""
+    """Kill this process and its descendants as soon as ``owner_pid`` is no longer its parent."""
 
     def watch() -> None:
         while os.getppid() == owner_pid:
@@ -245,7 +245,7 @@ def remove_old_runs(base: Path, *, keep: int = KEEP_RUNS, still_writing_s: float
 
 
 def _last_write_s(path: Path) -> float:
-    """When something was last written there, in seconds of the clock; 0 when it is gone."""
+    """Return the time of the last write below ``path``, in seconds since the epoch; 0 when it is gone."""
     try:
         own = path.stat().st_mtime
         return max([own, *(entry.stat().st_mtime for entry in path.iterdir())]) if path.is_dir() else own

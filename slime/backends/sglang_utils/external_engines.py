@@ -73,7 +73,7 @@ def normalise(address: str) -> str:
 
 
 def fetch_info(url: str) -> dict[str, Any]:
-    """What the engine tells of itself.
+    """Return the engine's description of itself.
 
     Raises:
         ConfigError: it does not answer as an SGLang server does.
@@ -94,7 +94,7 @@ def fetch_info(url: str) -> dict[str, Any]:
 
 
 def describe(url: str, info: Mapping[str, Any]) -> ExternalEngineInfo:
-    """From the answer of ``/server_info`` to what slime needs to know."""
+    """Describe an engine to slime from its answer of ``/server_info``."""
     sizes = {
         short: int(value)
         for short, names in SIZE_NAMES.items()

@@ -19,7 +19,7 @@ NamedTensors = list[tuple[str, Tensor]]
 
 @dataclass
 class Complete:
-    """What can be loaded after a bucket came."""
+    """The tensors that can be loaded after a bucket has arrived."""
 
     direct: NamedTensors = field(default_factory=list)
     """Views of the bucket."""
@@ -87,7 +87,7 @@ class HeldTensors:
         return self._groups.get(name, frozenset((name,)))
 
     def _keeps(self, group: frozenset[str]) -> bool:
-        """Whether there is, or can be, memory for the group."""
+        """True when there is, or can be, memory for the group."""
         if any(name in self._refused for name in group):
             return False
         if any(name in self._missing for name in group):

@@ -56,7 +56,7 @@ class Fill:
 
 @dataclass
 class LoadTrace:
-    """What one run of ``load_weights`` would do."""
+    """The writes that one run of ``load_weights`` would do."""
 
     writes: list[Write] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
@@ -89,7 +89,7 @@ class _Source:
 
 @dataclass
 class _Origin:
-    """Where the elements of one storage without memory come from."""
+    """The source of the elements of one storage without memory."""
 
     name: str = ""
     """Set when it is an HF tensor itself."""
@@ -243,7 +243,7 @@ class Follower(TorchDispatchMode):
     def _parts(
         self, origin: _Origin, copy: StridedCopy, source: Tensor, target_dtype: torch.dtype
     ) -> list[_Source] | None:
-        """The copy as copies from HF tensors; None when that cannot be said."""
+        """Return the copy as copies from HF tensors; None when that is not possible."""
         if origin.opaque or origin.whole is None or origin.dtype is None:
             return None
         if source.dtype.itemsize != origin.dtype.itemsize:
@@ -316,7 +316,7 @@ class Follower(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Names the memory that a tensor is a view of, also where there is none (meta)."""
+    """Return a name of the memory that a tensor is a view of, also where there is none (meta)."""
     return tensor.untyped_storage()._cdata
 
 
@@ -358,7 +358,7 @@ def _whole_copy(target: Tensor, source: Tensor) -> StridedCopy:
 
 
 def _casts_alike(first: torch.dtype, middle: torch.dtype, last: torch.dtype) -> bool:
-    """Whether casting on the way through ``middle`` gives the same numbers as casting at once."""
+    """True when a cast by way of ``middle`` gives the same numbers as a direct one."""
     return first == middle or middle == last or _holds_all_of(middle, first)
 
 

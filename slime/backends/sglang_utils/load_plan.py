@@ -41,7 +41,7 @@ class PlannedItem:
 
 
 class LoadPlan:
-    """How one model object takes the tensors of one manifest.
+    """The copies by which one model object loads the tensors of one manifest.
 
     Invariant: an element of a parameter is written by at most one copy, but for tensors named in :attr:`problems`.
     The plan points into the parameters' memory and is void when that moves; see :meth:`fits`.
@@ -116,11 +116,11 @@ class LoadPlan:
                 self.stock.setdefault(member, reason)
 
     def fits(self, model: nn.Module) -> bool:
-        """Whether the model's parameters are still where they were when the plan was made."""
+        """True while the model's parameters are still at the addresses the plan was made for."""
         return self._fingerprint == fingerprint(model)
 
     def distrust(self, names: Iterable[str], reason: str) -> None:
-        """From now on let the model load these tensors, and all that go with them, by itself."""
+        """Let the model load these tensors, and all that go with them, by itself from now on."""
         for name in names:
             for member in self.groups.get(name, {name}):
                 self.writes.pop(member, None)
@@ -128,7 +128,7 @@ class LoadPlan:
         self.untraced_parameters = None
 
     def items(self, bucket: BucketEntry, names: Collection[str] | None = None) -> list[PlannedItem]:
-        """The copies that load a bucket, or only some of its tensors."""
+        """Return the copies that load a bucket, or only some of its tensors."""
         found = []
         for part in bucket.slices:
             if names is not None and part.name not in names:
@@ -147,7 +147,7 @@ class LoadPlan:
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
-    """Where the parameters lie and how."""
+    """Return name, address, shape, strides and dtype of every parameter."""
     return tuple((name, p.data_ptr(), tuple(p.shape), p.stride(), p.dtype) for name, p in model.named_parameters())
 
 

@@ -59,7 +59,7 @@ def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
 
 
 def _try_with_memory(model: nn.Module, trace: LoadTrace, entry: TensorEntry) -> None:
-    """What a loader refuses is only refused for good when it has values: kernels, for one, want real memory."""
+    """Load zeros of real memory where the trace failed: loaders with kernels, for one, accept nothing else."""
     zeros = torch.zeros(entry.shape, dtype=entry.torch_dtype, device=next(model.parameters()).device)
     try:
         with torch.no_grad():

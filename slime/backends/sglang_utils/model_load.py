@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelLoad:
-    """What a model has taken of the push under way.
+    """The state of the current push in one model: the buckets it has loaded, and how.
 
     Args:
         model: an SGLang model on its device.
@@ -57,7 +57,7 @@ class ModelLoad:
             fill_parameters_with_nan(self.model, plan.unaccounted)
 
     def has(self, index: int) -> bool:
-        """Whether the bucket of the push under way was loaded."""
+        """True when the bucket of the current push was loaded."""
         return index in self._loaded
 
     def load(self, index: int, flat: Tensor) -> None:
@@ -147,7 +147,7 @@ class ModelLoad:
 def make_table(
     plan: LoadPlan, bucket: BucketEntry, names: set[str] | None = None
 ) -> tuple[CopyTable, list[PlannedItem]]:
-    """The copies of a bucket, or of some of its tensors, as one table."""
+    """Make one table of the copies of a bucket, or of some of its tensors."""
     planned = plan.items(bucket, names)
     return CopyTable([one.item for one in planned]), planned
 

@@ -35,7 +35,7 @@ class RouterHandle:
         return f"http://{self.host}:{self.port}"
 
     def is_alive(self) -> bool:
-        """Whether it still runs; one that the user runs is asked over HTTP."""
+        """True while the router runs; one that the user runs is asked over HTTP."""
         if self.process is not None:
             return self.process.is_alive()
         return ServerControl(self.url).answers("/health")
@@ -47,7 +47,7 @@ class RouterHandle:
 
 
 def adopt_router(host: str, port: int) -> RouterHandle:
-    """The router that the user runs at this address.
+    """Return the router that the user runs at this address.
 
     Raises:
         EngineError: nothing answers there.
@@ -94,7 +94,7 @@ def start_router(
 def build_router_args(
     args: Namespace, *, host: str, port: int, prometheus_port: int, pd_disaggregation: bool
 ) -> dict[str, Any]:
-    """The fields of RouterArgs: the ``--router-*`` flags, and what slime decides above them."""
+    """Build the fields of RouterArgs: the ``--router-*`` flags, and the values that slime sets itself."""
     from sglang_router.router_args import RouterArgs
 
     # Only the prefixed names: the router would also take host, port and others from attributes without a prefix.
@@ -152,6 +152,6 @@ def unregister_worker(router: ServerControl, worker_url: str) -> None:
 
 
 def find_worker(router: ServerControl, worker_url: str) -> dict[str, Any] | None:
-    """The router's entry of an engine."""
+    """Return the router's entry of an engine."""
     workers = router.get("/workers")["workers"]
     return next((worker for worker in workers if worker["url"] == worker_url), None)

@@ -41,7 +41,7 @@ OWN_DRAFTS = ("EAGLE", "NEXTN")
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlace:
-    """Which engine this is and where it runs; everything about an engine that is not a flag."""
+    """The rank and host of one engine; everything about an engine that is not a flag."""
 
     rank: int
     """Position of the actor among all engine actors of the run."""
@@ -70,7 +70,7 @@ def build_server_args(
     overrides: Mapping[str, Any],
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """The keyword arguments for ``ServerArgs``; :func:`keep_known` fits them to an installed version.
+    """Build the keyword arguments of ``ServerArgs``; :func:`keep_known` fits them to an installed version.
 
     Args:
         args: the run's arguments.
@@ -145,7 +145,7 @@ def _kept_from(worker_type: str, field_name: str) -> bool:
 
 
 def _precision(args: Namespace, asked: str | None, *, on_cpu: bool) -> dict[str, Any]:
-    """The engine computes in the trainer's precision, so that log-probs agree; ``--sglang-dtype`` wins."""
+    """Return the trainer's dtype for the engine, so that log-probs agree; ``--sglang-dtype`` wins."""
     if asked not in (None, "auto"):
         return {}
     if args.fp16:
@@ -156,7 +156,7 @@ def _precision(args: Namespace, asked: str | None, *, on_cpu: bool) -> dict[str,
 
 
 def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
-    """What a CPU engine needs, where no flag said otherwise."""
+    """Return the settings that a CPU engine needs, where no flag set them."""
     defaults = {
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -173,7 +173,7 @@ RENAMED_FIELDS = {"cuda_graph_max_bs": "cuda_graph_max_bs_decode", "cuda_graph_b
 
 
 def present_name(name: str, known_fields: Collection[str]) -> str:
-    """What the installed ServerArgs calls a field."""
+    """Return the name of a field in the installed ServerArgs."""
     later = RENAMED_FIELDS.get(name, name)
     return later if later in known_fields and name not in known_fields else name
 

@@ -43,7 +43,7 @@ class ServerControl:
     def post(
         self, path: str, payload: Mapping[str, Any] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Any:
-        """The JSON (or text) that the server answers with.
+        """Send a POST request and return the server's JSON (or text).
 
         Raises:
             EngineError: no answer within ``timeout_s`` seconds, no connection, or a status that is not a success.
@@ -51,15 +51,15 @@ class ServerControl:
         return self.request("POST", path, timeout_s=timeout_s, json=dict(payload or {}))
 
     def get(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """As :meth:`post`, for reading."""
+        """Send a GET request; otherwise as :meth:`post`."""
         return self.request("GET", path, timeout_s=timeout_s)
 
     def delete(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """As :meth:`post`, for removing."""
+        """Send a DELETE request; otherwise as :meth:`post`."""
         return self.request("DELETE", path, timeout_s=timeout_s)
 
     def request(self, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
-        """One request, sent once: a repeated update or release would not be the same as one."""
+        """Send one request, once: a repeated update or release would not have the same effect."""
         with requests.Session() as session:
             session.trust_env = False  # engines are reached directly, whatever proxy the environment names
             try:

@@ -67,7 +67,7 @@ class ModelConfig:
 
     @property
     def has_prefill_decode(self) -> bool:
-        """Whether some of its engines only prefill or only decode."""
+        """True when some of its engines only prefill or only decode."""
         return any(group.worker_type in ("prefill", "decode") for group in self.server_groups)
 
 
@@ -84,7 +84,7 @@ class SGLangConfig:
 
 
 def resolve_sglang_config(args: Namespace) -> SGLangConfig:
-    """The layout that the flags ask for.
+    """Return the layout of engines that the flags describe.
 
     Raises:
         ConfigError: the file or a combination of flags cannot work; the message names the place.

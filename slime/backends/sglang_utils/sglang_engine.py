@@ -191,7 +191,7 @@ class SGLangEngine(WeightVerbs):
         return self.server.url if self.server is not None and self.node_rank == 0 else None
 
     def health_generate(self, timeout: float = 30.0) -> bool:
-        """Whether the engine generates.
+        """Return True once the engine has generated a token.
 
         Raises:
             EngineError: it does not, within ``timeout`` seconds.
@@ -200,7 +200,7 @@ class SGLangEngine(WeightVerbs):
         return True
 
     def check_health(self, timeout_s: float) -> None:
-        """Whether the engine is of use: it generates, and a regular engine's answer makes sense.
+        """Check that the engine generates and, for a regular engine, that its answer is well-formed.
 
         Raises:
             EngineError: it gives no sign of life within ``timeout_s`` seconds, or a malformed answer.
@@ -211,7 +211,7 @@ class SGLangEngine(WeightVerbs):
             probe_answer(self._server(), timeout_s=max(1.0, deadline_s - time.monotonic()))
 
     def describe_exit(self) -> str | None:
-        """How the server process ended, with the end of its log; None while it runs or before it was started."""
+        """Describe how the server process ended, with the end of its log; None while it runs or before its start."""
         return self.process.describe_end() if self.process is not None else None
 
     def shutdown(self) -> None:
@@ -293,7 +293,7 @@ class SGLangEngine(WeightVerbs):
         return self.server
 
     def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
-        """The server's answer; None on nodes that serve no HTTP."""
+        """Send a request and return the server's answer; None on nodes that serve no HTTP."""
         if self.node_rank != 0:
             return None
         try:

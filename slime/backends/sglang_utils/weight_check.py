@@ -110,7 +110,7 @@ def compare_with_snapshot(model: nn.Module, named_tensors: NamedTensors) -> None
 def differing_names(
     model: nn.Module, named_tensors: list[tuple[str, Tensor]], only: Collection[str] | None = None
 ) -> list[str]:
-    """The names among ``named_tensors`` whose loading would change the model, each with where.
+    """Return the names among ``named_tensors`` whose loading would change the model, each with the place.
 
     Args:
         model: has a ``load_weights``; holds the same afterwards.
@@ -190,7 +190,7 @@ def _reporting(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _take_problems(model: nn.Module) -> list[str]:
-    """The problems of all ranks, which are forgotten."""
+    """Return the problems of all ranks, and forget them."""
     problems = vars(model)["_slime_weight_problems"]
     vars(model)["_slime_weight_problems"] = []
     return with_ranks(gather_over_ranks(problems))

@@ -129,7 +129,7 @@ class ReceivingRank:
         (self._problems if is_of_push else self._message_problems).append(problem)
 
     def report(self) -> list[str]:
-        """The state of the push over all ranks, as one JSON text; every rank must call this."""
+        """Return the state of the push over all ranks, as one JSON text; every rank must call this."""
         own = {
             "push_id": self._push_id,
             "needs_manifest": self._manifest is None,
@@ -159,7 +159,7 @@ class ReceivingRank:
         self._digests, self._problems, self._mapped = {}, [], {}
 
     def _obtain(self, model: nn.Module, message: dict[str, Any]) -> Tensor | None:
-        """The bytes of a bucket from a folder or a broadcast; None for one that was loaded before."""
+        """Return the bytes of a bucket from a folder or a broadcast; None for one that was loaded before."""
         try:
             self._require_push(message["push_id"])
             bucket = self._bucket(message["bucket_index"])
@@ -184,7 +184,7 @@ class ReceivingRank:
             load.load(index, self._digest(model, index, self._near(model, self._map(handle))))
 
     def _digest(self, model: nn.Module, index: int, flat: Tensor) -> Tensor:
-        """The bytes of bucket ``index`` in ``flat``, with their digests noted.
+        """Return the bytes of bucket ``index`` in ``flat``, and note their digests.
 
         Raises:
             WeightSyncError: the buffer is not one for this bucket, or has other bytes than another model was given.
@@ -239,7 +239,7 @@ class ReceivingRank:
         return flat
 
     def _near(self, model: nn.Module, flat: Tensor) -> Tensor:
-        """The buffer, copied here when it lies on the GPU of another trainer rank.
+        """Return the buffer, copied to this GPU when it lies on that of another trainer rank.
 
         Memory of another process on another GPU can be copied from; kernels of this GPU cannot read it.
         """
@@ -290,7 +290,7 @@ class ReceivingRank:
             raise WeightSyncError(f"push {push_id} is not the one that was begun last, {self._push_id}")
 
     def _digest_words(self) -> list[str]:
-        """The digest of each bucket; "" for one that did not arrive."""
+        """Return the digest of each bucket; "" for one that did not arrive."""
         if self._manifest is None:
             return []
         return [
@@ -326,7 +326,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _wait_for_device() -> None:
-    """The trainer overwrites the buffer as soon as the request is answered."""
+    """Wait for the device: the trainer overwrites the buffer as soon as the request is answered."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 

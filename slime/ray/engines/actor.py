@@ -70,7 +70,7 @@ def start_engine_actor(gpus: GpuSlice | None, position: int, *arguments: Any, **
 
 @dataclass(kw_only=True)
 class EngineAddress:
-    """Where one engine actor listens."""
+    """The addresses of one engine actor."""
 
     host: str
     port: int
@@ -79,7 +79,7 @@ class EngineAddress:
     disaggregation_bootstrap_port: int | None = None
 
     def as_init_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of ``SGLangEngine.init``."""
+        """Return the keyword arguments of ``SGLangEngine.init``."""
         return {
             "host": self.host,
             "port": self.port,
@@ -100,7 +100,7 @@ class PortCursors:
 def allocate_addresses(
     args: Namespace, engines: Sequence[Any], *, nodes_per_engine: int, worker_type: str, cursors: PortCursors
 ) -> list[EngineAddress]:
-    """One address per engine actor.
+    """Allocate one address per engine actor.
 
     Args:
         args: the run's arguments; ``sglang_dp_size`` decides how many ports an engine's rendezvous takes.

@@ -115,14 +115,14 @@ class EngineGroup:
 
     @property
     def takes_updates(self) -> bool:
-        """Whether a fresh engine has to wait for the trainer's weights; an encoder never gets any."""
+        """True when a fresh engine has to wait for the trainer's weights; an encoder never gets any."""
         if self.config.worker_type == "encoder" or self.args.debug_rollout_only:
             return False
         return self.model.update_weights
 
     @property
     def acknowledges_pushes(self) -> bool:
-        """Whether our weight loader runs in the engines: in those that we start, always."""
+        """True when the engines run slime's weight loader, as all engines that slime starts do."""
         return True
 
     def indices(self, *states: EngineState) -> list[int]:

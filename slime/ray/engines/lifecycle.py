@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class EngineState(enum.Enum):
-    """Where an engine is in its life."""
+    """The states of an engine."""
 
     STARTING = "starting"
     """Its first start, with the job; the router learns of it as soon as it serves."""
@@ -31,7 +31,7 @@ class EngineState(enum.Enum):
 
 
 class EngineEvent(enum.Enum):
-    """What is reported of an engine."""
+    """The events that change an engine's state."""
 
     STARTED = "started"
     """Its server serves."""
@@ -60,7 +60,7 @@ class EngineEvent(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What a group does about an event."""
+    """The actions that a group takes on an event."""
 
     NOTHING = ""
     REGISTER = "register"

@@ -55,7 +55,7 @@ class RolloutServer:
 
     @property
     def has_live_engine(self) -> bool:
-        """Whether the server of some engine of the model is up."""
+        """True when the server of some engine of the model is up."""
         return any(group.indices(*LIVE) for group in self.groups)
 
     def restart_router(self, args: Namespace) -> None:
@@ -172,7 +172,7 @@ def _adopt_external_engines(args: Namespace) -> tuple[list[RolloutServer], list[
 
 
 def _needs_offload(args: Namespace, gpu_offset: int) -> bool:
-    """Only engines on GPUs that the trainer uses too have to make room."""
+    """True for engines on GPUs that the trainer uses too."""
     trainer_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     return bool(args.offload_rollout) and plan_gpus(args).rollout_offset + gpu_offset < trainer_gpus
 
@@ -213,11 +213,11 @@ class ExternalGroup(EngineGroup):
 
     @property
     def acknowledges_pushes(self) -> bool:
-        """Its owner may have started it with our loader."""
+        """True when its owner started it with slime's loader."""
         return RECEIVER in (self.info.server_args.get("custom_weight_loader") or ())
 
     def _check_placement(self) -> None:
-        """It takes none of our GPUs."""
+        """Do nothing: external engines take none of our GPUs."""
 
     def _launch(self, indices: Sequence[int], *, register: bool) -> list[ray.ObjectRef]:
         self.all_engines[0] = start_engine_actor(
@@ -249,7 +249,7 @@ class ExternalGroup(EngineGroup):
         )
 
     def _shut_down(self, index: int) -> None:
-        """It goes on without us."""
+        """Leave the server running: it belongs to the user."""
 
 
 def _start_router_again(args: Namespace, model: ModelConfig, old: RouterHandle) -> RouterHandle:

@@ -20,7 +20,7 @@ OutputRows = tuple[str, int, Tensor]
 
 
 class RowReader(Protocol):
-    """How a step reads the source; tensors come on the worker's device."""
+    """The reader through which a step reads the source; tensors come on the worker's device."""
 
     def read(self, stored: SourceTensor, first: int = 0, count: int | None = None) -> Tensor:
         """Some rows of a tensor, all by default."""
@@ -33,7 +33,7 @@ class RowReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What becomes of one tensor of the source; its outputs go to the shard that takes the place of its own."""
+    """The conversion of one source tensor; its outputs go to the shard that replaces the source's shard."""
 
     source: SourceTensor
     outputs: tuple[TensorInfo, ...]
@@ -57,7 +57,7 @@ class Rewrite(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What makes two conversions of the same source differ; JSON."""
+        """Settings that distinguish two conversions of the same source; JSON."""
         ...
 
     def check(self, source: HfSource) -> None:
@@ -69,7 +69,7 @@ class Rewrite(Protocol):
         ...
 
     def step(self, source: HfSource, stored: SourceTensor) -> Step:
-        """What becomes of a tensor."""
+        """Return the conversion of one tensor."""
         ...
 
     def config(self, source: HfSource) -> dict[str, Any]:

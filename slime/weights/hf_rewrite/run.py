@@ -42,7 +42,7 @@ LARGEST_KEPT_BYTES = 31 * 1024**2
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did."""
+    """The figures of a finished conversion."""
 
     shards_written: int
     shards_found: int

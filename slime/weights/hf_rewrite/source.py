@@ -33,12 +33,12 @@ class HfSource:
     tensors: dict[str, SourceTensor]
 
     def info(self, name: str) -> TensorInfo:
-        """What is known of a tensor without reading it."""
+        """Return name, dtype and shape of a tensor without reading its values."""
         return self.tensors[name].info
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:
-        """What config.json says of quantized weights, at its top or in the text part of a multimodal model."""
+        """The quantization entry of config.json, at its top or in the text part of a multimodal model."""
         for part in (self.config, self.config.get("text_config") or {}):
             for key in QUANTIZATION_KEYS:
                 if part.get(key):

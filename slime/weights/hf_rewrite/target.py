@@ -73,7 +73,7 @@ class Target:
                     (self.folder / LOCK).unlink(missing_ok=True)
 
     def is_finished(self, plan: FilePlan) -> bool:
-        """Whether a shard is there in full: its size and its header are those planned.
+        """True when a shard is complete: its size and its header are those planned.
 
         A file gets its name only after its last byte has reached the disk.
         """
@@ -84,7 +84,7 @@ class Target:
             return file.read(len(plan.header)) == plan.header
 
     def partial_path(self, name: str) -> Path:
-        """Where this process writes a file until it is complete."""
+        """Return the path at which this process writes a file until it is complete."""
         return partial_path(self.folder / name)
 
     def close(self, config: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ class Target:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a process writes a file before it gets its name."""
+    """Return the path at which this process writes a file before renaming it to ``path``."""
     return path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{PARTIAL_SUFFIX}")
 
 

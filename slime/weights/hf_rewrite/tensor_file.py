@@ -28,7 +28,7 @@ COPY_BYTES = 32 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of one tensor."""
+    """The header entry of one tensor."""
 
     name: str
     dtype: str

@@ -34,7 +34,7 @@ class Fp8ToBf16:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What makes two conversions differ: nothing does."""
+        """Settings that distinguish two conversions; FP8 has none."""
         return {"to": "bf16", "from": "fp8"}
 
     def check(self, source: HfSource) -> None:
@@ -95,7 +95,7 @@ def _scale_of(source: HfSource, name: str) -> SourceTensor | None:
 
 
 def _is_scale(source: HfSource, name: str) -> bool:
-    """Whether it is the scale of an FP8 tensor."""
+    """True for the scale of an FP8 tensor."""
     return any(
         name.endswith(suffix) and (weight := source.tensors.get(name.removesuffix(suffix))) and _is_fp8(weight)
         for suffix in SCALE_SUFFIXES
@@ -156,7 +156,7 @@ class Int4ToBf16:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What makes two conversions differ."""
+        """Settings that distinguish two conversions."""
         return {"to": "bf16", "from": "int4", "quantization_config": self.quantization_config}
 
     def check(self, source: HfSource) -> None:
@@ -221,7 +221,7 @@ class Int4ToBf16:
         return without_quantization(source.config)
 
     def _layout(self, source: HfSource) -> GroupInt:
-        """How the weights are packed.
+        """Return the format in which the weights are packed.
 
         Raises:
             ConfigError: the config does not say, or says something else than packed integers.

@@ -233,7 +233,7 @@ def ignored_by_int4(names: Collection[str], ignore_rules: Sequence[str] = ()) ->
 
 
 def is_ignored(module: str, rules: Sequence[str]) -> bool:
-    """Whether one of the rules (``re:`` and a regular expression, a name, the front part of names) means a module."""
+    """True when a rule matches the module: ``re:`` and a regular expression, a name, or the front part of names."""
     return any(
         re.match(rule[3:], module) if rule.startswith("re:") else f"{module}.".startswith(f"{rule}.") for rule in rules
     )

@@ -125,12 +125,12 @@ def as_lines(matrix: Copy2D, src_size: int, dst_size: int) -> list[Copy2D]:
 
 
 def is_aligned(*num_bytes: int) -> bool:
-    """Whether all of them are whole vectors."""
+    """True when all sizes are multiples of a vector."""
     return all(value % VECTOR_BYTES == 0 for value in num_bytes)
 
 
 def tile_index(tiles: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which descriptor each program works at.
+    """Return the index of the descriptor that each program works on.
 
     Args:
         tiles: of each descriptor.

@@ -167,7 +167,7 @@ class CopyTable:
             item.dst.detach().copy_(source_view(item, flat))
 
     def count_differences(self, flat: Tensor) -> Tensor:
-        """How many bytes of each destination are not what :meth:`copy` would write.
+        """Count the bytes of each destination that differ from those :meth:`copy` would write.
 
         Returns:
             int64 ``[items]`` on the device of the destinations; on a GPU before the work is done.

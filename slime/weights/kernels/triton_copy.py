@@ -28,7 +28,7 @@ from slime.weights.kernels.triton_tiles import (
 
 @dataclass(frozen=True, slots=True)
 class CopyShape:
-    """How the work is cut up; the defaults were the fastest on an H100."""
+    """Tile sizes of the kernel; the defaults were the fastest on an H100."""
 
     rows: int = 8
     columns: int = 256

@@ -22,7 +22,7 @@ WORD_BYTES = tl.constexpr(digest.WORD_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class DigestShape:
-    """How the work is cut up; the defaults were the fastest on an H100."""
+    """Tile sizes of the kernel; the defaults were the fastest on an H100."""
 
     words: int = 2048
     """Of 64 bits, for one program."""

@@ -223,5 +223,5 @@ def move_descriptors(
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Where kernels are launched; Triton's interpreter, which tests use, takes CPU tensors and has no device."""
+    """Return the context to launch kernels in; Triton's interpreter, which tests use, takes CPU tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

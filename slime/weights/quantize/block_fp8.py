@@ -201,7 +201,7 @@ def round_up_to_power_of_two(scale: Tensor) -> Tensor:
 
 
 def is_power_of_two(scale: Tensor) -> Tensor:
-    """Where an fp32 scale is one, elementwise."""
+    """Return a mask of the fp32 scales that are powers of two, elementwise."""
     return (scale.view(torch.int32) & 0x007FFFFF) == 0
 
 

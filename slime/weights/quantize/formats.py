@@ -43,14 +43,14 @@ PartHeaders = dict[str, tuple[Shape, torch.dtype]]
 
 
 class WeightFormat(ABC):
-    """How one weight is stored."""
+    """The storage format of one weight."""
 
     marker: str
     """The part that only a quantized weight has."""
 
     @abstractmethod
     def outputs(self, name: str, shape: Shape) -> PartHeaders:
-        """What :meth:`quantize` makes of a weight, told without making it.
+        """Return names, dtypes and shapes of the result of :meth:`quantize` without computing it.
 
         Raises:
             ConfigError: the format cannot hold this shape.

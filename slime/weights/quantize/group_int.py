@@ -144,5 +144,5 @@ def unpack(words: Tensor, num_bits: int, count: int, order: tuple[int, ...] | No
 
 
 def zero_point_order(name: str, num_bits: int) -> tuple[int, ...] | None:
-    """How the zero points of a weight lie in their words: SGLang's kernels for routed experts want AWQ's order."""
+    """Return the order of a weight's zero points in their words; SGLang's kernels for routed experts need AWQ's."""
     return AWQ_ORDER[num_bits] if ".experts." in name else None

@@ -36,7 +36,7 @@ EXCLUDED: Mapping[str, str] = {
 
 
 def is_quantized_offline(name: str, shape: Sequence[int] | None = None) -> bool:
-    """Whether a converter quantizes the tensor.
+    """True when a converter quantizes the tensor.
 
     Args:
         name: HF name of a tensor of an unquantized checkpoint.

@@ -57,7 +57,7 @@ class Quantizer:
         self._check_finite = check_finite
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the engines hold the HF tensor ``name`` quantized.
+        """True when the engines hold the HF tensor ``name`` quantized.
 
         Raises:
             ConfigError: it is a weight that the checkpoint does not have.

@@ -103,7 +103,7 @@ def _shapes_of(model_state: Mapping[str, Any]) -> Shapes:
 
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the model's tensors in a checkpoint."""
+    """Return name -> shape of the model's tensors in a checkpoint."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         key: tuple(entry.size)
@@ -113,7 +113,7 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _flag_lines(args: Namespace, saved_args: Any, names: Iterable[str]) -> Iterator[str]:
-    """One line for each flag whose value the checkpoint knows to be another."""
+    """Return one line for each flag whose value differs from the checkpoint's."""
     if saved_args is None:
         return
     ours, theirs = vars(args), vars(saved_args)

@@ -86,7 +86,7 @@ def write_checkpoint(
 
 
 def _split(state: dict[str, Any]) -> tuple[Shards, dict[str, Any]]:
-    """What this rank writes, and what is common to all."""
+    """Return the shards that this rank writes, and the state common to all ranks.  Collective."""
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     group = init_gloo_group()
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -209,7 +209,7 @@ class BackgroundSave:
 
 
 def _on_host(entry: ShardedBase) -> ShardedBase:
-    """The entry with a copy of what its tensor holds now."""
+    """Return the entry with a copy of its tensor's present values."""
     if isinstance(entry, ShardedTensor):
         entry.data = entry.data.detach().to("cpu", copy=True)
     return entry

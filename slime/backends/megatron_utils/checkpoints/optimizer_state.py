@@ -66,7 +66,7 @@ class Bucket(NamedTuple):
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> dict[str, Any]:
-    """The sharded state of an optimizer, for ``dist_checkpointing.save``.  Collective; the tensors are on the host.
+    """Return an optimizer's sharded state for ``dist_checkpointing.save``.  Collective; the tensors are on the host.
 
     Args:
         optimizer: what ``get_megatron_optimizer`` returned.
@@ -153,7 +153,7 @@ def _buckets(member: DistributedOptimizer) -> Iterator[Bucket]:
 
 
 class _LiveStates:
-    """What one member knows of its parameters, on this rank: flat slices of master weights and moments."""
+    """The optimizer state of one member on this rank: flat slices of master weights and moments."""
 
     def __init__(self, member: DistributedOptimizer) -> None:
         self._member = member
@@ -187,13 +187,13 @@ class _LiveStates:
         return {MASTER: master.detach(), "step": state["step"], **{name: state[name] for name in MOMENTS}}
 
     def steps(self) -> set[float]:
-        """The step counters that there are."""
+        """Return the step counters that exist."""
         states = [part.state[master] for master, (part, _) in self._home.items() if master in part.state]
         return {float(state["step"]) for state in states if "step" in state}
 
 
 def _groups_of_all_ranks(members: Iterable[DistributedOptimizer]) -> list[dict[str, Any]]:
-    """Every rank's parameter groups, each role once, with the step counter that all agree on.
+    """Gather every rank's parameter groups, each role once, with the step counter that all agree on.
 
     A rank need not have them all: a pipeline stage may have no experts, or nothing that is trained.
     """
@@ -221,7 +221,7 @@ def _role(group: dict[str, Any], ignored: tuple[str, ...] = ()) -> tuple[Any, ..
 
 
 def _groups_in(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The saved parameter groups, also where each chained optimizer has its own entry."""
+    """Return the saved parameter groups, also where each chained optimizer has its own entry."""
     for part in (state, *(value for name, value in state.items() if name.isdigit())):
         yield from part.get("optimizer", {}).get("param_groups", [])
 
@@ -232,7 +232,7 @@ def _slot(parameter: torch.nn.Parameter, name: str) -> str:
 
 
 def _like(entry: Entry, name: str, data: torch.Tensor) -> Entry:
-    """The model's entry, renamed and filled with a state of the parameter."""
+    """Return the model's entry, renamed and filled with a state of the parameter."""
     changes: dict[str, Any] = {"key": f"optimizer.state.{name}.{entry.key}", "data": data}
     if isinstance(entry, ShardedTensor):
         changes["dtype"] = data.dtype
@@ -298,7 +298,7 @@ def _restore_member(
 
 
 def _matching_group(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """The saved group of the same role.  Experts have groups of their own only when EP or ETP exceeds one."""
+    """Return the saved group of the same role.  Experts have own groups only when EP or ETP exceeds one."""
     for ignored in ((), ("is_expert_parallel",)):
         for candidate in saved:
             if _role(candidate, ignored) == _role(group, ignored):

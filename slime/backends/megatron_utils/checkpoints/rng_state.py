@@ -18,7 +18,7 @@ KEY = "rng_state"
 
 
 def rng_state() -> ShardedObject:
-    """This rank's generator states, keyed by its rank.  A run with another number of ranks cannot load them."""
+    """Return this rank's generator states, keyed by its rank.  A run with another number of ranks cannot load them."""
     state: dict[str, Any] = {
         "random": random.getstate(),
         "numpy": np.random.get_state(),

@@ -85,7 +85,7 @@ def _mark_splits(model: Sequence[torch.nn.Module]) -> None:
 
 
 def _progress() -> tqdm:
-    """A bar over this rank's bytes; rank 0 shows it, on a terminal."""
+    """Return a progress bar over this rank's bytes; rank 0 shows it, on a terminal."""
     return tqdm(desc="convert", unit="B", unit_scale=True, disable=None if dist.get_rank() == 0 else True)
 
 
@@ -128,7 +128,7 @@ class _Weights:
 
     @torch.no_grad()
     def read(self, view: Tensor) -> Tensor:
-        """The values that belong into ``view``; the view itself where it is no parameter's."""
+        """Return the values that belong into ``view``; the view itself where it is no parameter's."""
         span = self._find(view.data_ptr())
         if span is None:
             return view
@@ -183,6 +183,6 @@ class _Planner(MCoreSavePlanner):
         self._weights = weights
 
     def lookup_object(self, index: Any) -> Any:
-        """The value to be written."""
+        """Return the value to be written."""
         value = super().lookup_object(index)
         return self._weights.read(value) if isinstance(value, Tensor) else value

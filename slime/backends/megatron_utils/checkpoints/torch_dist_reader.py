@@ -65,7 +65,7 @@ class TorchDistFolder:
             self._metadata: Metadata = _TolerantUnpickler(file).load()
 
     def read_args(self) -> Namespace:
-        """The arguments of the run that saved it.
+        """Return the arguments of the run that saved the checkpoint.
 
         Raises:
             DataError: it has none.
@@ -106,7 +106,7 @@ class TorchDistFolder:
 
 
 def num_stacked_axes(key: str) -> int:
-    """How many leading axes of a tensor on disk count layers or experts."""
+    """Return the number of leading axes of a tensor on disk that count layers or experts."""
     return bool(_STACKED_LAYERS.match(key)) + bool(_STACKED_EXPERTS.match(key))
 
 
@@ -142,33 +142,33 @@ class _Into(LoadPlanner):
         self._tensor = tensor
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def create_local_plan(self) -> LoadPlan:
-        """The plan is made elsewhere."""
+        """Refuse: the plan is made elsewhere."""
         raise NotImplementedError
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """There is one process."""
+        """Return the plan of the only process unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Only tensors are asked for."""
+        """Refuse: only tensors are read."""
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where a stored chunk goes."""
+        """Return the view that a stored chunk is read into."""
         part = self._tensor
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(axis, start, length)
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """A chunk has arrived."""
+        """Count the elements of a chunk, which was read in place."""
         self.num_read += tensor.numel()
 
 
@@ -187,7 +187,7 @@ class _TolerantUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of a name in the file."""
+        """Return the class of a name in the file."""
         is_known = module.split(".")[0] in _KNOWN_MODULES or (module == "builtins" and name in _KNOWN_BUILTINS)
         if not is_known:
             return type(name.split(".")[-1], (_Unknown,), {})

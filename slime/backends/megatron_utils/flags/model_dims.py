@@ -63,7 +63,7 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
 
 
 def _expert_sizes(args: Namespace) -> dict[str, Any]:
-    """Which layers have experts, and their sizes."""
+    """Return the fields of the layers with experts: which they are, and their sizes."""
     get = vars(args).get
     if not get("num_experts"):
         return {"is_moe": (False,) * args.num_layers}
@@ -81,7 +81,7 @@ def _expert_sizes(args: Namespace) -> dict[str, Any]:
 
 
 def _linear_sizes(args: Namespace) -> dict[str, Any]:
-    """Which layers have linear attention, and its sizes."""
+    """Return the fields of the layers with linear attention: which they are, and their sizes."""
     get = vars(args).get
     if not get("linear_attention_freq"):
         return {}

@@ -30,7 +30,7 @@ class OwnFlag:
 
     @property
     def attribute(self) -> str:
-        """Where argparse stores the value."""
+        """Name of the attribute in which argparse stores the value."""
         return self.settings.get("dest", self.options[0].lstrip("-").replace("-", "_"))
 
 

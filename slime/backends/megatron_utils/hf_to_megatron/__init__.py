@@ -37,13 +37,13 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def supports_hf_weight_loading(path: str | Path) -> bool:
-    """Whether ``path`` is a folder with a HF config and safetensors; ``load_hf_weights`` names families it lacks."""
+    """True for a folder with a HF config and safetensors; ``load_hf_weights`` rejects unknown families by name."""
     folder = Path(path)
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def weight_map_of(path: str | Path) -> WeightMap:
-    """The table for a checkpoint's model type.
+    """Return the weight map of a checkpoint's model type.
 
     Raises:
         ConfigError: there is none; the message lists those there are.
@@ -81,7 +81,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
 
 
 def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) -> Tensor:
-    """What the checkpoint holds for a shard of this rank, in the checkpoint's dtype.
+    """Return a shard of this rank from the checkpoint, in the checkpoint's dtype.
 
     Raises:
         DataError: a tensor is missing (also a KeyError) or has another shape.
@@ -100,7 +100,7 @@ def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMa
 
 
 def local_part(shard: Shard, full: Tensor) -> Tensor:
-    """The slice of a whole tensor (vocabulary padding included) that this rank's parameter holds."""
+    """Return the slice of a whole tensor (vocabulary padding included) that this rank's parameter holds."""
     if shard.split_dim is None:
         return full
     group = tensor_parallel_group(shard)

@@ -22,7 +22,7 @@ MAX_OPEN_FILES = 2
 
 @functools.lru_cache(maxsize=4)
 def stored_names(folder: str) -> frozenset[str]:
-    """Names of all tensors in a checkpoint's files, parts of quantized ones included; none without safetensors."""
+    """Return all tensor names in a checkpoint's files, parts of quantized ones included; none without safetensors."""
     if not (Path(folder) / INDEX_FILE).is_file() and not any(Path(folder).glob("*.safetensors")):
         return frozenset()
     with HfTensors(folder) as tensors:
@@ -31,7 +31,7 @@ def stored_names(folder: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4)
 def tensor_names(folder: str) -> frozenset[str]:
-    """Names of all tensors of a checkpoint, as if none were quantized; none for a folder without safetensors."""
+    """Return the names of all tensors of a checkpoint, as if none were quantized; none without safetensors."""
     return frozenset(logical_names(stored_names(folder)))
 
 
@@ -80,18 +80,18 @@ class HfTensors:
         self._open.clear()
 
     def stored_names(self) -> frozenset[str]:
-        """Names in the files."""
+        """Return the names in the files."""
         return frozenset(self._file_of)
 
     def names(self) -> list[str]:
-        """All names as if nothing were quantized."""
+        """Return all names as if nothing were quantized."""
         return list(self._names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def get(self, name: str) -> Tensor:
-        """The tensor on the CPU; a quantized one is dequantized to bf16.
+        """Return the tensor on the CPU; a quantized one is dequantized to bf16.
 
         Raises:
             MissingTensorError: there is no such tensor.
@@ -118,7 +118,7 @@ class HfTensors:
         return read_format(json.loads(config.read_text()).get("quantization_config")) if config.is_file() else None
 
     def _handle(self, file: str) -> Any:
-        """The open file.  What was read of a file counts as this process's memory until the file is closed."""
+        """Return the open file.  Pages read from it count as this process's memory until the file is closed."""
         if file not in self._open:
             while len(self._open) >= MAX_OPEN_FILES:
                 self._open.pop(next(iter(self._open)))[1].close()

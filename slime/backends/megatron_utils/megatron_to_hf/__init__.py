@@ -32,7 +32,7 @@ def convert_to_hf(
     transform_ue8m0: bool = True,
     dims: ModelDims | None = None,
 ) -> list[tuple[str, Tensor]]:
-    """One whole Megatron parameter as the HF tensors it stands for.
+    """Convert one whole Megatron parameter to its HF tensors.
 
     Args:
         args: complete Megatron flags.

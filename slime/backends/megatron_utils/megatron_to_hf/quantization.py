@@ -23,7 +23,7 @@ from slime.weights.quantize.quantizer import warn_of_unlisted_weights
 def checkpoint_quantizer(
     hf_checkpoint: str | Path, quantization_config: Mapping[str, Any] | None, *, dtype: torch.dtype = torch.bfloat16
 ) -> Quantizer | None:
-    """The quantizer for engines that were started from ``--hf-checkpoint``; None for an unquantized one.
+    """Return the quantizer for engines started from ``--hf-checkpoint``; None for an unquantized one.
 
     The names in the checkpoint's files decide what is quantized; the config's list of exceptions must agree.
 
@@ -68,7 +68,7 @@ def quantize_params(
     quantization_config: Mapping[str, Any],
     transform_ue8m0: bool = True,
 ) -> NamedTensors:
-    """The HF tensors of one Megatron parameter, quantized where the checkpoint has them so.
+    """Return the HF tensors of one Megatron parameter, quantized where the checkpoint has them so.
 
     Args:
         args: ``hf_checkpoint`` is read.
@@ -105,5 +105,5 @@ def quantize_params(
 
 
 def _is_packed_by_engine(block: tuple[int, int], weight: Tensor) -> bool:
-    """Whether the engine multiplies this matrix with DeepGEMM, which takes no others than aligned ones."""
+    """True when the engine multiplies this matrix with DeepGEMM, which takes aligned matrices only."""
     return sglang.wants_ue8m0_scales(block) and weight.size(0) % 64 == 0 and weight.size(1) % 128 == 0

@@ -44,7 +44,7 @@ _finder: StubFinder | None = None
 
 
 def is_needed() -> bool:
-    """Whether this machine has no CUDA (or ROCm) device that torch can use."""
+    """True on a machine without a CUDA (or ROCm) device that torch can use."""
     import torch
 
     return not torch.cuda.is_available()
@@ -130,7 +130,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _torchvision_works() -> bool:
-    """Whether torchvision is installed and fits this torch; a CUDA build beside a CPU torch fails to import."""
+    """True when torchvision is installed and fits this torch; a CUDA build beside a CPU torch fails to import."""
     if not _is_installed("torchvision"):
         return False
     try:

@@ -48,7 +48,7 @@ class TransferEngine:
         return 0
 
     def get_rpc_port(self) -> int:
-        """The number in this process's session."""
+        """Return the number in this process's session."""
         return os.getpid()
 
     # --- memory that others may write to --------------------------------------------------------------------------
@@ -65,11 +65,11 @@ class TransferEngine:
             return 0 if self._regions.pop(address, None) is not None else FAILED
 
     def batch_register_memory(self, addresses: Sequence[int], lengths: Sequence[int]) -> int:
-        """As :meth:`register_memory`, for several regions."""
+        """Register several regions, as :meth:`register_memory`."""
         return min((self.register_memory(*region) for region in zip(addresses, lengths, strict=True)), default=0)
 
     def batch_unregister_memory(self, addresses: Sequence[int]) -> int:
-        """As :meth:`unregister_memory`, for several regions."""
+        """Unregister several regions, as :meth:`unregister_memory`."""
         return min((self.unregister_memory(address) for address in addresses), default=0)
 
     def _is_registered(self, address: int, length: int) -> bool:

@@ -96,7 +96,7 @@ class GatheredBuckets:
         return self._manifest
 
     def _planned(self, headers: StageHeaders) -> Iterator[list[Header]]:
-        """The tensors as they travel, in groups that no bucket's end may part."""
+        """Return the tensors in the form they are sent in, in groups that stay in one bucket."""
         for unit in iter_units(((name, (name, shape, dtype)) for name, shape, dtype in headers), self._together):
             yield [output for _, header in unit for output in self._outputs(header)]
 
@@ -130,7 +130,7 @@ class GatheredBuckets:
             yield index, flat
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What travels, in the order of the plan."""
+        """Yield name and value of the tensors to send, in the order of the plan."""
         converted = iter_hf_tensors(
             self._args,
             self._model,

@@ -58,12 +58,12 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
 
 
 def is_gate_up(shard: Shard, *, is_gated: bool) -> bool:
-    """Whether a parameter holds gate and up, each of which tensor parallelism cuts on its own."""
+    """True for a parameter that holds gate and up, each of which tensor parallelism splits separately."""
     return is_gated and ".linear_fc1." in shard.name
 
 
 def sent_dtype(name: str, held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """What a parameter travels in: ``dtype``, if given, for floating-point ones; expert biases stay as they are."""
+    """Return the dtype a parameter is sent in: ``dtype``, if given, for floats; expert biases keep their own."""
     is_cast = dtype is not None and held.is_floating_point and "expert_bias" not in name
     return dtype if is_cast and dtype is not None else held
 
@@ -228,7 +228,7 @@ def hf_headers(
     dtype: torch.dtype | None,
     only: Container[str] | None = None,
 ) -> list[StageHeaders]:
-    """The headers of every pipeline stage, the same on all ranks.  Collective over the pipeline.
+    """Return the headers of every pipeline stage, the same on all ranks.  Collective over the pipeline.
 
     A tensor that several stages hold (a tied embedding) is listed by the first of them.
 

@@ -167,7 +167,7 @@ class ShardBuckets:
 
     @torch.no_grad()
     def iter_turns(self) -> Iterator[tuple[PlannedBucket | None, Tensor]]:
-        """This rank's own buckets, one in each turn of its group, and the filled part of the buffer."""
+        """Yield this rank's own buckets, one in each turn of its group, and the filled part of the buffer."""
         host_weights = self._weights_getter()
         self._refresh_tables(host_weights)
         buffer = self.buffer()
@@ -186,7 +186,7 @@ class ShardBuckets:
             yield bucket, flat
 
     def iter_gathered(self) -> Iterator[tuple[int, Tensor]]:
-        """What travels gathered: the same buckets on all ranks of the group."""
+        """Yield index and bytes of the gathered buckets, which are the same on all ranks of the group."""
         if self._gathered is not None:
             num_own = len(self.plan.manifest.buckets)
             yield from ((num_own + index, flat) for index, flat in self._gathered.iter_buckets())
@@ -221,12 +221,12 @@ class ShardBuckets:
 
 
 def share_of(num_bytes: int, num_ranks: int) -> int:
-    """What each of some ranks may put into a bucket of theirs, in whole multiples of the alignment."""
+    """Return the bytes that each of ``num_ranks`` ranks may put into a bucket, a multiple of the alignment."""
     return max(num_bytes // num_ranks // ALIGNMENT * ALIGNMENT, min(num_bytes, ALIGNMENT))
 
 
 def quantized_blocks(quantizer: Quantizer | None) -> QuantizedBlocks | None:
-    """What slices need to know of the quantiser."""
+    """Return the parts of the quantizer that the planning of slices needs; None without one."""
     if quantizer is None:
         return None
     kind = quantizer.format

@@ -55,7 +55,7 @@ class RowRuns:
             begin += count
 
     def indices(self) -> list[int]:
-        """The rows one by one: for tests and for messages."""
+        """Return the row numbers one by one, for tests and messages."""
         return [self.first + (r // self.run) * self.stride + r % self.run for r in range(self.count)]
 
 
@@ -87,7 +87,7 @@ class ShardSlice:
         return math.lcm(*(rows.run for rows in self.rows if rows.count > rows.run))
 
     def between(self, begin: int, end: int) -> ShardSlice:
-        """Its rows ``begin .. end``."""
+        """Return the slice of its rows ``begin .. end``."""
         if (begin, end) == (0, self.num_rows):
             return self
         runs: list[RowRuns] = []
@@ -100,7 +100,7 @@ class ShardSlice:
         return ShardSlice(self.name, self.whole_shape, self.slice.rows(begin, end), self.first_column, tuple(runs))
 
     def is_on_blocks(self, block: tuple[int, int]) -> bool:
-        """Whether its edges, and the seams between its ``rows``, lie on blocks of the HF tensor or on its end."""
+        """True when its edges, and the seams between its ``rows``, lie on blocks of the HF tensor or on its end."""
         offsets, sizes = self.slice.offsets, self.slice.sizes
         if len(sizes) != 2:
             return False
@@ -119,7 +119,7 @@ class ShardSlice:
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """How tensor parallelism splits a parameter; ``dim`` None for one that every rank holds whole."""
+    """The split of a parameter by tensor parallelism; ``dim`` None for one that every rank holds whole."""
 
     dim: int | None = None
     rank: int = 0
@@ -154,7 +154,7 @@ class ShardLayout:
         return [(hf_name, tuple(tensor.shape)) for hf_name, tensor in converted]
 
     def slices(self, name: str, part_shape: Sequence[int], split: TensorSplit) -> list[ShardSlice] | None:
-        """All that this rank's part holds of HF tensors.
+        """Return every slice of HF tensors that this rank's part holds.
 
         Args:
             name: in the whole model, with the number of the expert.

@@ -75,7 +75,7 @@ class QuantizedBlocks:
 
 @dataclass
 class _Share:
-    """What one rank has been given so far."""
+    """The slices assigned to one rank so far."""
 
     num_bytes: int = 0
     parts: list[tuple[int, int, int]] = field(default_factory=list)

@@ -97,7 +97,7 @@ class ShardSlices:
         self._held.append(_Held(shard, part, sent_dtype(shard.name, held, self._dtype), is_quantized))
 
     def _misfit(self, held: torch.dtype, part: ShardSlice) -> str | None:
-        """Why this rank cannot quantise a slice by itself."""
+        """Return the reason why this rank cannot quantize a slice by itself; None when it can."""
         assert self._blocks is not None
         block = self._blocks.block
         if block is None:
@@ -134,7 +134,7 @@ class ShardSlices:
         return [host_weights[key] for key in self._live]
 
     def items(self, planned: Sequence[PlannedSlice], host_weights: HostWeights | None) -> list[CastItem]:
-        """What writes these slices into their bucket."""
+        """Return the copies that write these slices into their bucket."""
         values: Mapping[str, Tensor] = self._live if host_weights is None else host_weights
         return [item for one in planned for item in self._items_of(one, values)]
 
