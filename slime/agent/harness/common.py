@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import shlex
-import threading
 from abc import ABCMeta, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.agent.sandbox import Sandbox, ensure_agent_user, exec_and_wait
 from slime.agent.sandbox.protocol import AGENT_USER
 from slime.utils.env import agent_setting
 from slime.utils.errors import ConfigError
+from slime.utils.misc import SingletonMeta
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +24,8 @@ NODE_PATH = f"{NODE_HOME}/bin:$PATH"
 NodeRuntime = Callable[[Sandbox], Awaitable[None]]
 
 
-class SingletonABCMeta(ABCMeta):
+class SingletonABCMeta(SingletonMeta, ABCMeta):
     """Metaclass of abstract classes whose concrete subclasses have one instance per process."""
-
-    _instances: dict[type, Any] = {}
-    _lock = threading.RLock()
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return the instance, made on the first call."""
-        with SingletonABCMeta._lock:
-            if cls not in SingletonABCMeta._instances:
-                SingletonABCMeta._instances[cls] = super().__call__(*args, **kwargs)
-            return SingletonABCMeta._instances[cls]
 
 
 async def install_node22(sb: Sandbox) -> None:
