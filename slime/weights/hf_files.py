@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -148,15 +147,3 @@ class HfFolderWriter:
         temporary.write_text(json.dumps(index, indent=2) + "\n")
         os.replace(temporary, self.target / INDEX_FILE)
         return self.target
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """``"bfloat16"`` or ``"torch.bfloat16"`` as a dtype.
-
-    Raises:
-        ConfigError: torch has no dtype of that name.
-    """
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"{name!r} is no dtype of torch; use bfloat16, float16 or float32")
-    return dtype

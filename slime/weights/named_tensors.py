@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -52,9 +52,3 @@ def wire_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
             )
         return dtype
     return torch.bfloat16
-
-
-def cast_floating(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors, floating-point ones in ``dtype``."""
-    for name, tensor in named_tensors:
-        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
