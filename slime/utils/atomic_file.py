@@ -36,7 +36,7 @@ def write_atomically(
                 os.fsync(file.fileno())
         unfinished.replace(path)
         if to_disk:
-            _sync_folder(path.parent)
+            sync_to_disk(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when its file fails
         with contextlib.suppress(OSError):
             unfinished.unlink()  # half a file would take the room that is missing
@@ -46,9 +46,10 @@ def write_atomically(
         ) from error
 
 
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.utils.atomic_file import sync_to_disk
 from slime.utils.errors import ConfigError, DataError, WeightSyncError
 from slime.weights.delta import apply_delta
 from slime.weights.hf_files import INDEX_FILE, is_weight_file
@@ -30,7 +31,6 @@ from slime.weights.versions import (
     explained_disk_errors,
     find_route,
     list_folders,
-    sync_to_disk,
     version_folder,
     version_text,
     write_atomically,

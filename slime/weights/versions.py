@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slime.utils.atomic_file import sync_to_disk
 from slime.utils.errors import DataError, WeightSyncError
 from slime.weights.delta import COMPRESSION, ENCODINGS
 from slime.weights.hf_files import INDEX_FILE
@@ -374,12 +375,3 @@ def write_atomically(path: Path, text: str) -> None:
     sync_to_disk(temporary)
     os.replace(temporary, path)
     sync_to_disk(path.parent)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
