@@ -79,33 +79,18 @@ class SGLangEngine(WeightVerbs):
 
     # --- life -----------------------------------------------------------------------------------------------------
 
-    def init(
-        self,
-        *,
-        dist_init_addr: str | None,
-        port: int,
-        nccl_port: int | None,
-        host: str,
-        disaggregation_bootstrap_port: int | None = None,
-        router_ip: str | None = None,
-        router_port: int | None = None,
-        timeout_s: float | None = None,
-        register: bool = True,
-    ) -> None:
+    def init(self, *, timeout_s: float | None = None, register: bool = True, **addresses: Any) -> None:
         """Start the server and return when it serves and (with ``register``) the router knows it.
+
+        Args:
+            timeout_s: to wait for the server; None: ``--engine-start-timeout-s``.
+            register: tell the router.
+            addresses: see :meth:`start_server`.
 
         Raises:
             ProcessError: it ended or did not serve within ``timeout_s`` seconds (``--engine-start-timeout-s``).
         """
-        self.start_server(
-            dist_init_addr=dist_init_addr,
-            port=port,
-            nccl_port=nccl_port,
-            host=host,
-            disaggregation_bootstrap_port=disaggregation_bootstrap_port,
-            router_ip=router_ip,
-            router_port=router_port,
-        )
+        self.start_server(**addresses)
         self.wait_ready(self.args.engine_start_timeout_s if timeout_s is None else timeout_s, register=register)
 
     def start_server(
