@@ -263,7 +263,7 @@ class Hook:
     flag: str
     protocol: type
     side: Literal["rollout", "trainer"]
-    """Who calls it: the rollout manager's side (imported and checked on the driver) or the trainer's processes."""
+    """Caller: the rollout manager's side (imported and checked on the driver) or the trainer's processes."""
     kind: Literal["sync", "async", "either", "class"] = "sync"
     """async: the result is awaited. either: awaited when it can be. class: the attribute is a class."""
     default: str | None = None

@@ -150,7 +150,7 @@ class Missing:
     """A feature that a flag asks for in vain."""
 
     reason: str
-    """What does not exist, as the end of "..., because"."""
+    """Reason, as the end of "..., because"."""
     used: Callable[[Any], bool] = bool
     """True for the values that ask for it."""
 

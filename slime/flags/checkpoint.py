@@ -100,7 +100,7 @@ class CheckpointFolder:
 
     kind: Literal["megatron", "huggingface"]
     iteration: int | Literal["release"] | None
-    """What the tracker names; None for a Hugging Face folder."""
+    """Iteration that the tracker names; None for a Hugging Face folder."""
 
 
 def has_finished_save(folder: str | None) -> bool:

@@ -178,10 +178,10 @@ def check_dump_templates(args: Namespace) -> Iterator[str]:
         if template is None:
             continue
         try:
-            strangers = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None} - fields
+            unknown = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None} - fields
         except ValueError as error:
-            strangers = {str(error)}
-        if strangers:
+            unknown = {str(error)}
+        if unknown:
             allowed = " and ".join("{" + field + "}" for field in sorted(fields))
             yield f"--{name.replace('_', '-')} is {template!r}; in braces it may only have {allowed}."
     if args.save_debug_rollout_data and args.save_debug_rollout_data == args.save_debug_train_data:

@@ -249,10 +249,10 @@ class ReleasedTrainGroup(RayTrainGroup):
         self._is_saved = False
         """A checkpoint of this job exists; until then the ranks start as they did first."""
         self._written: WrittenVersion | None = None
-        """What the trainer left on disk last."""
+        """Version that the trainer wrote to disk last."""
 
     def train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> dict[str, float]:
-        """As the base class; starts the ranks where they have ended."""
+        """Train as the base class does; starts the ranks where they have ended."""
         if not self.actors:
             version = self._written.number if self._written is not None else 0
             self.args = args_to_resume(self._run_args, weight_version=version, is_saved=self._is_saved)

@@ -36,13 +36,13 @@ class TrainRayActor(Watched, RayActor):
     """Mixed in before a ``TrainWorker`` subclass by :func:`remote_class`."""
 
     def set_rendezvous(self, world_size: int, rank: int, master_addr: str, master_port: int, gpu_id: int) -> None:
-        """The worker's own ``set_rendezvous``; the GPU has its number on the node, of which others may be hidden."""
+        """Set the worker's rendezvous, with the GPU's number on the node, of which other GPUs may be hidden."""
         super().set_rendezvous(  # type: ignore[misc]
             world_size, rank, master_addr, master_port, visible_index(gpu_id)
         )
 
     def init(self, args: Namespace, *arguments: Any, **keywords: Any) -> int:
-        """The worker's own ``init``, once the user's plug-ins for the trainer have been imported and judged here."""
+        """Import and check the user's plug-ins for the trainer, then run the worker's own ``init``."""
         check_hooks(args, side="trainer")
         return super().init(args, *arguments, **keywords)  # type: ignore[misc]
 
@@ -60,7 +60,7 @@ class TrainRayActor(Watched, RayActor):
 
 
 def remote_class(worker_class: type[TrainWorker]) -> Any:
-    """The Ray actor class of a trainer: ``worker_class`` with the Ray-side verbs of :class:`TrainRayActor`."""
+    """Return the Ray actor class of a trainer: ``worker_class`` with the Ray-side verbs of :class:`TrainRayActor`."""
     combined = type(worker_class.__name__, (TrainRayActor, worker_class), {"__module__": worker_class.__module__})
     return ray.remote(num_gpus=1, concurrency_groups={WATCH_GROUP: 1})(combined)
 

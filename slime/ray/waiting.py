@@ -39,7 +39,7 @@ class Watched:
 
 
 def watch(actor: Any, name: str) -> None:
-    """From now on, the death of ``actor`` ends every wait of this process with an error that names it."""
+    """End every later wait of this process with an error that names ``actor`` once it has died."""
     _sentinels[actor.stay_alive.remote()] = name
     _names[actor._actor_id.hex()] = name
 

@@ -45,12 +45,12 @@ MIN_YOUNG_OBJECTS = 20_000
 
 
 @functools.cache
-def _spare_the_collector(num_requests: int) -> None:
-    """Let the garbage collector look at what may be garbage.
+def _tune_garbage_collection(num_requests: int) -> None:
+    """Exclude long-lived objects from garbage collection, and collect less often.
 
-    Half a million objects of torch and transformers live as long as the process; they are taken out of its sight.  And
-    it begins when there are more new objects than ``num_requests`` in flight need.  Python's own threshold, 700, would
-    have it go through the same living requests again and again, for a third of the client's processor time.
+    Half a million objects of torch and transformers live as long as the process; they are frozen.  A collection starts
+    once there are more new objects than ``num_requests`` in flight need.  With Python's default threshold, 700, it
+    scans the same live requests again and again, for a third of the client's processor time.
     """
     gc.collect()
     gc.freeze()
@@ -79,7 +79,7 @@ class RequestState(metaclass=SingletonMeta):
         self.dp_rank = 0
         self._prompt_ids: OrderedDict[str, list[int]] = OrderedDict()
         self.reset()
-        _spare_the_collector(num_requests)
+        _tune_garbage_collection(num_requests)
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt; do not change them.  Siblings ask in a row, so those of a few are kept."""

@@ -157,7 +157,7 @@ def _merge(first: _Partial, second: _Partial, k: int) -> _Partial:
 
 
 def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Two halves of a bin of nearly equal length: longest first, each to the lighter half, ties to the first."""
+    """Split a bin into halves of nearly equal length: longest first, each to the lighter half, ties to the first."""
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0, 0]
     for item in sorted(items, key=lambda index: -lengths[index]):

@@ -30,7 +30,7 @@ class Window(NamedTuple):
     """A run of response logits in this rank's packed stream."""
 
     stream_start: int
-    """Where the run begins in the local stream of the micro-batch."""
+    """Offset of the run in the local stream of the micro-batch."""
     length: int
     token_start: int
     """Position in the full sequence of the first token that the run predicts."""
@@ -80,7 +80,7 @@ def response_spans(total_length: int, response_length: int, *, cp_rank: int, cp_
 
 
 def slice_zigzag(tokens: Tensor, *, cp_rank: int, cp_size: int, pad_value: float = 0) -> Tensor:
-    """This rank's two chunks of a sequence, one after the other; without CP the sequence itself.
+    """Return this rank's two chunks of a sequence, joined; without CP the sequence itself.
 
     Args:
         tokens: [L, ...]; trailing dimensions are kept.

@@ -64,7 +64,7 @@ class ModelDims:
     index_topk: int = 0
 
     is_linear: tuple[bool, ...] = ()
-    """Which layers have linear attention, a gated delta net; one entry per layer, or none.  The defaults below are
+    """True for layers with linear attention, a gated delta net; one entry per layer, or none.  The defaults below are
     those of the published models; they count for nothing where no layer has it."""
     linear_key_heads: int = 16
     linear_value_heads: int = 32
@@ -74,7 +74,7 @@ class ModelDims:
     """Tokens that its convolution sees."""
 
     is_moe: tuple[bool, ...] = ()
-    """Which layers have experts, one entry per layer; empty for none."""
+    """True for layers with experts, one entry per layer; empty for none."""
     num_experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
@@ -116,7 +116,7 @@ class ModelDims:
         return self.q_lora is not None
 
     def has_linear_attention(self, layer: int) -> bool:
-        """Of a layer from 0; the layers inside of MTP layers, behind the last, have full attention."""
+        """True when layer ``layer`` (from 0) has linear attention; layers inside of MTP layers never do."""
         return layer < len(self.is_linear) and self.is_linear[layer]
 
     @property

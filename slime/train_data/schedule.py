@@ -50,12 +50,12 @@ class ScheduleConfig:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Return the number that a step's micro-batches, over all ranks, are a multiple of."""
+        """The number that a step's micro-batches, over all ranks, are a multiple of."""
         return self.dp_size * (self.microbatch_group_size_per_vp_stage if self.vpp_size > 1 else 1)
 
     @property
     def capacity_tokens(self) -> int:
-        """Return the tokens that one micro-batch may hold, over all context-parallel ranks."""
+        """Tokens that one micro-batch may hold, over all context-parallel ranks."""
         assert self.max_tokens_per_gpu is not None
         return self.max_tokens_per_gpu * self.cp_size
 

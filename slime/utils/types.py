@@ -136,7 +136,7 @@ class Sample:
     multimodal_inputs: dict[str, Any] | None = None
     """Raw ``{"images": [...], "videos": [...]}``."""
     multimodal_train_inputs: dict[str, Any] | None = None
-    """What the processor made of them for the trainer, such as ``pixel_values``."""
+    """The processor's outputs for the trainer, such as ``pixel_values``."""
     multimodal_train_input_id: str | None = None
     """Equal ids mean equal ``multimodal_train_inputs``."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -359,7 +359,7 @@ class Sample:
 
 
 def _list_of(kind: type, values: Sequence[Any]) -> list[Any]:
-    """The values as a list of ``kind``.  Most are so already, and then they are not made anew one by one.
+    """Return the values as a list of ``kind``; a list that is one already is not rebuilt.
 
     Of scalars of another library the sum is such a scalar, too, and takes less time than a look at each type.
     """

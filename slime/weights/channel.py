@@ -201,7 +201,7 @@ def _tear_down(group: _Connections, backend: str, work: dist.Work | None) -> Non
 
 
 def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> _Connections:
-    """A backend of its own, known to no registry.
+    """Make a backend that is in no registry of torch.distributed.
 
     Raises:
         WeightSyncError: for a backend that is neither nccl nor gloo.

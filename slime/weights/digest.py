@@ -29,7 +29,7 @@ CHUNK_WORDS = 1 << 22
 
 
 def mix(word: int, position: int) -> int:
-    """The contribution of one word, in plain Python: the definition that the fast paths are tested against.
+    """Return the contribution of one word, in plain Python: the definition that the fast paths are tested against.
 
     Args:
         word: unsigned, 64 bits.
@@ -72,7 +72,7 @@ def digest_tensor(tensor: Tensor) -> int:
 
 
 def combine(digests: Iterable[int]) -> int:
-    """One digest of several segments in their order."""
+    """Combine the digests of several segments, in their order, into one."""
     return sum(mix(digest, position) for position, digest in enumerate(digests)) & MASK_64
 
 
@@ -82,7 +82,7 @@ def combine_wrapped(digests: Tensor) -> int:
 
 
 def as_signed(value: int) -> int:
-    """The same 64 bits as the signed integer that torch keeps them in."""
+    """Return the same 64 bits as the signed integer that torch keeps them in."""
     return value - (1 << 64) if value >> 63 else value
 
 

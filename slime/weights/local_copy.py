@@ -119,7 +119,7 @@ class LocalCopy:
     # State
 
     def held(self) -> tuple[int, str] | None:
-        """Number and chain of the version that the copy has; None when it has none that can be trusted."""
+        """Return number and chain of the version that the copy has; None when it has none that can be trusted."""
         try:
             state = json.loads(self._state_file.read_text())
             if state["dirty"] or state["model"] != _identity(self.model):
@@ -140,7 +140,7 @@ class LocalCopy:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One process of the host at a time; the lock goes with the process that holds it."""
+        """Admit one process of the host at a time; the lock goes with the process that holds it."""
         deadline = time.monotonic() + self.timeout_s
         with (self._state_file.parent / "lock").open("w") as file:
             while True:
@@ -157,7 +157,7 @@ class LocalCopy:
             yield
 
     def _wait_until_visible(self, target: int) -> None:
-        """A network file system may show a new folder seconds late."""
+        """Wait for a new folder, which a network file system may show seconds late."""
         deadline = time.monotonic() + min(self.timeout_s, VISIBLE_S)
         while target and not (version_folder(self.source, target) / INDEX_FILE).exists():
             if time.monotonic() > deadline:
@@ -261,7 +261,7 @@ def _is_asset(path: Path) -> bool:
 
 
 def _identity(model: Path) -> str:
-    """Names the content of a model folder as well as names, sizes and times can."""
+    """Identify the content of a model folder as well as names, sizes and times can."""
     files = sorted(path for path in weight_files(model) if path.exists())
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return f"{os.path.realpath(model)} {hashlib.sha256(repr(stats).encode()).hexdigest()[:16]}"

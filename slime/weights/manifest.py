@@ -40,7 +40,7 @@ class BucketSlice:
     slice: TensorSlice
 
     def view(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
-        """The slice in the bucket ``flat`` (uint8) as a tensor of its own sizes."""
+        """Return the slice in the bucket ``flat`` (uint8) as a tensor of its own sizes."""
         size = self.slice.num_elements * dtype.itemsize
         return flat[self.offset : self.offset + size].view(dtype).view(self.slice.sizes)
 
@@ -126,7 +126,7 @@ class Manifest:
         ]
 
     def to_json(self) -> str:
-        """The compact text that :meth:`from_json` reads."""
+        """Return the compact text that :meth:`from_json` reads."""
         return json.dumps(
             {
                 "tensors": [[t.name, t.shape, t.dtype] for t in self.tensors],
@@ -140,7 +140,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that :meth:`to_json` wrote."""
+        """Return the manifest that :meth:`to_json` wrote."""
         content = json.loads(text)
         return cls(
             tensors=tuple(TensorEntry(name, tuple(shape), dtype) for name, shape, dtype in content["tensors"]),
@@ -158,7 +158,7 @@ class Manifest:
 
 
 def pack_whole(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[list[TensorEntry], BucketEntry]:
-    """A bucket of whole tensors, one behind the other."""
+    """Pack whole tensors into a bucket, one behind the other."""
     entries: list[TensorEntry] = []
     slices: list[BucketSlice] = []
     end = 0

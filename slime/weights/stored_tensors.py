@@ -82,9 +82,9 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{index} is no index of safetensors files: {error!r}") from error
-    strangers = [name for name in names if Path(name).name != name]
-    if strangers:
-        raise DataError(f"{index} names {strangers[0]!r}, which is not a file beside it")
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise DataError(f"{index} names {outside[0]!r}, which is not a file beside it")
     return [folder / name for name in names]
 
 

@@ -105,7 +105,7 @@ class DataIterator:
         self.offset = 0
         self.token_count = PackedTokenCount()
         self.attach: Callable[[PackedSeqParams, int, Sequence[int]], None] | None = None
-        """What else must know how a micro-batch is packed; called with its number and its samples' lengths."""
+        """Callback that learns how a micro-batch is packed: from its number and its samples' lengths."""
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
         """Return the named columns of the next micro-batch; None for a column that the data do not have."""

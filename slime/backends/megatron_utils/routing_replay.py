@@ -84,7 +84,7 @@ class RoutingReplay:
 
     @property
     def must_record(self) -> bool:
-        """Return True when training needs a pass over the old policy before it."""
+        """True when training needs a pass over the old policy before it."""
         return not self._args.use_rollout_routing_replay
 
     @contextmanager

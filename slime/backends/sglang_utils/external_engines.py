@@ -117,7 +117,7 @@ def describe(url: str, info: Mapping[str, Any]) -> ExternalEngineInfo:
 
 
 def record_external_engines(args: Namespace) -> dict[str, Any]:
-    """The attributes of ``args`` that follow from asking the external engines."""
+    """Return the attributes of ``args`` that follow from asking the external engines."""
     infos = discover(args.rollout_external_engine_addrs)
     return {
         "rollout_external_engine_infos": infos,

@@ -95,7 +95,7 @@ class _Origin:
     """Set when it is an HF tensor itself."""
     dtype: torch.dtype | None = None
     whole: StridedSlice | None = None
-    """How it would lie in memory."""
+    """Its layout in memory."""
     parts: list[_Source] = field(default_factory=list)
     opaque: frozenset[str] = frozenset()
     """Names of the tensors that it was computed from in a way that is not followed."""
@@ -121,7 +121,7 @@ class Follower(TorchDispatchMode):
         self._owned = self._buffers | {_storage(tensor) for tensor in model.parameters()}
 
     def source(self, entry: TensorEntry) -> Tensor:
-        """A stand-in for an HF tensor."""
+        """Return a stand-in for an HF tensor."""
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device=META)
         self._remember(tensor, _Origin(entry.name, tensor.dtype, StridedSlice.whole(entry.shape)))
         return tensor
@@ -152,7 +152,7 @@ class Follower(TorchDispatchMode):
     # --- memory of the model --------------------------------------------------------------------------------------
 
     def _on_model_memory(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """An operation without stand-ins: carried out, but for those that would change a parameter."""
+        """Carry out an operation without stand-ins, unless it would change a parameter."""
         names, packet = self._names(tensors), func.overloadpacket
         out = kwargs.get("out")
         if isinstance(out, Tensor) and not names and _storage(out) in self._buffers:
@@ -327,7 +327,7 @@ def _fresh(result: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors among arguments or results.  Operators nest them in lists at most; torch's pytree takes longer."""
+    """Return the tensors among arguments or results; operators nest them in lists at most, so no slow pytree."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):

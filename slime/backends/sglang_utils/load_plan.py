@@ -94,7 +94,7 @@ class LoadPlan:
             self._note_untraced(model, trace)
 
     def _note_untraced(self, model: nn.Module, trace: LoadTrace) -> None:
-        """A tensor that ended the trace by an error leaves no target behind; it must be what nothing else fills."""
+        """Assume that tensors whose trace ended in an error fill the parameters that nothing else fills."""
         memory = {target.untyped_storage().data_ptr() for target in trace.opaque_targets}
         memory |= {w.target.untyped_storage().data_ptr() for w in trace.writes if w.name in self.stock}
         places = {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() in memory}
@@ -221,7 +221,7 @@ def _slice_of(parameter: Tensor, copy: StridedCopy, whole: StridedSlice) -> Tens
 def _count_cells(
     shape: tuple[int, ...], written: Sequence[TensorSlice], excused: Sequence[TensorSlice]
 ) -> tuple[int, int]:
-    """The slices' edges cut the parameter into cells that are in a slice as a whole or not at all."""
+    """Count cells: the slices' edges cut the parameter into cells that lie wholly in a slice or outside of it."""
     cuts: list[list[int]] = []
     for dim, size in enumerate(shape):
         edges = {0, size}

@@ -87,7 +87,7 @@ class _Feed:
 
 
 def _blame(trace: LoadTrace, name: str, error: Exception) -> None:
-    """An exception is the tensor's fault, unless it only comes from the tensor having no values."""
+    """Blame the tensor for an exception, unless it only comes from the tensor having no values."""
     lacks_values = isinstance(error, (UntraceableError, NotImplementedError, TypeError))
     if lacks_values or any(words in str(error) for words in _WITHOUT_VALUES):
         trace.opaque.setdefault(name, _words(error))

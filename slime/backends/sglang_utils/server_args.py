@@ -55,7 +55,7 @@ class EnginePlace:
     dist_init_addr: str | None
     disaggregation_bootstrap_port: int | None = None
     node_rank: int = 0
-    """Which of the engine's nodes this is."""
+    """Number of this node among the engine's."""
 
     def num_nodes(self, num_gpus_per_node: int) -> int:
         """Nodes that the engine spans."""

@@ -232,9 +232,9 @@ def _parse_group(raw: Any, where: str, default_per_engine: int) -> ServerGroupCo
 def _mapping(raw: Any, where: str, known: frozenset[str]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{where} is {raw!r}; it must be a mapping with the keys {', '.join(sorted(known))}.")
-    strangers = sorted(set(map(str, raw)) - known)
-    if strangers:
-        raise ConfigError(f"{where}: unknown key {', '.join(strangers)}; the keys are {', '.join(sorted(known))}.")
+    unknown_keys = sorted(set(map(str, raw)) - known)
+    if unknown_keys:
+        raise ConfigError(f"{where}: unknown key {', '.join(unknown_keys)}; the keys are {', '.join(sorted(known))}.")
     return raw
 
 

@@ -75,7 +75,7 @@ class SGLangEngine(WeightVerbs):
         self._released: set[str] = set()
         num_nodes = max(1, self.num_gpus_per_engine // args.num_gpus_per_node)
         self.node_rank = rank % num_nodes if node_rank is None else node_rank
-        """Which of the engine's nodes this is; 0 serves HTTP."""
+        """Number of this node among the engine's; 0 serves HTTP."""
 
     # --- life -----------------------------------------------------------------------------------------------------
 

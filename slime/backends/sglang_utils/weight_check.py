@@ -175,7 +175,7 @@ def _num_different(scratch: Tensor, held: Tensor) -> int:
 
 @contextmanager
 def _reporting(model: nn.Module) -> Iterator[list[str]]:
-    """A list whose content reaches the caller of ``/get_weights_by_name``; an exception becomes an entry."""
+    """Yield a list whose content reaches the caller of ``/get_weights_by_name``; an exception becomes an entry."""
     state = vars(model)
     if "_slime_weight_problems" not in state:
         state["_slime_weight_problems"] = []

@@ -41,7 +41,7 @@ MAX_UNUSED_SHOWN = 5
 
 
 def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """The loader: ``named_tensors`` carry messages, not weights; see ``slime.weights.push.wire``."""
+    """Load messages in place of weights: ``named_tensors`` carry them; see ``slime.weights.push.wire``."""
     answer_by_name(model, PUSH_REPORT, _RANK.report)
     for message in decode(named_tensors):
         try:

@@ -54,7 +54,7 @@ class EngineGroup:
     needs_offload: bool
     cursors: PortCursors
     restarts: bool = True
-    """Whether an engine that was evicted is started again; without, the run ends (or goes on without it)."""
+    """True when an evicted engine is started again; otherwise the run ends (or goes on without it)."""
     extra_overrides: dict[str, Any] = field(default_factory=dict)
     """ServerArgs fields that follow from other groups; the group's own overrides win over them."""
     all_engines: list[Any] = field(default_factory=list)
@@ -68,7 +68,7 @@ class EngineGroup:
         self.urls: list[str | None] = [None] * len(self.engines)
         self.bootstrap_ports: list[int | None] = [None] * len(self.engines)
         self.is_listed = [False] * len(self.engines)
-        """Whether the router was told of the engine."""
+        """True for each engine that is registered at the router."""
         self.shutting_down: list[ray.ObjectRef] = []
         """References that resolve once the engines of a group that was stopped have ended."""
         self._num_restarts: Counter[int] = Counter()

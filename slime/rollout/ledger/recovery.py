@@ -170,14 +170,14 @@ class Recovery:
 
     @property
     def first_segment(self) -> int:
-        """Return the oldest segment that is still needed; ``NO_SEGMENT`` when none is."""
+        """Oldest segment that is still needed; ``NO_SEGMENT`` when none is."""
         groups = [state.segment for state in self._groups.values()]
         rollouts = [rollout.segment for rollout in self._rollouts.values() if rollout.batch is not None]
         return min(groups + rollouts, default=NO_SEGMENT)
 
     @property
     def is_used_up(self) -> bool:
-        """Return whether nothing is left to recover."""
+        """True when nothing is left to recover."""
         return self.first_segment == NO_SEGMENT and not self._given
 
     @property

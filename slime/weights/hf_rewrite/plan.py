@@ -27,7 +27,7 @@ class RowReader(Protocol):
         ...
 
     def chunks(self, stored: SourceTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """A tensor in runs of rows that fit the worker's memory, each of a multiple of so many rows but the last."""
+        """Yield a tensor in runs of rows that fit the worker's memory, all but the last a multiple of so many."""
         ...
 
 
@@ -43,12 +43,12 @@ class Step:
 
 
 def copied(stored: SourceTensor) -> Step:
-    """The tensor as it is."""
+    """Return a step that copies the tensor as it is."""
     return Step(stored, (stored.info,))
 
 
 def dropped(stored: SourceTensor) -> Step:
-    """Not in the result."""
+    """Return a step that leaves the tensor out of the result."""
     return Step(stored, ())
 
 
@@ -73,7 +73,7 @@ class Rewrite(Protocol):
         ...
 
     def config(self, source: HfSource) -> dict[str, Any]:
-        """The config.json of the result."""
+        """Return the config.json of the result."""
         ...
 
 
@@ -107,7 +107,7 @@ class FilePlan:
 
 
 def make_plan(rewrite: Rewrite, source: HfSource) -> list[FilePlan]:
-    """The shards of the result, one for each shard of the source of which anything is left.
+    """Plan the shards of the result, one for each shard of the source of which anything is left.
 
     Raises:
         DataError: two tensors of the source become tensors of the same name.

@@ -51,7 +51,7 @@ class Report:
     """Read by this run."""
     elapsed_s: float
     is_complete: bool
-    """Whether the folder is a model now; it is not when other shards are left to other machines."""
+    """True when the folder is a whole model; False while other machines have shards left."""
 
 
 def rewrite_folder(
@@ -190,7 +190,7 @@ class _Conversion:
         self._steps = self._all_steps(plans)
 
     def run(self, workers: int, devices: list[torch.device]) -> None:
-        """All of them; the first error stops every worker.
+        """Convert all shards; the first error stops every worker.
 
         Raises:
             ConfigError: the disk is full.
@@ -288,7 +288,7 @@ class _Reader:
             yield
 
     def descriptor(self, path: Path) -> int:
-        """The open file; what was used longest ago is closed."""
+        """Return the open file; the least recently used one is closed."""
         if path not in self._files:
             while len(self._files) >= OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1])
@@ -302,7 +302,7 @@ class _Reader:
         return rows.to(self._device, non_blocking=True)
 
     def chunks(self, stored: SourceTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """A tensor in runs of rows, each of a multiple of so many but the last; and the first row of each."""
+        """Yield runs of a tensor's rows with the first row of each; all but the last are a multiple of so many."""
         rows = stored.info.rows
         at_once = max(1, self._chunk_bytes // max(1, multiple * stored.info.row_bytes)) * multiple
         for first in range(0, rows, at_once):

@@ -103,7 +103,7 @@ def open_source(folder: str | Path) -> HfSource:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The folder's config.json.
+    """Return the folder's config.json.
 
     Raises:
         ConfigError: there is none.
@@ -113,13 +113,13 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def shown(names: list[str]) -> str:
-    """A few names, and how many more there are."""
+    """Join a few names, and the number of the others, for a message."""
     rest = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the same model with plain weights."""
+    """Return the config of the same model with plain weights."""
     plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     if isinstance(plain.get("text_config"), dict):
         plain["text_config"] = without_quantization(plain["text_config"])

@@ -38,7 +38,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorInfo:
-        """A tensor that is going to be written."""
+        """Describe a tensor that is going to be written."""
         sizes = tuple(shape)
         return cls(name, CODES[dtype], sizes, torch.Size(sizes).numel() * dtype.itemsize)
 
@@ -63,7 +63,7 @@ class SourceTensor:
 
 
 def read_header(path: Path) -> dict[str, SourceTensor]:
-    """Every tensor of a file, in the order in which their bytes lie.
+    """Read the entry of every tensor of a file, in the order of their bytes.
 
     Raises:
         DataError: the file is no safetensors file, or is shorter or longer than its header says.
@@ -100,7 +100,7 @@ def read_header(path: Path) -> dict[str, SourceTensor]:
 
 
 def make_header(tensors: Iterable[TensorInfo]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file of these tensors, and where each begins.
+    """Make the header of a file of these tensors, and the offset of each.
 
     Wide elements come first, as safetensors' own writer orders them, so that every tensor is aligned.
     """

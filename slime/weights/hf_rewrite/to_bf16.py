@@ -82,7 +82,7 @@ class Fp8ToBf16:
         return Step(stored, (TensorInfo.of(name, torch.bfloat16, stored.info.shape),), convert)
 
     def config(self, source: HfSource) -> dict[str, Any]:
-        """The source's config without quantization."""
+        """Return the source's config without quantization."""
         return without_quantization(source.config)
 
 
@@ -217,7 +217,7 @@ class Int4ToBf16:
         return Step(stored, (TensorInfo.of(name, torch.bfloat16, (rows, columns)),), convert)
 
     def config(self, source: HfSource) -> dict[str, Any]:
-        """The source's config without quantization."""
+        """Return the source's config without quantization."""
         return without_quantization(source.config)
 
     def _layout(self, source: HfSource) -> GroupInt:

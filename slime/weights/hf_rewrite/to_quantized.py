@@ -1,7 +1,7 @@
 """Plain weights into a format of ``slime.weights.quantize.formats``: FP8 or packed integers.
 
 The maths is that of the weights that a trainer pushes, so that both give the same bytes.  :func:`to_fp8` and
-:func:`to_int4` are what the tools offer: their flags checked, and what config.json says of the result.
+:func:`to_int4` serve the tools: they check the flags and give the quantization entry of config.json.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ToQuantized:
     is_quantized: Callable[[str, tuple[int, ...]], bool]
     """By name and shape."""
     quantization_config: Callable[[Collection[str]], dict[str, Any]]
-    """What config.json says of it, given the names of all tensors of the source."""
+    """Quantization entry of config.json, given the names of all tensors of the source."""
     settings: dict[str, Any]
-    """What makes two conversions differ."""
+    """Settings that distinguish two conversions."""
 
     def check(self, source: HfSource) -> None:
         """Refuse sources that are quantized, or hold nothing to quantize.
@@ -57,7 +57,7 @@ class ToQuantized:
             raise ConfigError(f"nothing in {source.folder} would be quantized; no name and shape fits the rules")
 
     def step(self, source: HfSource, stored: SourceTensor) -> Step:
-        """The weights of linear layers are quantized, everything else is copied."""
+        """Quantize the weights of linear layers, copy everything else."""
         info = stored.info
         if not self.is_quantized(info.name, info.shape):
             return copied(stored)
@@ -69,7 +69,7 @@ class ToQuantized:
         return Step(stored, outputs, lambda rows: self._by_rows(rows, stored, prefix))
 
     def config(self, source: HfSource) -> dict[str, Any]:
-        """The source's config with the quantization config of the result."""
+        """Return the source's config with the quantization config of the result."""
         return {**source.config, "quantization_config": self.quantization_config(source.tensors)}
 
     def _whole(self, rows: RowReader, stored: SourceTensor, prefix: str) -> Iterator[OutputRows]:
@@ -217,7 +217,7 @@ def to_int4(
 
 
 def ignored_by_int4(names: Collection[str], ignore_rules: Sequence[str] = ()) -> list[str]:
-    """The list of plain modules in a config of packed integers.
+    """Return the plain modules that a config of packed integers lists.
 
     Regular expressions stay what they are: they are meant for the modules into which engines join these, too.
 
@@ -249,7 +249,7 @@ def _checked_block(block: Sequence[int]) -> tuple[int, int]:
 
 
 def _joined_modules(names: Collection[str]) -> list[str]:
-    """The modules of :data:`JOINED_BY_THE_ENGINE`, and what the engine calls them together."""
+    """Return the modules of :data:`JOINED_BY_THE_ENGINE`, and the engine's name for them together."""
     modules = {name.removesuffix(SUFFIX) for name in names if name.endswith(JOINED_BY_THE_ENGINE)}
     return sorted(modules | {f"{module.rpartition('.')[0]}.{JOINED}" for module in modules})
 

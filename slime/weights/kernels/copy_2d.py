@@ -77,7 +77,7 @@ def matrices(
 
 
 def in_words(matrix: Copy2D, size: int) -> list[Copy2D] | None:
-    """The same bytes as matrices of four-byte words whose every row both memories hold in whole vectors.
+    """View the same bytes as matrices of four-byte words whose every row both memories hold in whole vectors.
 
     Args:
         matrix: of elements of ``size`` bytes, of one kind on both sides.
@@ -103,7 +103,7 @@ def in_words(matrix: Copy2D, size: int) -> list[Copy2D] | None:
 
 
 def as_lines(matrix: Copy2D, src_size: int, dst_size: int) -> list[Copy2D]:
-    """A matrix with one long row as one with several, which fill tiles better."""
+    """View a matrix of one long row as one of several rows, which fill tiles better."""
     lines, rest = divmod(matrix.columns, LINE_WORDS)
     if matrix.rows > 1 or lines < 2:
         return [matrix]

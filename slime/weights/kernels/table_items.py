@@ -74,7 +74,7 @@ class CopyItem:
     src_strides: tuple[int, ...]
     """Elements in the bucket from one index of ``dst`` to the next, for each of its dimensions."""
     src_dtype: torch.dtype
-    """What the bucket holds; elements are cast when ``dst`` has another."""
+    """Dtype in the bucket; elements are cast when ``dst`` has another."""
 
     @property
     def end(self) -> int:
@@ -125,7 +125,7 @@ def check_cast(index: int, item: CastItem, out_dtype: torch.dtype) -> None:
 
 
 def _rows_of(item: CastItem) -> Tensor:
-    """The item's matrix, ``[rows, columns]``; a view where the rows follow each other."""
+    """Return the item's matrix, ``[rows, columns]``; a view where the rows follow each other."""
     if item.row_run >= item.rows:
         return item.source[: item.rows]
     row = torch.arange(item.rows, device=item.source.device)
@@ -150,7 +150,7 @@ def _write(out: Tensor, offset: int, values: Tensor) -> None:
 
 
 def differing_bytes(item: CopyItem, flat: Tensor) -> Tensor:
-    """The count of one item, in plain torch."""
+    """Count the differing bytes of one item, in plain torch."""
     held, expected = item.dst.detach(), source_view(item, flat)
     if held.device.type == "cpu" and held.dtype == expected.dtype and _are_equal(held, expected):
         return torch.zeros((), dtype=torch.int64)
@@ -167,7 +167,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def source_view(item: CopyItem, flat: Tensor) -> Tensor:
-    """The item's elements in the bucket, as a view of the shape of ``dst``."""
+    """Return the item's elements in the bucket, as a view of the shape of ``dst``."""
     data = flat[item.src_offset : item.end].view(item.src_dtype)
     return data.as_strided(tuple(item.dst.shape), item.src_strides)
 

@@ -101,7 +101,7 @@ class CastTable:
             run_in_torch(item, out, self.out_dtype, self.block)
 
     def run_with_digests(self, out: Tensor) -> Tensor:
-        """As :meth:`run`, and the digests of the :attr:`segments`: those of ``DigestTable``, at less than its cost.
+        """Run, and return the digests of the :attr:`segments` as ``DigestTable`` would, at less than its cost.
 
         Returns:
             int64 ``[segments]``, the unsigned values wrapped (:func:`as_unsigned`).
@@ -236,7 +236,7 @@ class DigestTable:
 
 
 def as_unsigned(digests: Tensor) -> list[int]:
-    """The digests as ``digest_bytes`` gives them; waits for the device."""
+    """Return the digests as ``digest_bytes`` gives them; waits for the device."""
     return [value & MASK_64 for value in digests.tolist()]
 
 

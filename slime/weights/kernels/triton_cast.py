@@ -94,7 +94,7 @@ def _cast_kernel(  # noqa: C901 - one branch for each form
     out, owner, table, sums, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr, DIGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile.  Forms that the table lacks are not compiled."""
+    """Cast one tile per program.  Forms that the table lacks are not compiled."""
     program = tl.program_id(0)
     descriptor = load_descriptor(table + tl.load(owner + program).to(tl.int64) * FIELDS)
     form = descriptor[0]
@@ -275,7 +275,7 @@ class CastLaunch:
 
 
 def _few_masks(forms: int) -> int:
-    """The forms that a kernel is compiled for: the usual ones too, so that most tables share one of two kernels."""
+    """Return the forms to compile a kernel for: the usual ones too, so that most tables share one of two kernels."""
     if not forms:
         return 0
     return forms | WORDS.value | (0 if forms <= MOVES.value else FROM_BF16_WHOLE.value)

@@ -41,7 +41,7 @@ def _copy_kernel(
     flat, owner, table, counts, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     COMPARE: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile."""
+    """Copy one tile per program."""
     program = tl.program_id(0)
     descriptor = load_descriptor(table + tl.load(owner + program).to(tl.int64) * FIELDS)
     _, first, _, _, _, src, _, _, dst, _, _, item, _ = descriptor

@@ -47,7 +47,7 @@ def add_digest(sums, segment, word, position, exists):
 
 @triton.jit
 def _digest_kernel(flat, owner, segments, sums, UNIT: tl.constexpr, TILE: tl.constexpr):
-    """One program a tile of one segment.  ``segments``: first tile, offset in UNIT bytes, bytes."""
+    """Digest one tile of one segment per program.  ``segments``: first tile, offset in UNIT bytes, bytes."""
     program = tl.program_id(0)
     segment = tl.load(owner + program)
     fields = segments + segment.to(tl.int64) * 3

@@ -32,7 +32,7 @@ VECTOR = tl.constexpr(VECTOR_BYTES)
 
 @triton.jit
 def _round_to_e4m3(value):
-    """The e4m3 byte of fp32 values of magnitude 448 or a rounding error more, in integer arithmetic."""
+    """Round fp32 values of magnitude 448 or a rounding error more to e4m3 bytes, in integer arithmetic."""
     bits = value.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
@@ -54,7 +54,7 @@ def _reciprocal_of(scale):
 
 @triton.jit
 def _corrected(quotient, x, reciprocal, scale):
-    """The quotient with its remainder divided too.
+    """Return the quotient corrected by its remainder, divided too.
 
     The remainder is taken with the opposite sign: so a quotient of -0.0 stays what it is, and -x costs nothing.
     """
@@ -77,7 +77,7 @@ def _quotient_in_e4m3(x, scale, ON_HOPPER: tl.constexpr):
 
 @triton.jit
 def _scale_of(absmax, is_ue8m0):
-    """The scale of a block with this largest magnitude."""
+    """Return the scale of a block with this largest magnitude."""
     scale = tl.div_rn(tl.maximum(absmax, FLOOR, propagate_nan=tl.PropagateNan.ALL), MAX)
     bits = scale.to(tl.int32, bitcast=True)
     # A mantissa that is not zero carries into the exponent; NaN and infinity stay.
@@ -101,7 +101,7 @@ def quantize_block_of(
     descriptor, tile, out, TYPE: tl.constexpr, SIZE: tl.constexpr, IS_WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr,
 ):  # fmt: skip
-    """One block: TYPE and SIZE in bytes of the source's elements; IS_WHOLE when lengths are in vectors.
+    """Quantize one block: TYPE and SIZE in bytes of the source's elements; IS_WHOLE when lengths are in vectors.
 
     Of the descriptor's fields, those of strides of columns and of the target's rows hold: rows of a run, rows from run
     to run, offset of the scales.  LAST is twice the segment of the digest, and one for scales that are powers of two;
@@ -141,7 +141,7 @@ def _larger_halves(a, b):
 def quantize_pairs(
     descriptor, tile, out, sums, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, DIGEST: tl.constexpr
 ):
-    """One block of bf16 in whole vectors, on Hopper: two elements a word, until each is divided.
+    """Quantize one bf16 block in whole vectors, on Hopper: two elements a word, until each is divided.
 
     With DIGEST the bytes that are written are digested before they leave.
     """

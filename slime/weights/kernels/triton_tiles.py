@@ -56,7 +56,7 @@ UNIT = tl.constexpr(VECTOR_WORDS)
 
 @triton.jit
 def _bytes_that_differ(a, b, SIZE: tl.constexpr):
-    """Number of bytes in which two tiles of unsigned integers of SIZE bytes differ."""
+    """Count the bytes in which two tiles of unsigned integers of SIZE bytes differ."""
     difference = a ^ b
     count = tl.sum((difference != 0).to(tl.int32))
     if count > 0:
@@ -69,7 +69,7 @@ def _bytes_that_differ(a, b, SIZE: tl.constexpr):
 
 @triton.jit
 def load_descriptor(table):
-    """All fields of a descriptor at once, so that their latencies overlap."""
+    """Load all fields of a descriptor at once, so that their latencies overlap."""
     return (
         tl.load(table + FORM).to(tl.int32),
         tl.load(table + FIRST_TILE).to(tl.int32),
@@ -190,7 +190,7 @@ def move_tile(  # noqa: C901 - one branch for each form
 
 
 def form_of(src_dtype: torch.dtype, dst_dtype: torch.dtype) -> int | None:
-    """The form that moves single elements; None for a cast that no kernel has."""
+    """Return the form that moves single elements; None for a cast that no kernel has."""
     same = src_dtype == dst_dtype
     form = SAME.get(src_dtype.itemsize) if same else CASTS.get((src_dtype, dst_dtype))
     return None if form is None else form.value

@@ -68,7 +68,7 @@ class DigestedBuckets:
         self._taken[index] = table.run(flat)
 
     def digests(self) -> dict[int, int]:
-        """As the protocol says."""
+        """Return the digests as the protocol says."""
         taken, self._taken = self._taken, {}
         return {index: combine_wrapped(digests) for index, digests in taken.items()}
 

@@ -39,7 +39,7 @@ def num_blocks(rows: int, columns: int, block: tuple[int, int] = DEFAULT_BLOCK) 
 def quantize_block(
     weight: Tensor, block: tuple[int, int] = DEFAULT_BLOCK, *, ue8m0: bool = False, name: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One scale per block.
+    """Quantize with one scale per block.
 
     Args:
         weight: ``[M, N]`` of bf16, fp16 or fp32; neither needs to be a multiple of the block.
@@ -77,7 +77,7 @@ def quantize_block(
 
 
 def quantize_tensor(weight: Tensor, *, name: str | None = None) -> tuple[Tensor, Tensor]:
-    """One scale for the whole tensor.
+    """Quantize with one scale for the whole tensor.
 
     Args:
         weight: of bf16, fp16 or fp32, any shape.
@@ -95,7 +95,7 @@ def quantize_tensor(weight: Tensor, *, name: str | None = None) -> tuple[Tensor,
 
 
 def quantize_channel(weight: Tensor, *, name: str | None = None) -> tuple[Tensor, Tensor]:
-    """One scale per row, that is per output channel.
+    """Quantize with one scale per row, that is per output channel.
 
     Args:
         weight: ``[M, N]`` of bf16, fp16 or fp32.
@@ -111,7 +111,7 @@ def quantize_channel(weight: Tensor, *, name: str | None = None) -> tuple[Tensor
 def dequantize_block(
     quantized: Tensor, scale: Tensor, block: tuple[int, int] = DEFAULT_BLOCK, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """The inverse of :func:`quantize_block` up to rounding: the fp32 product, then one cast.
+    """Invert :func:`quantize_block` up to rounding: the fp32 product, then one cast.
 
     Args:
         quantized: ``[M, N]``, one byte each.
@@ -186,14 +186,14 @@ def _decode(quantized: Tensor) -> Tensor:
 
 
 def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrix with zeros below and to the right of it; itself when it is large enough."""
+    """Pad the matrix with zeros below and to the right; return itself when it is large enough."""
     if matrix.shape == (rows, columns):
         return matrix.contiguous()
     return torch.nn.functional.pad(matrix, (0, columns - matrix.size(1), 0, rows - matrix.size(0)))
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
-    """The smallest powers of two that are not below the scales (fp32, positive, normal); NaN and infinity stay."""
+    """Round scales (fp32, positive, normal) up to the next powers of two; NaN and infinity stay."""
     bits = scale.view(torch.int32)
     # A mantissa that is not zero carries into the exponent.
     rounded = ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)

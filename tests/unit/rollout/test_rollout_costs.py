@@ -96,7 +96,7 @@ def test_a_wave_starts_in_pieces_between_which_other_work_is_done(tokenizer, eng
 
 def test_the_collector_is_left_with_more_room_than_requests_in_flight_take(tokenizer, engine, tmp_path):
     thresholds = gc.get_threshold()
-    state._spare_the_collector.cache_clear()
+    state._tune_garbage_collection.cache_clear()
     try:
         rollout(engine, tmp_path, ["a"], sglang_server_concurrency=1000)
         assert gc.get_threshold()[0] == 1000 * state.OBJECTS_PER_REQUEST

@@ -113,7 +113,7 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _flag_lines(args: Namespace, saved_args: Any, names: Iterable[str]) -> Iterator[str]:
-    """Return one line for each flag whose value differs from the checkpoint's."""
+    """Yield one line for each flag whose value differs from the checkpoint's."""
     if saved_args is None:
         return
     ours, theirs = vars(args), vars(saved_args)

@@ -120,7 +120,7 @@ class _FileWriter(dcp.FileSystemWriter):
 def _write(
     shards: Shards, folder: Path, group: dist.ProcessGroup, planner: MCoreSavePlanner, writer_threads: int
 ) -> None:
-    """All ranks' files and then the two that make them a checkpoint.  Collective over ``group``."""
+    """Write all ranks' files, then the two that complete the checkpoint.  Collective over ``group``."""
     # No copying ahead: it would open a CUDA stream in a thread that knows no device.
     writer = _FileWriter(folder, thread_count=writer_threads, sync_files=True, per_thread_copy_ahead=0)
     dcp.save(mcore_to_pyt_state_dict(shards, False), storage_writer=writer, planner=planner, process_group=group)

@@ -165,7 +165,7 @@ class _LiveStates:
         }
 
     def held(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The slice that the distributed optimizer steps: with offload it is the model's own memory."""
+        """Return the slice that the distributed optimizer steps: with offload it is the model's own memory."""
         group_index, order = self._member.model_param_group_index_map[parameter]
         return self._member.optimizer.param_groups[group_index]["params"][order]
 
@@ -221,7 +221,7 @@ def _role(group: dict[str, Any], ignored: tuple[str, ...] = ()) -> tuple[Any, ..
 
 
 def _groups_in(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the saved parameter groups, also where each chained optimizer has its own entry."""
+    """Yield the saved parameter groups, also where each chained optimizer has its own entry."""
     for part in (state, *(value for name, value in state.items() if name.isdigit())):
         yield from part.get("optimizer", {}).get("param_groups", [])
 

@@ -56,8 +56,8 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
         ConfigError: the model type is not known.
         DataError: a tensor is missing, has another shape, or would be left unused.
     """
-    unborn = Namespace(**{**vars(args), "use_cpu_initialization": True, "perform_initialization": False})
-    model = build_model(unborn, wrap_with_ddp=False, on_accelerator=False)
+    without_init = Namespace(**{**vars(args), "use_cpu_initialization": True, "perform_initialization": False})
+    model = build_model(without_init, wrap_with_ddp=False, on_accelerator=False)
     _mark_splits(model)
     folder = checkpoint_folder(args.save, RELEASE)
     make_empty_folder(folder)

@@ -111,7 +111,7 @@ def num_stacked_axes(key: str) -> int:
 
 
 def unstack(key: str, tensor: Tensor, offsets: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """Name and view of every parameter in ``tensor``, which begins at ``offsets`` of the tensor ``key``."""
+    """Yield name and view of every parameter in ``tensor``, which begins at ``offsets`` of the tensor ``key``."""
     axes = num_stacked_axes(key)
     for position in itertools.product(*(range(size) for size in tensor.shape[:axes])):
         numbers = [offset + index for offset, index in zip(offsets, position, strict=False)]
@@ -126,7 +126,7 @@ def unstack(key: str, tensor: Tensor, offsets: Sequence[int]) -> Iterator[tuple[
 
 
 def _intervals(entry: TensorStorageMetadata, axes: int) -> list[list[tuple[int, int]]]:
-    """For each axis, the intervals to be read apart: as they were written where it is stacked, else all at once."""
+    """Return each axis's intervals to read separately: as written where it is stacked, else one interval."""
     intervals = []
     for axis, size in enumerate(entry.size):
         starts = sorted({chunk.offsets[axis] for chunk in entry.chunks}) if axis < axes else [0]

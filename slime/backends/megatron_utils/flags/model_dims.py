@@ -110,7 +110,7 @@ def _has_spec(args: Namespace, package: str) -> bool:
 
 
 def computing_layers(hf_config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """For each layer of sparse attention whether it chooses keys, as config.json says: by type, pattern or frequency.
+    """Return for each layer whether its sparse attention chooses keys, by config.json's types, pattern or frequency.
 
     ``slime_plugins.models.glm5.schedule`` is the trainer's own reading, which a test holds this one against.
     """

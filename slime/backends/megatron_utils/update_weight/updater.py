@@ -90,7 +90,7 @@ class WeightUpdater:
         memory.freeze_long_lived_objects()  # the first connection imports SGLang
 
     def record_weights_changed(self) -> None:
-        """The model was trained since the last push; call on all ranks."""
+        """Record that the model was trained since the last push; call on all ranks."""
         self._have_weights_changed = True
 
     def push(self) -> PushReport:

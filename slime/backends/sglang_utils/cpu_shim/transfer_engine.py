@@ -87,7 +87,7 @@ class TransferEngine:
     def batch_transfer_sync_write(
         self, session: str, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
     ) -> int:
-        """As :meth:`transfer_sync_write`, for several ranges at once; -1 when the peer is gone or refuses."""
+        """Write several ranges at once, as :meth:`transfer_sync_write`; -1 when the peer is gone or refuses."""
         ranges = [number for pair in zip(targets, lengths, strict=True) for number in pair]
         try:
             connection, lock = self._connect(session)
@@ -155,7 +155,7 @@ class TransferEngine:
 
 
 def _socket_name(number: int) -> str:
-    """A name without a file, which vanishes with its process."""
+    """Return the name of an abstract socket, which has no file and vanishes with its process."""
     return f"\0slime-kv-{number}"
 
 

@@ -94,7 +94,7 @@ class FolderTransport(Transport):
         return source
 
     def open(self, push: Push, manifest: Manifest) -> None:
-        """The disk is open to all."""
+        """Do nothing: the disk is open to all."""
 
     def send(self, push: Push, index: int, flat: Tensor) -> None:
         """Let every engine read the version."""

@@ -34,7 +34,7 @@ class DistributedTransport(Transport):
         return bool(engines) and all(engine.acknowledges for engine in engines)
 
     def open(self, push: Push, manifest: Manifest) -> None:
-        """The source of each stage joins a group with all engines, one stage after the other."""
+        """Join a group with all engines from the source of each stage, one stage after the other."""
         self._manifest = manifest
         while True:
             push.must_repeat = False
@@ -48,7 +48,7 @@ class DistributedTransport(Transport):
                 return
 
     def send(self, push: Push, index: int, flat: Tensor) -> None:
-        """The source of the stage broadcasts; the other ranks have helped to gather."""
+        """Broadcast a bucket from the source of the stage; the other ranks have helped to gather."""
         assert self._manifest is not None
         if self.ranks.is_source and index != NO_BUCKET:
             self._groups.send(push, index, flat, self._manifest)

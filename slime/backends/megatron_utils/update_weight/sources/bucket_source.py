@@ -96,7 +96,7 @@ class GatheredBuckets:
         return self._manifest
 
     def _planned(self, headers: StageHeaders) -> Iterator[list[Header]]:
-        """Return the tensors in the form they are sent in, in groups that stay in one bucket."""
+        """Yield the tensors in the form they are sent in, in groups that stay in one bucket."""
         for unit in iter_units(((name, (name, shape, dtype)) for name, shape, dtype in headers), self._together):
             yield [output for _, header in unit for output in self._outputs(header)]
 
@@ -108,7 +108,7 @@ class GatheredBuckets:
 
     @torch.no_grad()
     def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
-        """As the protocol says; collective over the stage, or with ``across_stages`` over all ranks."""
+        """Yield index and bytes of buckets; collective over the stage, or with ``across_stages`` over all ranks."""
         indices = iter(self._turn)
         index, entry, places, flat = NO_BUCKET, BucketEntry(0, ()), {}, None
         # One for all buckets: an engine keeps what it has mapped until the push ends, and so would one for each.

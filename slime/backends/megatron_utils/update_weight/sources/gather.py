@@ -122,7 +122,7 @@ def iter_full_tensors(
 def _across_stages(
     shards: list[Shard], whole: Callable[[Shard], Tensor], dtype_of: Callable[[Shard], torch.dtype]
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """The tensors of all pipeline stages, stage after stage; what each will send is told once, beforehand.
+    """Yield the tensors of all pipeline stages in order; each stage first announces what it will send.
 
     A parameter that several stages hold (a tied embedding) is sent by the first of them.
     """

@@ -160,7 +160,7 @@ class ShardBuckets:
 
     @torch.no_grad()
     def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
-        """As the protocol says.  Every rank's buckets are its own, but for the gathered ones, which all ranks have."""
+        """Yield index and bytes of this rank's own buckets, then of the gathered ones, which all ranks have."""
         for bucket, flat in self.iter_turns():
             yield (NO_BUCKET if bucket is None else bucket.index), flat
         yield from self.iter_gathered()
@@ -192,7 +192,7 @@ class ShardBuckets:
             yield from ((num_own + index, flat) for index, flat in self._gathered.iter_buckets())
 
     def buffer(self) -> Tensor:
-        """The rank's one buffer; it stays at its address until :meth:`release`."""
+        """Return the rank's one buffer; it stays at its address until :meth:`release`."""
         if self._buffer is None:
             self._buffer = torch.empty(self.plan.buffer_bytes, dtype=torch.uint8, device=self._device)
         return self._buffer
@@ -238,7 +238,7 @@ def quantized_blocks(quantizer: Quantizer | None) -> QuantizedBlocks | None:
 
 
 def describe_misfits(misfits: Mapping[str, str]) -> list[str]:
-    """One sentence for each kind of parameter that is gathered, however many layers have it."""
+    """Return one sentence for each kind of parameter that is gathered, however many layers have it."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(misfits):
         kinds.setdefault(_LAYER_NUMBER.sub(".", name), []).append(name)
@@ -292,7 +292,7 @@ class CollectedBuckets:
 
     @torch.no_grad()
     def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
-        """As ``BucketSource`` says; only the first rank of the group has buckets."""
+        """Yield the buckets as ``BucketSource`` says; only the first rank of the group has any."""
         is_source = dist.get_rank() == self._source_rank
         nothing = self.shards.buffer()[:0]
         for (index, slot), _ in zip(self._own, self.shards.iter_turns(), strict=True):

@@ -144,7 +144,7 @@ class ShardLayout:
         self._known: dict[tuple[Rule, tuple[int, ...], TensorSplit], tuple[tuple[ShardSlice, ...], ...] | None] = {}
 
     def hf_tensors(self, name: str, whole_shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of what the export of a whole parameter gives.
+        """Return names and shapes of the HF tensors that a whole parameter exports to.
 
         Args:
             name: in the whole model, with the number of the expert.
@@ -212,14 +212,14 @@ class ShardLayout:
 
 
 def _index_along(shape: tuple[int, ...], dim: int) -> Tensor:
-    """Every element's index in dimension ``dim``; takes the memory of a vector."""
+    """Return every element's index in dimension ``dim``; takes the memory of a vector."""
     view = [1] * len(shape)
     view[dim] = shape[dim]
     return torch.arange(shape[dim], dtype=torch.int32).view(view).expand(shape)
 
 
 def _axis_of(exported: Tensor, dim: int) -> Tensor | None:
-    """The indices along ``dim`` of an exported :func:`_index_along`; None when they depend on other dimensions too."""
+    """Return the indices along ``dim`` of an exported :func:`_index_along`; None when other dimensions matter too."""
     axis = exported
     for other in reversed(range(exported.dim())):
         if other != dim:
@@ -238,7 +238,7 @@ def _axis_of(exported: Tensor, dim: int) -> Tensor | None:
 
 
 def _held_indices(size: int, dim: int, split: TensorSplit) -> Tensor:
-    """For each index of the whole parameter's dimension the index in this rank's part, -1 where another holds it."""
+    """Map each index of the whole parameter's dimension to this rank's part, -1 where another rank holds it."""
     if dim != split.dim:
         return torch.arange(size)
     length = size // split.size

@@ -165,7 +165,7 @@ class _Sizes:
         return self._blocks.outputs(header.name, header.whole_shape)
 
     def slices(self, header: SliceHeader, begin: int, end: int) -> list[tuple[str, torch.dtype, TensorSlice]]:
-        """Name, dtype and slice of what rows ``begin .. end`` become: the matrix, and its scales."""
+        """Return name, dtype and slice of what rows ``begin .. end`` become: the matrix, and its scales."""
         rows = header.slice.rows(begin, end)
         (name, _, dtype), *scales = self.outputs(header)
         result = [(name, dtype, rows)]
@@ -175,7 +175,7 @@ class _Sizes:
         return result
 
     def num_bytes(self, header: SliceHeader, begin: int, end: int) -> int:
-        """In a bucket, with what aligns the next slice."""
+        """Return the bytes that the rows take in a bucket, padding before the next slice included."""
         return sum(align(part.num_elements * dtype.itemsize) for _, dtype, part in self.slices(header, begin, end))
 
     def row_ranges(self, header: SliceHeader, max_bytes: int) -> Iterator[tuple[int, int]]:

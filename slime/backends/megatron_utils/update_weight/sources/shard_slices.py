@@ -116,7 +116,7 @@ class ShardSlices:
         self._held = [held for held in self._held if held.shard.name not in misfits]
 
     def headers(self) -> list[tuple[str, SliceHeader]]:
-        """Name of the parameter and header of each slice, by the position that :class:`PlannedSlice` refers to."""
+        """Return parameter name and header of each slice, at the position that :class:`PlannedSlice` refers to."""
         return [
             (
                 held.shard.name,
@@ -128,7 +128,7 @@ class ShardSlices:
         ]
 
     def tensors(self, host_weights: HostWeights | None) -> list[Tensor]:
-        """All tensors that are read, the live ones or their host copies: where they lie tells if a table is stale."""
+        """Return all tensors that are read, live or host copies; their addresses tell whether a table is stale."""
         if host_weights is None:
             return list(self._live.values())
         return [host_weights[key] for key in self._live]
