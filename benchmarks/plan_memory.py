@@ -100,22 +100,20 @@ def planned(case: Case, num_microbatches: int) -> list[dict[str, float]]:
     """For every pipeline stage what the plan says, in GiB."""
     from slime.backends.megatron_utils.flags.model_dims import model_dims
     from slime.planning.command import complete_run
-    from slime.planning.from_flags.trainer import trainer_settings
-    from slime.planning.parallel import ParallelSizes
+    from slime.planning.layout import ParallelSizes, PipelineSplit, stage_chunks
     from slime.planning.parameters import chunk_parameters
-    from slime.planning.stages import PipelineSplit, stage_chunks
-    from slime.planning.trainer_memory import rank_memory
+    from slime.planning.trainer_memory import TrainerSettings, rank_memory
 
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder))
         run = complete_run(trainer_words(case, folder), Path(folder))
     assert run.args is not None and not run.problems, run.problems
-    shape, sizes = model_dims(run.args, run.hf_config), ParallelSizes.from_args(run.args)
-    settings = trainer_settings(run.args, sizes, tokens=case.tokens, num_microbatches=num_microbatches)
+    dims, sizes = model_dims(run.args, run.hf_config), ParallelSizes.from_args(run.args)
+    settings = TrainerSettings.from_args(run.args, sizes, tokens=case.tokens, num_microbatches=num_microbatches)
     stages = []
     for number, chunks in enumerate(stage_chunks(PipelineSplit.from_args(run.args))):
-        count = chunk_parameters(chunks, shape, sizes)
-        memory = rank_memory(chunks, number, count, shape, sizes, settings)
+        count = chunk_parameters(chunks, dims, sizes)
+        memory = rank_memory(chunks, number, count, dims, sizes, settings)
         parts = {
             name: getattr(memory, name) / GIB for name in ("static", "activations", "head", "work", "peak", "outside")
         }

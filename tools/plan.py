@@ -21,10 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.planning.cards import CARDS, GIB, find_card
-from slime.planning.command import run_plan
-from slime.planning.plan import PlanOptions
-from slime.planning.recipe import read_recipe
+from slime.planning.command import read_recipe, run_plan
+from slime.planning.plan import CARDS, PlanOptions, find_card
+from slime.planning.trainer_memory import GIB
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from tools.cli import clean_exit

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.planning.parallel import ParallelSizes
+from slime.planning.layout import ParallelSizes
 from slime.train_data.model_dims import ModelDims
 
 
@@ -52,44 +52,44 @@ def local_tokens(batch: MicroBatch, sizes: ParallelSizes) -> int:
 
 
 def layer_terms(
-    shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
+    dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
 ) -> Terms:
     """What layer ``layer`` (from 0) keeps when it is not recomputed as a whole."""
     recompute = recompute or Recompute()
-    row = local_tokens(batch, sizes) * shape.hidden_size * batch.element_bytes
+    row = local_tokens(batch, sizes) * dims.hidden_size * batch.element_bytes
     keeps_norms = not recompute.drops("layernorm")
     terms = {
-        "residual before attention": row * _norm_copy(shape, batch),
+        "residual before attention": row * _norm_copy(dims, batch),
         "norm before attention": row * keeps_norms,
-        "residual before the MLP": row * _norm_copy(shape, batch),
+        "residual before the MLP": row * _norm_copy(dims, batch),
         "norm before the MLP": row * keeps_norms,
-        "norms behind attention and MLP": row * shape.post_norms,
-        "statistics of norms": 4 * local_tokens(batch, sizes) * (2 + shape.post_norms),
+        "norms behind attention and MLP": row * dims.post_norms,
+        "statistics of norms": 4 * local_tokens(batch, sizes) * (2 + dims.post_norms),
     }
-    if shape.has_linear_attention(layer):
-        terms |= _linear_terms(shape, sizes, batch, recompute)
-    elif shape.attention == "grouped":
-        terms |= _grouped_terms(shape, sizes, batch)
-    elif shape.attention == "latent":
-        terms |= _latent_terms(shape, sizes, batch, recompute)
+    if dims.has_linear_attention(layer):
+        terms |= _linear_terms(dims, sizes, batch, recompute)
+    elif dims.attention == "grouped":
+        terms |= _grouped_terms(dims, sizes, batch)
+    elif dims.attention == "latent":
+        terms |= _latent_terms(dims, sizes, batch, recompute)
     else:
-        terms |= _sparse_terms(shape, sizes, batch, layer)
-    if shape.is_moe[min(layer, shape.num_layers - 1)]:
-        return terms | _expert_terms(shape, sizes, batch, recompute)
-    width = batch.tokens * shape.ffn_hidden_size // sizes.tensor * batch.element_bytes
-    return terms | {"MLP": 0 if recompute.drops("mlp") else width * (shape.gate_factor + 1)}
+        terms |= _sparse_terms(dims, sizes, batch, layer)
+    if dims.is_moe[min(layer, dims.num_layers - 1)]:
+        return terms | _expert_terms(dims, sizes, batch, recompute)
+    width = batch.tokens * dims.ffn_hidden_size // sizes.tensor * batch.element_bytes
+    return terms | {"MLP": 0 if recompute.drops("mlp") else width * (dims.gate_factor + 1)}
 
 
-def _norm_copy(shape: ModelDims, batch: MicroBatch) -> int:
+def _norm_copy(dims: ModelDims, batch: MicroBatch) -> int:
     """What a norm keeps of its input: the input, or a copy in fp32 where its weight is a distance from one."""
-    return 4 // batch.element_bytes if shape.has_centered_norms else 1
+    return 4 // batch.element_bytes if dims.has_centered_norms else 1
 
 
-def _grouped_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch) -> Terms:
+def _grouped_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch) -> Terms:
     tokens, size = batch.tokens, batch.element_bytes
-    query = tokens * shape.query_width // sizes.tensor * size
-    key = tokens * max(shape.key_width // sizes.tensor, shape.head_dim) * size
-    heads = shape.num_attention_heads // sizes.tensor
+    query = tokens * dims.query_width // sizes.tensor * size
+    key = tokens * max(dims.key_width // sizes.tensor, dims.head_dim) * size
+    heads = dims.num_attention_heads // sizes.tensor
     terms = {
         "queries": query,
         "keys and values": 2 * key,
@@ -100,15 +100,15 @@ def _grouped_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch) ->
         # Two halves with (r + 1) and (2 cp - r) chunks of keys: 2 cp + 1 chunks, a rank's tokens are two.
         terms["keys and values"] = (2 * sizes.context + 1) * key
         terms["attention output, in order"] = query
-    if shape.has_output_gate:
+    if dims.has_output_gate:
         terms["sigmoid of the gate in fp32, output times it"] = (4 // size + 1) * query
-        terms["gate"] = query * (not shape.has_qk_norm)  # otherwise part of the projection that is kept anyway
-    if shape.has_qk_norm:
+        terms["gate"] = query * (not dims.has_qk_norm)  # otherwise part of the projection that is kept anyway
+    if dims.has_qk_norm:
         # Norms keep their inputs: the queries, and the keys' view of the whole projection.
-        terms["projection to queries, keys, values"] = query * (1 + shape.has_output_gate) + 2 * key
-        terms["queries before their norm"] = query * _norm_copy(shape, batch)
-        terms["keys before their norm"] = key * _norm_copy(shape, batch) * shape.has_centered_norms
-        normed = 2 if shape.norms_all_heads else heads + max(shape.num_query_groups // sizes.tensor, 1)
+        terms["projection to queries, keys, values"] = query * (1 + dims.has_output_gate) + 2 * key
+        terms["queries before their norm"] = query * _norm_copy(dims, batch)
+        terms["keys before their norm"] = key * _norm_copy(dims, batch) * dims.has_centered_norms
+        normed = 2 if dims.norms_all_heads else heads + max(dims.num_query_groups // sizes.tensor, 1)
         terms["statistics of query and key norms"] = 4 * tokens * normed
     return terms
 
@@ -117,15 +117,15 @@ DELTA_CHUNK = 64
 """Tokens that the gated delta rule treats at once (``slime_plugins.models.qwen3_next.packed_rows.CHUNK``)."""
 
 
-def _linear_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
+def _linear_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
     """A gated delta net whose rule is plain torch in fp32; the kernels of ``fla`` keep a fraction of it.
 
     Context parallelism changes nothing: a rank has all tokens for a share of its heads.
     """
     tokens, chunk, element = batch.tokens, DELTA_CHUNK, batch.element_bytes
-    keys, values = shape.linear_key_heads // sizes.tensor, shape.linear_value_heads // sizes.tensor
-    key_dim, value_dim = shape.linear_key_dim, shape.linear_value_dim
-    channels = shape.linear_channels // sizes.tensor
+    keys, values = dims.linear_key_heads // sizes.tensor, dims.linear_value_heads // sizes.tensor
+    key_dim, value_dim = dims.linear_key_dim, dims.linear_value_dim
+    channels = dims.linear_channels // sizes.tensor
     one = 4 * tokens
     terms = {
         "before the gated norm": values * value_dim * one,
@@ -144,24 +144,22 @@ def _linear_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, rec
     return terms | dict.fromkeys(inside, 0) if recompute.drops("core_attn") else terms | inside
 
 
-def _latents(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch) -> int:
+def _latents(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch) -> int:
     """Bytes of the latents, before and behind their norms."""
     return (
-        local_tokens(batch, sizes)
-        * batch.element_bytes
-        * (2 * (shape.q_lora or 0) + 2 * shape.kv_lora + shape.rope_dim)
+        local_tokens(batch, sizes) * batch.element_bytes * (2 * (dims.q_lora or 0) + 2 * dims.kv_lora + dims.rope_dim)
     )
 
 
-def _latent_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
-    heads = shape.num_attention_heads // sizes.tensor
+def _latent_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
+    heads = dims.num_attention_heads // sizes.tensor
     per_element = batch.tokens * heads * batch.element_bytes
-    width, value_width = shape.qk_dim + shape.rope_dim, shape.v_dim
+    width, value_width = dims.qk_dim + dims.rope_dim, dims.v_dim
     padded = max(width, value_width)  # the kernel wants one head dimension
     keys = (2 * sizes.context + 1 if sizes.context > 1 else 2) * padded
     is_copied = padded != value_width or sizes.context > 1
     terms = {
-        "latents": _latents(shape, sizes, batch),
+        "latents": _latents(dims, sizes, batch),
         "queries": per_element * padded,
         "keys and values": per_element * keys,
         "attention output": per_element * (padded + is_copied * value_width),
@@ -172,45 +170,45 @@ def _latent_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, rec
     return terms
 
 
-def _sparse_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int) -> Terms:
+def _sparse_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int) -> Terms:
     """Attention over latents: queries are taken to the latents' width, keys are the latents of the whole stream."""
-    heads = shape.num_attention_heads // sizes.tensor
+    heads = dims.num_attention_heads // sizes.tensor
     per_element = batch.tokens * heads * batch.element_bytes
-    latent_width = shape.kv_lora + shape.rope_dim
-    computes = layer >= shape.num_layers or shape.computes_index[layer]
+    latent_width = dims.kv_lora + dims.rope_dim
+    computes = layer >= dims.num_layers or dims.computes_index[layer]
     return {
-        "latents": _latents(shape, sizes, batch),
-        "queries": per_element * (shape.qk_dim + shape.rope_dim + latent_width),
+        "latents": _latents(dims, sizes, batch),
+        "queries": per_element * (dims.qk_dim + dims.rope_dim + latent_width),
         "keys of the stream": batch.tokens * sizes.context * latent_width * batch.element_bytes,
-        "attention output": per_element * (shape.kv_lora + shape.v_dim),
+        "attention output": per_element * (dims.kv_lora + dims.v_dim),
         "softmax statistics": 4 * batch.tokens * heads,
-        "chosen keys": 4 * batch.tokens * shape.index_topk * computes,
+        "chosen keys": 4 * batch.tokens * dims.index_topk * computes,
     }
 
 
-def _expert_terms(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
+def _expert_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
     if recompute.drops("moe"):
         return {}
     tokens = local_tokens(batch, sizes)
-    copies = tokens * shape.topk
+    copies = tokens * dims.topk
     rows = copies * sizes.expert_tensor
-    inner = rows * shape.expert_ffn // sizes.expert_tensor * batch.element_bytes
-    shared = batch.tokens * shape.shared_ffn // sizes.tensor * batch.element_bytes
+    inner = rows * dims.expert_ffn // sizes.expert_tensor * batch.element_bytes
+    shared = batch.tokens * dims.shared_ffn // sizes.tensor * batch.element_bytes
     return {
-        "router": 8 * tokens * shape.num_experts + 44 * copies + 4 * tokens,  # scores in fp32, maps of rows in int64
-        "rows of experts": rows * shape.hidden_size * batch.element_bytes,
-        "inside of experts": inner * shape.gate_factor + (0 if recompute.drops("moe_act") else inner),
+        "router": 8 * tokens * dims.num_experts + 44 * copies + 4 * tokens,  # scores in fp32, maps of rows in int64
+        "rows of experts": rows * dims.hidden_size * batch.element_bytes,
+        "inside of experts": inner * dims.gate_factor + (0 if recompute.drops("moe_act") else inner),
         "weights of rows": 4 * rows,
-        "shared experts": 0 if recompute.drops("shared_experts") else shared * (shape.gate_factor + 1),
-        "output of shared experts": shape.has_shared_gate * tokens * shape.hidden_size * batch.element_bytes,
+        "shared experts": 0 if recompute.drops("shared_experts") else shared * (dims.gate_factor + 1),
+        "output of shared experts": dims.has_shared_gate * tokens * dims.hidden_size * batch.element_bytes,
     }
 
 
 def layer_bytes(
-    shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
+    dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
 ) -> int:
     """The sum of :func:`layer_terms`."""
-    return sum(layer_terms(shape, sizes, batch, layer, recompute).values())
+    return sum(layer_terms(dims, sizes, batch, layer, recompute).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +221,11 @@ class Kept:
 
 
 def chunk_activations(
-    layers: tuple[int, ...], shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute
+    layers: tuple[int, ...], dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute
 ) -> Kept:
     """What the layers of one pipeline chunk keep for one micro-batch."""
-    each = [layer_bytes(shape, sizes, batch, layer, recompute) for layer in layers]
-    boundary = local_tokens(batch, sizes) * shape.hidden_size * batch.element_bytes
+    each = [layer_bytes(dims, sizes, batch, layer, recompute) for layer in layers]
+    boundary = local_tokens(batch, sizes) * dims.hidden_size * batch.element_bytes
     if recompute.granularity != "full":
         return Kept(sum(each), 0)
     if recompute.method == "block":
@@ -237,26 +235,26 @@ def chunk_activations(
     return Kept(len(groups) * boundary, max(map(sum, groups), default=0))
 
 
-def backward_work(shape: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layers: tuple[int, ...]) -> int:
+def backward_work(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layers: tuple[int, ...]) -> int:
     """Gradients that are alive beside what was kept, in the layer with the most.
 
     Those of an MLP's two inner tensors and of its input, and of one of its weights before it is added up.
     """
     most = 0
-    for layer in set(layers) & set(range(shape.num_layers)):
-        if shape.is_moe[layer]:
-            rows = local_tokens(batch, sizes) * shape.topk * sizes.expert_tensor
-            inner = (shape.gate_factor + 1) * shape.expert_ffn // sizes.expert_tensor
-            weight = shape.num_experts // sizes.expert * shape.gate_factor * shape.expert_ffn // sizes.expert_tensor
+    for layer in set(layers) & set(range(dims.num_layers)):
+        if dims.is_moe[layer]:
+            rows = local_tokens(batch, sizes) * dims.topk * sizes.expert_tensor
+            inner = (dims.gate_factor + 1) * dims.expert_ffn // sizes.expert_tensor
+            weight = dims.num_experts // sizes.expert * dims.gate_factor * dims.expert_ffn // sizes.expert_tensor
         else:
-            rows, inner = batch.tokens, (shape.gate_factor + 1) * shape.ffn_hidden_size // sizes.tensor
-            weight = shape.gate_factor * shape.ffn_hidden_size // sizes.tensor
-        most = max(most, rows * inner + rows * shape.hidden_size + weight * shape.hidden_size)
-    return batch.element_bytes * (most + 2 * local_tokens(batch, sizes) * shape.hidden_size)
+            rows, inner = batch.tokens, (dims.gate_factor + 1) * dims.ffn_hidden_size // sizes.tensor
+            weight = dims.gate_factor * dims.ffn_hidden_size // sizes.tensor
+        most = max(most, rows * inner + rows * dims.hidden_size + weight * dims.hidden_size)
+    return batch.element_bytes * (most + 2 * local_tokens(batch, sizes) * dims.hidden_size)
 
 
 def head_activations(
-    shape: ModelDims,
+    dims: ModelDims,
     sizes: ParallelSizes,
     batch: MicroBatch,
     *,
@@ -269,19 +267,19 @@ def head_activations(
     dtype before it is added to the gradient sums.
     """
     size = batch.element_bytes
-    columns = shape.vocab_rows // sizes.tensor
-    row = local_tokens(batch, sizes) * shape.hidden_size * size
-    whole_row = batch.tokens * shape.hidden_size * size
+    columns = dims.vocab_rows // sizes.tensor
+    row = local_tokens(batch, sizes) * dims.hidden_size * size
+    whole_row = batch.tokens * dims.hidden_size * size
     terms = {
         "final norm": 2 * row + 4 * local_tokens(batch, sizes),
         "logits": batch.tokens * columns * size,
-        "gradient of the vocabulary projection": columns * shape.hidden_size * size,
+        "gradient of the vocabulary projection": columns * dims.hidden_size * size,
         "hidden states and their gradient": whole_row + (whole_row if sizes.sequence_parallel else 0) + row,
     }
-    if shape.trains_mtp and shape.num_mtp_layers:
+    if dims.trains_mtp and dims.num_mtp_layers:
         rows = batch.tokens if mtp_chunk <= 0 else min(mtp_chunk, batch.tokens)
-        inner = layer_bytes(shape, sizes, batch, shape.num_layers, recompute) + 8 * row
+        inner = layer_bytes(dims, sizes, batch, dims.num_layers, recompute) + 8 * row
         is_full = recompute is not None and recompute.granularity == "full"
-        terms["MTP layers"] = inner + 2 * row if is_full else inner * shape.num_mtp_layers
+        terms["MTP layers"] = inner + 2 * row if is_full else inner * dims.num_mtp_layers
         terms["logits of MTP layers"] = rows * columns * size
     return terms

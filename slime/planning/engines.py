@@ -1,12 +1,15 @@
-"""Where the engines live, and what one of their GPUs holds."""
+"""Where the engines live, what one of their GPUs holds, and rules of SGLang and DeepEP that they may break.
+
+Rules are those that an engine would meet only when it starts; they are reported as messages, nothing is raised.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.planning.parallel import ParallelSizes
+from slime.planning.layout import ParallelSizes
 from slime.planning.parameters import layer_parameters, mtp_parameters
 from slime.planning.trainer_memory import CONTEXT_BYTES, GIB
 from slime.train_data.model_dims import ModelDims
@@ -15,11 +18,14 @@ ENGINE_ASLEEP_BYTES = int(1.0 * GIB)
 """A released engine: context, communicators, what is never given back (measured, docs/results.md)."""
 DEFAULT_MEM_FRACTION = 0.86
 """About what SGLang takes by itself on 80 GB when ``--sglang-mem-fraction-static`` is not given."""
-BLOCK_SCALE_BYTES = 4 / (128 * 128)
 STATE_RATIO = 0.9
 """Memory for the states of linear attention over that of the cache (SGLang's ``mamba_full_memory_ratio``)."""
 INDEX_KEY_BYTES = 132
 """Per token: the indexer's key in FP8 with its scale (128 + 4)."""
+DEEPEP_MAX_RANKS = 160
+"""DeepEP's table of dispatch settings ends here."""
+DISPATCH_LIMIT = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+DISPATCH_LIMIT_DEFAULT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ class EngineMemory:
     asleep: int = ENGINE_ASLEEP_BYTES
 
 
-def engine_weights(shape: ModelDims, engine: EngineShape) -> int:
+def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
     """Bytes of the weights on one GPU of an engine: the stage of a pipeline with the most layers.
 
     Attention is cut over the ranks of one replica, experts over the expert-parallel ranks and within them, the dense
@@ -135,66 +141,176 @@ def engine_weights(shape: ModelDims, engine: EngineShape) -> int:
     """
     attention = ParallelSizes(world=engine.attention_tp, tensor=engine.attention_tp)
     mlp_tp = engine.moe_dense_tp_size or engine.tp_size
-    layers = -(-shape.num_layers // engine.pp_size)
+    layers = -(-dims.num_layers // engine.pp_size)
     per_layer = []
-    for layer in range(shape.num_layers):
-        count = layer_parameters(shape, attention, layer)
-        if shape.is_moe[layer]:
-            experts = -(-(shape.num_experts + engine.redundant_experts) // engine.ep_size)
-            matrix = (shape.gate_factor + 1) * shape.expert_ffn * shape.hidden_size
+    for layer in range(dims.num_layers):
+        count = layer_parameters(dims, attention, layer)
+        if dims.is_moe[layer]:
+            experts = -(-(dims.num_experts + engine.redundant_experts) // engine.ep_size)
+            matrix = (dims.gate_factor + 1) * dims.expert_ffn * dims.hidden_size
             inside = engine.tp_size // engine.ep_size if engine.ep_size > 1 else engine.tp_size
-            router = shape.num_experts * shape.hidden_size
-            own = _replaced_shared(shape, count.dense + count.frozen - router, engine, mlp_tp)
+            router = dims.num_experts * dims.hidden_size
+            own = _replaced_shared(dims, count.dense + count.frozen - router, engine, mlp_tp)
             per_layer.append((own + experts * matrix // inside) * engine.weight_bytes + 2 * router)
         else:
-            mlp = (shape.gate_factor + 1) * shape.ffn_hidden_size * shape.hidden_size
+            mlp = (dims.gate_factor + 1) * dims.ffn_hidden_size * dims.hidden_size
             own = count.dense + count.frozen - mlp // engine.attention_tp + mlp // mlp_tp
             per_layer.append(own * engine.weight_bytes)
     trunk = sum(sorted(per_layer, reverse=True)[:layers])
-    vocab = 2 * shape.vocab_rows * shape.hidden_size // engine.attention_tp * (1 if shape.has_tied_embeddings else 2)
+    vocab = 2 * dims.vocab_rows * dims.hidden_size // engine.attention_tp * (1 if dims.has_tied_embeddings else 2)
     draft = 0
     if engine.draft_layers:
-        mtp = mtp_parameters(shape, attention)
-        size = mtp.total / max(shape.num_mtp_layers, 1) if shape.num_mtp_layers else 0
+        mtp = mtp_parameters(dims, attention)
+        size = mtp.total / max(dims.num_mtp_layers, 1) if dims.num_mtp_layers else 0
         draft = int(max(size * engine.weight_bytes, per_layer[-1]))
     return int(trunk + vocab + draft)
 
 
-def _replaced_shared(shape: ModelDims, own: int, engine: EngineShape, mlp_tp: int) -> int:
+def _replaced_shared(dims: ModelDims, own: int, engine: EngineShape, mlp_tp: int) -> int:
     """Shared experts are cut as the dense MLPs are."""
-    shared = (shape.gate_factor + 1) * shape.shared_ffn * shape.hidden_size
+    shared = (dims.gate_factor + 1) * dims.shared_ffn * dims.hidden_size
     return own - shared // engine.attention_tp + shared // mlp_tp
 
 
-def kv_bytes_per_token(shape: ModelDims, engine: EngineShape) -> int:
+def kv_bytes_per_token(dims: ModelDims, engine: EngineShape) -> int:
     """Of one token on one GPU of its attention replica."""
     # Linear attention keeps a state for each request instead.
-    layers = -(-(shape.num_layers - sum(shape.is_linear) + engine.draft_layers) // engine.pp_size)
-    if shape.attention == "grouped":
-        groups = max(shape.num_query_groups // engine.attention_tp, 1)
-        return layers * 2 * groups * shape.head_dim * engine.kv_element_bytes
-    index = INDEX_KEY_BYTES if shape.attention == "sparse" else 0
-    return layers * ((shape.kv_lora + shape.rope_dim) * engine.kv_element_bytes + index)
+    layers = -(-(dims.num_layers - sum(dims.is_linear) + engine.draft_layers) // engine.pp_size)
+    if dims.attention == "grouped":
+        groups = max(dims.num_query_groups // engine.attention_tp, 1)
+        return layers * 2 * groups * dims.head_dim * engine.kv_element_bytes
+    index = INDEX_KEY_BYTES if dims.attention == "sparse" else 0
+    return layers * ((dims.kv_lora + dims.rope_dim) * engine.kv_element_bytes + index)
 
 
-def engine_memory(shape: ModelDims, engine: EngineShape, *, card_bytes: int, other_bytes: int) -> EngineMemory:
+def engine_memory(dims: ModelDims, engine: EngineShape, *, card_bytes: int, other_bytes: int) -> EngineMemory:
     """What one GPU holds while its engine serves.
 
     SGLang gives weights and cache together ``mem_fraction_static`` of what is free when it starts, and the cache no
     more than ``max_total_tokens`` need.
 
     Args:
-        shape: of the model.
+        dims: of the model.
         engine: its layout.
         card_bytes: memory of the card.
         other_bytes: what a sleeping trainer keeps there.
     """
     free = card_bytes - CONTEXT_BYTES - other_bytes
-    weights = engine_weights(shape, engine)
+    weights = engine_weights(dims, engine)
     pool = int(free * engine.mem_fraction_static)
-    cache, per_token = pool - weights, kv_bytes_per_token(shape, engine)
-    if any(shape.is_linear):
+    cache, per_token = pool - weights, kv_bytes_per_token(dims, engine)
+    if any(dims.is_linear):
         cache = int(cache / (1 + STATE_RATIO))
     if engine.max_total_tokens is not None:
         cache = min(cache, engine.max_total_tokens * per_token)
     return EngineMemory(weights, cache, max(cache, 0) // per_token, free - weights - max(cache, 0))
+
+
+def quantized_bytes(hf_config: Mapping[str, Any]) -> float:
+    """Bytes of an element of a layer's matrix as the engines store it."""
+    quantization = hf_config.get("quantization_config") or {}
+    method = str(quantization.get("quant_method", ""))
+    if method == "fp8":
+        rows, columns = quantization.get("weight_block_size") or (1, 128)
+        return 1 + 4 / (rows * columns)
+    if method in ("compressed-tensors", "awq", "gptq"):
+        return 0.5 + 2 / 32
+    return 2.0
+
+
+def engine_problems(
+    dims: ModelDims, engine: EngineShape, flags: Mapping[str, Any], environment: Mapping[str, str], where: str
+) -> Iterator[str]:
+    """What the engines of one group break.
+
+    Args:
+        dims: of the model.
+        engine: its layout.
+        flags: ``--sglang-*`` values without the prefix, the group's overrides laid over them.
+        environment: of the job.
+        where: names the group.
+    """
+    if engine.enable_dp_attention and engine.tp_size % engine.dp_size:
+        yield (
+            f"{where}: dp_size is {engine.dp_size}, which must divide the engine's {engine.tp_size} tensor-parallel "
+            f"ranks; use {_nearest_divisor(engine.tp_size, engine.dp_size)} for --sglang-dp-size."
+        )
+        return
+    heads = dims.num_attention_heads
+    if heads % engine.attention_tp:
+        yield (
+            f"{where}: {heads} attention heads do not divide over {engine.attention_tp} tensor-parallel ranks; "
+            f"change --rollout-num-gpus-per-engine to {_nearest_divisor(heads, engine.attention_tp)}, or use "
+            "--sglang-enable-dp-attention with a larger --sglang-dp-size."
+        )
+    if dims.num_experts:
+        yield from _expert_problems(dims, engine, flags, where)
+        yield from _dispatch_problems(engine, flags, environment, where)
+
+
+def _expert_problems(dims: ModelDims, engine: EngineShape, flags: Mapping[str, Any], where: str) -> Iterator[str]:
+    if engine.tp_size % engine.ep_size:
+        yield (
+            f"{where}: ep_size is {engine.ep_size}, which must divide the engine's {engine.tp_size} ranks; use "
+            f"{_nearest_divisor(engine.tp_size, engine.ep_size)} for --sglang-ep-size."
+        )
+    experts = dims.num_experts + engine.redundant_experts
+    if experts % engine.ep_size:
+        missing = -experts % engine.ep_size
+        yield (
+            f"{where}: {dims.num_experts} experts and {engine.redundant_experts} redundant ones do not divide over "
+            f"{engine.ep_size} expert-parallel ranks; use --sglang-ep-num-redundant-experts "
+            f"{engine.redundant_experts + missing}."
+        )
+    if flags.get("moe_a2a_backend") == "deepep" and engine.ep_size > DEEPEP_MAX_RANKS:
+        yield (
+            f"{where}: ep_size is {engine.ep_size}; DeepEP dispatches to at most {DEEPEP_MAX_RANKS} ranks; run "
+            "several smaller engines (--rollout-num-gpus-per-engine, or num_gpus_per_engine in --sglang-config)."
+        )
+
+
+def _dispatch_problems(
+    engine: EngineShape, flags: Mapping[str, Any], environment: Mapping[str, str], where: str
+) -> Iterator[str]:
+    """DeepEP's low-latency buffers must take the largest decode batch of a CUDA graph."""
+    is_low_latency = flags.get("deepep_mode") in ("low_latency", "auto", None)
+    if flags.get("moe_a2a_backend") != "deepep" or not is_low_latency or flags.get("disaggregation") == "prefill":
+        return
+    batch = _largest_graph(flags)
+    draft = flags.get("speculative_num_draft_tokens") if flags.get("speculative_algorithm") else None
+    needed = batch * (draft or 1)
+    limit = int(environment.get(DISPATCH_LIMIT) or DISPATCH_LIMIT_DEFAULT)
+    if needed > limit:
+        rounded = 1 << (needed - 1).bit_length()
+        times = f" x {draft} draft tokens" if draft else ""
+        yield (
+            f"{where}: {DISPATCH_LIMIT} is {limit}; the largest decode batch is {batch} requests "
+            f"(--sglang-cuda-graph-max-bs){times} = {needed} tokens; set the variable to {rounded}, or lower "
+            "--sglang-cuda-graph-max-bs."
+        )
+
+
+def _largest_graph(flags: Mapping[str, Any]) -> int:
+    """Requests of the largest CUDA graph for decoding; 0 when SGLang chooses.  Older names come from overrides."""
+    for suffix in ("", "_decode"):
+        sizes = flags.get(f"cuda_graph_bs{suffix}") or [0]
+        if largest := flags.get(f"cuda_graph_max_bs{suffix}") or max(sizes):
+            return int(largest)
+    return 0
+
+
+def placement_problems(places: list[EngineGpus], gpus_per_node: int) -> Iterator[str]:
+    """Engines over several nodes that do not begin at a node's first GPU."""
+    for place in places:
+        is_split = place.first_gpu % gpus_per_node + min(place.num_gpus, gpus_per_node) > gpus_per_node
+        if is_split or (place.num_gpus > gpus_per_node and place.first_gpu % gpus_per_node):
+            yield (
+                f"Engine {place.index} ({place.worker_type}) of model {place.model} has GPUs {place.first_gpu} to "
+                f"{place.first_gpu + place.num_gpus - 1}, which cuts a node of {gpus_per_node} in two; order the "
+                "groups of --sglang-config by the size of their engines, or change --rollout-num-gpus-per-engine."
+            )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    return min(divisors, key=lambda size: (abs(size - wanted), size))

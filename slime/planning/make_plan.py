@@ -1,4 +1,7 @@
-"""The plan of a run, put together: complete flags in, :class:`Plan` out.  Each part is a file of ``from_flags/``."""
+"""The plan of a run: complete flags in, :class:`Plan` out.
+
+Here ``args`` are read and the two backends known; what is called is arithmetic over frozen configs.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,43 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slime.arguments.schedule import schedule_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.planning.from_flags.engines import plan_engines
-from slime.planning.from_flags.phases import plan_host, plan_phases, too_large
-from slime.planning.from_flags.push import plan_push
-from slime.planning.from_flags.trainer import micro_batch_tokens, plan_stage, trainer_settings
-from slime.planning.from_flags.work import plan_work, train_seconds
-from slime.planning.gpus import plan_gpus
-from slime.planning.parallel import ParallelSizes, rank_places
-from slime.planning.parameters import model_size
-from slime.planning.plan import Plan, PlanOptions
-from slime.planning.stages import PipelineSplit, check_index_sharing, stage_chunks
+from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
+from slime.planning.activations import Recompute, chunk_activations
+from slime.planning.engines import (
+    ENGINE_ASLEEP_BYTES,
+    EngineGpus,
+    EngineShape,
+    engine_memory,
+    engine_places,
+    engine_problems,
+    placement_problems,
+    quantized_bytes,
+)
+from slime.planning.layout import (
+    ParallelSizes,
+    PipelineSplit,
+    StageChunk,
+    check_index_sharing,
+    plan_gpus,
+    rank_places,
+    stage_chunks,
+)
+from slime.planning.parameters import chunk_parameters, model_size
+from slime.planning.plan import Card, EngineGroupPlan, GpuPhases, Plan, PlanOptions, StagePlan
+from slime.planning.traffic import PushTraffic, StepWork, push_traffic, reference_lengths, step_work
+from slime.planning.trainer_memory import (
+    CONTEXT_BYTES,
+    GIB,
+    HostMemory,
+    TrainerSettings,
+    add_hosts,
+    rank_host_memory,
+    rank_memory,
+)
+from slime.train_data.model_dims import ModelDims
+from slime.utils.errors import SlimeError
 
 KNOWN_SPECS = (
     "slime_plugins.models.glm4",
@@ -25,6 +54,11 @@ KNOWN_SPECS = (
     "slime_plugins.models.qwen3_next",
 )
 """Packages of layer specs that the arithmetic knows."""
+TRAINER_ASLEEP_BYTES = int(0.8 * GIB)
+GROUPS_ASLEEP_BYTES = int(1.3 * GIB)
+"""What a sleeping trainer keeps on the card, and what it keeps more with other ranks beside it (measured)."""
+ENGINE_GROUPS_BYTES = int(1.4 * GIB)
+"""What a released engine keeps more when it spans several GPUs (measured with two)."""
 
 
 def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions) -> Plan:
@@ -40,19 +74,19 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     """
     problems: list[str] = []
     notes = list(_notes(args))
-    shape, sizes = model_dims(args, hf_config), ParallelSizes.from_args(args)
+    dims, sizes = model_dims(args, hf_config), ParallelSizes.from_args(args)
     split = stage_chunks(PipelineSplit.from_args(args))
-    problems += check_index_sharing(split, shape)
+    problems += check_index_sharing(split, dims)
     work = plan_work(args, sizes, options, problems)
-    settings = trainer_settings(
+    settings = TrainerSettings.from_args(
         args,
         sizes,
         tokens=micro_batch_tokens(args, sizes, work),
         num_microbatches=min(work.num_microbatches) if work else sizes.pipeline,
     )
-    stages = [plan_stage(args, number, chunks, shape, sizes, settings) for number, chunks in enumerate(split)]
+    stages = [plan_stage(args, number, chunks, dims, sizes, settings) for number, chunks in enumerate(split)]
     trains = not args.debug_rollout_only
-    places, groups = plan_engines(args, shape, sizes, hf_config, options, problems)
+    places, groups = plan_engines(args, dims, sizes, hf_config, options, problems)
     phases = plan_phases(args, sizes, stages, groups, trains=trains)
     host = plan_host(args, sizes, stages, places)
     num_gpus = plan_gpus(args).num_gpus
@@ -61,7 +95,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         too_large=too_large(phases, host, groups, options.card),
         notes=notes,
         model=str(args.hf_checkpoint),
-        num_parameters=model_size(shape),
+        num_parameters=model_size(dims),
         card=options.card,
         num_gpus=num_gpus,
         num_nodes=-(-num_gpus // args.num_gpus_per_node),
@@ -73,7 +107,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         phases=phases,
         host=host,
         work=work,
-        push=plan_push(args, shape, sizes, groups, places, hf_config),
+        push=plan_push(args, dims, sizes, groups, places, hf_config),
         train_seconds=train_seconds(work, sizes, options),
         micro_batch_tokens=settings.batch.tokens,
     )
@@ -88,3 +122,271 @@ def _notes(args: Namespace) -> Iterator[str]:
         yield "Parameters frozen by name are counted as trained: gradients and optimizer are an upper bound."
     if args.use_critic:
         yield "The critic is counted as a second trainer of the actor's shape, asleep while the actor works."
+
+
+def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, problems: list[str]) -> StepWork | None:
+    """What the trainer's scheduler makes of the rollout's samples; None when nothing is trained.
+
+    Batches that cannot be dealt out are appended to ``problems``.
+    """
+    if args.debug_rollout_only or not args.rollout_batch_size or not args.global_batch_size:
+        return None
+    num_samples = args.rollout_batch_size * args.n_samples_per_prompt
+    lengths = list(options.lengths or reference_lengths(num_samples, longest_sample(args)))
+    schedule = schedule_config(
+        args,
+        dp_size=sizes.data,
+        cp_size=sizes.context,
+        vpp_size=sizes.virtual,
+        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage or 1,
+    )
+    try:
+        return step_work(
+            lengths,
+            schedule=schedule,
+            flops=model_dims(args),
+            global_batch_size=args.global_batch_size,
+            pipeline=sizes.pipeline,
+            forward_passes=forward_passes(args),
+            recomputes_everything=args.recompute_granularity == "full",
+        )
+    except SlimeError as error:
+        problems.append(f"Batches: {error}")
+        return None
+
+
+def forward_passes(args: Namespace) -> int:
+    """Passes without gradients over a rollout's samples: reference, teacher, old policy, critic's values."""
+    from slime.backends.megatron_utils.forward import needs_old_log_probs
+
+    if not args.compute_advantages_and_returns:
+        return 0
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    steps = [0] * max(samples // args.global_batch_size, 1)
+    has_old = needs_old_log_probs(args, {"num_microbatches": steps, "rollout_log_probs": []})
+    return sum(
+        map(bool, [args.kl_coef != 0 or args.use_kl_loss, args.use_opd and args.opd_type == "megatron", has_old])
+    )
+
+
+def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOptions) -> float | None:
+    """Seconds of the trainer's passes, the slowest rank's, its waits in the pipeline included."""
+    if work is None:
+        return None
+    rate = sizes.world * options.card.bf16_flops * options.mfu * (1 - work.bubble)
+    return work.hardware_flops * work.imbalance / rate
+
+
+def micro_batch_tokens(args: Namespace, sizes: ParallelSizes, work: StepWork | None) -> int:
+    """Tokens of the largest micro-batch on one context-parallel rank: a sample that is longer is one by itself."""
+    longest = longest_sample(args) if work is None else work.longest
+    if args.use_dynamic_batch_size:
+        per_rank = max(args.max_tokens_per_gpu, -(-longest // sizes.context))
+    else:
+        per_rank = -(-longest * args.micro_batch_size // sizes.context)
+    multiple = args.data_pad_size_multiplier * sizes.tensor
+    return -(-per_rank // multiple) * multiple
+
+
+def longest_sample(args: Namespace) -> int:
+    """The longest sample that the flags allow, a prompt of unknown length left out."""
+    if args.rollout_max_context_len is not None:
+        return int(args.rollout_max_context_len)
+    return int((args.rollout_max_response_len or 0) + (args.rollout_max_prompt_len or 0)) or int(args.seq_length)
+
+
+def plan_stage(
+    args: Namespace, number: int, chunks: list[StageChunk], dims: ModelDims, sizes: ParallelSizes,
+    settings: TrainerSettings,
+) -> StagePlan:  # fmt: skip
+    """Stage ``number``: its layers, and the parameters and memory of one rank."""
+    count = chunk_parameters(chunks, dims, sizes, has_router_bias=bool(args.moe_router_enable_expert_bias))
+    memory = rank_memory(chunks, number, count, dims, sizes, settings)
+    layers = [layer for chunk in chunks for layer in chunk.layers]
+    once = [chunk_activations((layer,), dims, sizes, settings.batch, Recompute()).kept for layer in layers]
+    forward = memory.static + memory.details.get("logits", 0) + max(once, default=0)
+    return StagePlan(
+        number, [chunk.as_text() for chunk in chunks], layers[0] + 1 if layers else None, len(layers), count, memory,
+        forward,
+    )  # fmt: skip
+
+
+def trainer_bytes_beside_engine(args: Namespace, sizes: ParallelSizes) -> int:
+    """What a trainer that is not working keeps on an engine's card."""
+    if not args.colocate or args.debug_rollout_only:
+        return 0
+    return TRAINER_ASLEEP_BYTES + (GROUPS_ASLEEP_BYTES if sizes.world > 1 else 0) + push_buffer_bytes(args)
+
+
+def push_buffer_bytes(args: Namespace) -> int:
+    """The bucket that an engine on the same card maps: it stays, asleep and awake."""
+    return int(args.update_weight_buffer_size) if args.colocate and not args.debug_train_only else 0
+
+
+def plan_engines(
+    args: Namespace, dims: ModelDims, sizes: ParallelSizes, hf_config: Mapping[str, Any], options: PlanOptions,
+    problems: list[str],
+) -> tuple[list[EngineGpus], list[EngineGroupPlan]]:  # fmt: skip
+    """Every engine's place, and each group of like engines that serve; none for external engines.
+
+    What the groups break is appended to ``problems``.
+    """
+    if args.debug_train_only or args.rollout_external or not args.rollout_num_gpus:
+        return [], []
+    try:
+        config = resolve_sglang_config(args)
+    except SlimeError as error:
+        problems.append(str(error))
+        return [], []
+    trainer_gpus = 0 if args.debug_rollout_only else sizes.world
+    groups = [
+        (model.name, group.worker_type, group.num_gpus, group.num_gpus_per_engine)
+        for model in config.models
+        for group in model.server_groups
+    ]
+    places = engine_places(
+        groups,
+        rollout_offset=plan_gpus(args).rollout_offset,
+        gpus_per_node=args.num_gpus_per_node,
+        trainer_gpus=trainer_gpus,
+    )
+    problems += placement_problems(places, args.num_gpus_per_node)
+    flags = {name.removeprefix("sglang_"): value for name, value in vars(args).items() if name.startswith("sglang_")}
+    weight_bytes = quantized_bytes(hf_config)
+    plans = []
+    for model in config.models:
+        for group in model.server_groups:
+            if group.worker_type in ("placeholder", "encoder"):
+                continue
+            engine = EngineShape.from_flags(
+                flags, group.overrides, num_gpus=group.num_gpus_per_engine, weight_bytes=weight_bytes,
+                mtp_layers=max(dims.num_mtp_layers, 1),
+            )  # fmt: skip
+            where = f"Engines {group.worker_type!r} of model {model.name!r}"
+            merged = {**flags, **group.overrides, "disaggregation": group.worker_type}
+            found = list(engine_problems(dims, engine, merged, options.environment, where))
+            problems += found
+            other = trainer_bytes_beside_engine(args, sizes)
+            memory = engine_memory(dims, engine, card_bytes=options.card.memory, other_bytes=other)
+            plans.append(
+                EngineGroupPlan(
+                    model.name, group.worker_type, group.num_gpus // group.num_gpus_per_engine,
+                    group.num_gpus_per_engine, max(1, group.num_gpus_per_engine // args.num_gpus_per_node), engine,
+                    memory,
+                )
+            )  # fmt: skip
+    return places, plans
+
+
+def plan_phases(
+    args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], groups: list[EngineGroupPlan], *, trains: bool
+) -> GpuPhases:
+    """The fullest card of each phase."""
+    shares = args.colocate and bool(groups)
+    is_wide = any(group.num_gpus_per_engine > 1 for group in groups)
+    engine_asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUPS_BYTES * is_wide if shares and args.offload_rollout else 0
+    engine_full = max((CONTEXT_BYTES + g.memory.weights + max(g.memory.kv_cache, 0) for g in groups), default=0)
+    beside_trainer = push_buffer_bytes(args) + (
+        engine_asleep if args.offload_rollout else engine_full if shares else 0
+    )
+    awake = max(stage.memory.static + stage.memory.outside for stage in stages) + push_buffer_bytes(args)
+    asleep = trainer_bytes_beside_engine(args, sizes) or TRAINER_ASLEEP_BYTES
+    if not args.offload_train:
+        asleep = awake
+    train = max(stage.memory.peak + stage.memory.outside for stage in stages) + beside_trainer
+    forward = max(stage.forward_peak + stage.memory.outside for stage in stages) + beside_trainer
+    if args.use_critic:
+        train, forward = train + TRAINER_ASLEEP_BYTES, forward + TRAINER_ASLEEP_BYTES
+    beside_engine = (asleep if shares else 0) if trains else 0
+    push = None
+    if groups and trains:
+        weights = max(CONTEXT_BYTES + group.memory.weights for group in groups)
+        push = beside_engine + weights + args.update_weight_buffer_size * (1 if shares else 2)
+    return GpuPhases(
+        train=train if trains else None,
+        log_probs=forward if trains else None,
+        asleep=asleep if trains and args.offload_train else None,
+        rollout=beside_engine + engine_full if groups else None,
+        push=push,
+    )
+
+
+def plan_host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], places: list[EngineGpus]) -> HostMemory:
+    """The node that needs most."""
+    if args.debug_rollout_only:
+        return add_hosts([])
+    per_node: dict[int, list[HostMemory]] = {}
+    for place in rank_places(sizes, args.num_gpus_per_node):
+        host = rank_host_memory(
+            stages[place.pipeline].memory,
+            parked_copies=parked_copies(args),
+            is_offloaded=bool(args.offload_train),
+            saves_in_background=bool(args.async_save),
+            trains_critic=bool(args.use_critic),
+            has_engine=bool(args.colocate and places),
+        )
+        per_node.setdefault(place.node, []).append(host)
+    return max((add_hosts(hosts) for hosts in per_node.values()), key=lambda host: host.total)
+
+
+def parked_copies(args: Namespace) -> int:
+    """Sets of weights that the trainer keeps in pinned memory."""
+    others = [args.kl_coef != 0 or args.use_kl_loss, args.use_opd and args.opd_type == "megatron"]
+    old = [args.keep_old_actor] * 2  # what drew the rollout, and what the engines have
+    count = sum(map(bool, [*others, *old]))
+    return count + (count > 0 or bool(args.offload_train))
+
+
+def too_large(phases: GpuPhases, host: HostMemory, groups: list[EngineGroupPlan], card: Card) -> list[str]:
+    """One sentence for each phase, engine group or host that needs more than there is, with what would help."""
+    found = []
+    for name in ("train", "log_probs", "rollout", "push"):
+        used = getattr(phases, name)
+        if used is not None and used > card.memory:
+            found.append(
+                f"{name.replace('_', '-')}: {used / GIB:.1f} GiB on a card of {card.memory / GIB:.1f} GiB "
+                f"({card.name}); {_REMEDY[name]}"
+            )
+    for group in groups:
+        if group.memory.kv_cache <= 0:
+            found.append(
+                f"engines {group.worker_type!r} of model {group.model!r}: weights of {group.memory.weights / GIB:.1f} "
+                f"GiB leave nothing for the KV cache at --sglang-mem-fraction-static "
+                f"{group.shape.mem_fraction_static}; raise it, or --rollout-num-gpus-per-engine."
+            )
+    if host.total > card.host_memory:
+        found.append(
+            f"host: {host.total / GIB:.0f} GiB a node of {card.host_memory / GIB:.0f} GiB (--host-memory); use more "
+            "nodes, or a smaller --optimizer-offload-fraction."
+        )
+    return found
+
+
+_REMEDY = {
+    "train": "recompute more (--recompute-granularity full --recompute-method uniform --recompute-num-layers 1), "
+    "lower --max-tokens-per-gpu, use --optimizer-cpu-offload, or cut the model further.",
+    "log_probs": "lower --max-tokens-per-gpu, use --optimizer-cpu-offload, or cut the model further.",
+    "rollout": "lower --sglang-mem-fraction-static, or let the trainer sleep (--offload-train).",
+    "push": "raise --rollout-num-gpus-per-engine, or lower --update-weight-buffer-size.",
+}
+
+
+def plan_push(
+    args: Namespace, dims: ModelDims, sizes: ParallelSizes, groups: list[EngineGroupPlan],
+    places: list[EngineGpus], hf_config: Mapping[str, Any],
+) -> PushTraffic | None:  # fmt: skip
+    """Traffic of a full push; None when nothing is pushed.  Embedding and head stay in two bytes an element."""
+    if not groups or args.debug_rollout_only:
+        return None
+    vocab = (1 if dims.has_tied_embeddings else 2) * dims.vocab_rows * dims.hidden_size
+    matrices = model_size(dims) - vocab
+    model_bytes = int(matrices * quantized_bytes(hf_config) + 2 * vocab)
+    way = "disk" if args.update_weight_transport == "disk" else "colocated" if args.colocate else "distributed"
+    return push_traffic(
+        model_bytes,
+        num_engines=len(places),
+        trainer_ranks=sizes.world,
+        pipeline=sizes.pipeline,
+        bucket_bytes=args.update_weight_buffer_size,
+        way=way,
+    )

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slime.planning.parallel import ParallelSizes
-from slime.planning.stages import StageChunk
+from slime.planning.layout import ParallelSizes, StageChunk
 from slime.train_data.model_dims import ModelDims
 
 
@@ -56,14 +55,14 @@ def add_up(counts: Iterable[ParameterCount]) -> ParameterCount:
 
 
 def chunk_parameters(
-    chunks: Sequence[StageChunk], shape: ModelDims, sizes: ParallelSizes, *, role: str = "actor",
+    chunks: Sequence[StageChunk], dims: ModelDims, sizes: ParallelSizes, *, role: str = "actor",
     has_router_bias: bool = False,
 ) -> ParameterCount:  # fmt: skip
     """What one rank of a pipeline stage holds.
 
     Args:
         chunks: of the stage.
-        shape: of the model.
+        dims: of the model.
         sizes: of the parallel groups.
         role: "critic" has a value head in place of the vocabulary projection, and no MTP layers.
         has_router_bias: each router has a bias in fp32 (``--moe-router-enable-expert-bias``).
@@ -72,112 +71,112 @@ def chunk_parameters(
     total = ParameterCount()
     for chunk in chunks:
         if chunk.has_embedding:
-            total += ParameterCount(dense=embedding_size(shape, sizes))
+            total += ParameterCount(dense=embedding_size(dims, sizes))
         for layer in chunk.layers:
-            total += layer_parameters(shape, sizes, layer, has_router_bias=has_router_bias)
+            total += layer_parameters(dims, sizes, layer, has_router_bias=has_router_bias)
         if chunk.has_head:
-            total += _head(shape, sizes, role, shares_embedding=is_alone)
+            total += _head(dims, sizes, role, shares_embedding=is_alone)
             if role != "critic":
-                total += mtp_parameters(shape, sizes, has_router_bias=has_router_bias)
+                total += mtp_parameters(dims, sizes, has_router_bias=has_router_bias)
     return total
 
 
-def embedding_size(shape: ModelDims, sizes: ParallelSizes) -> int:
+def embedding_size(dims: ModelDims, sizes: ParallelSizes) -> int:
     """Elements of the embedding on one rank."""
-    return (shape.vocab_rows // sizes.tensor + shape.learned_positions) * shape.hidden_size
+    return (dims.vocab_rows // sizes.tensor + dims.learned_positions) * dims.hidden_size
 
 
-def _head(shape: ModelDims, sizes: ParallelSizes, role: str, *, shares_embedding: bool) -> ParameterCount:
-    norm = shape.norm_params * shape.hidden_size
+def _head(dims: ModelDims, sizes: ParallelSizes, role: str, *, shares_embedding: bool) -> ParameterCount:
+    norm = dims.norm_params * dims.hidden_size
     if role == "critic":
-        return ParameterCount(dense=norm + shape.hidden_size)
-    is_copy_needed = not (shape.has_tied_embeddings and shares_embedding)
-    return ParameterCount(dense=norm + is_copy_needed * (shape.vocab_rows // sizes.tensor) * shape.hidden_size)
+        return ParameterCount(dense=norm + dims.hidden_size)
+    is_copy_needed = not (dims.has_tied_embeddings and shares_embedding)
+    return ParameterCount(dense=norm + is_copy_needed * (dims.vocab_rows // sizes.tensor) * dims.hidden_size)
 
 
 def layer_parameters(
-    shape: ModelDims, sizes: ParallelSizes, layer: int, *, has_router_bias: bool = False
+    dims: ModelDims, sizes: ParallelSizes, layer: int, *, has_router_bias: bool = False
 ) -> ParameterCount:
     """One layer; ``layer`` from 0, and ``num_layers`` is the layer inside of an MTP layer."""
-    norms = (2 + shape.post_norms) * shape.norm_params * shape.hidden_size
-    if shape.has_linear_attention(layer):
+    norms = (2 + dims.post_norms) * dims.norm_params * dims.hidden_size
+    if dims.has_linear_attention(layer):
         attention = _linear_attention
     else:
-        attention = _grouped_attention if shape.attention == "grouped" else _latent_attention
-    count = ParameterCount(dense=norms + attention(shape, sizes)) + _indexer(shape, layer)
-    if not shape.is_moe[min(layer, shape.num_layers - 1)]:
-        return count + ParameterCount(dense=_mlp(shape, sizes.tensor, shape.ffn_hidden_size))
-    return count + _experts(shape, sizes, has_router_bias=has_router_bias)
+        attention = _grouped_attention if dims.attention == "grouped" else _latent_attention
+    count = ParameterCount(dense=norms + attention(dims, sizes)) + _indexer(dims, layer)
+    if not dims.is_moe[min(layer, dims.num_layers - 1)]:
+        return count + ParameterCount(dense=_mlp(dims, sizes.tensor, dims.ffn_hidden_size))
+    return count + _experts(dims, sizes, has_router_bias=has_router_bias)
 
 
-def _grouped_attention(shape: ModelDims, sizes: ParallelSizes) -> int:
-    width = (shape.query_width * (1 + shape.has_output_gate) + 2 * shape.key_width) // sizes.tensor
+def _grouped_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
+    width = (dims.query_width * (1 + dims.has_output_gate) + 2 * dims.key_width) // sizes.tensor
     # Whole on every rank, over all heads or not.
-    normed = shape.query_width + shape.key_width if shape.norms_all_heads else 2 * shape.head_dim
-    norms = shape.norm_params * normed if shape.has_qk_norm else 0
-    biases = width * (shape.has_qkv_bias or shape.has_bias) + shape.hidden_size * shape.has_bias
-    return shape.hidden_size * width + shape.hidden_size * shape.query_width // sizes.tensor + norms + biases
+    normed = dims.query_width + dims.key_width if dims.norms_all_heads else 2 * dims.head_dim
+    norms = dims.norm_params * normed if dims.has_qk_norm else 0
+    biases = width * (dims.has_qkv_bias or dims.has_bias) + dims.hidden_size * dims.has_bias
+    return dims.hidden_size * width + dims.hidden_size * dims.query_width // sizes.tensor + norms + biases
 
 
-def _linear_attention(shape: ModelDims, sizes: ParallelSizes) -> int:
+def _linear_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
     """Projections (the last two of the inputs are one number per value head), convolution, decays, a gated norm."""
-    inputs = shape.linear_channels + shape.linear_value_width + 2 * shape.linear_value_heads
-    output = shape.linear_value_width * shape.hidden_size
-    convolution = shape.linear_channels * shape.linear_conv
-    cut = shape.hidden_size * inputs + output + convolution + 2 * shape.linear_value_heads
-    return cut // sizes.tensor + shape.linear_value_dim
+    inputs = dims.linear_channels + dims.linear_value_width + 2 * dims.linear_value_heads
+    output = dims.linear_value_width * dims.hidden_size
+    convolution = dims.linear_channels * dims.linear_conv
+    cut = dims.hidden_size * inputs + output + convolution + 2 * dims.linear_value_heads
+    return cut // sizes.tensor + dims.linear_value_dim
 
 
-def _latent_attention(shape: ModelDims, sizes: ParallelSizes) -> int:
-    heads = shape.num_attention_heads // sizes.tensor
-    query_head = shape.qk_dim + shape.rope_dim
-    if shape.q_lora is None:
-        query = shape.hidden_size * heads * query_head
+def _latent_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
+    heads = dims.num_attention_heads // sizes.tensor
+    query_head = dims.qk_dim + dims.rope_dim
+    if dims.q_lora is None:
+        query = dims.hidden_size * heads * query_head
     else:
-        query = shape.hidden_size * shape.q_lora + shape.q_lora * heads * query_head
-    down = shape.hidden_size * (shape.kv_lora + shape.rope_dim)
-    up = shape.kv_lora * heads * (shape.qk_dim + shape.v_dim)
-    output = heads * shape.v_dim * shape.hidden_size + shape.hidden_size * shape.has_bias
-    norms = shape.norm_params * (shape.kv_lora + (shape.q_lora or 0)) if shape.has_qk_norm else 0
+        query = dims.hidden_size * dims.q_lora + dims.q_lora * heads * query_head
+    down = dims.hidden_size * (dims.kv_lora + dims.rope_dim)
+    up = dims.kv_lora * heads * (dims.qk_dim + dims.v_dim)
+    output = heads * dims.v_dim * dims.hidden_size + dims.hidden_size * dims.has_bias
+    norms = dims.norm_params * (dims.kv_lora + (dims.q_lora or 0)) if dims.has_qk_norm else 0
     return query + down + up + output + norms
 
 
-def _indexer(shape: ModelDims, layer: int) -> ParameterCount:
+def _indexer(dims: ModelDims, layer: int) -> ParameterCount:
     """What chooses the keys of sparse attention: whole on every rank, never trained.  MTP layers always have one."""
-    if shape.attention != "sparse" or not (layer >= shape.num_layers or shape.computes_index[layer]):
+    if dims.attention != "sparse" or not (layer >= dims.num_layers or dims.computes_index[layer]):
         return ParameterCount()
-    assert shape.q_lora is not None
-    width = shape.index_heads * shape.index_head_dim
-    matrices = shape.q_lora * width + shape.hidden_size * (shape.index_head_dim + shape.index_heads)
-    return ParameterCount(frozen=matrices + 2 * shape.index_head_dim)
+    assert dims.q_lora is not None
+    width = dims.index_heads * dims.index_head_dim
+    matrices = dims.q_lora * width + dims.hidden_size * (dims.index_head_dim + dims.index_heads)
+    return ParameterCount(frozen=matrices + 2 * dims.index_head_dim)
 
 
-def _mlp(shape: ModelDims, parts: int, width: int) -> int:
+def _mlp(dims: ModelDims, parts: int, width: int) -> int:
     inner = width // parts
-    biases = (shape.gate_factor * inner + shape.hidden_size) * shape.has_bias
-    return (shape.gate_factor + 1) * inner * shape.hidden_size + biases
+    biases = (dims.gate_factor * inner + dims.hidden_size) * dims.has_bias
+    return (dims.gate_factor + 1) * inner * dims.hidden_size + biases
 
 
-def _experts(shape: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool) -> ParameterCount:
-    router = shape.num_experts * shape.hidden_size
-    shared = _mlp(shape, sizes.tensor, shape.shared_ffn) + shape.hidden_size * shape.has_shared_gate
-    one = (shape.gate_factor + 1) * shape.expert_ffn // sizes.expert_tensor * shape.hidden_size
+def _experts(dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool) -> ParameterCount:
+    router = dims.num_experts * dims.hidden_size
+    shared = _mlp(dims, sizes.tensor, dims.shared_ffn) + dims.hidden_size * dims.has_shared_gate
+    one = (dims.gate_factor + 1) * dims.expert_ffn // sizes.expert_tensor * dims.hidden_size
     return ParameterCount(
-        dense=router + (shared if shape.shared_ffn else 0),
-        expert=shape.num_experts // sizes.expert * one,
-        buffers_fp32=shape.num_experts * has_router_bias,
+        dense=router + (shared if dims.shared_ffn else 0),
+        expert=dims.num_experts // sizes.expert * one,
+        buffers_fp32=dims.num_experts * has_router_bias,
     )
 
 
-def mtp_parameters(shape: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool = False) -> ParameterCount:
+def mtp_parameters(dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool = False) -> ParameterCount:
     """All MTP layers: norms of both inputs, the projection that joins them, a layer, a norm."""
-    join = 3 * shape.norm_params * shape.hidden_size + 2 * shape.hidden_size * shape.hidden_size // sizes.tensor
-    layer = layer_parameters(shape, sizes, shape.num_layers, has_router_bias=has_router_bias)
-    total = add_up([ParameterCount(dense=join) + layer] * shape.num_mtp_layers)
-    return total if shape.trains_mtp else total.as_frozen()
+    join = 3 * dims.norm_params * dims.hidden_size + 2 * dims.hidden_size * dims.hidden_size // sizes.tensor
+    layer = layer_parameters(dims, sizes, dims.num_layers, has_router_bias=has_router_bias)
+    total = add_up([ParameterCount(dense=join) + layer] * dims.num_mtp_layers)
+    return total if dims.trains_mtp else total.as_frozen()
 
 
-def model_size(shape: ModelDims) -> int:
+def model_size(dims: ModelDims) -> int:
     """Parameters of the whole model, each counted once."""
-    whole = [StageChunk(tuple(range(shape.num_layers)), True, True)]
-    return chunk_parameters(whole, shape, ParallelSizes()).total
+    whole = [StageChunk(tuple(range(dims.num_layers)), True, True)]
+    return chunk_parameters(whole, dims, ParallelSizes()).total

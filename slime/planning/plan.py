@@ -1,17 +1,53 @@
-"""What a plan says: one tree of frozen results, made by ``make_plan.py``."""
+"""What a plan says, and the cards that a run can be planned for: one tree of frozen results."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slime.planning.cards import Card
 from slime.planning.engines import EngineGpus, EngineMemory, EngineShape
-from slime.planning.host_memory import HostMemory
-from slime.planning.parallel import ParallelSizes, RankPlace
+from slime.planning.layout import ParallelSizes, RankPlace
 from slime.planning.parameters import ParameterCount
 from slime.planning.traffic import PushTraffic, StepWork
-from slime.planning.trainer_memory import RankMemory
+from slime.planning.trainer_memory import GIB, HostMemory, RankMemory
+from slime.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU, and the host it usually comes in."""
+
+    name: str
+    memory: int
+    """Bytes that CUDA reports."""
+    bf16_flops: float
+    """Dense, without sparsity."""
+    host_memory: int
+    """Of a node of eight, as it is usually sold."""
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("H100", int(79.1 * GIB), 989e12, 2048 * GIB),
+        Card("H200", int(139.8 * GIB), 989e12, 2048 * GIB),
+        Card("H800", int(79.1 * GIB), 989e12, 2048 * GIB),
+        Card("H20", int(95.0 * GIB), 148e12, 2048 * GIB),
+        Card("A100", int(79.1 * GIB), 312e12, 1024 * GIB),
+        Card("B200", int(178.0 * GIB), 2250e12, 2048 * GIB),
+    )
+}
+
+
+def find_card(name: str) -> Card:
+    """The card called ``name``.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    if name.upper() not in CARDS:
+        raise ConfigError(f"--gpu is {name!r}; known cards are {', '.join(CARDS)}.")
+    return CARDS[name.upper()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

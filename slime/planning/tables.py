@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from slime.planning.engines import EngineGpus
-from slime.planning.parallel import RankPlace
+from slime.planning.layout import RankPlace
 from slime.planning.plan import Plan
 from slime.planning.trainer_memory import GIB
 

@@ -1,20 +1,14 @@
-"""Memory of one trainer rank: what lies there all the time, and what a training step adds."""
+"""Memory of the trainer: of one rank's GPU, asleep and in a step, and of a node's host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slime.planning.activations import (
-    MicroBatch,
-    Recompute,
-    backward_work,
-    chunk_activations,
-    head_activations,
-)
-from slime.planning.parallel import ParallelSizes
+from slime.planning.activations import MicroBatch, Recompute, backward_work, chunk_activations, head_activations
+from slime.planning.layout import ParallelSizes, StageChunk
 from slime.planning.parameters import ParameterCount
-from slime.planning.stages import StageChunk
 from slime.train_data.model_dims import ModelDims
 
 GIB = 2**30
@@ -45,6 +39,37 @@ class TrainerSettings:
     vp_group: int = 1
     """Micro-batches that follow each other through a virtual stage."""
     mtp_chunk: int = -1
+
+    @classmethod
+    def from_args(
+        cls, args: Namespace, sizes: ParallelSizes, *, tokens: int, num_microbatches: int
+    ) -> TrainerSettings:
+        """From complete flags.
+
+        Args:
+            args: complete flags.
+            sizes: of the groups.
+            tokens: of the largest micro-batch on a rank.
+            num_microbatches: of a step and rank.
+        """
+        element = 4 if args.fp32 else 2
+        return cls(
+            batch=MicroBatch(tokens=tokens, element_bytes=element),
+            recompute=Recompute(
+                granularity=args.recompute_granularity,
+                method=args.recompute_method,
+                num_layers=args.recompute_num_layers or 1,
+                modules=tuple(args.recompute_modules or ("core_attn",)),
+            ),
+            weight_bytes=element,
+            gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 or args.fp32 else 2,
+            has_master_weights=not args.fp32,
+            offloaded_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
+            has_optimizer=args.num_rollout != 0,
+            num_microbatches=num_microbatches,
+            vp_group=args.microbatch_group_size_per_vp_stage or sizes.pipeline,
+            mtp_chunk=args.log_probs_chunk_size,
+        )
 
     @property
     def optimizer_bytes(self) -> int:
@@ -96,7 +121,7 @@ def rank_memory(
     chunks: Sequence[StageChunk],
     stage: int,
     count: ParameterCount,
-    shape: ModelDims,
+    dims: ModelDims,
     sizes: ParallelSizes,
     settings: TrainerSettings,
 ) -> RankMemory:
@@ -106,7 +131,7 @@ def rank_memory(
         chunks: layers of the stage.
         stage: its number.
         count: parameters of the rank.
-        shape: of the model.
+        dims: of the model.
         sizes: of the groups.
         settings: batch, recompute, precision, offload.
     """
@@ -116,13 +141,13 @@ def rank_memory(
     step_gradients = 0 if settings.gradient_bytes == 4 else 4 * owned
     batch, recompute = settings.batch, settings.recompute
     layers = tuple(layer for chunk in chunks for layer in chunk.layers)
-    kept = [chunk_activations(chunk.layers, shape, sizes, batch, recompute) for chunk in chunks]
+    kept = [chunk_activations(chunk.layers, dims, sizes, batch, recompute) for chunk in chunks]
     in_flight = micro_batches_in_flight(stage, sizes, settings)
     activations = sum(item.kept for item in kept) * in_flight // len(kept)
     head: dict[str, int] = {}
     if any(chunk.has_head for chunk in chunks):
-        head = head_activations(shape, sizes, batch, mtp_chunk=settings.mtp_chunk, recompute=recompute)
-    work = max(item.again for item in kept) + backward_work(shape, sizes, batch, layers)
+        head = head_activations(dims, sizes, batch, mtp_chunk=settings.mtp_chunk, recompute=recompute)
+    work = max(item.again for item in kept) + backward_work(dims, sizes, batch, layers)
     return RankMemory(
         weights=count.total * settings.weight_bytes + 4 * count.buffers_fp32,
         gradients=count.trained * settings.gradient_bytes if settings.has_optimizer else 0,
@@ -155,3 +180,79 @@ def communicator_bytes(sizes: ParallelSizes, *, has_experts: bool) -> int:
     if has_experts:
         used += [sizes.expert > 1, sizes.expert_tensor > 1, sizes.expert_data > 1]
     return FIRST_COMMUNICATOR_BYTES + sum(used) * COMMUNICATOR_BYTES
+
+
+TRAINER_PROCESS_BYTES = int(4 * GIB)
+"""Resident memory of one trainer process beside what is counted: Python, torch, CUDA's libraries."""
+ENGINE_PROCESS_BYTES = int(6 * GIB)
+"""The same of one rank of an engine; both are estimates, not measured."""
+PINNED_SHARE = 1.15
+"""Pinned bytes for a byte of weights: torch rounds every tensor up to a power of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes of one node."""
+
+    optimizer: int
+    """Master weights and moments of CPU Adam, pageable."""
+    gradients: int
+    """The gradients that CPU Adam steps with, pinned."""
+    parked_weights: int
+    """Pinned."""
+    asleep: int
+    """The sleeping trainer's part of the cards, pinned."""
+    save: int
+    processes: int
+
+    @property
+    def total(self) -> int:
+        """The sum, at its largest moment."""
+        return self.optimizer + self.gradients + self.parked_weights + self.asleep + self.save + self.processes
+
+
+def pinned_bytes(tensor_bytes: Iterable[int]) -> int:
+    """What torch's cache of pinned memory takes for tensors: each is rounded up to a power of two."""
+    return sum(1 << max(size - 1, 1).bit_length() for size in tensor_bytes)
+
+
+def rank_host_memory(
+    memory: RankMemory,
+    *,
+    parked_copies: int,
+    is_offloaded: bool,
+    saves_in_background: bool,
+    trains_critic: bool,
+    has_engine: bool,
+) -> HostMemory:
+    """What one rank adds to the memory of its node.
+
+    Args:
+        memory: of the rank on its card.
+        parked_copies: sets of weights in pinned memory: the actor's, the reference's, the teacher's, old actors'.
+        is_offloaded: the trainer sleeps; what is on the card is copied to the host while it does.
+        saves_in_background: ``--async-save`` writes a copy of what a save holds.
+        trains_critic: a second trainer of the same shape on the same GPUs.
+        has_engine: an engine's process uses the same GPU.
+    """
+    times = 2 if trains_critic else 1
+    state = memory.host_optimizer + memory.optimizer
+    return HostMemory(
+        optimizer=times * memory.host_optimizer,
+        gradients=int(times * memory.host_gradients * PINNED_SHARE),
+        parked_weights=int(memory.weights * parked_copies * PINNED_SHARE),
+        asleep=times * memory.static if is_offloaded else 0,
+        save=(memory.weights + state) if saves_in_background else 0,
+        processes=times * TRAINER_PROCESS_BYTES + has_engine * ENGINE_PROCESS_BYTES,
+    )
+
+
+def add_hosts(parts: Iterable[HostMemory]) -> HostMemory:
+    """The ranks of one node together."""
+    items = list(parts)
+    return HostMemory(
+        *(
+            sum(getattr(item, name) for item in items)
+            for name in ("optimizer", "gradients", "parked_weights", "asleep", "save", "processes")
+        )
+    )

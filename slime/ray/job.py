@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from slime.arguments import parse_args
 from slime.observability.logging_utils import configure_logger
 from slime.planning.command import asks_for_plan, plan_of_train
-from slime.planning.gpus import plan_gpus
+from slime.planning.layout import plan_gpus
 from slime.ray.waiting import forget_all
 from slime.utils import env
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError

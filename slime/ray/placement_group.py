@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.planning.gpus import GpuPlan, plan_gpus
+from slime.planning.layout import GpuPlan, plan_gpus
 from slime.ray.utils import NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError

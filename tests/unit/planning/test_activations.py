@@ -11,9 +11,8 @@ import torch
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.planning.activations import MicroBatch, Recompute, chunk_activations, layer_bytes, layer_terms
-from slime.planning.parallel import ParallelSizes
+from slime.planning.layout import ParallelSizes, StageChunk
 from slime.planning.parameters import chunk_parameters
-from slime.planning.stages import StageChunk
 from slime.planning.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
 from slime.train_data.model_dims import ModelDims
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
@@ -93,19 +92,19 @@ def test_a_gated_delta_net_keeps_what_its_terms_say():
         return attention(hidden, packed_seq_params=packing)
 
     kept = bytes_that_autograd_keeps(run, [hidden, *attention.parameters()])
-    shape, batch = model_dims(args, {}), MicroBatch(tokens=TOKENS)
-    terms = layer_terms(shape, ParallelSizes(), batch, 0)
-    others = layer_terms(replace(shape, is_linear=()), ParallelSizes(), batch, 0)
+    dims, batch = model_dims(args, {}), MicroBatch(tokens=TOKENS)
+    terms = layer_terms(dims, ParallelSizes(), batch, 0)
+    others = layer_terms(replace(dims, is_linear=()), ParallelSizes(), batch, 0)
     # On a CPU the norm is composed and keeps one tensor more.
-    more = 4 * TOKENS * shape.linear_value_width
+    more = 4 * TOKENS * dims.linear_value_width
     own = sum(value for name, value in terms.items() if name not in others or name == "attention output")
     assert kept == pytest.approx(own + more, rel=0.02)
-    dropped = layer_terms(shape, ParallelSizes(), batch, 0, Recompute(granularity="selective"))
+    dropped = layer_terms(dims, ParallelSizes(), batch, 0, Recompute(granularity="selective"))
     assert sum(terms.values()) - sum(dropped.values()) > 0.7 * own
 
 
 MEASURED = (
-    # (GiB, shape, layout, recompute), 16,384 tokens a micro-batch: docs/results.md
+    # (GiB, dims, layout, recompute), 16,384 tokens a micro-batch: docs/results.md
     (37.1, qwen3(1024, 3072, 16, 28), ParallelSizes(), Recompute()),
     (67.7, qwen3(2048, 6144, 16, 28), ParallelSizes(), Recompute()),
     (36.1, qwen3(2048, 6144, 16, 28), ParallelSizes(), Recompute(granularity="full", method="uniform")),
@@ -114,20 +113,20 @@ MEASURED = (
 )
 
 
-@pytest.mark.parametrize("measured, shape, sizes, recompute", MEASURED)
-def test_peaks_are_those_measured(measured, shape, sizes, recompute):
-    chunks = [StageChunk(tuple(range(shape.num_layers)), True, True)]
+@pytest.mark.parametrize("measured, dims, sizes, recompute", MEASURED)
+def test_peaks_are_those_measured(measured, dims, sizes, recompute):
+    chunks = [StageChunk(tuple(range(dims.num_layers)), True, True)]
     settings = TrainerSettings(batch=MicroBatch(tokens=16384), recompute=recompute)
-    memory = rank_memory(chunks, 0, chunk_parameters(chunks, shape, sizes), shape, sizes, settings)
+    memory = rank_memory(chunks, 0, chunk_parameters(chunks, dims, sizes), dims, sizes, settings)
     assert memory.peak / GIB == pytest.approx(measured, rel=0.01)
 
 
 def test_recompute_keeps_inputs_of_groups_or_of_the_first_layers():
-    shape, batch, sizes = qwen3(1024, 3072, 16, 6), MicroBatch(tokens=100), ParallelSizes()
+    dims, batch, sizes = qwen3(1024, 3072, 16, 6), MicroBatch(tokens=100), ParallelSizes()
     layers, row, whole = tuple(range(6)), 100 * 1024 * 2, layer_bytes(qwen3(1024, 3072, 16, 6), sizes, batch, 0)
 
     def kept(**settings: Any) -> tuple[int, int]:
-        found = chunk_activations(layers, shape, sizes, batch, Recompute(**settings))
+        found = chunk_activations(layers, dims, sizes, batch, Recompute(**settings))
         return found.kept, found.again
 
     assert kept() == (6 * whole, 0)
@@ -137,10 +136,10 @@ def test_recompute_keeps_inputs_of_groups_or_of_the_first_layers():
 
 
 def test_sequence_parallelism_cuts_what_is_kept_outside_of_attention_and_mlp():
-    shape, batch = qwen3(1024, 3072, 16, 1), MicroBatch(tokens=1000)
-    whole = layer_bytes(shape, ParallelSizes(), batch, 0)
-    cut = layer_bytes(shape, ParallelSizes(world=2, tensor=2, sequence_parallel=True), batch, 0)
-    uncut = layer_bytes(shape, ParallelSizes(world=2, tensor=2), batch, 0)
+    dims, batch = qwen3(1024, 3072, 16, 1), MicroBatch(tokens=1000)
+    whole = layer_bytes(dims, ParallelSizes(), batch, 0)
+    cut = layer_bytes(dims, ParallelSizes(world=2, tensor=2, sequence_parallel=True), batch, 0)
+    uncut = layer_bytes(dims, ParallelSizes(world=2, tensor=2), batch, 0)
     assert cut * 2 == whole
     assert cut < uncut < whole
 

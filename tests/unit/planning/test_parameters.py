@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.planning.parallel import ParallelSizes, rank_places
+from slime.planning.layout import ParallelSizes, PipelineSplit, rank_places, stage_chunks
 from slime.planning.parameters import chunk_parameters, model_size
-from slime.planning.stages import PipelineSplit, stage_chunks
 from slime.train_data.model_dims import ModelDims
 from tests.contracts.source_tree import REPO
 from tests.unit.backends.megatron_utils.megatron_case import parse
@@ -121,19 +120,19 @@ def megatron_counts(glm52_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def shape_of(args: Namespace) -> ModelDims:
+def dims_of(args: Namespace) -> ModelDims:
     return model_dims(args, GLM52_CONFIG)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_holds_what_megatron_builds(case, megatron_counts, glm52_folder):
     args = parse(*flags_of(case, glm52_folder), "--bf16")
-    shape, sizes = shape_of(args), ParallelSizes.from_args(args)
+    dims, sizes = dims_of(args), ParallelSizes.from_args(args)
     chunks = stage_chunks(PipelineSplit.from_args(args))
     places = rank_places(sizes, gpus_per_node=8)
     for rank, (dense, expert, frozen, layers) in zip(CASES[case][2], megatron_counts[case], strict=True):
         stage = chunks[places[rank].pipeline]
-        count = chunk_parameters(stage, shape, sizes)
+        count = chunk_parameters(stage, dims, sizes)
         assert (count.dense, count.expert, count.frozen) == (dense, expert, frozen)
         assert [layer + 1 for chunk in stage for layer in chunk.layers] == layers
 
@@ -149,7 +148,7 @@ def test_whole_models_have_the_published_sizes(glm52_folder):
         "minimax-m2": 228.69,
     }
     for name, billions in sizes.items():
-        shape = shape_of(parse(*model_args(name), "--bf16"))
-        assert model_size(shape) / 1e9 == pytest.approx(billions, rel=1e-3), name
-    glm52 = shape_of(parse("--hf-checkpoint", str(glm52_folder), *model_args("glm5.2-744B-A40B"), "--bf16"))
+        dims = dims_of(parse(*model_args(name), "--bf16"))
+        assert model_size(dims) / 1e9 == pytest.approx(billions, rel=1e-3), name
+    glm52 = dims_of(parse("--hf-checkpoint", str(glm52_folder), *model_args("glm5.2-744B-A40B"), "--bf16"))
     assert round(model_size(glm52) / 1e9, 1) == 743.4

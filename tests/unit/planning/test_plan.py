@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils.flags.model_dims import computing_layers
-from slime.planning.cards import find_card
 from slime.planning.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, asks_for_plan, complete_run, run_plan
-from slime.planning.engines import EngineShape, engine_memory, engine_places, kv_bytes_per_token
-from slime.planning.host_memory import pinned_bytes
-from slime.planning.parallel import ParallelSizes, rank_places
-from slime.planning.plan import PlanOptions
-from slime.planning.rules import engine_problems, placement_problems
-from slime.planning.stages import PipelineSplit, expand_layout, stage_chunks
+from slime.planning.engines import (
+    EngineShape,
+    engine_memory,
+    engine_places,
+    engine_problems,
+    kv_bytes_per_token,
+    placement_problems,
+)
+from slime.planning.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
+from slime.planning.plan import PlanOptions, find_card
 from slime.planning.traffic import reference_lengths, step_work
+from slime.planning.trainer_memory import pinned_bytes
 from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import ScheduleConfig
 from slime.utils.errors import ConfigError

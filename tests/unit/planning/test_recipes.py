@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.planning.cards import find_card
-from slime.planning.command import complete_run
+from slime.planning.command import complete_run, read_recipe
 from slime.planning.make_plan import make_plan
-from slime.planning.plan import Plan, PlanOptions
-from slime.planning.recipe import read_recipe
+from slime.planning.plan import Plan, PlanOptions, find_card
 from slime.planning.trainer_memory import GIB
 from tests.contracts.source_tree import REPO
 

@@ -1,4 +1,4 @@
-"""Which layers lie on which pipeline stage."""
+"""Where a run lies: the GPUs of the job, the parallel groups of every rank, the layers of every pipeline stage."""
 
 from __future__ import annotations
 
@@ -6,9 +6,131 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
+
+
+class GpuPlan(NamedTuple):
+    """How many GPUs the job takes, and where the engines' part begins."""
+
+    num_gpus: int
+    rollout_offset: int
+
+
+def plan_gpus(args: Namespace) -> GpuPlan:
+    """Size of the placement group and the first GPU of the engines, by the mode of the run.
+
+    With A = actor nodes x GPUs per node and R = ``--rollout-num-gpus``:
+
+    =====================================  ============  ===============
+    mode, checked in this order            GPUs          rollout offset
+    =====================================  ============  ===============
+    ``--debug-train-only``                 A             0
+    external engines, rollout only         0             0
+    external engines                       A             A
+    ``--debug-rollout-only``               R             0
+    ``--colocate``                         max(A, R)     0
+    otherwise (disaggregated)              A + R         A
+    =====================================  ============  ===============
+    """
+    actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    rollout_gpus = args.rollout_num_gpus or 0
+    if args.debug_train_only:
+        return GpuPlan(actor_gpus, 0)
+    if args.rollout_external:
+        return GpuPlan(0, 0) if args.debug_rollout_only else GpuPlan(actor_gpus, actor_gpus)
+    if args.debug_rollout_only:
+        return GpuPlan(rollout_gpus, 0)
+    if args.colocate:
+        return GpuPlan(max(actor_gpus, rollout_gpus), 0)
+    return GpuPlan(actor_gpus + rollout_gpus, actor_gpus)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSizes:
+    """Sizes of the trainer's groups.  Invariant: they divide ``world`` (checked when the flags are)."""
+
+    world: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual: int = 1
+    """Virtual pipeline stages of one rank."""
+    sequence_parallel: bool = False
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world // (self.expert_tensor * self.expert * self.pipeline)
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> ParallelSizes:
+        """From complete flags."""
+        return cls(
+            world=args.world_size,
+            tensor=args.tensor_model_parallel_size,
+            pipeline=args.pipeline_model_parallel_size,
+            context=args.context_parallel_size,
+            expert=args.expert_model_parallel_size,
+            expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+            virtual=args.virtual_pipeline_model_parallel_size or 1,
+            sequence_parallel=bool(args.sequence_parallel),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """One trainer rank: where it runs, and which part of the work it has."""
+
+    rank: int
+    node: int
+    gpu: int
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+
+
+def rank_places(sizes: ParallelSizes, gpus_per_node: int) -> list[RankPlace]:
+    """Every rank, in order.
+
+    Ranks are dealt out to tensor, context, data and pipeline groups, the first varying fastest; for experts to
+    expert-tensor, expert, expert-data and pipeline groups (megatron-core's order ``tp-cp-ep-dp-pp``).  Rank r runs on
+    the r-th GPU of the job, nodes in order of their addresses.
+    """
+    places = []
+    for rank in range(sizes.world):
+        tensor, context, data, pipeline = _digits(rank, (sizes.tensor, sizes.context, sizes.data))
+        expert_tensor, expert, expert_data, _ = _digits(rank, (sizes.expert_tensor, sizes.expert, sizes.expert_data))
+        places.append(
+            RankPlace(
+                rank=rank, node=rank // gpus_per_node, gpu=rank % gpus_per_node,
+                tensor=tensor, context=context, data=data, pipeline=pipeline,
+                expert=expert, expert_tensor=expert_tensor, expert_data=expert_data,
+            )
+        )  # fmt: skip
+    return places
+
+
+def _digits(number: int, radices: tuple[int, ...]) -> tuple[int, ...]:
+    """``number`` in mixed radix, the lowest digit first; the last has what is left."""
+    digits = []
+    for radix in radices:
+        number, digit = divmod(number, radix)
+        digits.append(digit)
+    return (*digits, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +255,13 @@ def expand_layout(layout: str) -> str:
     return text.replace("(", "").replace(")", "")
 
 
-def check_index_sharing(chunks: Sequence[Sequence[StageChunk]], shape: ModelDims) -> list[str]:
+def check_index_sharing(chunks: Sequence[Sequence[StageChunk]], dims: ModelDims) -> list[str]:
     """Stages of sparse attention that begin with a layer whose keys another stage chooses; one message for each."""
     problems = []
-    computing = [layer + 1 for layer, computes in enumerate(shape.computes_index) if computes]
+    computing = [layer + 1 for layer, computes in enumerate(dims.computes_index) if computes]
     for stage, parts in enumerate(chunks):
         for chunk in parts:
-            if shape.computes_index and chunk.layers and not shape.computes_index[chunk.layers[0]]:
+            if dims.computes_index and chunk.layers and not dims.computes_index[chunk.layers[0]]:
                 near = min(computing, key=lambda layer: abs(layer - 1 - chunk.layers[0]))
                 problems.append(
                     f"Pipeline stage {stage} starts at layer {chunk.layers[0] + 1}, which attends to keys that an "
