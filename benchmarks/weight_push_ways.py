@@ -71,7 +71,7 @@ class OwnLoader:
 
     def begin(self, manifest: Manifest) -> None:
         """Expect the buckets of ``manifest``."""
-        from slime.backends.sglang_utils.held_tensors import HeldTensors
+        from slime.backends.sglang_utils.model_load import HeldTensors
 
         self.manifest, self.held = manifest, HeldTensors(manifest, {})
 

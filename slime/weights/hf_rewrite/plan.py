@@ -20,7 +20,7 @@ OutputRows = tuple[str, int, Tensor]
 
 
 class RowReader(Protocol):
-    """The reader through which a step reads the source; tensors come on the worker's device."""
+    """The reader through which a conversion reads the source; tensors come on the worker's device."""
 
     def read(self, stored: SourceTensor, first: int = 0, count: int | None = None) -> Tensor:
         """Some rows of a tensor, all by default."""
@@ -32,7 +32,7 @@ class RowReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TensorPlan:
     """The conversion of one source tensor; its outputs go to the shard that replaces the source's shard."""
 
     source: SourceTensor
@@ -42,14 +42,14 @@ class Step:
     """Makes the outputs; None where the bytes are copied."""
 
 
-def copied(stored: SourceTensor) -> Step:
-    """Return a step that copies the tensor as it is."""
-    return Step(stored, (stored.info,))
+def copied(stored: SourceTensor) -> TensorPlan:
+    """Return a plan that copies the tensor as it is."""
+    return TensorPlan(stored, (stored.info,))
 
 
-def dropped(stored: SourceTensor) -> Step:
-    """Return a step that leaves the tensor out of the result."""
-    return Step(stored, ())
+def dropped(stored: SourceTensor) -> TensorPlan:
+    """Return a plan that leaves the tensor out of the result."""
+    return TensorPlan(stored, ())
 
 
 class Rewrite(Protocol):
@@ -68,7 +68,7 @@ class Rewrite(Protocol):
         """
         ...
 
-    def step(self, source: HfSource, stored: SourceTensor) -> Step:
+    def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
         """Return the conversion of one tensor."""
         ...
 
@@ -87,7 +87,7 @@ class FilePlan:
     header: bytes
     offsets: dict[str, int]
     """Tensor to the place of its first byte in the file."""
-    steps: tuple[Step, ...]
+    tensors: tuple[TensorPlan, ...]
     outputs: dict[str, TensorInfo]
 
     @property
@@ -103,7 +103,7 @@ class FilePlan:
     @property
     def source_bytes(self) -> int:
         """Bytes that are read for it."""
-        return sum(step.source.info.num_bytes for step in self.steps)
+        return sum(tensor.source.info.num_bytes for tensor in self.tensors)
 
 
 def make_plan(rewrite: Rewrite, source: HfSource) -> list[FilePlan]:
@@ -113,25 +113,25 @@ def make_plan(rewrite: Rewrite, source: HfSource) -> list[FilePlan]:
         DataError: two tensors of the source become tensors of the same name.
         ConfigError: nothing is left.
     """
-    kept: list[tuple[str, list[Step]]] = []
+    kept: list[tuple[str, list[TensorPlan]]] = []
     owners: dict[str, str] = {}
     for file, tensors in source.shards.items():
-        steps = [rewrite.step(source, stored) for stored in tensors]
-        for step in steps:
-            for info in step.outputs:
-                other = owners.setdefault(info.name, step.source.info.name)
-                if other != step.source.info.name:
-                    raise DataError(f"{info.name} would be made of {other} and of {step.source.info.name}")
-        if any(step.outputs for step in steps):
-            kept.append((file, steps))
+        planned = [rewrite.plan_tensor(source, stored) for stored in tensors]
+        for tensor in planned:
+            for info in tensor.outputs:
+                other = owners.setdefault(info.name, tensor.source.info.name)
+                if other != tensor.source.info.name:
+                    raise DataError(f"{info.name} would be made of {other} and of {tensor.source.info.name}")
+        if any(tensor.outputs for tensor in planned):
+            kept.append((file, planned))
     if not kept:
         raise ConfigError(f"there would be no tensor in the result: {source.folder} holds none that is kept")
     plans = []
-    for number, (file, steps) in enumerate(kept, 1):
-        outputs = {info.name: info for step in steps for info in step.outputs}
+    for number, (file, planned) in enumerate(kept, 1):
+        outputs = {info.name: info for tensor in planned for info in tensor.outputs}
         header, offsets = make_header(outputs.values())
         name = f"model-{number:05d}-of-{len(kept):05d}.safetensors"
-        plans.append(FilePlan(name, file, header, offsets, tuple(steps), outputs))
+        plans.append(FilePlan(name, file, header, offsets, tuple(planned), outputs))
     return plans
 
 

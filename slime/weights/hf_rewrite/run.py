@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.plan import FilePlan, Rewrite, Step, make_plan
+from slime.weights.hf_rewrite.plan import FilePlan, Rewrite, TensorPlan, make_plan
 from slime.weights.hf_rewrite.source import HfSource, open_source, shown
 from slime.weights.hf_rewrite.target import Target
 from slime.weights.hf_rewrite.tensor_file import SourceTensor, copy_bytes, read_rows, write_at
@@ -149,14 +149,14 @@ class _OpenShard:
         self.plan = plan
         self._path = path
         self._partial = partial
-        self._left = len(plan.steps)
+        self._left = len(plan.tensors)
         self._lock = threading.Lock()
         self.descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.truncate(self.descriptor, plan.file_bytes)
         os.pwrite(self.descriptor, plan.header, 0)
 
-    def step_done(self) -> None:
-        """Count; whoever ends the last step closes the file and gives it its name."""
+    def tensor_done(self) -> None:
+        """Count; whoever ends the last tensor closes the file and gives it its name."""
         with self._lock:
             self._left -= 1
             if self._left:
@@ -178,7 +178,7 @@ class _OpenShard:
 
 
 class _Conversion:
-    """The steps of the shards that are left, handed out one at a time, in order."""
+    """The tensors of the shards that are left, handed out one at a time, in order."""
 
     def __init__(self, source: HfSource, target: Target, plans: list[FilePlan], bar: Any) -> None:
         self._source = source
@@ -187,7 +187,7 @@ class _Conversion:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._opened: list[_OpenShard] = []
-        self._steps = self._all_steps(plans)
+        self._tensors = self._all_tensors(plans)
 
     def run(self, workers: int, devices: list[torch.device]) -> None:
         """Convert all shards; the first error stops every worker.
@@ -218,45 +218,45 @@ class _Conversion:
                 shard.abandon()
             torch.set_num_threads(threads)
 
-    def _all_steps(self, plans: list[FilePlan]) -> Iterator[tuple[_OpenShard, Step]]:
+    def _all_tensors(self, plans: list[FilePlan]) -> Iterator[tuple[_OpenShard, TensorPlan]]:
         for plan in plans:
             shard = _OpenShard(plan, self._target.partial_path(plan.name), self._target.folder / plan.name)
             self._opened.append(shard)
-            for step in plan.steps:
-                yield shard, step
+            for tensor in plan.tensors:
+                yield shard, tensor
 
     def _work(self, device: torch.device) -> None:
         try:
             with _Reader(device) as reader, reader.stream():
                 while not self._stop.is_set():
                     with self._lock:
-                        shard, step = next(self._steps, (None, None))
-                    if shard is None or step is None:
+                        shard, tensor = next(self._tensors, (None, None))
+                    if shard is None or tensor is None:
                         return
-                    if not self._carry_out(shard, step, reader):
+                    if not self._carry_out(shard, tensor, reader):
                         return
-                    shard.step_done()
+                    shard.tensor_done()
                     with self._lock:
-                        self._bar.update(step.source.info.num_bytes)
+                        self._bar.update(tensor.source.info.num_bytes)
         except BaseException:
             self._stop.set()
             raise
 
-    def _carry_out(self, shard: _OpenShard, step: Step, reader: _Reader) -> bool:
-        """Write the outputs of one step; False when another worker's error stopped it halfway."""
+    def _carry_out(self, shard: _OpenShard, tensor: TensorPlan, reader: _Reader) -> bool:
+        """Write the outputs of one tensor; False when another worker's error stopped it halfway."""
         offsets, outputs = shard.plan.offsets, shard.plan.outputs
-        if step.convert is not None:
-            for name, first, rows in step.convert(reader):
+        if tensor.convert is not None:
+            for name, first, rows in tensor.convert(reader):
                 write_at(shard.descriptor, rows, offsets[name] + first * outputs[name].row_bytes)
                 if self._stop.is_set():
                     return False
-        elif step.outputs:
-            stored = step.source
+        elif tensor.outputs:
+            stored = tensor.source
             copy_bytes(
                 reader.descriptor(stored.path),
                 stored.offset,
                 shard.descriptor,
-                offsets[step.outputs[0].name],
+                offsets[tensor.outputs[0].name],
                 stored.info.num_bytes,
             )
         return True

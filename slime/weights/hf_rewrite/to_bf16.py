@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.plan import OutputRows, RowReader, Step, copied, dropped
+from slime.weights.hf_rewrite.plan import OutputRows, RowReader, TensorPlan, copied, dropped
 from slime.weights.hf_rewrite.source import HfSource, shown, without_quantization
 from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
@@ -56,7 +56,7 @@ class Fp8ToBf16:
         for name in quantized:
             _scale_block(source, source.tensors[name])
 
-    def step(self, source: HfSource, stored: SourceTensor) -> Step:
+    def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
         """FP8 tensors are multiplied out, scales dropped, everything else is copied."""
         name = stored.info.name
         if _is_scale(source, name) or name.endswith(ACTIVATION_SCALES):
@@ -79,7 +79,7 @@ class Fp8ToBf16:
                 scale_rows, _ = num_blocks(rows.size(0), width, block)
                 yield name, first, dequantize_block(rows, scales[first // block[0] :][:scale_rows], block)
 
-        return Step(stored, (TensorInfo.of(name, torch.bfloat16, stored.info.shape),), convert)
+        return TensorPlan(stored, (TensorInfo.of(name, torch.bfloat16, stored.info.shape),), convert)
 
     def config(self, source: HfSource) -> dict[str, Any]:
         """Return the source's config without quantization."""
@@ -180,7 +180,7 @@ class Int4ToBf16:
         if absent:
             raise DataError(f"{source.folder} lacks {len(absent)} tensors that belong to others: {shown(absent)}")
 
-    def step(self, source: HfSource, stored: SourceTensor) -> Step:
+    def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
         """Packed tensors are unpacked and multiplied out, their other parts dropped; the rest is copied."""
         prefix, _, part = stored.info.name.rpartition(".")
         prefix += "."
@@ -214,7 +214,7 @@ class Int4ToBf16:
                     parts[ZEROS] = points[first_word : first_word + num_words(count, bits)]
                 yield name, first, layout.dequantize(name, parts)
 
-        return Step(stored, (TensorInfo.of(name, torch.bfloat16, (rows, columns)),), convert)
+        return TensorPlan(stored, (TensorInfo.of(name, torch.bfloat16, (rows, columns)),), convert)
 
     def config(self, source: HfSource) -> dict[str, Any]:
         """Return the source's config without quantization."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.plan import OutputRows, RowReader, Step, copied
+from slime.weights.hf_rewrite.plan import OutputRows, RowReader, TensorPlan, copied
 from slime.weights.hf_rewrite.source import HfSource, shown
 from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
@@ -56,7 +56,7 @@ class ToQuantized:
         if not chosen:
             raise ConfigError(f"nothing in {source.folder} would be quantized; no name and shape fits the rules")
 
-    def step(self, source: HfSource, stored: SourceTensor) -> Step:
+    def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
         """Quantize the weights of linear layers, copy everything else."""
         info = stored.info
         if not self.is_quantized(info.name, info.shape):
@@ -65,8 +65,8 @@ class ToQuantized:
         parts = self.format.outputs(info.name, info.shape)
         outputs = tuple(TensorInfo.of(prefix + part, dtype, shape) for part, (shape, dtype) in parts.items())
         if self.row_multiple is None:
-            return Step(stored, outputs, lambda rows: self._whole(rows, stored, prefix))
-        return Step(stored, outputs, lambda rows: self._by_rows(rows, stored, prefix))
+            return TensorPlan(stored, outputs, lambda rows: self._whole(rows, stored, prefix))
+        return TensorPlan(stored, outputs, lambda rows: self._by_rows(rows, stored, prefix))
 
     def config(self, source: HfSource) -> dict[str, Any]:
         """Return the source's config with the quantization config of the result."""

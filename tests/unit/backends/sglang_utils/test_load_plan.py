@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_plan import LoadPlan
-from slime.backends.sglang_utils.load_trace import trace_load
+from slime.backends.sglang_utils.load_plan import LoadPlan, trace_load
 from slime.weights.kernels.tables import CopyTable
 from slime.weights.manifest import Manifest
 from slime.weights.tensor_slice import TensorSlice
