@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.flags.latent_arguments import (
 from slime.backends.megatron_utils.flags.linear_arguments import has_linear_attention, linear_problems
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
-from slime.backends.megatron_utils.weight_maps import find_weight_map
+from slime.backends.megatron_utils.models import FAMILIES, find_weight_map
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import wire_dtype
 from slime.weights.quantize.formats import BlockFp8
@@ -43,23 +43,6 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Where a config.json says how many layers of multi-token prediction the model has."""
-
-MINIMAX_TYPE = "minimax_m2"
-MINIMAX_SPEC = "slime_plugins.models.minimax_m2 get_minimax_m2_spec"
-_MINIMAX_SIZES = {
-    # key of config.json -> flag, attribute of args
-    "num_local_experts": ("--num-experts", "num_experts"),
-    "num_experts_per_tok": ("--moe-router-topk", "moe_router_topk"),
-    "intermediate_size": ("--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
-    "scoring_func": ("--moe-router-score-function", "moe_router_score_function"),
-}
-_ENGINE_KEYS = {
-    # key of config.json -> what SGLang does without it
-    "use_qk_norm": "queries and keys are not normed",
-    "use_routing_bias": "the router has no bias",
-    "rotary_dim": "heads turn as a whole",
-    "scoring_func": "it fails",
-}
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -111,7 +94,7 @@ def check_hf_config(args: Namespace) -> None:
         *softmax_router_mismatches(args, config),
         *latent_mismatches(args, config),
         *sigmoid_router_mismatches(args, config),
-        *minimax_mismatches(args, config),
+        *family_mismatches(args, config),
     ]
     if problems:
         raise ConfigError(
@@ -269,33 +252,15 @@ def softmax_router_mismatches(args: Namespace, config: dict[str, Any]) -> Iterat
         )
 
 
-def minimax_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield one line for each flag of MiniMax-M2 that differs; nothing for another family.
-
-    Its config.json has names of its own: ``intermediate_size`` is an expert's, and the part of a head that turns is
-    given in dimensions.
-    """
-    if config.get("model_type") != MINIMAX_TYPE:
+def family_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """Yield one line for each flag that differs in what the model's family alone has (``models/``)."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
         return
-    if not args.spec:
-        yield f"--spec is not given; the norms over all heads together need --spec {MINIMAX_SPEC}"
-    for key, (flag, attribute) in _MINIMAX_SIZES.items():
+    for key, attribute in family.sizes.items():
         if config.get(key) not in (None, vars(args)[attribute]):
-            yield f"{flag} is {vars(args)[attribute]}; {key} is {config[key]}"
-    if config.get("qk_norm_type", "per_layer") != "per_layer":
-        yield f"--spec {MINIMAX_SPEC} norms all heads together; qk_norm_type is {config['qk_norm_type']!r}"
-    has_bias = bool(config.get("use_routing_bias", True))
-    if has_bias != bool(args.moe_router_enable_expert_bias):
-        state = "given" if args.moe_router_enable_expert_bias else "not given"
-        yield f"--moe-router-enable-expert-bias is {state}; use_routing_bias is {has_bias}"
-    shared, given_shared = config.get("shared_intermediate_size") or 0, args.moe_shared_expert_intermediate_size or 0
-    if shared != given_shared:
-        yield f"--moe-shared-expert-intermediate-size is {given_shared}; shared_intermediate_size is {shared}"
-    if args.moe_router_topk_scaling_factor not in (None, 1.0):
-        yield f"--moe-router-topk-scaling-factor is {args.moe_router_topk_scaling_factor}; this model scales nothing"
-    turning, width = config.get("rotary_dim"), config.get("head_dim")
-    if turning is not None and width and turning != width * args.rotary_percent:
-        yield f"--rotary-percent is {args.rotary_percent}; rotary_dim is {turning} of head_dim {width}"
+            yield f"{flag_of(attribute)} is {vars(args)[attribute]}; {key} is {config[key]}"
+    yield from family.mismatches(args, config)
 
 
 def check_engine_keys(config: dict[str, Any]) -> None:
@@ -306,12 +271,14 @@ def check_engine_keys(config: dict[str, Any]) -> None:
     Raises:
         ConfigError: with every setting that is missing.
     """
-    if config.get("model_type") != MINIMAX_TYPE:
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES:
         return
-    missing = [f"{key} (without it, {what})" for key, what in _ENGINE_KEYS.items() if not config.get(key)]
+    keys = FAMILIES[model_type].engine_keys
+    missing = [f"{key} (without it, {what})" for key, what in keys.items() if not config.get(key)]
     if missing:
         raise ConfigError(
-            f"config.json of --hf-checkpoint is that of a {MINIMAX_TYPE} and lacks what SGLang builds the model by: "
+            f"config.json of --hf-checkpoint is that of a {model_type} and lacks what SGLang builds the model by: "
             + "; ".join(missing)
             + ". Copy these settings from the published config.json."
         )

@@ -1,6 +1,6 @@
 """Hugging Face checkpoints into a Megatron model, each rank reading only what it holds.
 
-The correspondence of names and layouts is a table per family, ``weight_maps``, which ``megatron_to_hf`` reads in the
+The correspondence of names and layouts is a table per family, ``models``, which ``megatron_to_hf`` reads in the
 other direction.
 """
 
@@ -24,10 +24,10 @@ from slime.train_data.model_dims import ModelDims
 # isort: split
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.layers.value_head import is_of_value_head
+from slime.backends.megatron_utils.models import WeightMap, find_weight_map
+from slime.backends.megatron_utils.models.rule import from_hf
+from slime.backends.megatron_utils.models.weight_layouts import pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
-from slime.backends.megatron_utils.weight_maps import WeightMap, find_weight_map
-from slime.backends.megatron_utils.weight_maps.rule import from_hf
-from slime.backends.megatron_utils.weight_maps.weight_layouts import pad_vocabulary, tensor_parallel_slice
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Megatron parameters to Hugging Face tensors: what is pushed to engines and what is exported.
 
-The correspondence of names and layouts is a table per family, ``weight_maps``, which ``hf_to_megatron`` reads in the
+The correspondence of names and layouts is a table per family, ``models``, which ``hf_to_megatron`` reads in the
 other direction.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import tensor_names
 from slime.backends.megatron_utils.megatron_to_hf.quantization import quantize_params
-from slime.backends.megatron_utils.weight_maps import find_weight_map
-from slime.backends.megatron_utils.weight_maps.rule import to_hf
-from slime.backends.megatron_utils.weight_maps.weight_layouts import unpad_vocabulary
+from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models.rule import to_hf
+from slime.backends.megatron_utils.models.weight_layouts import unpad_vocabulary
 from slime.train_data.model_dims import ModelDims
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

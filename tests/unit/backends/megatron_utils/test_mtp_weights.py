@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import initialize
-from slime.backends.megatron_utils.weight_maps import find_weight_map
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.train_data.model_dims import ModelDims
 from tests.matrix import trainer
 from tests.matrix.case import Tensors, load_cases, read_tensors, write_tensors

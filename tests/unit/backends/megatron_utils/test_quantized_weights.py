@@ -21,8 +21,8 @@ from slime.backends.megatron_utils.flags.hf_config_check import check_that_weigh
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
-from slime.backends.megatron_utils.weight_maps import MAPS
-from slime.backends.megatron_utils.weight_maps.rule import WeightMap
+from slime.backends.megatron_utils.models import MAPS
+from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize.block_fp8 import FP8, is_power_of_two, quantize_block
 from slime.weights.quantize.offline_rules import is_quantized_offline

@@ -19,13 +19,13 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.sources.gather import (
     HostWeights,
     StageHeaders,
     hf_headers,
     iter_hf_tensors,
 )
-from slime.backends.megatron_utils.weight_maps import find_weight_map
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import NO_BUCKET, iter_units, plan_buckets
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry

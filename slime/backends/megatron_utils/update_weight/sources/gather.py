@@ -25,9 +25,9 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.data import current_device
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
-from slime.backends.megatron_utils.weight_maps import find_weight_map
-from slime.backends.megatron_utils.weight_maps.weight_layouts import tensor_parallel_join
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import iter_buckets
 from slime.weights.named_tensors import Header, NamedTensors

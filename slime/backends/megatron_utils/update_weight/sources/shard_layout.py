@@ -21,9 +21,9 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
-from slime.backends.megatron_utils.weight_maps import find_weight_map
-from slime.backends.megatron_utils.weight_maps.rule import Rule
-from slime.backends.megatron_utils.weight_maps.weight_layouts import tensor_parallel_join
+from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models.rule import Rule
+from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
 from slime.weights.tensor_slice import TensorSlice
 
 

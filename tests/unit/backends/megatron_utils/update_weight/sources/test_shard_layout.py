@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import weight_maps
+from slime.backends.megatron_utils import models
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.update_weight.sources.shard_layout import (
     RowRuns,
     ShardLayout,
     ShardSlice,
     TensorSplit,
 )
-from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
 from slime.weights.tensor_slice import TensorSlice
 
 QKV = "decoder.layers.3.self_attention.linear_qkv"
@@ -144,7 +144,7 @@ def transposing(monkeypatch: pytest.MonkeyPatch) -> None:
         return (tensor.T,)
 
     top = (Rule("output_layer.weight", ("head.weight",), split=split),)
-    monkeypatch.setitem(weight_maps.MAPS, "transposing", WeightMap("one that transposes", top=top, layer=()))
+    monkeypatch.setitem(models.MAPS, "transposing", WeightMap("one that transposes", top=top, layer=()))
 
 
 @pytest.mark.usefixtures("transposing")

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.weight_maps.dense import MLP, NORMS, TOP
-from slime.backends.megatron_utils.weight_maps.moe import EXPERTS, ROUTER
-from slime.backends.megatron_utils.weight_maps.qwen_moe import SHARED_EXPERT
-from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
-from slime.backends.megatron_utils.weight_maps.weight_layouts import check_rows
+from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT
+from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from slime.backends.megatron_utils.models.shared_rules import EXPERTS, MLP, NORMS, ROUTER, TOP
+from slime.backends.megatron_utils.models.weight_layouts import check_rows
 from slime.train_data.model_dims import ModelDims
 
 
@@ -134,3 +133,5 @@ QWEN3_NEXT = WeightMap(
     mtp_prefix=lambda index, shape: "mtp.",
     mtp_layer_prefix=lambda index, shape: f"mtp.layers.{index}.",
 )
+
+FAMILIES = (ModelFamily(model_types=("qwen3_next",), weight_map=QWEN3_NEXT),)

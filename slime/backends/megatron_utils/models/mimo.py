@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.weight_maps.dense import DENSE
-from slime.backends.megatron_utils.weight_maps.rule import Rule, WeightMap
+from slime.backends.megatron_utils.models.qwen import DENSE
+from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
 from slime.train_data.model_dims import ModelDims
 
 
@@ -44,3 +44,5 @@ MIMO = WeightMap(
     mtp=MTP,
     mtp_prefix=lambda index, shape: f"model.mtp_layers.{index}.",
 )
+
+FAMILIES = (ModelFamily(model_types=("mimo",), weight_map=MIMO),)

@@ -1,0 +1,45 @@
+"""GLM-4 and GLM-Z1 (9B, 32B): norms on both sides of attention and MLP, gate and up in one tensor.
+
+GLM-4.5, 4.6 and 4.7: experts chosen by sigmoid scores with a bias, shared experts, an MTP layer.
+"""
+
+from __future__ import annotations
+
+from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from slime.backends.megatron_utils.models.shared_rules import (
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    MTP,
+    MTP_COPIES,
+    NORMS,
+    ROUTER,
+    ROUTER_BIAS,
+    TOP,
+    shared_expert_rules,
+)
+
+GLM4 = WeightMap(
+    family="GLM-4",
+    top=TOP,
+    layer=(
+        *NORMS,
+        *ATTENTION,
+        Rule("post_self_attn_layernorm.weight", ("post_self_attn_layernorm.weight",)),
+        Rule("post_mlp_layernorm.weight", ("post_mlp_layernorm.weight",)),
+        Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",)),
+        Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+    ),
+)
+GLM4_MOE = WeightMap(
+    family="GLM-4.5, 4.6 and 4.7",
+    top=TOP,
+    layer=(*NORMS, *ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EXPERTS, *shared_expert_rules("shared_experts")),
+    mtp=MTP,
+    mtp_copies=MTP_COPIES,
+)
+
+FAMILIES = (
+    ModelFamily(model_types=("glm4",), weight_map=GLM4),
+    ModelFamily(model_types=("glm4_moe",), weight_map=GLM4_MOE),
+)
