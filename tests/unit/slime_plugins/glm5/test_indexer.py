@@ -110,7 +110,7 @@ def test_the_turning_rows_move_to_the_back_of_each_head_and_back(sizes: tuple[in
     from types import SimpleNamespace
 
     head, turning = sizes
-    shape = SimpleNamespace(index_head_dim=head, rotary_dim=turning)
+    shape = SimpleNamespace(index_head_dim=head, rope_dim=turning)
     weight = torch.arange(3 * head * 2).view(3 * head, 2)
     moved = turning_part_last(weight, shape)
     for h in range(3):
@@ -145,7 +145,7 @@ def test_the_choice_is_that_of_transformers_indexer() -> None:
     expected_sets = chosen_sets(expected.masked_fill(expected > rows, -1))
 
     stream = PackedStream.from_offsets(torch.tensor([0, length]))
-    shape = SimpleNamespace(index_head_dim=width, rotary_dim=turning)
+    shape = SimpleNamespace(index_head_dim=width, rope_dim=turning)
 
     def ours(move: bool) -> list[set[int]]:
         def place(weight: Tensor) -> Tensor:
