@@ -112,6 +112,7 @@ def _nodes_in_words() -> str:
 
 class _Info:
     def node_and_gpu(self) -> tuple[str, int]:
+        """Return the address of this actor's node and the number of its GPU."""
         return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
 
 

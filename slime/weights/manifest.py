@@ -56,10 +56,12 @@ class TensorEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
         return getattr(torch, self.dtype)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
@@ -116,6 +118,7 @@ class Manifest:
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
+        """Tensor entries by HF name."""
         return {tensor.name: tensor for tensor in self.tensors}
 
     def segments(self, bucket_index: int) -> list[tuple[int, int]]:

@@ -86,6 +86,7 @@ class StridedCopy:
 
     @property
     def num_elements(self) -> int:
+        """Number of elements that are copied."""
         return math.prod(self.shape)
 
 

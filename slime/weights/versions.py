@@ -69,6 +69,7 @@ class Version:
 
     @property
     def is_whole(self) -> bool:
+        """True for a whole model, False for a change of another version."""
         return self.base is None
 
 

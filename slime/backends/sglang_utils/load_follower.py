@@ -102,6 +102,7 @@ class _Origin:
 
     @property
     def names(self) -> frozenset[str]:
+        """Names of the HF tensors that the elements come from."""
         own = {self.name} if self.name else set()
         return self.opaque | own | {part.name for part in self.parts}
 

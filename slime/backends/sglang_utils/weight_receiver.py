@@ -87,18 +87,21 @@ class ReceivingRank:
         handle_in_loader(self, message["verb"], model, message, is_first)
 
     def begin_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Start the push (first call only), and the load of ``model`` by its manifest."""
         if is_first:
             self._begin(message)
         if self._manifest is not None:
             self._load_of(model).begin(self._manifest)
 
     def receive_weight_buckets(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Load buckets that arrive as handles of a trainer rank's GPU memory."""
         self._require_push(message["push_id"])
         for index, handle in message["payload"]:
             self._take(model, index, handle)
         _wait_for_device()
 
     def receive_weight_bucket(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Load a bucket that arrives by a folder or a broadcast; the first call fetches its bytes."""
         if is_first:
             self._flat = self._obtain(model, message)
         if self._flat is not None:
@@ -108,6 +111,7 @@ class ReceivingRank:
     receive_weight_folder = receive_weight_bucket
 
     def acknowledge_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Finish the load of ``model`` and release mapped buffers."""
         self._require_push(message["push_id"])
         self._mapped, self._flat = {}, None
         if not self._channels:
@@ -115,10 +119,12 @@ class ReceivingRank:
         self._load_of(model).finish()
 
     def join_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Join a broadcast group, in the first call only."""
         if is_first:
             self._join(message["group_name"], message["group"], message["timeout_s"])
 
     def leave_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Leave a broadcast group, in the first call only."""
         if is_first:
             self._leave(message["group_name"])
 

@@ -226,6 +226,7 @@ class _Worker(threading.Thread):
         self.is_replaced = False
 
     def run(self) -> None:
+        """Grade until this thread has been replaced."""
         while not self.is_replaced:
             grading = self._waiting.get()
             grading.resolve(grading.started, self)

@@ -128,6 +128,7 @@ class _Pool:
         self._lock = threading.Lock()
 
     def ask(self, question: Callable[[SymbolicWorker], bool]) -> bool:
+        """Put a question to an idle child, and wait for one if all are busy."""
         # Every holder gives its worker back within its limits, so this wait ends.
         worker = self._idle.get(timeout=3600)
         try:
@@ -136,6 +137,7 @@ class _Pool:
             self._idle.put(worker)
 
     def close(self) -> None:
+        """End all children."""
         with self._lock:
             for worker in self._workers:
                 worker.close()

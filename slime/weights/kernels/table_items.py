@@ -48,10 +48,12 @@ class CastItem:
 
     @property
     def columns(self) -> int:
+        """Columns of the matrix."""
         return self.source.size(1)
 
     @property
     def is_fp8(self) -> bool:
+        """True when the elements are written as FP8 with block scales."""
         return self.kind in ("fp8_block", "fp8_block_ue8m0")
 
     def segments(self, out_dtype: torch.dtype, block: tuple[int, int]) -> list[tuple[int, int]]:

@@ -172,6 +172,7 @@ class CastLaunch:
             self.table = table
 
     def run(self, out: Tensor) -> None:
+        """Write all items into the bucket ``out`` (uint8)."""
         self._run(out, None)
 
     def run_with_digests(self, out: Tensor) -> Tensor:

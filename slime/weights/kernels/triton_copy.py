@@ -88,12 +88,14 @@ class CopyLaunch:
             self.table = table
 
     def copy(self, flat: Tensor) -> None:
+        """Copy the bucket ``flat`` (uint8) into the destinations."""
         self._run(flat, None)
         for index in self.in_torch:
             item = self.items[index]
             item.dst.detach().copy_(source_view(item, flat))
 
     def count_differences(self, flat: Tensor) -> Tensor:
+        """Return the number of differing bytes of each destination, int64 ``[items]``."""
         counts = torch.zeros(len(self.items), dtype=torch.int64, device=self.device)
         self._run(flat, counts)
         for index in self.in_torch:

@@ -132,6 +132,7 @@ class _Failed:
     error: BaseException
 
     def wait(self, timeout_s: float) -> Any:
+        """Raise the error of sending."""
         raise self.error
 
 

@@ -157,9 +157,11 @@ class _Sizes:
         self._blocks = blocks
 
     def is_quantized(self, header: SliceHeader) -> bool:
+        """True for a slice that travels quantized."""
         return self._blocks is not None and self._blocks.is_quantized(header.name)
 
     def outputs(self, header: SliceHeader) -> list[Header]:
+        """Return name, shape and dtype of the tensors that the slice's HF tensor is sent as."""
         if self._blocks is None or not self.is_quantized(header):
             return [(header.name, header.whole_shape, header.dtype)]
         return self._blocks.outputs(header.name, header.whole_shape)
