@@ -29,7 +29,7 @@ class Recompute:
     """Of selective."""
 
     def drops(self, module: str) -> bool:
-        """Whether selective recompute covers ``module``."""
+        """True when selective recompute covers ``module``."""
         return self.granularity == "selective" and module in self.modules
 
 
@@ -54,7 +54,7 @@ def local_tokens(batch: MicroBatch, sizes: ParallelSizes) -> int:
 def layer_terms(
     dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
 ) -> Terms:
-    """What layer ``layer`` (from 0) keeps when it is not recomputed as a whole."""
+    """Return the activations that layer ``layer`` (from 0) keeps when it is not recomputed as a whole."""
     recompute = recompute or Recompute()
     row = local_tokens(batch, sizes) * dims.hidden_size * batch.element_bytes
     keeps_norms = not recompute.drops("layernorm")
@@ -81,7 +81,7 @@ def layer_terms(
 
 
 def _norm_copy(dims: ModelDims, batch: MicroBatch) -> int:
-    """What a norm keeps of its input: the input, or a copy in fp32 where its weight is a distance from one."""
+    """Return the bytes a norm keeps: its input, or an fp32 copy of it where the weight is an offset from one."""
     return 4 // batch.element_bytes if dims.has_centered_norms else 1
 
 
@@ -118,7 +118,7 @@ DELTA_CHUNK = 64
 
 
 def _linear_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
-    """A gated delta net whose rule is plain torch in fp32; the kernels of ``fla`` keep a fraction of it.
+    """Return the activations of a gated delta net in plain fp32 torch; ``fla``'s kernels keep a fraction of it.
 
     Context parallelism changes nothing: a rank has all tokens for a share of its heads.
     """
@@ -207,13 +207,13 @@ def _expert_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, reco
 def layer_bytes(
     dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
 ) -> int:
-    """The sum of :func:`layer_terms`."""
+    """Return the sum of :func:`layer_terms`."""
     return sum(layer_terms(dims, sizes, batch, layer, recompute).values())
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one micro-batch keeps on a stretch of layers, and what its backward pass adds for a moment."""
+    """Activations that one micro-batch keeps on a stretch of layers, and its backward pass's temporary ones."""
 
     kept: int
     again: int
@@ -223,7 +223,7 @@ class Kept:
 def chunk_activations(
     layers: tuple[int, ...], dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute
 ) -> Kept:
-    """What the layers of one pipeline chunk keep for one micro-batch."""
+    """Return the activations that the layers of one pipeline chunk keep for one micro-batch."""
     each = [layer_bytes(dims, sizes, batch, layer, recompute) for layer in layers]
     boundary = local_tokens(batch, sizes) * dims.hidden_size * batch.element_bytes
     if recompute.granularity != "full":
@@ -261,7 +261,7 @@ def head_activations(
     mtp_chunk: int = -1,
     recompute: Recompute | None = None,
 ) -> dict[str, int]:
-    """The last stage at the moment its backward pass begins.
+    """Return the activations of the last stage at the moment its backward pass begins.
 
     The gradient of the logits is written over them.  That of the vocabulary projection exists once in the weights'
     dtype before it is added to the gradient sums.

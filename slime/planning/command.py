@@ -39,7 +39,7 @@ class CompleteRun:
 
 
 def asks_for_plan(words: Sequence[str]) -> bool:
-    """Whether a command line of train.py has ``--plan``."""
+    """True for a command line of train.py that has ``--plan``."""
     return any(word == "--plan" or word.startswith("--plan=") for word in words)
 
 
@@ -72,7 +72,7 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
 
 
 def _check(args: Namespace) -> list[str]:
-    """Every stage of checks that can still run; each reports what it finds."""
+    """Run every stage of checks that can still run; each reports what it finds."""
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
     from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 
@@ -152,7 +152,7 @@ def run_plan(words: Sequence[str], options: PlanOptions, *, as_json: bool = Fals
 
 
 def as_document(plan: Plan | None) -> dict[str, Any] | None:
-    """The plan as plain lists, mappings and numbers; sums that the classes compute are written out."""
+    """Return the plan as plain lists, mappings and numbers, sums that the classes compute included."""
     if plan is None:
         return None
     document = asdict(plan)
@@ -174,7 +174,7 @@ def plan_of_train(words: Sequence[str]) -> int:
 
 
 def _values_of(flag: str, words: Sequence[str]) -> list[str]:
-    """The words behind ``flag`` up to the next flag."""
+    """Return the words behind ``flag`` up to the next flag."""
     found: list[str] = []
     for position, word in enumerate(words):
         if word == flag:
@@ -197,7 +197,7 @@ export -f ray nvidia-smi ssh
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a script submits."""
+    """A command that a script submits."""
 
     words: list[str]
     """The arguments of train.py or train_async.py."""

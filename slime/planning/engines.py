@@ -66,7 +66,7 @@ def engine_places(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineShape:
-    """How an engine cuts and stores the model; SGLang's ServerArgs of the same names."""
+    """The parallel sizes and dtypes of an engine; names as in SGLang's ServerArgs."""
 
     tp_size: int
     dp_size: int = 1
@@ -95,7 +95,7 @@ class EngineShape:
         cls, flags: Mapping[str, Any], overrides: Mapping[str, Any], *, num_gpus: int, weight_bytes: float,
         mtp_layers: int,
     ) -> EngineShape:  # fmt: skip
-        """From ``--sglang-*`` values (without the prefix) and a group's overrides, which win."""
+        """Make the shape from ``--sglang-*`` values (without the prefix) and a group's overrides, which win."""
 
         def value(name: str, default: Any) -> Any:
             found = overrides.get(name, flags.get(name))
@@ -173,7 +173,7 @@ def _replaced_shared(dims: ModelDims, own: int, engine: EngineShape, mlp_tp: int
 
 
 def kv_bytes_per_token(dims: ModelDims, engine: EngineShape) -> int:
-    """Of one token on one GPU of its attention replica."""
+    """Return the KV cache bytes of one token on one GPU of its attention replica."""
     # Linear attention keeps a state for each request instead.
     layers = -(-(dims.num_layers - sum(dims.is_linear) + engine.draft_layers) // engine.pp_size)
     if dims.attention == "grouped":
@@ -184,7 +184,7 @@ def kv_bytes_per_token(dims: ModelDims, engine: EngineShape) -> int:
 
 
 def engine_memory(dims: ModelDims, engine: EngineShape, *, card_bytes: int, other_bytes: int) -> EngineMemory:
-    """What one GPU holds while its engine serves.
+    """Return the memory of one GPU while its engine serves.
 
     SGLang gives weights and cache together ``mem_fraction_static`` of what is free when it starts, and the cache no
     more than ``max_total_tokens`` need.
@@ -221,7 +221,7 @@ def quantized_bytes(hf_config: Mapping[str, Any]) -> float:
 def engine_problems(
     dims: ModelDims, engine: EngineShape, flags: Mapping[str, Any], environment: Mapping[str, str], where: str
 ) -> Iterator[str]:
-    """What the engines of one group break.
+    """Yield the rules that the engines of one group break.
 
     Args:
         dims: of the model.

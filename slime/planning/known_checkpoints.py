@@ -79,5 +79,5 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 def assumed_config(checkpoint: str) -> dict[str, Any]:
-    """What is known of the checkpoint by the name of its folder; empty when nothing is."""
+    """Return the known config of a checkpoint by the name of its folder; empty when there is none."""
     return KNOWN.get(PurePath(checkpoint).name, {})

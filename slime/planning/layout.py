@@ -13,7 +13,7 @@ from slime.utils.errors import ConfigError
 
 
 class GpuPlan(NamedTuple):
-    """How many GPUs the job takes, and where the engines' part begins."""
+    """The number of GPUs the job takes, and the first of the engines' part."""
 
     num_gpus: int
     rollout_offset: int
@@ -74,7 +74,7 @@ class ParallelSizes:
 
     @classmethod
     def from_args(cls, args: Namespace) -> ParallelSizes:
-        """From complete flags."""
+        """Read the sizes from complete flags."""
         return cls(
             world=args.world_size,
             tensor=args.tensor_model_parallel_size,
@@ -104,7 +104,7 @@ class RankPlace:
 
 
 def rank_places(sizes: ParallelSizes, gpus_per_node: int) -> list[RankPlace]:
-    """Every rank, in order.
+    """Return the place of every rank, in order.
 
     Ranks are dealt out to tensor, context, data and pipeline groups, the first varying fastest; for experts to
     expert-tensor, expert, expert-data and pipeline groups (megatron-core's order ``tp-cp-ep-dp-pp``).  Rank r runs on
@@ -156,7 +156,7 @@ class StageChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSplit:
-    """How the flags cut the layers; megatron-core's rules."""
+    """The split of the layers over pipeline stages by the flags, by megatron-core's rules."""
 
     num_layers: int
     stages: int = 1
@@ -172,7 +172,7 @@ class PipelineSplit:
 
     @classmethod
     def from_args(cls, args: Namespace) -> PipelineSplit:
-        """From complete flags."""
+        """Read the split from complete flags."""
         return cls(
             num_layers=args.num_layers,
             stages=args.pipeline_model_parallel_size,
@@ -248,7 +248,7 @@ def _layout_counts(split: PipelineSplit) -> list[list[int]]:
 
 
 def expand_layout(layout: str) -> str:
-    """A custom layout without commas and repetitions: ``Et*2|(tt|)*2L`` is ``Ett|tt|tt|L``."""
+    """Expand a custom layout's commas and repetitions: ``Et*2|(tt|)*2L`` is ``Ett|tt|tt|L``."""
     text = layout.replace(",", "").replace(" ", "")
     while (match := re.search(r"(\([^()]*\)|[A-Za-z|])\*(\d+)", text)) is not None:
         text = text[: match.start()] + match[1].strip("()") * int(match[2]) + text[match.end() :]

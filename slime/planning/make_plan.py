@@ -62,7 +62,7 @@ ENGINE_GROUPS_BYTES = int(1.4 * GIB)
 
 
 def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions) -> Plan:
-    """The plan of complete ``args``.
+    """Make the plan of complete ``args``.
 
     Args:
         args: derived and checked as for a run.
@@ -114,7 +114,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
 
 
 def _notes(args: Namespace) -> Iterator[str]:
-    """What the plan counts otherwise than the run will have it."""
+    """Yield one sentence for each point in which the plan differs from the run."""
     if args.custom_model_provider_path or (args.spec and not args.spec[0].startswith(KNOWN_SPECS)):
         which = args.custom_model_provider_path or " ".join(args.spec)
         yield f"{which} makes the layers; they are counted as the ordinary ones that the flags describe."
@@ -125,7 +125,7 @@ def _notes(args: Namespace) -> Iterator[str]:
 
 
 def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, problems: list[str]) -> StepWork | None:
-    """What the trainer's scheduler makes of the rollout's samples; None when nothing is trained.
+    """Return the work that the trainer's scheduler makes of the rollout's samples; None when nothing is trained.
 
     Batches that cannot be dealt out are appended to ``problems``.
     """
@@ -189,7 +189,7 @@ def micro_batch_tokens(args: Namespace, sizes: ParallelSizes, work: StepWork | N
 
 
 def longest_sample(args: Namespace) -> int:
-    """The longest sample that the flags allow, a prompt of unknown length left out."""
+    """Return the longest sample that the flags allow, a prompt of unknown length left out."""
     if args.rollout_max_context_len is not None:
         return int(args.rollout_max_context_len)
     return int((args.rollout_max_response_len or 0) + (args.rollout_max_prompt_len or 0)) or int(args.seq_length)
@@ -212,14 +212,14 @@ def plan_stage(
 
 
 def trainer_bytes_beside_engine(args: Namespace, sizes: ParallelSizes) -> int:
-    """What a trainer that is not working keeps on an engine's card."""
+    """Return the bytes that an idle trainer keeps on an engine's card."""
     if not args.colocate or args.debug_rollout_only:
         return 0
     return TRAINER_ASLEEP_BYTES + (GROUPS_ASLEEP_BYTES if sizes.world > 1 else 0) + push_buffer_bytes(args)
 
 
 def push_buffer_bytes(args: Namespace) -> int:
-    """The bucket that an engine on the same card maps: it stays, asleep and awake."""
+    """Return the bytes of the bucket that an engine on the same card maps: it stays, asleep and awake."""
     return int(args.update_weight_buffer_size) if args.colocate and not args.debug_train_only else 0
 
 
@@ -227,7 +227,7 @@ def plan_engines(
     args: Namespace, dims: ModelDims, sizes: ParallelSizes, hf_config: Mapping[str, Any], options: PlanOptions,
     problems: list[str],
 ) -> tuple[list[EngineGpus], list[EngineGroupPlan]]:  # fmt: skip
-    """Every engine's place, and each group of like engines that serve; none for external engines.
+    """Plan every engine's place, and each group of like engines that serve; none for external engines.
 
     What the groups break is appended to ``problems``.
     """
@@ -281,7 +281,7 @@ def plan_engines(
 def plan_phases(
     args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], groups: list[EngineGroupPlan], *, trains: bool
 ) -> GpuPhases:
-    """The fullest card of each phase."""
+    """Return the fullest card of each phase."""
     shares = args.colocate and bool(groups)
     is_wide = any(group.num_gpus_per_engine > 1 for group in groups)
     engine_asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUPS_BYTES * is_wide if shares and args.offload_rollout else 0
@@ -312,7 +312,7 @@ def plan_phases(
 
 
 def plan_host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], places: list[EngineGpus]) -> HostMemory:
-    """The node that needs most."""
+    """Return the node that needs most memory."""
     if args.debug_rollout_only:
         return add_hosts([])
     per_node: dict[int, list[HostMemory]] = {}
@@ -338,7 +338,7 @@ def parked_copies(args: Namespace) -> int:
 
 
 def too_large(phases: GpuPhases, host: HostMemory, groups: list[EngineGroupPlan], card: Card) -> list[str]:
-    """One sentence for each phase, engine group or host that needs more than there is, with what would help."""
+    """Return one sentence for each phase, engine group or host that needs more than there is, with a remedy."""
     found = []
     for name in ("train", "log_probs", "rollout", "push"):
         used = getattr(phases, name)

@@ -45,12 +45,12 @@ class ParameterCount:
         return self.dense + self.expert
 
     def as_frozen(self) -> ParameterCount:
-        """The same without gradients."""
+        """Return the same count without gradients."""
         return ParameterCount(frozen=self.total, buffers_fp32=self.buffers_fp32)
 
 
 def add_up(counts: Iterable[ParameterCount]) -> ParameterCount:
-    """The sum."""
+    """Return the sum of the counts."""
     return sum(counts, ParameterCount())
 
 
@@ -58,7 +58,7 @@ def chunk_parameters(
     chunks: Sequence[StageChunk], dims: ModelDims, sizes: ParallelSizes, *, role: str = "actor",
     has_router_bias: bool = False,
 ) -> ParameterCount:  # fmt: skip
-    """What one rank of a pipeline stage holds.
+    """Count the parameters that one rank of a pipeline stage holds.
 
     Args:
         chunks: of the stage.
@@ -97,7 +97,7 @@ def _head(dims: ModelDims, sizes: ParallelSizes, role: str, *, shares_embedding:
 def layer_parameters(
     dims: ModelDims, sizes: ParallelSizes, layer: int, *, has_router_bias: bool = False
 ) -> ParameterCount:
-    """One layer; ``layer`` from 0, and ``num_layers`` is the layer inside of an MTP layer."""
+    """Count one layer; ``layer`` from 0, and ``num_layers`` is the layer inside of an MTP layer."""
     norms = (2 + dims.post_norms) * dims.norm_params * dims.hidden_size
     if dims.has_linear_attention(layer):
         attention = _linear_attention
@@ -142,7 +142,7 @@ def _latent_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
 
 
 def _indexer(dims: ModelDims, layer: int) -> ParameterCount:
-    """What chooses the keys of sparse attention: whole on every rank, never trained.  MTP layers always have one."""
+    """Count the indexer of sparse attention: whole on every rank, never trained.  MTP layers always have one."""
     if dims.attention != "sparse" or not (layer >= dims.num_layers or dims.computes_index[layer]):
         return ParameterCount()
     assert dims.q_lora is not None
@@ -169,7 +169,7 @@ def _experts(dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool) ->
 
 
 def mtp_parameters(dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool = False) -> ParameterCount:
-    """All MTP layers: norms of both inputs, the projection that joins them, a layer, a norm."""
+    """Count all MTP layers: norms of both inputs, the projection that joins them, a layer, a norm."""
     join = 3 * dims.norm_params * dims.hidden_size + 2 * dims.hidden_size * dims.hidden_size // sizes.tensor
     layer = layer_parameters(dims, sizes, dims.num_layers, has_router_bias=has_router_bias)
     total = add_up([ParameterCount(dense=join) + layer] * dims.num_mtp_layers)

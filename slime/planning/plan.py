@@ -40,7 +40,7 @@ CARDS = {
 
 
 def find_card(name: str) -> Card:
-    """The card called ``name``.
+    """Return the card called ``name``.
 
     Raises:
         ConfigError: it is not known.
@@ -52,7 +52,7 @@ def find_card(name: str) -> Card:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """What the flags of a run do not say."""
+    """Settings of a plan that are no flags of a run."""
 
     card: Card
     mfu: float = 0.35

@@ -11,7 +11,7 @@ from slime.planning.trainer_memory import GIB
 
 
 def plan_tables(plan: Plan | None, problems: Sequence[str], notes: Sequence[str], *, all_ranks: bool = False) -> str:
-    """Everything that is to be said, the problems first."""
+    """Return the plan's tables, the problems first."""
     parts = []
     if problems:
         parts.append(_bullets(f"NOT LEGAL: {len(problems)} problem{'s' * (len(problems) > 1)}", problems))

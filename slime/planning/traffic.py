@@ -48,7 +48,7 @@ def step_work(
     forward_passes: int,
     recomputes_everything: bool,
 ) -> StepWork:
-    """What the trainer's own scheduler makes of samples of these lengths.
+    """Return the work that the trainer's own scheduler makes of samples of these lengths.
 
     Args:
         lengths: tokens of each sample, prompt included.

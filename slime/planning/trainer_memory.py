@@ -44,7 +44,7 @@ class TrainerSettings:
     def from_args(
         cls, args: Namespace, sizes: ParallelSizes, *, tokens: int, num_microbatches: int
     ) -> TrainerSettings:
-        """From complete flags.
+        """Read the settings from complete flags.
 
         Args:
             args: complete flags.
@@ -103,12 +103,12 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """What torch has allocated at the peak of a training step."""
+        """Bytes that torch has allocated at the peak of a training step."""
         return self.static + self.activations + max(self.head, self.work)
 
     @property
     def outside(self) -> int:
-        """What torch does not know of: CUDA's context, NCCL."""
+        """Bytes outside of torch's allocator: CUDA's context, NCCL."""
         return CONTEXT_BYTES + self.communicators
 
 
@@ -212,7 +212,7 @@ class HostMemory:
 
 
 def pinned_bytes(tensor_bytes: Iterable[int]) -> int:
-    """What torch's cache of pinned memory takes for tensors: each is rounded up to a power of two."""
+    """Return the bytes of torch's pinned cache for tensors: each is rounded up to a power of two."""
     return sum(1 << max(size - 1, 1).bit_length() for size in tensor_bytes)
 
 
@@ -225,7 +225,7 @@ def rank_host_memory(
     trains_critic: bool,
     has_engine: bool,
 ) -> HostMemory:
-    """What one rank adds to the memory of its node.
+    """Return the memory that one rank adds to its node.
 
     Args:
         memory: of the rank on its card.
@@ -248,7 +248,7 @@ def rank_host_memory(
 
 
 def add_hosts(parts: Iterable[HostMemory]) -> HostMemory:
-    """The ranks of one node together."""
+    """Add up the ranks of one node."""
     items = list(parts)
     return HostMemory(
         *(

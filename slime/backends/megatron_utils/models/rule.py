@@ -75,7 +75,7 @@ def gate_up_rule(megatron: str, gate: str, up: str) -> Rule:
 
 
 def layer_behind_the_last(index: int, shape: ModelDims) -> str:
-    """Where most families keep the MTP layers: numbered on from the decoder's."""
+    """Return the prefix of an MTP layer in most families: numbered on from the decoder's."""
     return f"model.layers.{shape.num_layers + index}."
 
 
