@@ -15,14 +15,14 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from slime.backends.megatron_utils import (
-    checkpoint,
-    cpu_platform,  # noqa: F401
-    memory,
-)
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.utils import unwrap_model
+
+from slime.backends.megatron_utils import checkpoint, memory
 from slime.observability.timer import timer
 from slime.utils.errors import ConfigError
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 from torch import Tensor
 
-from slime.backends.megatron_utils import (
-    cpu_platform,  # noqa: F401
-    memory,
-    train_metrics,
-)
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.backends.megatron_utils import memory, train_metrics
 from slime.backends.megatron_utils.ci_checks import check_rollout, check_step
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.data import DataIterator, sample_columns
