@@ -1,4 +1,4 @@
-"""Read what an engine says about a response: log-probs, kept nuclei, routed experts.
+"""Read what an engine says about a response: log-probs, kept nuclei, routed experts, counters.
 
 An engine answers ``/generate`` with ``{"text": ..., "meta_info": {...}}``.  Integer arrays travel in ``meta_info`` as
 base64 of little-endian int32, as raw bytes, as lists or as tensors; all four are read here and nowhere else.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import functools
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,68 @@ TOP_P_IDS_KEYS = ("top_p_token_ids", "top_p_kept_token_ids")
 TOP_P_OFFSETS_KEYS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 ROUTED_EXPERTS_KEY = "routed_experts"
 ROUTED_EXPERTS_START_KEY = "routed_experts_start_len"
+
+
+@dataclass
+class _MetaSums:
+    """Counters that add up over the engine calls of one sample."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.copy(self)
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the counters as a plain dict."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Any:
+        """Return counters from what ``to_dict`` made; absent ones are 0."""
+        return cls(**{spec.name: data.get(spec.name, 0) for spec in fields(cls)})
+
+
+@dataclass
+class SampleSpecInfo(_MetaSums):
+    """Speculative decoding of one sample, summed over its engine calls."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted draft tokens / proposed draft tokens; 0 without proposals."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Generated tokens per verification step; 0 without verification steps."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts of one engine call."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num") or 0
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num") or 0
+        self.spec_verify_ct += meta_info.get("spec_verify_ct") or 0
+        self.completion_token_num += meta_info.get("completion_tokens") or 0
+
+
+@dataclass
+class SamplePrefixCacheInfo(_MetaSums):
+    """Prompt tokens of one sample that the engine's prefix cache held, summed over its engine calls."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Cached prompt tokens / prompt tokens; 0 without prompt tokens."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts of one engine call."""
+        self.cached_tokens += meta_info.get("cached_tokens") or 0
+        self.total_prompt_tokens += meta_info.get("prompt_tokens") or 0
 
 
 def decode_int32(value: Any, name: str = "array") -> np.ndarray:

@@ -7,7 +7,6 @@ A sample is made from a data row (``prompt``, ``label``, ``metadata``), grows in
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,71 +18,10 @@ import torch
 from slime.utils import sglang_meta
 from slime.utils.errors import DataError
 from slime.utils.misc import copy_plain
+from slime.utils.sglang_meta import SamplePrefixCacheInfo, SampleSpecInfo
 
 RolloutBatch = dict[str, Any]
 """Train data by column: ``name -> one entry per sample``; a plain dict because hooks are promised one."""
-
-
-@dataclass
-class _MetaSums:
-    """Counters that add up over the engine calls of one sample."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.copy(self)
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the counters as a plain dict."""
-        return dict(self.__dict__)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> Any:
-        """Counters from what ``to_dict`` made; absent ones are 0."""
-        return cls(**{spec.name: data.get(spec.name, 0) for spec in fields(cls)})
-
-
-@dataclass
-class SampleSpecInfo(_MetaSums):
-    """Speculative decoding of one sample, summed over its engine calls."""
-
-    spec_accept_token_num: int = 0
-    spec_draft_token_num: int = 0
-    spec_verify_ct: int = 0
-    completion_token_num: int = 0
-
-    @property
-    def spec_accept_rate(self) -> float:
-        """Accepted draft tokens / proposed draft tokens; 0 without proposals."""
-        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
-
-    @property
-    def spec_accept_length(self) -> float:
-        """Generated tokens per verification step; 0 without verification steps."""
-        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
-
-    def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add the counts of one engine call."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num") or 0
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num") or 0
-        self.spec_verify_ct += meta_info.get("spec_verify_ct") or 0
-        self.completion_token_num += meta_info.get("completion_tokens") or 0
-
-
-@dataclass
-class SamplePrefixCacheInfo(_MetaSums):
-    """Prompt tokens of one sample that the engine's prefix cache held, summed over its engine calls."""
-
-    cached_tokens: int = 0
-    total_prompt_tokens: int = 0
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        """Cached prompt tokens / prompt tokens; 0 without prompt tokens."""
-        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
-
-    def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add the counts of one engine call."""
-        self.cached_tokens += meta_info.get("cached_tokens") or 0
-        self.total_prompt_tokens += meta_info.get("prompt_tokens") or 0
 
 
 class SampleStatus(Enum):
