@@ -6,16 +6,17 @@
 demo: install
 	@scripts/demo.sh
 
-# Tests that run at the same time; one of the real jobs takes up to 6 GiB of memory.
+# Several tests run at the same time, and after them the real jobs, one by one: their Ray and their engines have
+# deadlines.  Both parts run whatever the first one finds.
 WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10
 test: install
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10 \
-		-n $(WORKERS) --dist loadfile $(SUITE)
+	@status=0; $(PYTEST) -n $(WORKERS) --dist loadfile $(SUITE) || status=1; $(PYTEST) tests/e2e || status=1; exit $$status
 
 # Several processes each: layouts, resumes, pushes, placement.  The suite has these files of them; all take longer than the
 # suite.
 # Folders one by one, because pytest drops a file that is named beside a folder around it.
-SUITE = $(filter-out tests/dist/ tests/__pycache__/,$(wildcard tests/*/)) $(DIST_IN_SUITE)
+SUITE = $(filter-out tests/dist/ tests/e2e/ tests/__pycache__/,$(wildcard tests/*/)) $(DIST_IN_SUITE)
 DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py weight_push.py shard_buckets.py log_probs_tp.py)
 test-dist: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10 tests/dist/test_*.py

@@ -27,9 +27,8 @@ ENVIRONMENT = {"BASE_DIR": "/base", "MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1",
 def typed(block: str, tmp_path: Path, **variables: str) -> list[list[str]]:
     """The programs that a reader's shell runs in the checkout when ``block`` is typed, with their words."""
     record = tmp_path / "record"
-    recorders = "\n".join(
-        f'{name}() {{ {{ printf "%s\\0" {name} "$@"; printf "\\n\\0"; }} >>"{record}"; }}' for name in PROGRAMS
-    )
+    # One write a call: programs in the background record at the same time.
+    recorders = "\n".join(f"""{name}() {{ printf '%s\\0' {name} "$@" $'\\n' >>"{record}"; }}""" for name in PROGRAMS)
     # The documents stand in /root or beside the checkout; here it lies elsewhere.
     program = f'cd() {{ builtin cd "{REPO}"; }}\ncd\nSCRIPT_DIR="{REPO}/scripts"\n{recorders}\n{block}'
     environment = dict(os.environ) | ENVIRONMENT | variables

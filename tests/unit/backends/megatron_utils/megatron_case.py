@@ -55,6 +55,10 @@ def start_parallel(args: argparse.Namespace) -> None:
     """The parallel groups and seeds of ``args`` over the default group, instead of any there are."""
     if mpu.is_initialized():
         mpu.destroy_model_parallel()
+        # Megatron-core only forgets its groups; each keeps three threads that wake up a hundred times a second.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
     init(args)
 
 
