@@ -101,6 +101,9 @@ def send_buckets(push: Push, buckets: Buckets, transport: Transport, *, by_stage
         with push.step("begin"):
             push.on_main_rank("beginning the push", lambda: begin(push, buckets.manifest))
         transport.open(push, buckets.manifest)
+        while push.must_repeat:
+            push.must_repeat = False
+            transport.open(push, buckets.manifest)
         push.in_turns(f"sending the tensors of version {push.version}", walk, by_stage=by_stage)
         if not push.must_repeat:
             return

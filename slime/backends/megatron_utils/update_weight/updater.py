@@ -153,7 +153,7 @@ class WeightUpdater:
             source = self._slices() if self._takes_slices else self.make_plain_source()
             self._buckets = DigestedBuckets(source)
             if isinstance(source, ShardBuckets):
-                source.note_digests = self._buckets.record
+                source.record_digests = self._buckets.record
         return self._buckets
 
     def make_plain_source(self) -> GatheredBuckets:

@@ -63,7 +63,10 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, push: Push, manifest: Manifest) -> None:
-        """Have the paths to the engines that are still in the push; exclude those that do not come.  Collective."""
+        """Have the paths to the engines that are still in the push; exclude those that do not come.  Collective.
+
+        ``push.must_repeat`` asks for another call without the engines that were excluded.
+        """
 
     @abstractmethod
     def send(self, push: Push, index: int, flat: Tensor) -> None:

@@ -36,16 +36,12 @@ class DistributedTransport(Transport):
     def open(self, push: Push, manifest: Manifest) -> None:
         """Join a group with all engines from the source of each stage, one stage after the other."""
         self._manifest = manifest
-        while True:
-            push.must_repeat = False
-            for stage in range(self.ranks.num_stages):
-                is_turn = self.ranks.is_source and stage == self.ranks.stage
-                push.run_together(
-                    f"joining the weight group of pipeline stage {stage}",
-                    (lambda: self._groups.form(push)) if is_turn else None,
-                )
-            if not push.must_repeat:
-                return
+        for stage in range(self.ranks.num_stages):
+            is_turn = self.ranks.is_source and stage == self.ranks.stage
+            push.run_together(
+                f"joining the weight group of pipeline stage {stage}",
+                (lambda: self._groups.form(push)) if is_turn else None,
+            )
 
     def send(self, push: Push, index: int, flat: Tensor) -> None:
         """Broadcast a bucket from the source of the stage; the other ranks have helped to gather."""

@@ -77,11 +77,7 @@ class SharedMemoryTransport(Transport):
     def open(self, push: Push, manifest: Manifest) -> None:
         """Rank 0 joins a group with the engines that share no GPU with the trainer."""
         self._manifest = manifest
-        while True:
-            push.must_repeat = False
-            push.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.form(push))
-            if not push.must_repeat:
-                return
+        push.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.form(push))
 
     def send(self, push: Push, index: int, flat: Tensor) -> None:
         """Tell the neighbours where the bucket lies, hand it to the engine, broadcast it; wait until all have it."""

@@ -123,7 +123,7 @@ class ShardBuckets:
             if dist.get_rank() == 0:
                 for sentence in describe_misfits(self.misfits):
                     logger.info("%s", sentence)
-        self.note_digests: Callable[[int, Tensor], None] | None = None
+        self.record_digests: Callable[[int, Tensor], None] | None = None
         """Given the digests of each bucket's slices, when set: they cost less while a bucket is filled than later."""
         self._buffer: Tensor | None = None
         self._pointers: list[int] = []
@@ -177,10 +177,10 @@ class ShardBuckets:
                 continue
             bucket = self._own[turn]
             flat = buffer[: bucket.num_bytes]
-            if self.note_digests is None:
+            if self.record_digests is None:
                 self._tables[turn].run(flat)
             else:
-                self.note_digests(bucket.index, self._tables[turn].run_with_digests(flat))
+                self.record_digests(bucket.index, self._tables[turn].run_with_digests(flat))
             if flat.is_cuda:
                 torch.cuda.current_stream().synchronize()  # another process reads it next
             yield bucket, flat
