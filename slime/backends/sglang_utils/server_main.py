@@ -2,6 +2,7 @@
 
 SGLang starts its scheduler and detokenizer with multiprocessing's spawn, which imports this module again in each of
 them, under the name ``__mp_main__`` and before anything of SGLang: so what stands at the top holds for the whole tree.
+On a CPU they are forked instead (:func:`cpu_shim.fork_processes`) and inherit it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if __name__ in ("__main__", "__mp_main__"):
 def main() -> None:
     """Serve until killed."""
     settings = read_settings()
+    cpu_shim.fork_processes(lambda: end_with_owner(os.getppid()))
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
