@@ -104,8 +104,8 @@ def ignore_pinning() -> None:
 def fork_processes(after_fork: Callable[[], None]) -> None:
     """Have ``multiprocessing`` fork in this process, and call ``after_fork`` in each child; with CUDA nothing happens.
 
-    SGLang asks for spawn, because CUDA does not survive a fork.  Without CUDA a fork spares each of its processes about
-    ten seconds of imports.
+    SGLang asks for spawn, because CUDA does not survive a fork.  Without CUDA a fork spares each of its processes
+    about ten seconds of imports.
     """
     if not is_needed():
         return
