@@ -116,9 +116,11 @@ def _validate_backends(args: Namespace) -> None:
             finish_critic(args.critic_args)
             check_critic_layout(args)
     if not args.debug_train_only:
+        from slime.arguments.family_checks import check_engines_of_family
         from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 
         validate_sglang_arguments(args)
+        check_engines_of_family(args)
 
 
 def record_runtime(args: Namespace, **facts: Any) -> None:

@@ -64,6 +64,7 @@ def layer_terms(
         "residual before the MLP": row * _norm_copy(dims, batch),
         "norm before the MLP": row * keeps_norms,
         "norms behind attention and MLP": row * dims.post_norms,
+        "what only the family has": local_tokens(batch, sizes) * dims.own_activations * batch.element_bytes,
         "statistics of norms": 4 * local_tokens(batch, sizes) * (2 + dims.post_norms),
     }
     if dims.has_linear_attention(layer):

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.arguments import parse_flags, slime_validate_args
 from slime.arguments.parser import is_flag
-from slime.planning.known_checkpoints import assumed_config
+from slime.backends.megatron_utils.models import published_config
 from slime.planning.make_plan import make_plan
 from slime.planning.plan import Plan, PlanOptions, find_card
 from slime.planning.tables import plan_tables
@@ -60,7 +60,7 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
         checkpoint = str(args.hf_checkpoint)
         hf_config = _read_config(checkpoint)
         if hf_config is None:
-            hf_config = assumed_config(checkpoint)
+            hf_config = published_config(checkpoint)
             notes.append(_assumption(checkpoint, hf_config))
         if not any(Path(checkpoint).glob("*.safetensors*")):
             args = parse_flags([*words, "--hf-checkpoint", str(_stand_in(folder, checkpoint, hf_config))])
@@ -73,6 +73,7 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
 
 def _check(args: Namespace) -> list[str]:
     """Run every stage of checks that can still run; each reports what it finds."""
+    from slime.arguments.family_checks import check_engines_of_family
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
     from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 
@@ -80,7 +81,7 @@ def _check(args: Namespace) -> list[str]:
     if not args.debug_rollout_only:
         stages.append(validate_megatron_arguments)
     if not (args.debug_train_only or args.load_debug_rollout_data):
-        stages.append(validate_sglang_arguments)
+        stages += [validate_sglang_arguments, check_engines_of_family]
     problems = []
     for stage in stages:
         try:

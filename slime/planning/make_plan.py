@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.arguments.schedule import schedule_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.models import family_of_spec
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
 from slime.planning.activations import Recompute, chunk_activations
 from slime.planning.engines import (
@@ -47,13 +48,6 @@ from slime.planning.trainer_memory import (
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import SlimeError
 
-KNOWN_SPECS = (
-    "slime_plugins.models.glm4",
-    "slime_plugins.models.glm5",
-    "slime_plugins.models.minimax_m2",
-    "slime_plugins.models.qwen3_next",
-)
-"""Packages of layer specs that the arithmetic knows."""
 TRAINER_ASLEEP_BYTES = int(0.8 * GIB)
 GROUPS_ASLEEP_BYTES = int(1.3 * GIB)
 """What a sleeping trainer keeps on the card, and what it keeps more with other ranks beside it (measured)."""
@@ -115,7 +109,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
 
 def _notes(args: Namespace) -> Iterator[str]:
     """Yield one sentence for each point in which the plan differs from the run."""
-    if args.custom_model_provider_path or (args.spec and not args.spec[0].startswith(KNOWN_SPECS)):
+    if args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None):
         which = args.custom_model_provider_path or " ".join(args.spec)
         yield f"{which} makes the layers; they are counted as the ordinary ones that the flags describe."
     if args.only_train_params_name_list or args.freeze_params_name_list:

@@ -103,7 +103,7 @@ def layer_parameters(
         attention = _linear_attention
     else:
         attention = _grouped_attention if dims.attention == "grouped" else _latent_attention
-    count = ParameterCount(dense=norms + attention(dims, sizes)) + _indexer(dims, layer)
+    count = ParameterCount(dense=norms + attention(dims, sizes) + dims.own_parameters) + _indexer(dims, layer)
     if not dims.is_moe[min(layer, dims.num_layers - 1)]:
         return count + ParameterCount(dense=_mlp(dims, sizes.tensor, dims.ffn_hidden_size))
     return count + _experts(dims, sizes, has_router_bias=has_router_bias)

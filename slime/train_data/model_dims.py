@@ -34,6 +34,10 @@ class ModelDims:
     """Vectors of a norm: 1 for RMSNorm, 2 for LayerNorm."""
     post_norms: int = 0
     """Norms behind attention and MLP (GLM-4), 0 to 2."""
+    own_parameters: int = 0
+    """Parameters of each layer that only its family has, and no other field describes; whole on every rank."""
+    own_activations: int = 0
+    """Elements of each token that each layer keeps for them until the backward pass, whole on every rank."""
     learned_positions: int = 0
     """Rows of a learned position embedding."""
 

@@ -1,4 +1,4 @@
-"""Adding a model family touches one file: the example of CONTRIBUTING.md, on a copy."""
+"""A model family with layers of its own is one new folder: the example of CONTRIBUTING.md, on a copy."""
 
 from __future__ import annotations
 
@@ -14,24 +14,60 @@ from tests.contracts.test_new_column import copy_by_links
 pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, transformers and Megatron, on a busy machine
 
 FAMILY = '''\
-"""Acme: Llama's layers; the output projection of attention is called ``dense``, and the MLP's width ``mlp_width``."""
+"""Acme: Llama's layers, with a shift behind the norm in front of attention; the MLP's width is ``mlp_width``."""
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import ATTENTION, MLP, NORMS, TOP
 
-ACME_ATTENTION = (*ATTENTION[:2], Rule("self_attention.linear_proj.weight", ("self_attn.dense.weight",)))
+SHIFT = Rule("input_layernorm.shift", ("input_layernorm.shift",))
 
 FAMILIES = (
     ModelFamily(
         model_types=("acme",),
-        weight_map=WeightMap(family="Acme", top=TOP, layer=(*NORMS, *ACME_ATTENTION, *MLP)),
+        weight_map=WeightMap(family="Acme", top=TOP, layer=(*NORMS, SHIFT, *ATTENTION, *MLP)),
+        spec="slime.backends.megatron_utils.models.acme.layers get_acme_spec",
+        dims=lambda args, config: {"own_parameters": args.hidden_size},
         sizes={"mlp_width": "ffn_hidden_size"},
+        engine_hides_experts=True,
+        published={"Acme-8B": {"model_type": "acme"}},
     ),
 )
 '''
-NEW_FILE = "slime/backends/megatron_utils/models/acme.py"
+LAYERS = '''\
+"""The layers of Acme."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
+from slime.backends.megatron_utils.layers.norm import Norm
+
+
+class ShiftedNorm(Norm):
+    def __init__(self, config, hidden_size, eps=1e-5, **options):
+        super().__init__(config, hidden_size, eps)
+        self.shift = torch.nn.Parameter(torch.zeros_like(self.weight))
+        self.shift.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x):
+        return super().forward(x) + self.shift
+
+
+def get_acme_spec(args, config, vp_stage=None):
+    block = get_block_spec(config, vp_stage)
+    block.layer_specs = [
+        replace(layer, submodules=replace(layer.submodules, input_layernorm=ShiftedNorm))
+        for layer in block.layer_specs
+    ]
+    return block
+'''
+FOLDER = "slime/backends/megatron_utils/models/acme"
 
 PROGRAM = """
 import json, sys
@@ -42,11 +78,16 @@ assert Path(slime.__path__[0]).parent == Path.cwd(), slime.__path__
 
 import torch
 from safetensors.torch import load_file, save_file
+from slime.arguments.family_checks import draft_problems, replay_problems
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.backends.megatron_utils.models import published_config
 from slime.backends.megatron_utils.parameters import iter_global_parameters
+from slime.planning.make_plan import _notes
+from slime.planning.parameters import model_size
 from slime.utils.errors import ConfigError
 from tests.matrix.families.llama import flags
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process, write_hf_model
@@ -57,14 +98,21 @@ config = json.loads((folder / "config.json").read_text())
 model_flags = ["--hf-checkpoint", str(folder), *flags(folder)]
 config.update(model_type="acme", architectures=["AcmeForCausalLM"], mlp_width=config.pop("intermediate_size"))
 (folder / "config.json").write_text(json.dumps(config))
-tensors = {
-    name.replace("self_attn.o_proj", "self_attn.dense"): tensor
-    for name, tensor in load_file(folder / "model.safetensors").items()
-}
+tensors = load_file(folder / "model.safetensors")
+for layer in range(3):
+    tensors[f"model.layers.{layer}.input_layernorm.shift"] = torch.randn(32)
 save_file(tensors, folder / "model.safetensors")
 
+def refusal(*flags):
+    try:
+        check_hf_config(parse(*flags))
+    except ConfigError as error:
+        return str(error)
+
+spec = "slime.backends.megatron_utils.models.acme.layers get_acme_spec"
+without_spec = refusal(*model_flags)
+model_flags += ["--spec", *spec.split()]
 args = parse(*model_flags)
-check_hf_config(args)
 start_single_process(args)
 model = get_model_provider(args)()
 load_hf_weights(args, [model], folder)
@@ -72,23 +120,29 @@ exported = {}
 for name, shard in iter_global_parameters([model]):
     exported.update(convert_to_hf(args, "AcmeForCausalLM", name, shard.tensor.detach().to(tensors["lm_head.weight"])))
 
+args.sglang_speculative_algorithm, args.sglang_speculative_draft_model_path = "EAGLE", None
+args.use_rollout_routing_replay = True
 (folder / "config.json").write_text(json.dumps({**config, "mlp_width": 57}))
-try:
-    refusal = check_hf_config(args)
-except ConfigError as error:
-    refusal = str(error)
 print(json.dumps({
     "names": sorted(exported),
     "expected": sorted(tensors),
     "differ": [name for name in exported if not torch.equal(exported[name], tensors[name])],
-    "refusal": refusal,
+    "without_spec": without_spec,
+    "another_width": refusal(*model_flags),
+    "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    "planned": model_size(model_dims(args)),
+    "notes": list(_notes(args)),
+    "published": published_config("/models/Acme-8B"),
+    "engines": [*draft_problems(args, config), *replay_problems(args, config)],
 }))
 """
 
 
-def test_a_family_of_its_own_touches_one_file(tmp_path):
-    copy_by_links(REPO / "slime", tmp_path / "slime", {REPO / NEW_FILE})
-    (tmp_path / NEW_FILE).write_text(FAMILY)
+def test_a_family_with_layers_of_its_own_is_one_folder(tmp_path):
+    copy_by_links(REPO / "slime", tmp_path / "slime", {REPO / FOLDER})
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "__init__.py").write_text(FAMILY)
+    (tmp_path / FOLDER / "layers.py").write_text(LAYERS)
     for folder in ("tests", "slime_plugins"):
         (tmp_path / folder).symlink_to(REPO / folder)
     result = subprocess.run(
@@ -96,7 +150,15 @@ def test_a_family_of_its_own_touches_one_file(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
-    assert "model.layers.2.self_attn.dense.weight" in found["names"]
+    assert "model.layers.2.input_layernorm.shift" in found["names"]
     assert found["names"] == found["expected"]
     assert found["differ"] == []
-    assert "--ffn-hidden-size is 56; mlp_width is 57" in found["refusal"]
+    assert "--spec is not given; the checkpoint is a acme" in found["without_spec"]
+    assert "--ffn-hidden-size is 56; mlp_width is 57" in found["another_width"]
+    assert found["planned"] == found["parameters"]
+    assert found["notes"] == []
+    assert found["published"] == {"model_type": "acme"}
+    assert [message.split(":")[0].split()[0] for message in found["engines"]] == [
+        "--sglang-speculative-algorithm",
+        "--use-rollout-routing-replay",
+    ]

@@ -19,7 +19,11 @@ PATH = re.compile(rf"(?<![\w/{{}}.])(?:{'|'.join(ROOTS)})/[\w./-]*")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
 
-OF_EXAMPLES = {"slime/algorithms/advantages/step_rewards.py", "slime/backends/megatron_utils/models/acme.py"}
+OF_EXAMPLES = {
+    "slime/algorithms/advantages/step_rewards.py",
+    "slime/backends/megatron_utils/models/acme/__init__.py",
+    "slime/backends/megatron_utils/models/acme/layers.py",
+}
 """Files that the commits of CONTRIBUTING.md add."""
 OF_OTHER_PROGRAMS = {
     "--num-gpus",  # ray start

@@ -53,12 +53,6 @@ LONG_NAMES = {
 ROUTER_DEFAULTS = {"router_log_level": "warn", "router_balance_abs_threshold": 10, "router_balance_rel_threshold": 1.2}
 """Rollouts want load spread evenly sooner than the router's own defaults do, and a quiet log."""
 
-NO_DRAFT_LAYERS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "glm4", "mistral", "minimax_m2")
-"""Model types without a layer that drafts, as far as SGLang knows."""
-
-HIDES_EXPERTS = ("minimax_m2",)
-"""Model types whose layers do not tell SGLang's recorder of experts which layer they are (0.5.15.post1)."""
-
 
 class _Prefixed:
     """A view of a parser that puts a prefix before every flag and attribute added through it."""
@@ -166,9 +160,7 @@ def _check_layout(args: Namespace) -> None:
     if args.rollout_external:
         return
     layout = resolve_sglang_config(args)
-    config = _read_config(args.hf_checkpoint)
-    checks = (draft_problems, quantized_problems, replay_problems)
-    problems = [problem for check in checks for problem in check(args, config)]
+    problems = list(quantized_problems(args, read_config(args.hf_checkpoint)))
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
 
@@ -178,7 +170,7 @@ def _check_layout(args: Namespace) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _read_config(folder: str | None) -> dict[str, Any]:
+def read_config(folder: str | None) -> dict[str, Any]:
     """Return config.json of a checkpoint; {} where there is none to read."""
     file = Path(folder or "") / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -293,24 +285,6 @@ def _speculation(args: Namespace) -> Iterator[str]:
         )
 
 
-def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for EAGLE without a layer that drafts or a model that is named.
-
-    Args:
-        args: the flags.
-        config: the keys of config.json.
-    """
-    algorithm = args.sglang_speculative_algorithm
-    if str(algorithm).upper() not in ("EAGLE", "NEXTN") or args.sglang_speculative_draft_model_path is not None:
-        return
-    own = any(config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
-    if config.get("model_type") in NO_DRAFT_LAYERS and not own:
-        yield (
-            f"--sglang-speculative-algorithm {algorithm}: the checkpoint, a {config['model_type']}, has no MTP layer "
-            "that could draft; name a draft model, --sglang-speculative-draft-model-path, or drop the flag."
-        )
-
-
 def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
     """Yield blocks of an FP8 checkpoint that the tensor-parallel ranks of an engine would cut through.
 
@@ -342,21 +316,6 @@ def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]
                 f"Use engines of fewer GPUs (--rollout-num-gpus-per-engine {max(fitting, default=1)}){more}, or a "
                 "bf16 checkpoint."
             )
-
-
-def replay_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for experts that the engine cannot give back.
-
-    Args:
-        args: the flags.
-        config: the keys of config.json.
-    """
-    if args.use_rollout_routing_replay and config.get("model_type") in HIDES_EXPERTS:
-        yield (
-            f"--use-rollout-routing-replay: the installed SGLang does not say which experts a {config['model_type']} "
-            "chose in which layer, and fails or answers those of the last; use --use-routing-replay, which records "
-            "them in the trainer."
-        )
 
 
 def override_problems(path: str, config: SGLangConfig, known_fields: Collection[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.flags.model_dims import computing_layers
+from slime.backends.megatron_utils.models.deepseek import computing_layers
 from slime.planning.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, asks_for_plan, complete_run, run_plan
 from slime.planning.engines import (
     EngineShape,

@@ -18,10 +18,10 @@ from slime.backends.megatron_utils.flags.latent_arguments import (
     latent_mismatches,
     sigmoid_router_mismatches,
 )
-from slime.backends.megatron_utils.flags.linear_arguments import has_linear_attention, linear_problems
+from slime.backends.megatron_utils.flags.linear_arguments import linear_problems
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
-from slime.backends.megatron_utils.models import FAMILIES, find_weight_map
+from slime.backends.megatron_utils.models import family_of, find_weight_map
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import wire_dtype
 from slime.weights.quantize.formats import BlockFp8
@@ -169,7 +169,9 @@ def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
     vocab_size = config.get("vocab_size")
     if vocab_size is not None and args.vocab_size < vocab_size:
         problems.append(f"--vocab-size is {args.vocab_size}; vocab_size is {vocab_size}, and rows would be lost")
-    has_mtp = has_linear_attention(config) or any(config.get(key) for key in _MTP_KEYS)
+    family = family_of(config)
+    complete = family.with_defaults(config) if family is not None else config
+    has_mtp = any(complete.get(key) for key in _MTP_KEYS)
     if args.mtp_num_layers and config.get("model_type") and not has_mtp:
         problems.append(f"--mtp-num-layers is {args.mtp_num_layers}; the model has none ({_MTP_KEYS[0]})")
     tied = config.get("tie_word_embeddings")
@@ -254,9 +256,15 @@ def softmax_router_mismatches(args: Namespace, config: dict[str, Any]) -> Iterat
 
 def family_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
     """Yield one line for each flag that differs in what the model's family alone has (``models/``)."""
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     if family is None:
         return
+    is_built = family.is_spec_optional or args.spec or args.custom_model_provider_path
+    if family.spec and not is_built:
+        yield (
+            f"--spec is not given; the checkpoint is a {config['model_type']}, which has layers of its own: "
+            f"--spec {family.spec}"
+        )
     for key, attribute in family.sizes.items():
         if config.get(key) not in (None, vars(args)[attribute]):
             yield f"{flag_of(attribute)} is {vars(args)[attribute]}; {key} is {config[key]}"
@@ -271,14 +279,12 @@ def check_engine_keys(config: dict[str, Any]) -> None:
     Raises:
         ConfigError: with every setting that is missing.
     """
-    model_type = str(config.get("model_type"))
-    if model_type not in FAMILIES:
+    family = family_of(config)
+    if family is None:
         return
-    keys = FAMILIES[model_type].engine_keys
-    missing = [f"{key} (without it, {what})" for key, what in keys.items() if not config.get(key)]
+    missing = [f"{key} (without it, {what})" for key, what in family.engine_keys.items() if not config.get(key)]
     if missing:
         raise ConfigError(
-            f"config.json of --hf-checkpoint is that of a {model_type} and lacks what SGLang builds the model by: "
-            + "; ".join(missing)
-            + ". Copy these settings from the published config.json."
+            f"config.json of --hf-checkpoint is that of a {config['model_type']} and lacks what SGLang builds the "
+            "model by: " + "; ".join(missing) + ". Copy these settings from the published config.json."
         )

@@ -1,4 +1,4 @@
-"""Flags of models in which some layers have linear attention, a gated delta net (Qwen3-Next), against the HF config.
+"""Flags of families in which some layers have linear attention, a gated delta net, against the HF config.
 
 Which layers, and their sizes, come from config.json of ``--hf-checkpoint``; they are filled in under megatron-core's
 own flags, so that a checkpoint records them and a plan reads them.
@@ -12,16 +12,11 @@ from typing import Any
 
 from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.backends.megatron_utils.flags.model_dims import linear_layers
+from slime.backends.megatron_utils.models import FAMILIES, family_of
 from slime.utils.errors import ConfigError
 
-SPECS = {
-    # model_type -> what builds its layers
-    "qwen3_next": "slime_plugins.models.qwen3_next get_qwen3_next_spec",
-}
-"""Models with a gated delta net in most layers, and attention with an output gate in the others."""
-
 _SIZES = {
-    # key of config.json and attribute of args -> default of both, that of the published models
+    # key of config.json and attribute of args -> default of megatron-core's flag
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -30,17 +25,12 @@ _SIZES = {
 }
 
 
-def has_linear_attention(config: dict[str, Any]) -> bool:
-    """Return True when a config.json is that of a model with linear attention."""
-    return config.get("model_type") in SPECS
-
-
 def hf_linear_layers(config: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return the same as config.json says it: a type for each layer, or an interval."""
+    """Return for each layer whether its attention is linear, by config.json: a type for each layer, or an interval."""
     types = config.get("layer_types")
     if types is not None:
         return tuple(kind == "linear_attention" for kind in types)
-    return linear_layers(int(config.get("full_attention_interval") or 4), num_layers)
+    return linear_layers(int(config["full_attention_interval"]), num_layers)
 
 
 def derive_linear(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
@@ -50,10 +40,12 @@ def derive_linear(args: Namespace, config: dict[str, Any] | None) -> dict[str, A
         ConfigError: a flag says something else than the HF config.
     """
     derived: dict[str, Any] = {"attention_output_gate": args.attention_output_gate or args.use_gated_attention}
-    if not config or not has_linear_attention(config):
+    family = family_of(config or {})
+    if not config or family is None or not family.has_linear_attention:
         return derived
+    config = family.with_defaults(config)
     for key, default in _SIZES.items():
-        given, expected = vars(args)[key], int(config.get(key) or default)
+        given, expected = vars(args)[key], int(config[key])
         if given not in (default, expected):
             raise ConfigError(
                 f"{flag_of(key)} is {given}; config.json of --hf-checkpoint says {expected}; leave the flag out."
@@ -94,7 +86,7 @@ def check_linear_flags(args: Namespace) -> None:
     if not args.spec and not args.custom_model_provider_path:
         raise ConfigError(
             f"--linear-attention-freq is {frequency} without --spec; the standard layers have no linear attention; "
-            f"give --spec {SPECS['qwen3_next']}."
+            f"give --spec {' or '.join(sorted({f.spec for f in FAMILIES.values() if f.has_linear_attention}))}."
         )
     if (args.mtp_num_layers or 0) > 1:
         raise ConfigError(
@@ -121,12 +113,11 @@ def check_linear_flags(args: Namespace) -> None:
 
 
 def linear_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield what does not go with the HF config: layers of another kind, a missing gate, other norms."""
-    if not has_linear_attention(config) or args.custom_model_provider_path:
+    """Yield what does not go with the HF config: a missing gate, other norms."""
+    family = family_of(config)
+    if family is None or not family.has_linear_attention or args.custom_model_provider_path:
         return
     kind = config["model_type"]
-    if not args.spec:
-        yield f"--spec is not given; the checkpoint is a {kind}; give --spec {SPECS[kind]}."
     if not args.attention_output_gate:
         yield f"--attention-output-gate is not given; the attention of a {kind} has one; give it."
     if not args.apply_layernorm_1p:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from slime.backends.megatron_utils.models import family_of_spec
 from slime.train_data.model_dims import AttentionKind, ModelDims
 
 
@@ -20,14 +22,10 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
     get = vars(args).get
     num_layers, heads = args.num_layers, args.num_attention_heads
     attention: AttentionKind = "latent" if get("multi_latent_attention") else "grouped"
-    sparse: dict[str, Any] = {}
-    if _has_spec(args, "slime_plugins.models.glm5") and hf_config is not None:
-        attention = "sparse"
-        sparse["computes_index"] = computing_layers(hf_config, num_layers)
-        sparse["index_heads"], sparse["index_topk"] = args.dsa_indexer_n_heads, args.dsa_indexer_topk
+    family = family_of_spec(get("spec"))
     groups = get("num_query_groups") if get("group_query_attention", True) else None
     has_positions = get("position_embedding_type") == "learned_absolute"
-    return ModelDims(
+    dims = ModelDims(
         num_layers=num_layers,
         hidden_size=args.hidden_size,
         vocab_size=args.vocab_size,
@@ -47,19 +45,18 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
         has_qkv_bias=bool(get("add_qkv_bias")),
         has_qk_norm=bool(get("qk_layernorm")),
         has_output_gate=bool(get("attention_output_gate")),
-        norms_all_heads=_has_spec(args, "slime_plugins.models.minimax_m2"),
         q_lora=get("q_lora_rank"),
         kv_lora=get("kv_lora_rank") or 0,
         qk_dim=get("qk_head_dim") or 0,
         rope_dim=get("qk_pos_emb_head_dim") or 64,
         v_dim=get("v_head_dim") or 0,
         index_head_dim=get("dsa_indexer_head_dim") or 128,
-        **sparse,
         **_linear_sizes(args),
         **_expert_sizes(args),
         num_mtp_layers=get("mtp_num_layers") or 0,
         trains_mtp=bool(get("enable_mtp_training")),
     )
+    return dims if family is None else replace(dims, **family.dims(args, hf_config))
 
 
 def _expert_sizes(args: Namespace) -> dict[str, Any]:
@@ -102,22 +99,3 @@ def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tup
     if isinstance(frequency, int):
         return tuple((layer + 1) % frequency != 0 for layer in range(num_layers))
     return tuple(bool(entry) for entry in frequency)
-
-
-def _has_spec(args: Namespace, package: str) -> bool:
-    spec = vars(args).get("spec")
-    return spec is not None and bool(spec) and spec[0].startswith(package)
-
-
-def computing_layers(hf_config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether its sparse attention chooses keys, by config.json's types, pattern or frequency.
-
-    ``slime_plugins.models.glm5.schedule`` is the trainer's own reading, which a test holds this one against.
-    """
-    types = hf_config.get("indexer_types") or hf_config.get("index_topk_pattern")
-    if types is not None:
-        return tuple(entry in ("F", "full") for entry in types[:num_layers])
-    freq = max(int(hf_config.get("index_topk_freq") or 1), 1)
-    offset = hf_config.get("index_skip_topk_offset")
-    offset = 2 if offset is None else int(offset)
-    return tuple(max(layer - offset, 0) % freq == 0 for layer in range(1, num_layers + 1))

@@ -1,4 +1,4 @@
-"""Flags of DeepSeek sparse attention (GLM-5, GLM-5.2, DeepSeek-V3.2) against the HF config.
+"""Flags of families with DeepSeek's sparse attention (GLM-5, GLM-5.2, DeepSeek-V3.2) against the HF config.
 
 The sizes of the indexer come from config.json of ``--hf-checkpoint``.  megatron-core has flags for them, which a model
 file need not give; they are filled in, so that a checkpoint records them.
@@ -11,36 +11,33 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.backends.megatron_utils.flags.config_flags import flag_of
+from slime.backends.megatron_utils.models import FAMILIES, family_of
 from slime.utils.errors import ConfigError
 
-SPARSE_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""Models with sparse attention, which works over gathered, contiguous context-parallel parts."""
-
-_DEFAULT_HEADS = {"glm_moe_dsa": 32, "deepseek_v32": 64}
-"""``index_n_heads`` by ``model_type``, where config.json leaves it out: defaults of transformers' config classes."""
+_SPARSE = {f.sparse_architecture: f for f in FAMILIES.values() if f.sparse_architecture}
+"""Families with sparse attention, which works over gathered, contiguous context-parallel parts, by architecture."""
 
 _SIZES = {
-    # key of config.json -> attribute of args, default
-    "index_n_heads": ("dsa_indexer_n_heads", None),
-    "index_head_dim": ("dsa_indexer_head_dim", 128),
-    "index_topk": ("dsa_indexer_topk", 2048),
+    # key of config.json -> attribute of args
+    "index_n_heads": "dsa_indexer_n_heads",
+    "index_head_dim": "dsa_indexer_head_dim",
+    "index_topk": "dsa_indexer_topk",
 }
 
 
 def has_indexer(config: dict[str, Any]) -> bool:
     """Return True when a config.json is that of a model with sparse attention."""
-    return config.get("model_type") in _DEFAULT_HEADS
+    family = family_of(config)
+    return family is not None and bool(family.sparse_architecture)
 
 
 def indexer_sizes(config: dict[str, Any]) -> dict[str, int]:
     """Return heads, width of a head and keys per query, as attributes; empty for a model without an indexer."""
-    if not has_indexer(config):
+    family = family_of(config)
+    if family is None or not family.sparse_architecture:
         return {}
-    sizes = {}
-    for key, (attribute, default) in _SIZES.items():
-        value = config.get(key)
-        sizes[attribute] = int(value or default or _DEFAULT_HEADS[config["model_type"]])
-    return sizes
+    config = family.with_defaults(config)
+    return {attribute: int(config[key]) for key, attribute in _SIZES.items()}
 
 
 def derive_indexer(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
@@ -68,7 +65,7 @@ def check_sparse_flags(args: Namespace) -> None:
     if args.experimental_attention_variant is not None:
         raise ConfigError(
             f"--experimental-attention-variant is {args.experimental_attention_variant!r}, which the layers here do "
-            "not have; for sparse attention give --spec slime_plugins.models.glm5.glm5 get_glm5_spec."
+            f"not have; for sparse attention give --spec {' or '.join(sorted({f.spec for f in _SPARSE.values()}))}."
         )
     for attribute in ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"):
         if vars(args)[attribute]:
@@ -79,12 +76,7 @@ def check_sparse_flags(args: Namespace) -> None:
 
 
 def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield what does not go with the HF config: layers without an indexer, a wrong cut of the stream."""
-    if has_indexer(config) and not (args.spec or args.custom_model_provider_path):
-        yield (
-            f"--spec is not given; the checkpoint is a {config['model_type']}, whose layers attend to chosen keys "
-            "only; give --spec slime_plugins.models.glm5.glm5 get_glm5_spec."
-        )
+    """Yield what does not go with the HF config: a frozen indexer that is not there, a wrong cut of the stream."""
     if args.freeze_indexer and not (has_indexer(config) or args.spec or args.custom_model_provider_path):
         yield (
             f"--freeze-indexer: the checkpoint, a {config.get('model_type')}, has no sparse attention and so no "
@@ -93,11 +85,11 @@ def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
     if args.context_parallel_size == 1:
         return
     architectures = config.get("architectures") or []
-    is_sparse = bool(set(architectures) & set(SPARSE_ARCHITECTURES))
+    is_sparse = bool(set(architectures) & set(_SPARSE))
     if args.allgather_cp and not is_sparse:
         yield (
             f"--allgather-cp with --context-parallel-size {args.context_parallel_size}: the checkpoint is "
-            f"{', '.join(architectures) or 'of unknown architecture'}; only {' and '.join(SPARSE_ARCHITECTURES)} work "
+            f"{', '.join(architectures) or 'of unknown architecture'}; only {' and '.join(sorted(_SPARSE))} work "
             "that way; drop --allgather-cp."
         )
     if is_sparse and not args.allgather_cp:

@@ -1,15 +1,19 @@
-"""The model families, one file each: model types, table of weights, what config.json must agree with.
+"""The model families, one file or folder each: everything that slime knows of a family.
 
-A file that defines ``FAMILIES`` is registered by being here; nothing else names it.
+A file or folder that defines ``FAMILIES`` is registered by being here; nothing else names it.
 """
 
 from __future__ import annotations
 
 import pkgutil
 import re
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import PurePath
+from typing import Any
 
-from slime.backends.megatron_utils.models.rule import ModelFamily, WeightMap
+from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError
 
 
@@ -25,7 +29,7 @@ def _load_families() -> dict[str, ModelFamily]:
             for model_type in family.model_types:
                 if model_type in families:
                     raise ConfigError(
-                        f"models/{file.name}.py declares the model type {model_type!r}, and so does the family "
+                        f"models/{file.name} declares the model type {model_type!r}, and so does the family "
                         f"{families[model_type].weight_map.family}; leave it in one of them."
                     )
                 families[model_type] = family
@@ -39,8 +43,27 @@ MAPS: dict[str, WeightMap] = {model_type: family.weight_map for model_type, fami
 """The tables of weights, likewise."""
 
 
+def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
+    """Return the family of a config.json; None for a model type that is not here."""
+    return FAMILIES.get(str(config.get("model_type")))
+
+
+def family_of_spec(spec: Sequence[str] | None) -> ModelFamily | None:
+    """Return the family whose layers ``--spec`` (module and function) builds; None for a plug-in's own, or none."""
+    return next((family for family in FAMILIES.values() if spec and family.is_built_by(spec[0])), None)
+
+
+def published_config(checkpoint: str) -> Mapping[str, Any]:
+    """Return what is known of the config.json of a published checkpoint, by its folder's name; empty for others.
+
+    A recipe names folders of the cluster; on a machine that has none of them, a plan goes by this.
+    """
+    name = PurePath(checkpoint).name
+    return next((family.published[name] for family in FAMILIES.values() if name in family.published), {})
+
+
 def find_weight_map(model_name: str) -> WeightMap:
-    """The table of a model type, an architecture or a config class, in any spelling: ``qwen3``, ``Qwen3Config``.
+    """Return the table of a model type, architecture or config class, in any spelling: ``qwen3``, ``Qwen3Config``.
 
     Raises:
         ConfigError: there is none; the message lists those there are.

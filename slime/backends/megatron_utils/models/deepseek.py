@@ -8,9 +8,13 @@ their last ones here, as those of Megatron do.  With index sharing only the laye
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import (
     EXPERTS,
     MLP,
@@ -71,7 +75,75 @@ INDEXER = (
 
 DEEPSEEK_SPARSE = replace(DEEPSEEK, family="GLM-5, GLM-5.2 and DeepSeek-V3.2", layer=(*DEEPSEEK.layer, *INDEXER))
 
+SPARSE_SPEC = "slime_plugins.models.glm5.glm5 get_glm5_spec"
+
+
+def sparse_dims(args: Namespace, hf_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the dimensions of sparse attention; without a config.json, which alone tells its layers, none."""
+    if hf_config is None:
+        return {}
+    return {
+        "attention": "sparse",
+        "computes_index": computing_layers(hf_config, args.num_layers),
+        "index_heads": args.dsa_indexer_n_heads,
+        "index_topk": args.dsa_indexer_topk,
+    }
+
+
+def computing_layers(hf_config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether its sparse attention chooses keys, by config.json's types, pattern or frequency.
+
+    ``slime_plugins.models.glm5.schedule`` is the trainer's own reading, which a test holds this one against.
+    """
+    types = hf_config.get("indexer_types") or hf_config.get("index_topk_pattern")
+    if types is not None:
+        return tuple(entry in ("F", "full") for entry in types[:num_layers])
+    freq = max(int(hf_config.get("index_topk_freq") or 1), 1)
+    offset = hf_config.get("index_skip_topk_offset")
+    offset = 2 if offset is None else int(offset)
+    return tuple(max(layer - offset, 0) % freq == 0 for layer in range(1, num_layers + 1))
+
+
+_FP8 = {"model_type": "deepseek_v3", "quantization_config": BLOCK_FP8}
+_INT4 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}},
+}
+_INDEX = {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048}
+_GLM5: dict[str, Any] = {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], **_INDEX}
+_GLM52: dict[str, Any] = {**_GLM5, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+
 FAMILIES = (
-    ModelFamily(model_types=("deepseek_v3", "kimi_k2", "glm4_moe_lite"), weight_map=DEEPSEEK),
-    ModelFamily(model_types=("deepseek_v32", "glm_moe_dsa"), weight_map=DEEPSEEK_SPARSE),
+    ModelFamily(
+        model_types=("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+        weight_map=DEEPSEEK,
+        published={
+            "DeepSeek-R1": _FP8,
+            "DeepSeek-V3": _FP8,
+            "Kimi-K2-Instruct": {"quantization_config": BLOCK_FP8},
+            "Kimi-K2-Thinking": {"quantization_config": _INT4},
+        },
+    ),
+    ModelFamily(
+        model_types=("deepseek_v32",),
+        weight_map=DEEPSEEK_SPARSE,
+        spec=SPARSE_SPEC,
+        dims=sparse_dims,
+        sparse_architecture="DeepseekV32ForCausalLM",
+        defaults={**_INDEX, "index_n_heads": 64},  # those of transformers' config classes
+    ),
+    ModelFamily(
+        model_types=("glm_moe_dsa",),
+        weight_map=DEEPSEEK_SPARSE,
+        spec=SPARSE_SPEC,
+        dims=sparse_dims,
+        sparse_architecture="GlmMoeDsaForCausalLM",
+        defaults=_INDEX,
+        published={
+            "GLM-5": _GLM5,
+            "GLM-5-FP8": {**_GLM5, "quantization_config": BLOCK_FP8},
+            "GLM-5.2": _GLM52,
+            "GLM-5.2-FP8": {**_GLM52, "quantization_config": BLOCK_FP8},
+        },
+    ),
 )

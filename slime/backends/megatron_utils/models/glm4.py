@@ -5,7 +5,8 @@ GLM-4.5, 4.6 and 4.7: experts chosen by sigmoid scores with a bias, shared exper
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import (
     ATTENTION,
     EXPERTS,
@@ -40,6 +41,15 @@ GLM4_MOE = WeightMap(
 )
 
 FAMILIES = (
-    ModelFamily(model_types=("glm4",), weight_map=GLM4),
-    ModelFamily(model_types=("glm4_moe",), weight_map=GLM4_MOE),
+    ModelFamily(
+        model_types=("glm4",),
+        weight_map=GLM4,
+        spec="slime_plugins.models.glm4 get_glm_spec",
+        is_spec_optional=True,
+    ),
+    ModelFamily(
+        model_types=("glm4_moe",),
+        weight_map=GLM4_MOE,
+        published={"GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": BLOCK_FP8}},
+    ),
 )

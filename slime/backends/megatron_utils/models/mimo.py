@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.qwen import DENSE
-from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.train_data.model_dims import ModelDims
 
 

@@ -6,7 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap, gate_up_rule
+from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap, gate_up_rule
 from slime.backends.megatron_utils.models.shared_rules import ATTENTION, NORMS, TOP
 
 SPEC = "slime_plugins.models.minimax_m2 get_minimax_m2_spec"
@@ -37,8 +38,6 @@ def minimax_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterator[s
     Its config.json has names of its own: ``intermediate_size`` is an expert's, and the part of a head that turns is
     given in dimensions.
     """
-    if not args.spec:
-        yield f"--spec is not given; the norms over all heads together need --spec {SPEC}"
     if config.get("qk_norm_type", "per_layer") != "per_layer":
         yield f"--spec {SPEC} norms all heads together; qk_norm_type is {config['qk_norm_type']!r}"
     has_bias = bool(config.get("use_routing_bias", True))
@@ -59,6 +58,8 @@ FAMILIES = (
     ModelFamily(
         model_types=("minimax_m2",),
         weight_map=MINIMAX_M2,
+        spec=SPEC,
+        dims=lambda args, config: {"norms_all_heads": True},
         sizes={
             "num_local_experts": "num_experts",
             "num_experts_per_tok": "moe_router_topk",
@@ -71,6 +72,17 @@ FAMILIES = (
             "use_routing_bias": "the router has no bias",
             "rotary_dim": "heads turn as a whole",
             "scoring_func": "it fails",
+        },
+        engine_hides_experts=True,
+        published={
+            "MiniMax-M2": {
+                "model_type": "minimax_m2",
+                "use_qk_norm": True,
+                "use_routing_bias": True,
+                "rotary_dim": 64,
+                "scoring_func": "sigmoid",
+                "quantization_config": BLOCK_FP8,
+            }
         },
     ),
 )

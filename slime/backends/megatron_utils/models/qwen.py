@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from typing import Any
+
+from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import (
     ATTENTION,
     EXPERTS,
@@ -26,7 +29,30 @@ QWEN_MOE = WeightMap(
     layer=(*NORMS, *ATTENTION, *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
 )
 
+
+def _llama3(factor: float) -> dict[str, Any]:
+    """Return the rotary settings of a Llama 3 whose positions are stretched by ``factor``."""
+    return {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    }
+
+
 FAMILIES = (
-    ModelFamily(model_types=("llama", "qwen2", "qwen3"), weight_map=DENSE),
+    ModelFamily(
+        model_types=("llama",),
+        weight_map=DENSE,
+        published={
+            "Llama-3.1-8B-Instruct": _llama3(8.0),
+            "Llama-3.2-1B-Instruct": _llama3(32.0),
+            "Llama-3.2-3B-Instruct": _llama3(32.0),
+        },
+    ),
+    ModelFamily(model_types=("qwen2", "qwen3"), weight_map=DENSE),
     ModelFamily(model_types=("qwen2_moe", "qwen3_moe"), weight_map=QWEN_MOE),
 )

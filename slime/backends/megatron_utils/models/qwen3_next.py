@@ -10,12 +10,14 @@ convolution; G = query groups, q = query heads of a group, d = head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT
-from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import EXPERTS, MLP, NORMS, ROUTER, TOP
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
 from slime.train_data.model_dims import ModelDims
@@ -134,4 +136,33 @@ QWEN3_NEXT = WeightMap(
     mtp_layer_prefix=lambda index, shape: f"mtp.layers.{index}.",
 )
 
-FAMILIES = (ModelFamily(model_types=("qwen3_next",), weight_map=QWEN3_NEXT),)
+_DELTA_NETS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_PUBLISHED: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    **_DELTA_NETS,
+}
+
+FAMILIES = (
+    ModelFamily(
+        model_types=("qwen3_next",),
+        weight_map=QWEN3_NEXT,
+        spec="slime_plugins.models.qwen3_next get_qwen3_next_spec",
+        has_linear_attention=True,
+        # The published config.json does not speak of the MTP layer that every checkpoint has.
+        defaults={"full_attention_interval": 4, "num_nextn_predict_layers": 1, **_DELTA_NETS},
+        published={
+            "Qwen3-Next-80B-A3B-Instruct": _PUBLISHED,
+            "Qwen3-Next-80B-A3B-Instruct-FP8": {**_PUBLISHED, "quantization_config": BLOCK_FP8},
+            "Qwen3-Next-80B-A3B-Thinking": _PUBLISHED,
+            "Qwen3-Next-80B-A3B-Thinking-FP8": {**_PUBLISHED, "quantization_config": BLOCK_FP8},
+        },
+    ),
+)

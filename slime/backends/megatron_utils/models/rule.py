@@ -7,10 +7,8 @@ tensors.  Loading merges these, exporting splits it, so that the exporter is the
 from __future__ import annotations
 
 import re
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -139,26 +137,6 @@ class WeightMap:
             if rule.megatron == rest:
                 return rule, tuple(prefix + hf_name.replace("{expert}", expert) for hf_name in rule.hf)
         raise KeyError(f"{name} is no parameter of the family {self.family}")
-
-
-def no_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterable[str]:
-    """Return nothing: the comparisons that all families share say it all."""
-    return ()
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """What one family has of its own; a file of this package declares it in ``FAMILIES``."""
-
-    model_types: tuple[str, ...]
-    """Of config.json; also what weights are pushed for (``--model-name``)."""
-    weight_map: WeightMap
-    sizes: Mapping[str, str] = field(default_factory=dict)
-    """Key of config.json -> attribute of args that must be equal, beside those that all families share."""
-    mismatches: Callable[[Namespace, Mapping[str, Any]], Iterable[str]] = no_mismatches
-    """Yields one line for each other flag that differs from config.json."""
-    engine_keys: Mapping[str, str] = field(default_factory=dict)
-    """Key of config.json without which SGLang serves another model -> what it does without it."""
 
 
 def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelDims) -> list[tuple[str, Tensor]]:

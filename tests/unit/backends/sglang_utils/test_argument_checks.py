@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.backends.sglang_utils.arguments import quantized_problems, replay_problems
+from slime.backends.sglang_utils.arguments import quantized_problems
 
 GLM4_9B = {"intermediate_size": 13696}
 QWEN3_4B = {"intermediate_size": 9728}
@@ -53,11 +53,3 @@ def test_whole_blocks_are_served(shape, options):
 def test_dense_layers_of_an_expert_model_are_looked_at_too():
     (found,) = problems(DEEPSEEK, 64, ep=64)
     assert "intermediate_size 18432" in found and "288" in found
-
-
-def test_experts_that_an_engine_does_not_give_back_are_not_replayed():
-    replays, does_not = Namespace(use_rollout_routing_replay=True), Namespace(use_rollout_routing_replay=False)
-    (found,) = replay_problems(replays, {"model_type": "minimax_m2"})
-    assert "--use-rollout-routing-replay" in found and "use --use-routing-replay" in found
-    assert not list(replay_problems(does_not, {"model_type": "minimax_m2"}))
-    assert not list(replay_problems(replays, {"model_type": "qwen3_moe"}))

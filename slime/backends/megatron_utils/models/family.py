@@ -1,0 +1,75 @@
+"""The description of a model family: what it does not share with the others, for every part of slime that asks."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.backends.megatron_utils.models.rule import WeightMap
+
+BLOCK_FP8: dict[str, Any] = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
+"""``quantization_config`` of checkpoints that are published in FP8 by blocks."""
+
+
+def no_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterable[str]:
+    """Return nothing: the comparisons that all families share are enough."""
+    return ()
+
+
+def no_dims(args: Namespace, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return nothing: the flags that all families share give all dimensions."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """A model family; a file or a folder of this package declares it in ``FAMILIES``.
+
+    Nothing here imports Megatron or SGLang: plan, flags and the checks of the engines read it too.
+    """
+
+    model_types: tuple[str, ...]
+    """Of config.json; also what weights are pushed for (``--model-name``)."""
+    weight_map: WeightMap
+
+    # --- layers of its own
+    spec: str = ""
+    """Module and function of its layers, as ``--spec`` takes them; empty where the model flags describe the layers."""
+    is_spec_optional: bool = False
+    """The model flags describe the layers, and ``spec`` is there for commands that name it."""
+    dims: Callable[[Namespace, Mapping[str, Any] | None], Mapping[str, Any]] = no_dims
+    """Gives the fields of ``ModelDims`` that follow from ``spec``; called with args and, where known, config.json."""
+    sparse_architecture: str = ""
+    """Entry of ``architectures`` in config.json, of a family whose attention chooses keys with an indexer."""
+    has_linear_attention: bool = False
+    """Some layers are gated delta nets, and the attention of the others has an output gate."""
+
+    # --- config.json
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Key of config.json -> the value that a file without it means."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Key of config.json -> attribute of args that must be equal, beside those that all families share."""
+    mismatches: Callable[[Namespace, Mapping[str, Any]], Iterable[str]] = no_mismatches
+    """Yields one line for each other flag that differs from config.json."""
+    published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Folder name of a published checkpoint -> keys of its config.json that a plan needs and the model flags do not
+    give."""
+
+    # --- engines
+    engine_keys: Mapping[str, str] = field(default_factory=dict)
+    """Key of config.json without which SGLang serves another model -> what it does without it."""
+    engine_hides_experts: bool = False
+    """SGLang's recorder of routed experts does not know the layers of this family (0.5.15.post1)."""
+
+    def with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``config`` with ``defaults`` where it has no value."""
+        return {**self.defaults, **{key: value for key, value in config.items() if value is not None}}
+
+    def is_built_by(self, spec: str) -> bool:
+        """Return True when ``spec``, the module that ``--spec`` names, has this family's layers."""
+        module = self.spec.partition(" ")[0]
+        return bool(module) and spec in (module, module.rpartition(".")[0])

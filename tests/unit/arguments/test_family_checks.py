@@ -1,0 +1,34 @@
+"""Engine flags against the model family: drafts, and experts that are replayed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from slime.arguments.family_checks import draft_problems, replay_problems
+
+
+def test_experts_that_an_engine_does_not_give_back_are_not_replayed():
+    replays, does_not = Namespace(use_rollout_routing_replay=True), Namespace(use_rollout_routing_replay=False)
+    (found,) = replay_problems(replays, {"model_type": "minimax_m2"})
+    assert "--use-rollout-routing-replay" in found and "use --use-routing-replay" in found
+    assert not list(replay_problems(does_not, {"model_type": "minimax_m2"}))
+    assert not list(replay_problems(replays, {"model_type": "qwen3_moe"}))
+
+
+@pytest.mark.parametrize(
+    ("config", "drafts"),
+    [
+        ({"model_type": "qwen3"}, False),
+        ({"model_type": "qwen3", "num_nextn_predict_layers": 1}, True),
+        ({"model_type": "mimo"}, True),
+        ({"model_type": "deepseek_v3"}, True),
+        ({"model_type": "of a plug-in"}, True),
+    ],
+)
+def test_a_family_without_mtp_layers_drafts_with_a_named_model_only(config, drafts):
+    eagle = Namespace(sglang_speculative_algorithm="EAGLE", sglang_speculative_draft_model_path=None)
+    assert bool(list(draft_problems(eagle, config))) is not drafts
+    named = Namespace(sglang_speculative_algorithm="EAGLE", sglang_speculative_draft_model_path="/draft")
+    assert not list(draft_problems(named, config))
