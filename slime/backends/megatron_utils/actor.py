@@ -37,10 +37,10 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler
 from slime.observability.timer import Timer, timer
 from slime.train_data.columns import RankBatch
+from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
-from slime.utils.types import RolloutBatch
 from slime.weights.push.participants import ExcludedEngine
 from slime.weights.push.verbs import EngineProxy
 
@@ -166,14 +166,14 @@ class MegatronTrainRayActor(TrainWorker):
         return outcome if self.role == "critic" else ({**outcome, **metrics} if metrics else None)
 
     def _train_actor(
-        self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
+        self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
     ) -> dict[str, float]:
         """Compute log-probs and advantages, then take the optimizer steps of the policy; returns metrics."""
         args = self.args
         if args.compute_advantages_and_returns:
             self._compute_log_probs(rollout_id, data, iterators)
             if "values" in external_data:
-                data["values"] = [values.to(current_device()) for values in external_data["values"]]
+                data.critic_values = [values.to(current_device()) for values in external_data["values"]]
             with timer("advantages"):
                 compute_advantages_and_returns(args, data)
         metrics = self._postprocess_and_log(rollout_id, data)
@@ -181,7 +181,7 @@ class MegatronTrainRayActor(TrainWorker):
         with timer("actor_train"), self._profiler.profile("train_actor", rollout_id), self._routed("train"):
             metrics |= self._take_steps(rollout_id, data, iterators, args.loss_type)
         if args.save_debug_train_data:
-            dump_train_data(args, rollout_id, data | dump_only)
+            dump_train_data(args, rollout_id, DeviceBatch(data | dump_only))
         if self._routing is not None:
             self._routing.clear()
         if args.overlap_param_gather:
@@ -190,7 +190,7 @@ class MegatronTrainRayActor(TrainWorker):
         self._policies.record_trained(rollout_id)
         return metrics
 
-    def _compute_log_probs(self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator]) -> None:
+    def _compute_log_probs(self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator]) -> None:
         """Add log-probs of the reference, the teacher and the old policy to ``data``.
 
         The actor's weights are in the model afterwards.
@@ -204,11 +204,11 @@ class MegatronTrainRayActor(TrainWorker):
             if needs_old_log_probs(self.args, data):
                 self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "")
             elif self._routing is not None and self._routing.must_record:
-                forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, data["num_microbatches"])
+                forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, data.num_microbatches)
         self.weights.switch_to("actor")
 
     def _train_critic(
-        self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
+        self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
     ) -> dict[str, Any] | None:
         """Compute values and returns, then take the steps of the value loss; returns the values, for the actor."""
         self._forward(rollout_id, get_values, data, iterators, "")
@@ -221,9 +221,9 @@ class MegatronTrainRayActor(TrainWorker):
             self._take_steps(rollout_id, data, iterators, "value_loss")
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        return {"values": [values.cpu() for values in data["values"]]}
+        return {"values": [values.cpu() for values in data.critic_values]}
 
-    def _begin_routing(self, data: RolloutBatch, iterators: list[DataIterator]) -> None:
+    def _begin_routing(self, data: DeviceBatch, iterators: list[DataIterator]) -> None:
         """Attach the experts to replay to every micro-batch, where that was asked for."""
         if self._routing is None:
             return
@@ -236,22 +236,22 @@ class MegatronTrainRayActor(TrainWorker):
         return nullcontext() if self._routing is None else self._routing.during(passes)
 
     def _forward(
-        self, rollout_id: int, read: Reader, data: RolloutBatch, iterators: list[DataIterator], prefix: str
+        self, rollout_id: int, read: Reader, data: DeviceBatch, iterators: list[DataIterator], prefix: str
     ) -> None:
         """Run a forward pass under the weights in the model and add its result to ``data``."""
         name = "values" if read is get_values else f"{prefix}log_probs"
         with timer(name), self._profiler.profile("train_log_probs", rollout_id):
-            data.update(forward_only(read, self.args, self.model, iterators, data["num_microbatches"], prefix))
+            data.update(forward_only(read, self.args, self.model, iterators, data.num_microbatches, prefix))
 
-    def _log_probs_for_dump(self, data: RolloutBatch, iterators: list[DataIterator]) -> dict[str, Any]:
+    def _log_probs_for_dump(self, data: DeviceBatch, iterators: list[DataIterator]) -> dict[str, Any]:
         """Return log-probs for the dump alone, where training takes those of its first forward pass."""
         if not needs_old_log_probs(self.args, data) or not self.args.compute_advantages_and_returns:
-            counts = data["num_microbatches"]
+            counts = data.num_microbatches
             with self._routed("train"):
                 return forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, counts)
         return {}
 
-    def _postprocess_and_log(self, rollout_id: int, data: RolloutBatch) -> dict[str, float]:
+    def _postprocess_and_log(self, rollout_id: int, data: DeviceBatch) -> dict[str, float]:
         args = self.args
         if args.rollout_data_postprocess_path is not None:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, data)
@@ -260,7 +260,7 @@ class MegatronTrainRayActor(TrainWorker):
         return metrics
 
     def _take_steps(
-        self, rollout_id: int, data: RolloutBatch, iterators: list[DataIterator], loss_type: str
+        self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], loss_type: str
     ) -> dict[str, float]:
         """Take the optimizer steps; returns the metrics of the last one."""
         args = self.args
@@ -283,8 +283,8 @@ class MegatronTrainRayActor(TrainWorker):
             optimizer,
             self.scheduler,
             iterators,
-            data["num_microbatches"],
-            data["global_batch_sizes"],
+            data.num_microbatches,
+            data.global_batch_sizes,
             loss_type=loss_type,
             on_step=on_step,
         )

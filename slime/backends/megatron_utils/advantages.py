@@ -21,6 +21,7 @@ from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.kl import approx_kl
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, local_masks, slice_log_prob_with_cp
 from slime.backends.megatron_utils.data import PER_TOKEN_COLUMNS
+from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import DataError
 from slime.utils.misc import load_function
 from slime.utils.types import RolloutBatch
@@ -39,18 +40,19 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
     """
     if not mpu.is_pipeline_last_stage():
         return
-    masks = local_masks(rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"])
-    rollout_data["kl"] = _zero_nonfinite_untrained(_token_kl(args, rollout_data, masks), masks)
+    data = rollout_data if isinstance(rollout_data, DeviceBatch) else DeviceBatch(rollout_data)
+    masks = local_masks(data.loss_masks, data.total_lengths, data.response_lengths)
+    data.kl = _zero_nonfinite_untrained(_token_kl(args, data, masks), masks)
     if args.custom_advantage_function_path is not None:
-        load_function(args.custom_advantage_function_path)(args, rollout_data)
+        load_function(args.custom_advantage_function_path)(args, data)
     else:
-        advantages, returns = _estimate(args, rollout_data, masks)
-        rollout_data["advantages"], rollout_data["returns"] = advantages, returns
+        data.advantages, data.returns = _estimate(args, data, masks)
     if args.use_opd:
-        _distil(args, rollout_data)
+        _distil(args, data)
     if args.normalize_advantages:
         group = mpu.get_data_parallel_group(with_context_parallel=True)
-        rollout_data["advantages"] = whiten(rollout_data["advantages"], masks, group=group)
+        data.advantages = whiten(data.advantages, masks, group=group)
+    rollout_data.update(data)  # a plug-in may call with a dict of its own
 
 
 def _zero_nonfinite_untrained(column_N: list[Tensor], mask_N: list[Tensor]) -> list[Tensor]:
@@ -61,11 +63,11 @@ def _zero_nonfinite_untrained(column_N: list[Tensor], mask_N: list[Tensor]) -> l
     ]
 
 
-def _token_kl(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) -> list[Tensor]:
+def _token_kl(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> list[Tensor]:
     """Return the KL from the reference of each local response token; zeros without ``--kl-coef``."""
     if args.kl_coef != 0:
-        ours = rollout_data.get("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
-        reference = rollout_data.get("ref_log_probs")
+        ours = data.rollout_log_probs if args.use_rollout_logprobs else data.log_probs
+        reference = data.ref_log_probs
         if ours is None or reference is None:
             raise DataError(
                 f"--kl-coef is {args.kl_coef}, but there are no {'reference ' if reference is None else ''}log-probs; "
@@ -73,19 +75,19 @@ def _token_kl(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) 
             )
         return [approx_kl(log_prob, ref, args.kl_loss_type) for log_prob, ref in zip(ours, reference, strict=True)]
     for column in _LENGTH_COLUMNS:
-        if rollout_data.get(column) is not None:
-            return [torch.zeros_like(values, dtype=torch.float32) for values in rollout_data[column]]
+        if data.get(column) is not None:
+            return [torch.zeros_like(values, dtype=torch.float32) for values in data[column]]
     return [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
 
 
-def _estimate(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _estimate(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     estimator = get_estimator(args.advantage_estimator)
-    lengths = list(zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True))
-    values = rollout_data.get("values")
+    lengths = list(zip(data.total_lengths, data.response_lengths, strict=True))
+    values = data.get("values")
     values = None if values is None else _zero_nonfinite_untrained(values, masks)
     if estimator.needs_values and values is None:
         raise DataError(f"--advantage-estimator {args.advantage_estimator} needs the critic's values; there are none")
-    missing = [name for name in estimator.columns if rollout_data.get(name) is None]
+    missing = [name for name in estimator.columns if data.get(name) is None]
     if missing:
         raise DataError(
             f"--advantage-estimator {args.advantage_estimator} needs {', '.join(missing)}, and the samples have none; "
@@ -100,14 +102,12 @@ def _estimate(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) 
 
     advantages, returns = estimator.compute(
         AdvantageInputs(
-            rewards_N=rollout_data["rewards"],
-            kl_N=whole(rollout_data["kl"]),
-            mask_N=rollout_data["loss_masks"] if is_gathered else masks,
+            rewards_N=data.rewards,
+            kl_N=whole(data.kl),
+            mask_N=data.loss_masks if is_gathered else masks,
             values_N=None if values is None else whole(values),
             columns={
-                name: whole(_zero_nonfinite_untrained(rollout_data[name], masks))
-                if name in PER_TOKEN_COLUMNS
-                else rollout_data[name]
+                name: whole(_zero_nonfinite_untrained(data[name], masks)) if name in PER_TOKEN_COLUMNS else data[name]
                 for name in estimator.columns
             },
         ),
@@ -119,14 +119,12 @@ def _estimate(args: Namespace, rollout_data: RolloutBatch, masks: list[Tensor]) 
     return advantages, returns
 
 
-def _distil(args: Namespace, rollout_data: RolloutBatch) -> None:
-    student = rollout_data.get("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
-    teacher = rollout_data.get("teacher_log_probs")
+def _distil(args: Namespace, data: DeviceBatch) -> None:
+    student = data.rollout_log_probs if args.use_rollout_logprobs else data.log_probs
+    teacher = data.teacher_log_probs
     if student is None or teacher is None:
         raise DataError(
             f"--use-opd needs the log-probs of {'the student' if student is None else 'the teacher'}; check "
             "--opd-type, --opd-teacher-load and the reward function that asks the teacher"
         )
-    rollout_data["advantages"], rollout_data["opd_reverse_kl"] = add_distillation(
-        rollout_data["advantages"], student, teacher, coef=args.opd_kl_coef
-    )
+    data.advantages, data.opd_reverse_kl = add_distillation(data.advantages, student, teacher, coef=args.opd_kl_coef)

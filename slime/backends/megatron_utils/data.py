@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.cp_utils import cp_layout, slice_log_prob_with_cp
 from slime.train_data.columns import COLUMNS, RankBatch
+from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.utils.errors import DataError
-from slime.utils.types import RolloutBatch
 
 PER_TOKEN_COLUMNS = frozenset(
     name
@@ -39,7 +39,7 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> RolloutBatch:
+def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> DeviceBatch:
     """Return the columns as the trainer's hooks see them: tensors on the device, per-token floats local to the rank.
 
     Args:
@@ -49,24 +49,24 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Rol
     Raises:
         DataError: a column does not have one entry per sample, or an entry the wrong length, or a token is none.
     """
-    data: RolloutBatch = batch.to_dict()
+    data = DeviceBatch(batch.to_dict())
     device = current_device()
     tokens_N = [torch.as_tensor(tokens, dtype=torch.long) for tokens in batch.tokens]
     if vocab_size is not None:
         _check_tokens(tokens_N, vocab_size)
-    data["tokens"] = [tokens.to(device) for tokens in tokens_N]
-    data["total_lengths"] = [int(tokens.numel()) for tokens in data["tokens"]]
-    data["response_lengths"] = [int(length) for length in batch.response_lengths]
-    data["loss_masks"] = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in batch.loss_masks]
-    for index, (mask, length) in enumerate(zip(data["loss_masks"], data["response_lengths"], strict=True)):
-        if mask.numel() != length or not 0 <= length < data["total_lengths"][index]:
+    data.tokens = [tokens.to(device) for tokens in tokens_N]
+    data.total_lengths = [int(tokens.numel()) for tokens in data.tokens]
+    data.response_lengths = [int(length) for length in batch.response_lengths]
+    data.loss_masks = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in batch.loss_masks]
+    for index, (mask, length) in enumerate(zip(data.loss_masks, data.response_lengths, strict=True)):
+        if mask.numel() != length or not 0 <= length < data.total_lengths[index]:
             raise DataError(
                 f"sample {index} of this rank has {data['total_lengths'][index]} tokens, a response of {length} and a "
                 f"loss mask of {mask.numel()}; a response needs a prompt before it and a mask of its own length. Look "
                 "at the rollout function that made it"
             )
-    data["rollout_mask_sums"] = torch.as_tensor(batch.rollout_mask_sums, dtype=torch.float32, device=device)
-    lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
+    data.rollout_mask_sums = torch.as_tensor(batch.rollout_mask_sums, dtype=torch.float32, device=device)
+    lengths = list(zip(data.total_lengths, data.response_lengths, strict=True))
     for name in PER_TOKEN_COLUMNS & data.keys():
         data[name] = [
             slice_log_prob_with_cp(torch.as_tensor(values, dtype=torch.float32), *length).to(device)
@@ -99,7 +99,7 @@ class DataIterator:
     Invariant: every sample belongs to exactly one micro-batch.
     """
 
-    def __init__(self, rollout_data: RolloutBatch, micro_batch_indices: Sequence[Sequence[int]]) -> None:
+    def __init__(self, rollout_data: Mapping[str, Any], micro_batch_indices: Sequence[Sequence[int]]) -> None:
         self.rollout_data = rollout_data
         self.micro_batch_indices = [list(indices) for indices in micro_batch_indices]
         self.offset = 0
@@ -123,7 +123,7 @@ class DataIterator:
 _SCHEDULE = ("micro_batch_indices", "num_microbatches", "global_batch_sizes")
 
 
-def sample_columns(rollout_data: RolloutBatch) -> list[str]:
+def sample_columns(rollout_data: Mapping[str, Any]) -> list[str]:
     """Return the columns with one entry per sample of this rank, those that a user added included."""
     num_samples = len(rollout_data["tokens"])
     of_batch = {name for name, column in COLUMNS.items() if column.scope == "batch"}
@@ -137,7 +137,7 @@ def sample_columns(rollout_data: RolloutBatch) -> list[str]:
     ]
 
 
-def get_data_iterator(rollout_data: RolloutBatch, num_chunks: int) -> list[DataIterator]:
+def get_data_iterator(rollout_data: Mapping[str, Any], num_chunks: int) -> list[DataIterator]:
     """Return one iterator for each of this rank's model chunks: every virtual stage walks all micro-batches."""
     return [DataIterator(rollout_data, rollout_data["micro_batch_indices"]) for _ in range(num_chunks)]
 

@@ -13,7 +13,7 @@ Reference and teacher choose freely, and so do MTP layers.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from megatron.core.utils import unwrap_model
 from slime.backends.megatron_utils.cp_utils import cp_layout
 from slime.backends.megatron_utils.data import current_device
 from slime.backends.megatron_utils.layers.router import ChangedChoices, HostChoices, MicroBatchReplay, Router, Stage
+from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import pack_thd
 from slime.train_data.routed_experts import (
     RoutedShape,
@@ -39,7 +40,6 @@ from slime.train_data.routed_experts import (
     rows_needed,
 )
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.types import RolloutBatch
 
 
 class RoutingReplay:
@@ -65,7 +65,7 @@ class RoutingReplay:
         """For each micro-batch the tokens of each sample whose experts the engine told; empty without an engine."""
         self._changed = ChangedChoices()
 
-    def begin(self, data: RolloutBatch) -> None:
+    def begin(self, data: DeviceBatch) -> None:
         """Forget the last rollout and make room for this one; in R3 take the engine's choices over.
 
         Raises:
@@ -73,7 +73,7 @@ class RoutingReplay:
         """
         self.clear()
         rows_of_layer = {layer: row for row, layer in enumerate(self._layers)}
-        self._choices = [HostChoices(rows_of_layer) for _ in data["micro_batch_indices"]]
+        self._choices = [HostChoices(rows_of_layer) for _ in data.micro_batch_indices]
         if self._args.use_rollout_routing_replay:
             self._fill(data)
 
@@ -140,14 +140,14 @@ class RoutingReplay:
             "layout": cp_layout(args.allgather_cp),
         }
 
-    def _fill(self, data: RolloutBatch) -> None:
+    def _fill(self, data: DeviceBatch) -> None:
         rows = self._checked_rows(data)
         splits = self._args.sequence_parallel
-        for choices, indices in zip(self._choices, data["micro_batch_indices"], strict=True):
+        for choices, indices in zip(self._choices, data.micro_batch_indices, strict=True):
             self._num_told.append([len(rows[index]) for index in indices])
             choices.ids = pack_routed_experts(
                 [rows[index] for index in indices],
-                [data["total_lengths"][index] for index in indices],
+                [data.total_lengths[index] for index in indices],
                 self._shape,
                 layers=[layer - 1 for layer in self._layers],
                 tp_rank=mpu.get_tensor_model_parallel_rank() if splits else 0,
@@ -158,17 +158,17 @@ class RoutingReplay:
                 choices.ids = choices.ids.pin_memory()
             choices.written = set(self._layers)
 
-    def _checked_rows(self, data: Mapping[str, Any]) -> list[torch.Tensor]:
-        column = data.get("rollout_routed_experts")
+    def _checked_rows(self, data: DeviceBatch) -> list[torch.Tensor]:
+        column = data.rollout_routed_experts
         if column is None:
             raise DataError(
                 "the train data have no rollout_routed_experts, which --use-rollout-routing-replay needs for every "
                 "sample; the rollout function must ask the engine with return_routed_experts and hand its meta_info "
                 "to Sample.append_response_tokens, and a custom converter must keep the field"
             )
-        numbers = data.get("sample_indices") or data.get("partition") or range(len(column))
+        numbers = data.sample_indices or data.partition or range(len(column))
         checked = []
-        for number, rows, mask, length in zip(numbers, column, data["loss_masks"], data["total_lengths"], strict=True):
+        for number, rows, mask, length in zip(numbers, column, data.loss_masks, data.total_lengths, strict=True):
             name = f"sample {number}"
             rows = routed_rows(rows, name, self._shape, total_length=length, num_needed=rows_needed(mask, length))
             on_device = rows.to(current_device(), non_blocking=True)  # millions of short rows to sort

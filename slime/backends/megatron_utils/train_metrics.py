@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local
 from slime.backends.megatron_utils.data import DataIterator, current_device
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.observability.metric_utils import dict_add_prefix
-from slime.utils.types import RolloutBatch
+from slime.train_data.device_batch import DeviceBatch
 
 TOKEN_COLUMNS = (
     "log_probs",
@@ -78,7 +78,7 @@ def reduce_step_metrics(
     return {name: value / denominator for name, value in zip(names, values, strict=True)}
 
 
-def rollout_metrics(args: Namespace, rollout_data: RolloutBatch) -> dict[str, float]:
+def rollout_metrics(args: Namespace, rollout_data: DeviceBatch) -> dict[str, float]:
     """Average every column over the whole rollout: ``rollout/...``.  Collective over data and context parallelism.
 
     Per-token columns are averaged as the loss is, so that ``rollout/log_probs`` and a training metric of the same
@@ -87,16 +87,16 @@ def rollout_metrics(args: Namespace, rollout_data: RolloutBatch) -> dict[str, fl
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}
     reduce = get_sum_of_sample_mean(
-        rollout_data["total_lengths"],
-        rollout_data["response_lengths"],
-        rollout_data["loss_masks"],
-        rollout_data["rollout_mask_sums"],
+        rollout_data.total_lengths,
+        rollout_data.response_lengths,
+        rollout_data.loss_masks,
+        rollout_data.rollout_mask_sums,
         args.calculate_per_token_loss,
     )
     cp_size = mpu.get_context_parallel_world_size()
-    num_rollouts = sum(rollout_data["global_batch_sizes"])
+    num_rollouts = sum(rollout_data.global_batch_sizes)
     if args.calculate_per_token_loss:
-        local_tokens = float(sum(mask.sum().item() for mask in rollout_data["loss_masks"]))
+        local_tokens = float(sum(mask.sum().item() for mask in rollout_data.loss_masks))
     sums: dict[str, list[float]] = {}
     for name in TOKEN_COLUMNS:
         if rollout_data.get(name) is not None:
@@ -109,21 +109,21 @@ def rollout_metrics(args: Namespace, rollout_data: RolloutBatch) -> dict[str, fl
             column = [float(value) for value in rollout_data[name]]
             sums[name] = [sum(column), float(len(column))]
     means = _reduce_means(sums)
-    if rollout_data.get("raw_reward") is not None:
-        raw = [float(reward) for reward in rollout_data["raw_reward"]]
+    if rollout_data.raw_reward is not None:
+        raw = [float(reward) for reward in rollout_data.raw_reward]
         means["raw_reward"] = sum(raw) / len(raw)
     return dict_add_prefix(means, "rollout/")
 
 
-def value_metrics(rollout_data: RolloutBatch) -> dict[str, float]:
+def value_metrics(rollout_data: DeviceBatch) -> dict[str, float]:
     """Measure how much of the returns a critic predicted over the rollout.
 
     Collective over data and context parallelism.
     """
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}
-    masks = local_masks(rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"])
-    sums = explained_variance_sums(rollout_data["values"], rollout_data["returns"], masks).to(current_device())
+    masks = local_masks(rollout_data.loss_masks, rollout_data.total_lengths, rollout_data.response_lengths)
+    sums = explained_variance_sums(rollout_data.critic_values, rollout_data.returns, masks).to(current_device())
     dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return {"rollout/explained_variance": explained_variance(sums)}
 
@@ -143,7 +143,7 @@ def _reduce_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def perf_metrics(
     args: Namespace,
-    rollout_data: RolloutBatch,
+    rollout_data: DeviceBatch,
     data_iterator: DataIterator,
     seconds: Mapping[str, float],
     *,
@@ -161,10 +161,10 @@ def perf_metrics(
     flops = model_dims(args)
     local = torch.tensor(
         [
-            sum(rollout_data["total_lengths"]),
+            sum(rollout_data.total_lengths),
             data_iterator.token_count.real,
             data_iterator.token_count.packed,
-            float(sum(flops.forward_flops(length) for length in rollout_data["total_lengths"])),
+            float(sum(flops.forward_flops(length) for length in rollout_data.total_lengths)),
         ],
         dtype=torch.float64,
         device=current_device(),
@@ -184,7 +184,7 @@ def perf_metrics(
         metrics["perf/packing_efficiency"] = real / packed
     if args.use_dynamic_batch_size:
         # How full the micro-batches are, against --max-tokens-per-gpu; padding does not count.
-        num_micro_batches = len(rollout_data["micro_batch_indices"]) * mpu.get_data_parallel_world_size()
+        num_micro_batches = len(rollout_data.micro_batch_indices) * mpu.get_data_parallel_world_size()
         capacity = num_micro_batches * args.max_tokens_per_gpu * mpu.get_context_parallel_world_size()
         metrics["perf/packing_budget_use"] = num_tokens / capacity
     if seconds.get("actor_train"):

@@ -26,9 +26,9 @@ from slime.observability.dumps import LAYOUT, save_train_dump
 from slime.observability.logging_utils import log
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.timer import Timer
+from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import DataError
-from slime.utils.types import RolloutBatch
 
 
 class TrainReports:
@@ -51,7 +51,7 @@ class TrainReports:
 
     def step(
         self, rollout_id: int, step_id: int, result: StepResult, more: Mapping[str, float], *,
-        learning_rates: Sequence[float], data: RolloutBatch,
+        learning_rates: Sequence[float], data: DeviceBatch,
     ) -> dict[str, float]:  # fmt: skip
         """Log and check one optimizer step.
 
@@ -68,14 +68,14 @@ class TrainReports:
             {**result.metrics, **more},
             grad_norm=result.grad_norm,
             learning_rates=learning_rates,
-            step_global_batch_size=data["global_batch_sizes"][step_id],
-            train_step=rollout_id * len(data["num_microbatches"]) + step_id,
+            step_global_batch_size=data.global_batch_sizes[step_id],
+            train_step=rollout_id * len(data.num_microbatches) + step_id,
         )
         log(self._args, metrics, step_key="train/step")
         check_step(self._args, self._role, rollout_id, step_id, result.metrics, result.grad_norm)
         return metrics
 
-    def performance(self, rollout_id: int, data: RolloutBatch, iterator: DataIterator) -> dict[str, float]:
+    def performance(self, rollout_id: int, data: DeviceBatch, iterator: DataIterator) -> dict[str, float]:
         """Log the seconds of every timer since the last call, throughput and memory.  Collective."""
         seconds = Timer().log_dict()
         Timer().reset()
@@ -108,7 +108,7 @@ class TrainReports:
 logger = logging.getLogger(__name__)
 
 
-def dump_train_data(args: Namespace, rollout_id: int, rollout_data: RolloutBatch) -> None:
+def dump_train_data(args: Namespace, rollout_id: int, rollout_data: DeviceBatch) -> None:
     """Write the data that the rollout was trained on.  Collective over all ranks; the first one writes."""
     group = get_gloo_group()
     shards: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None
@@ -123,12 +123,12 @@ def dump_train_data(args: Namespace, rollout_id: int, rollout_data: RolloutBatch
 
 
 @torch.no_grad()
-def _shard_of_this_rank(rollout_data: RolloutBatch) -> dict[str, Any] | None:
+def _shard_of_this_rank(rollout_data: DeviceBatch) -> dict[str, Any] | None:
     """Return this data-parallel rank's samples on the rank that writes for it; None on the others."""
     if not mpu.is_pipeline_last_stage(ignore_virtual=True) or mpu.get_tensor_model_parallel_rank() != 0:
         return None
     names = [name for name in sample_columns(rollout_data) if name not in LAYOUT]
-    lengths = list(zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True))
+    lengths = list(zip(rollout_data.total_lengths, rollout_data.response_lengths, strict=True))
     columns: dict[str, list[Any]] = {}
     for name in names:
         values = list(rollout_data[name])
@@ -143,7 +143,7 @@ def _shard_of_this_rank(rollout_data: RolloutBatch) -> dict[str, Any] | None:
     return {
         "dp_rank": mpu.get_data_parallel_rank(),
         **layout,
-        "partition": list(rollout_data.get("partition") or range(len(lengths))),
-        "raw_reward": rollout_data.get("raw_reward"),
+        "partition": list(rollout_data.partition or range(len(lengths))),
+        "raw_reward": rollout_data.raw_reward,
         "samples": samples,
     }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils.forward import needs_old_log_probs, readers_of_old_log_probs
+from slime.train_data.device_batch import DeviceBatch
 
 PLAIN: dict[str, Any] = {
     "loss_type": "policy_loss",
@@ -56,7 +57,7 @@ NEEDS_IT = [
 
 
 def needed(overrides: dict[str, Any], num_steps: int = 1) -> bool:
-    return needs_old_log_probs(Namespace(**PLAIN | overrides), {"num_microbatches": [1] * num_steps})
+    return needs_old_log_probs(Namespace(**PLAIN | overrides), DeviceBatch(num_microbatches=[1] * num_steps))
 
 
 @pytest.mark.parametrize("overrides", KEEPS_IT_SKIPPED, ids=str)
@@ -68,7 +69,7 @@ def test_one_step_and_nobody_who_reads_them_before_it_leaves_the_pass_out(overri
 @pytest.mark.parametrize("overrides", NEEDS_IT, ids=str)
 def test_the_pass_is_made_for_each_of_its_readers(overrides):
     assert needed(overrides)
-    data = {"num_microbatches": [1]}
+    data = DeviceBatch(num_microbatches=[1])
     assert len(list(readers_of_old_log_probs(Namespace(**PLAIN | overrides), data))) == 1
 
 
