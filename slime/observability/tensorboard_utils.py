@@ -15,7 +15,7 @@ from slime.utils import env
 
 
 def tensorboard_folder(args: Namespace) -> str:
-    """``TENSORBOARD_DIR``, else ``tensorboard_log/{--tb-project-name}/{--tb-experiment-name or the run's id}``."""
+    """Return ``TENSORBOARD_DIR``, or ``tensorboard_log/{--tb-project-name}/{--tb-experiment-name or run id}``."""
     config = tracking_config(args)
     project = config.tb_project_name or "slime"
     experiment = config.tb_experiment_name or config.wandb_run_id or time.strftime("%Y%m%d-%H%M%S")

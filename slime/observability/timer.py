@@ -78,7 +78,7 @@ class Timer(metaclass=SingletonMeta):
 
 
 def timer(name_or_function: str | Callable[..., Any]) -> Any:
-    """``with timer("name")``, ``@timer("name")``, or ``@timer`` (the function's name is the span's)."""
+    """Time ``with timer("name")``, ``@timer("name")``, or ``@timer`` (the function's name is the span's)."""
     if isinstance(name_or_function, str):
         return Timer().context(name_or_function)
     function = name_or_function

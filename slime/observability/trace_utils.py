@@ -59,7 +59,7 @@ _number = itertools.count(1)
 
 
 def _new_id(digits: int) -> str:
-    """So many hexadecimal digits: the last eight are counted, the others belong to this process."""
+    """Return so many hexadecimal digits: the last eight are counted, the others belong to this process."""
     return f"{_PROCESS_PREFIX[: digits - 8]}{next(_number) & 0xFFFFFFFF:08x}"
 
 

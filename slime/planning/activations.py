@@ -29,7 +29,7 @@ class Recompute:
     """Of selective."""
 
     def drops(self, module: str) -> bool:
-        """True when selective recompute covers ``module``."""
+        """Return True when selective recompute covers ``module``."""
         return self.granularity == "selective" and module in self.modules
 
 
@@ -47,7 +47,7 @@ Terms = dict[str, int]
 
 
 def local_tokens(batch: MicroBatch, sizes: ParallelSizes) -> int:
-    """Tokens outside of attention and MLP: cut over tensor-parallel ranks under sequence parallelism."""
+    """Return the tokens outside of attention and MLP: cut over tensor-parallel ranks under sequence parallelism."""
     return -(-batch.tokens // (sizes.tensor if sizes.sequence_parallel else 1))
 
 
@@ -146,7 +146,7 @@ def _linear_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, reco
 
 
 def _latents(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch) -> int:
-    """Bytes of the latents, before and behind their norms."""
+    """Return the bytes of the latents, before and behind their norms."""
     return (
         local_tokens(batch, sizes) * batch.element_bytes * (2 * (dims.q_lora or 0) + 2 * dims.kv_lora + dims.rope_dim)
     )
@@ -172,7 +172,7 @@ def _latent_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, reco
 
 
 def _sparse_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int) -> Terms:
-    """Attention over latents: queries are taken to the latents' width, keys are the latents of the whole stream."""
+    """Return the activations of attention over latents: queries of their width, keys of the whole stream."""
     heads = dims.num_attention_heads // sizes.tensor
     per_element = batch.tokens * heads * batch.element_bytes
     latent_width = dims.kv_lora + dims.rope_dim
@@ -237,7 +237,7 @@ def chunk_activations(
 
 
 def backward_work(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layers: tuple[int, ...]) -> int:
-    """Gradients that are alive beside what was kept, in the layer with the most.
+    """Return the bytes of gradients that are alive beside what was kept, in the layer with the most.
 
     Those of an MLP's two inner tensors and of its input, and of one of its weights before it is added up.
     """

@@ -39,7 +39,7 @@ class CompleteRun:
 
 
 def asks_for_plan(words: Sequence[str]) -> bool:
-    """True for a command line of train.py that has ``--plan``."""
+    """Return True for a command line of train.py that has ``--plan``."""
     return any(word == "--plan" or word.startswith("--plan=") for word in words)
 
 
@@ -92,7 +92,7 @@ def _check(args: Namespace) -> list[str]:
 
 
 def _read_config(checkpoint: str) -> dict[str, Any] | None:
-    """config.json of the checkpoint's folder, its ``text_config`` laid over it; None when it is not there."""
+    """Return config.json of the checkpoint's folder, its ``text_config`` laid over it; None when it is not there."""
     file = Path(checkpoint) / "config.json"
     if not file.is_file():
         return None
@@ -113,7 +113,7 @@ def _assumption(checkpoint: str, config: Mapping[str, Any]) -> str:
 
 
 def _stand_in(parent: Path, checkpoint: str, config: Mapping[str, Any]) -> Path:
-    """A folder with what is known of the config, for the checks that read it.
+    """Make a folder with what is known of the config, for the checks that read it.
 
     Without how it is quantized: the check of that reads the names of all tensors, which are not here.
     """
@@ -166,7 +166,7 @@ def as_document(plan: Plan | None) -> dict[str, Any] | None:
 
 
 def plan_of_train(words: Sequence[str]) -> int:
-    """``train.py ... --plan``: planned for H100s; tools/plan.py has options for other cards."""
+    """Plan ``train.py ... --plan`` for H100s; tools/plan.py has options for other cards."""
     as_json = any(word == "--plan=json" for word in words) or "json" in _values_of("--plan", words)
     options = PlanOptions(card=find_card("H100"), environment=env.copy())
     code = run_plan(words, options, as_json=as_json)

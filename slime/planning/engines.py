@@ -46,7 +46,7 @@ class EngineGpus:
 def engine_places(
     groups: Sequence[tuple[str, str, int, int]], *, rollout_offset: int, gpus_per_node: int, trainer_gpus: int
 ) -> list[EngineGpus]:
-    """Engines of all groups, in the order in which they take GPUs.
+    """Return the engines of all groups, in the order in which they take GPUs.
 
     Args:
         groups: (model, worker type, GPUs of the group, GPUs of an engine); a placeholder only takes GPUs.
@@ -134,7 +134,7 @@ class EngineMemory:
 
 
 def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
-    """Bytes of the weights on one GPU of an engine: the stage of a pipeline with the most layers.
+    """Return the bytes of the weights on one GPU of an engine: the stage of a pipeline with the most layers.
 
     Attention is cut over the ranks of one replica, experts over the expert-parallel ranks and within them, the dense
     MLPs over ``moe_dense_tp_size``.  Matrices of layers are stored quantized, the rest in bf16.
@@ -167,7 +167,7 @@ def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
 
 
 def _replaced_shared(dims: ModelDims, own: int, engine: EngineShape, mlp_tp: int) -> int:
-    """Shared experts are cut as the dense MLPs are."""
+    """Correct the size of shared experts, which are cut as the dense MLPs are."""
     shared = (dims.gate_factor + 1) * dims.shared_ffn * dims.hidden_size
     return own - shared // engine.attention_tp + shared // mlp_tp
 
@@ -207,7 +207,7 @@ def engine_memory(dims: ModelDims, engine: EngineShape, *, card_bytes: int, othe
 
 
 def quantized_bytes(hf_config: Mapping[str, Any]) -> float:
-    """Bytes of an element of a layer's matrix as the engines store it."""
+    """Return the bytes of an element of a layer's matrix as the engines store it."""
     quantization = hf_config.get("quantization_config") or {}
     method = str(quantization.get("quant_method", ""))
     if method == "fp8":
@@ -272,7 +272,7 @@ def _expert_problems(dims: ModelDims, engine: EngineShape, flags: Mapping[str, A
 def _dispatch_problems(
     engine: EngineShape, flags: Mapping[str, Any], environment: Mapping[str, str], where: str
 ) -> Iterator[str]:
-    """DeepEP's low-latency buffers must take the largest decode batch of a CUDA graph."""
+    """Yield a message where DeepEP's low-latency buffers do not take the largest decode batch of a CUDA graph."""
     is_low_latency = flags.get("deepep_mode") in ("low_latency", "auto", None)
     if flags.get("moe_a2a_backend") != "deepep" or not is_low_latency or flags.get("disaggregation") == "prefill":
         return
@@ -291,7 +291,7 @@ def _dispatch_problems(
 
 
 def _largest_graph(flags: Mapping[str, Any]) -> int:
-    """Requests of the largest CUDA graph for decoding; 0 when SGLang chooses.  Older names come from overrides."""
+    """Return the requests of the largest CUDA graph for decoding; 0 when SGLang chooses.  Overrides may be older."""
     for suffix in ("", "_decode"):
         sizes = flags.get(f"cuda_graph_bs{suffix}") or [0]
         if largest := flags.get(f"cuda_graph_max_bs{suffix}") or max(sizes):
@@ -300,7 +300,7 @@ def _largest_graph(flags: Mapping[str, Any]) -> int:
 
 
 def placement_problems(places: list[EngineGpus], gpus_per_node: int) -> Iterator[str]:
-    """Engines over several nodes that do not begin at a node's first GPU."""
+    """Yield a message for each engine over several nodes that does not begin at a node's first GPU."""
     for place in places:
         is_split = place.first_gpu % gpus_per_node + min(place.num_gpus, gpus_per_node) > gpus_per_node
         if is_split or (place.num_gpus > gpus_per_node and place.first_gpu % gpus_per_node):

@@ -20,7 +20,7 @@ class GpuPlan(NamedTuple):
 
 
 def plan_gpus(args: Namespace) -> GpuPlan:
-    """Size of the placement group and the first GPU of the engines, by the mode of the run.
+    """Return the size of the placement group and the first GPU of the engines, by the mode of the run.
 
     With A = actor nodes x GPUs per node and R = ``--rollout-num-gpus``:
 
@@ -125,7 +125,7 @@ def rank_places(sizes: ParallelSizes, gpus_per_node: int) -> list[RankPlace]:
 
 
 def _digits(number: int, radices: tuple[int, ...]) -> tuple[int, ...]:
-    """``number`` in mixed radix, the lowest digit first; the last has what is left."""
+    """Return ``number`` in mixed radix, the lowest digit first; the last has what is left."""
     digits = []
     for radix in radices:
         number, digit = divmod(number, radix)
@@ -144,7 +144,7 @@ class StageChunk:
     """The final norm, the vocabulary projection (or the critic's value head) and the MTP layers."""
 
     def as_text(self) -> str:
-        """Layers from 1, as Megatron counts them, with what stands around them."""
+        """Return the layers from 1, as Megatron counts them, with what stands around them."""
         parts = ["embedding"] if self.has_embedding else []
         if self.layers:
             first, last = self.layers[0] + 1, self.layers[-1] + 1
@@ -186,7 +186,7 @@ class PipelineSplit:
 
 
 def stage_chunks(split: PipelineSplit) -> list[list[StageChunk]]:
-    """[stage][virtual stage] chunks.  Layers run through the first chunk of every stage, then the second, ...
+    """Return [stage][virtual stage] chunks: layers run through the first chunk of every stage, then the second, ...
 
     Raises:
         ConfigError: the layers do not divide so.
@@ -210,7 +210,7 @@ def stage_chunks(split: PipelineSplit) -> list[list[StageChunk]]:
 
 
 def _even_counts(split: PipelineSplit) -> list[list[int]]:
-    """Layers of every chunk where stages are alike but for the first and the last."""
+    """Return the layers of every chunk where stages are alike but for the first and the last."""
     fixed = [count for count in (split.first, split.last) if count is not None]
     units = split.num_layers - sum(fixed) + split.embedding_counts + split.loss_counts
     alike = split.stages - len(fixed)
@@ -256,7 +256,7 @@ def expand_layout(layout: str) -> str:
 
 
 def check_index_sharing(chunks: Sequence[Sequence[StageChunk]], dims: ModelDims) -> list[str]:
-    """Stages of sparse attention that begin with a layer whose keys another stage chooses; one message for each."""
+    """Return one message for each stage of sparse attention whose first layer takes its keys from another stage."""
     problems = []
     computing = [layer + 1 for layer, computes in enumerate(dims.computes_index) if computes]
     for stage, parts in enumerate(chunks):

@@ -150,7 +150,7 @@ def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, probl
 
 
 def forward_passes(args: Namespace) -> int:
-    """Passes without gradients over a rollout's samples: reference, teacher, old policy, critic's values."""
+    """Count the passes without gradients over a rollout's samples: reference, teacher, old policy, critic's values."""
     from slime.backends.megatron_utils.forward import needs_old_log_probs
 
     if not args.compute_advantages_and_returns:
@@ -164,7 +164,7 @@ def forward_passes(args: Namespace) -> int:
 
 
 def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOptions) -> float | None:
-    """Seconds of the trainer's passes, the slowest rank's, its waits in the pipeline included."""
+    """Return the seconds of the trainer's passes, the slowest rank's, its waits in the pipeline included."""
     if work is None:
         return None
     rate = sizes.world * options.card.bf16_flops * options.mfu * (1 - work.bubble)
@@ -172,7 +172,7 @@ def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOpti
 
 
 def micro_batch_tokens(args: Namespace, sizes: ParallelSizes, work: StepWork | None) -> int:
-    """Tokens of the largest micro-batch on one context-parallel rank: a sample that is longer is one by itself."""
+    """Return the tokens of the largest micro-batch on one context-parallel rank, which is no less than one sample."""
     longest = longest_sample(args) if work is None else work.longest
     if args.use_dynamic_batch_size:
         per_rank = max(args.max_tokens_per_gpu, -(-longest // sizes.context))
@@ -193,7 +193,7 @@ def plan_stage(
     args: Namespace, number: int, chunks: list[StageChunk], dims: ModelDims, sizes: ParallelSizes,
     settings: TrainerSettings,
 ) -> StagePlan:  # fmt: skip
-    """Stage ``number``: its layers, and the parameters and memory of one rank."""
+    """Plan stage ``number``: its layers, and the parameters and memory of one rank."""
     count = chunk_parameters(chunks, dims, sizes, has_router_bias=bool(args.moe_router_enable_expert_bias))
     memory = rank_memory(chunks, number, count, dims, sizes, settings)
     layers = [layer for chunk in chunks for layer in chunk.layers]
@@ -324,7 +324,7 @@ def plan_host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], pl
 
 
 def parked_copies(args: Namespace) -> int:
-    """Sets of weights that the trainer keeps in pinned memory."""
+    """Count the sets of weights that the trainer keeps in pinned memory."""
     others = [args.kl_coef != 0 or args.use_kl_loss, args.use_opd and args.opd_type == "megatron"]
     old = [args.keep_old_actor] * 2  # what drew the rollout, and what the engines have
     count = sum(map(bool, [*others, *old]))
@@ -369,7 +369,7 @@ def plan_push(
     args: Namespace, dims: ModelDims, sizes: ParallelSizes, groups: list[EngineGroupPlan],
     places: list[EngineGpus], hf_config: Mapping[str, Any],
 ) -> PushTraffic | None:  # fmt: skip
-    """Traffic of a full push; None when nothing is pushed.  Embedding and head stay in two bytes an element."""
+    """Return the traffic of a full push; None when nothing is pushed.  Embedding and head stay in bf16."""
     if not groups or args.debug_rollout_only:
         return None
     vocab = (1 if dims.has_tied_embeddings else 2) * dims.vocab_rows * dims.hidden_size

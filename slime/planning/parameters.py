@@ -82,7 +82,7 @@ def chunk_parameters(
 
 
 def embedding_size(dims: ModelDims, sizes: ParallelSizes) -> int:
-    """Elements of the embedding on one rank."""
+    """Return the elements of the embedding on one rank."""
     return (dims.vocab_rows // sizes.tensor + dims.learned_positions) * dims.hidden_size
 
 
@@ -119,7 +119,7 @@ def _grouped_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
 
 
 def _linear_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
-    """Projections (the last two of the inputs are one number per value head), convolution, decays, a gated norm."""
+    """Count projections (the last two inputs are one number per value head), convolution, decays and a gated norm."""
     inputs = dims.linear_channels + dims.linear_value_width + 2 * dims.linear_value_heads
     output = dims.linear_value_width * dims.hidden_size
     convolution = dims.linear_channels * dims.linear_conv
@@ -177,6 +177,6 @@ def mtp_parameters(dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bo
 
 
 def model_size(dims: ModelDims) -> int:
-    """Parameters of the whole model, each counted once."""
+    """Count the parameters of the whole model, each once."""
     whole = [StageChunk(tuple(range(dims.num_layers)), True, True)]
     return chunk_parameters(whole, dims, ParallelSizes()).total

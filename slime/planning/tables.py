@@ -37,7 +37,7 @@ def plan_tables(plan: Plan | None, problems: Sequence[str], notes: Sequence[str]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns side by side, the first to the left, the others to the right."""
+    """Lay columns side by side, the first to the left, the others to the right."""
     cells = [list(map(str, header)), *(list(map(str, row)) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
 
@@ -51,12 +51,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def gib(number: float | None) -> str:
-    """GiB with one decimal place; a dash for nothing."""
+    """Return GiB with one decimal place; a dash for nothing."""
     return "-" if number is None else f"{number / GIB:.1f}"
 
 
 def runs(numbers: Iterable[int]) -> str:
-    """``0-3, 6``."""
+    """Return ``0-3, 6``."""
     found: list[list[int]] = []
     for number in sorted(set(numbers)):
         if found and number == found[-1][1] + 1:

@@ -32,7 +32,7 @@ class StepWork:
 
 
 def reference_lengths(num_samples: int, longest: int, seed: int = 0) -> list[int]:
-    """Lengths of the reference distribution, log-normal with a long tail, cut to ``longest`` tokens."""
+    """Return the lengths of the reference distribution, log-normal with a long tail, cut to ``longest`` tokens."""
     generator = random.Random(seed)
     return [min(longest, int(generator.lognormvariate(7.5, 1.0)) + 10) for _ in range(num_samples)]
 
@@ -78,7 +78,7 @@ def step_work(
 
 
 def _bubble(plan: DPSchedule, pipeline: int, virtual: int) -> float:
-    """(p - 1) / (v m + p - 1), the steps weighed by their micro-batches."""
+    """Return (p - 1) / (v m + p - 1), the steps weighed by their micro-batches."""
     work = sum(virtual * count for count in plan.num_microbatches)
     waits = (pipeline - 1) * len(plan.num_microbatches)
     return waits / (work + waits)
@@ -101,7 +101,7 @@ class PushTraffic:
 def push_traffic(
     model_bytes: int, *, num_engines: int, trainer_ranks: int, pipeline: int, bucket_bytes: int, way: str
 ) -> PushTraffic:
-    """Traffic of a full push.
+    """Return the traffic of a full push.
 
     Args:
         model_bytes: of the model as engines store it.

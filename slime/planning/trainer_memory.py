@@ -113,7 +113,7 @@ class RankMemory:
 
 
 def shard(count: int, parts: int) -> int:
-    """Elements of a buffer on one of ``parts`` ranks."""
+    """Return the elements of a buffer on one of ``parts`` ranks."""
     return -(-count // parts)
 
 
@@ -125,7 +125,7 @@ def rank_memory(
     sizes: ParallelSizes,
     settings: TrainerSettings,
 ) -> RankMemory:
-    """Memory of a rank of one pipeline stage.
+    """Return the memory of a rank of one pipeline stage.
 
     Args:
         chunks: layers of the stage.
@@ -163,7 +163,7 @@ def rank_memory(
 
 
 def micro_batches_in_flight(stage: int, sizes: ParallelSizes, settings: TrainerSettings) -> int:
-    """Chunks of activations that are alive at once: forward passes that run ahead of their backward passes.
+    """Count the chunks of activations that are alive at once: forward passes ahead of their backward passes.
 
     Without virtual stages stage s of p runs p - s micro-batches ahead.  With v of them it runs through
     ``2 (p - s - 1) + (v - 1) group + 1`` chunks before its first backward pass.
@@ -175,7 +175,7 @@ def micro_batches_in_flight(stage: int, sizes: ParallelSizes, settings: TrainerS
 
 
 def communicator_bytes(sizes: ParallelSizes, *, has_experts: bool) -> int:
-    """NCCL's buffers: one communicator for each kind of group in use, and the one of all ranks."""
+    """Return the bytes of NCCL's buffers: a communicator for each kind of group in use, and the one of all ranks."""
     used = [sizes.tensor > 1, sizes.pipeline > 1, sizes.context > 1, sizes.data * sizes.context > 1]
     if has_experts:
         used += [sizes.expert > 1, sizes.expert_tensor > 1, sizes.expert_data > 1]

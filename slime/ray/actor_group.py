@@ -168,7 +168,7 @@ class RayTrainGroup:
         self._on_all("publish_checkpoint", rollout_id, what=f"publishing checkpoint {rollout_id}")
 
     def hand_over_weights(self) -> None:
-        """Before the engines take room for weights: nothing, while the trainer stays where it is."""
+        """Do nothing before the engines take room for weights: the trainer stays where it is."""
 
     def update_weights(self) -> dict[str, float]:
         """Push the present weights to every engine that takes updates; return the metrics of the push."""
@@ -260,7 +260,7 @@ class ReleasedTrainGroup(RayTrainGroup):
         return super().train(rollout_id, rollout_data, external_data)
 
     def publish_checkpoint(self, rollout_id: int) -> None:
-        """As the base class; the next ranks start from this checkpoint."""
+        """Publish as the base class does; the next ranks start from this checkpoint."""
         super().publish_checkpoint(rollout_id)
         self._is_saved = True
 

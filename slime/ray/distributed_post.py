@@ -32,7 +32,7 @@ class _Poster:
     """Posts what it is given."""
 
     def ready(self) -> bool:
-        """True once the process is up."""
+        """Return True once the process is up."""
         return True
 
     async def post(self, url: str, payload: Any, max_retries: int, headers: Mapping[str, str] | None) -> Any:

@@ -79,7 +79,7 @@ def _reserve(num_gpus: int, timeout_s: float) -> GpuSlice:
 
 
 def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
-    """Until the cluster owns ``num_gpus`` bundles of one GPU and one CPU; nodes may still be joining."""
+    """Wait until the cluster owns ``num_gpus`` bundles of one GPU and one CPU; nodes may still be joining."""
     deadline = time.monotonic() + timeout_s
     next_report = time.monotonic()
     while True:
@@ -137,7 +137,7 @@ def _bundle_identities(group: PlacementGroup, num_gpus: int) -> list[tuple[str, 
 
 
 def _sort_key(node: str, gpu_id: int) -> tuple[list[int], int]:
-    """Dotted IPv4 addresses sort by their numbers; host names are resolved; what does not resolve, by its letters."""
+    """Return a key that sorts IPv4 addresses and known host names by numbers, other names by letters."""
     for address in (node, _resolve(node)):
         parts = address.split(".")
         if len(parts) == 4 and all(part.isdigit() for part in parts):
@@ -153,7 +153,7 @@ def _resolve(node: str) -> str:
 
 
 def strategy_for(gpus: GpuSlice, position: int) -> Any:
-    """Ray scheduling strategy that puts an actor (and what it starts) on the GPU at ``position`` of the slice."""
+    """Return the Ray strategy that puts an actor (and what it starts) on the GPU at ``position`` of the slice."""
     return PlacementGroupSchedulingStrategy(
         placement_group=gpus.placement_group,
         placement_group_bundle_index=gpus.bundle_indices[position],

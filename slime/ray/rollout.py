@@ -76,7 +76,7 @@ class RolloutManager(Watched):
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_num_rollout_per_epoch(self) -> int | None:
-        """Rollouts in one pass over the prompts; None without a data set."""
+        """Return the rollouts in one pass over the prompts; None without a data set."""
         if not self.args.rollout_global_dataset:
             return None
         return len(self.data_source) // self.args.rollout_batch_size

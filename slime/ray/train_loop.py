@@ -152,7 +152,7 @@ class TrainJob:
         return self.args.use_fault_tolerance and self.actor is not None and not self.args.debug_train_only
 
     def _serve_new_engines(self) -> None:
-        """Engines in the place of dead ones get the weights; the trainer is idle while we wait for a rollout."""
+        """Give engines in the place of dead ones the weights; the trainer is idle while we wait for a rollout."""
         engines = self._ask("get_engines_without_weights", what="the list of new engines")
         if not engines.handles:
             return

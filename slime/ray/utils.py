@@ -30,7 +30,7 @@ COMMON_ACTOR_ENV = {"RAY_USE_UVLOOP": "0"}
 
 
 def cluster_has_accelerators() -> bool:
-    """True when a node of the cluster has real GPUs (``ray start --num-gpus`` on a CPU machine declares logical ones).
+    """Return True when a node of the cluster has real GPUs (a CPU machine may declare logical ones).
 
     Asked of the cluster, because the driver may run on a node without GPUs.
     """
@@ -46,7 +46,7 @@ class RayActor:
         return get_current_node_ip(), get_free_port(start_port=start_port, consecutive=consecutive)
 
     def get_master_addr_and_port(self) -> tuple[str, int]:
-        """Address and port for the rendezvous of torch.distributed, on this actor's node."""
+        """Return address and port for the rendezvous of torch.distributed, on this actor's node."""
         return self._get_current_node_ip_and_free_port(start_port=random.randint(20000, 21000))
 
 

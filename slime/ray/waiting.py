@@ -33,7 +33,7 @@ class Watched:
 
     @ray.method(concurrency_group=WATCH_GROUP)
     def stay_alive(self) -> None:
-        """Blocks for as long as the actor lives; its object reference fails when the actor dies."""
+        """Block for as long as the actor lives; its object reference fails when the actor dies."""
         while True:
             time.sleep(3600)
 

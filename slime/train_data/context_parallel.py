@@ -37,12 +37,12 @@ class Window(NamedTuple):
 
 
 def zigzag_chunk_size(total_length: int, cp_size: int) -> int:
-    """Tokens in each of the ``2 * cp_size`` chunks."""
+    """Return the tokens in each of the ``2 * cp_size`` chunks."""
     return math.ceil(total_length / (2 * cp_size))
 
 
 def local_length(total_length: int, cp_size: int) -> int:
-    """Tokens of a sequence on each rank under zigzag, padding included; without CP the sequence itself."""
+    """Return the tokens of a sequence on each rank under zigzag, padding included; without CP the sequence's own."""
     return total_length if cp_size == 1 else 2 * zigzag_chunk_size(total_length, cp_size)
 
 
@@ -126,7 +126,7 @@ def place_response(values_r: Tensor, total_length: int, response_length: int, *,
 def response_windows(
     total_lengths: Sequence[int], response_lengths: Sequence[int], *, cp_rank: int, cp_size: int
 ) -> list[list[Window]]:
-    """[sample] the runs of its response logits in this rank's packed stream under zigzag (or without CP)."""
+    """Return the runs of each sample's response logits in this rank's packed stream under zigzag (or without CP)."""
     windows: list[list[Window]] = []
     start_of_sample = 0
     for total, response in zip(total_lengths, response_lengths, strict=True):
@@ -151,7 +151,7 @@ def allgather_response_windows(
     cp_rank: int,
     local_stream_length: int,
 ) -> list[list[Window]]:
-    """[sample] the run of its response logits in this rank's contiguous chunk of the packed stream, if any."""
+    """Return the run of each sample's response logits in this rank's contiguous chunk of the stream, if any."""
     chunk_start = cp_rank * local_stream_length
     chunk_end = chunk_start + local_stream_length
     windows: list[list[Window]] = []

@@ -120,7 +120,7 @@ class ModelDims:
         return self.q_lora is not None
 
     def has_linear_attention(self, layer: int) -> bool:
-        """True when layer ``layer`` (from 0) has linear attention; layers inside of MTP layers never do."""
+        """Return True when layer ``layer`` (from 0) has linear attention; layers inside of MTP layers never do."""
         return layer < len(self.is_linear) and self.is_linear[layer]
 
     @property
@@ -146,7 +146,7 @@ class ModelDims:
     # --- cost of a sequence; a multiply-add counts as two -----------------------------------------------------------
 
     def forward_flops(self, length: int) -> int:
-        """FLOPs of one forward pass over a sequence of ``length`` tokens; training costs three times as many.
+        """Return the FLOPs of one forward pass over a sequence of ``length`` tokens; training takes three times that.
 
         Attention is causal, so the score and value products cost half of the full square.
         """
@@ -179,7 +179,7 @@ class ModelDims:
         return query + key_value + scores_and_values + output
 
     def _linear_flops(self, length: int) -> int:
-        """A gated delta net: per token and value head the state is read twice and written once; no square."""
+        """Return the FLOPs of a gated delta net: two reads and a write of the state per token and value head."""
         widths = self.linear_channels + 2 * self.linear_value_width + 2 * self.linear_value_heads
         projections = 2 * length * self.hidden_size * widths
         return projections + 6 * length * self.linear_value_width * self.linear_key_dim

@@ -118,7 +118,7 @@ def build_dp_schedule(
 def packing_efficiency(
     schedule: DPSchedule, total_lengths: Sequence[int], *, cp_size: int = 1, pad_multiple: int = 1
 ) -> float:
-    """Real tokens per token the trainer computes on: 1.0 is a schedule without padding.
+    """Return the real tokens per token the trainer computes on: 1.0 is a schedule without padding.
 
     Args:
         schedule: who trains what.
@@ -139,14 +139,14 @@ def packing_efficiency(
 
 
 def capacity_utilisation(schedule: DPSchedule, total_lengths: Sequence[int], *, capacity_tokens: int) -> float:
-    """Real tokens per token of room in the micro-batches: how well the packing fills ``--max-tokens-per-gpu``."""
+    """Return the real tokens per token of room in the micro-batches: how full ``--max-tokens-per-gpu`` is."""
     num_real_tokens = sum(total_lengths[position] for partition in schedule.partitions for position in partition)
     num_micro_batches = sum(map(len, schedule.micro_batch_indices))
     return num_real_tokens / (num_micro_batches * capacity_tokens)
 
 
 def _samples_by_step(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[list[int]]:
-    """[step] positions of its samples: rollouts in first-seen order, ``global_batch_size`` of them a step."""
+    """Return, per step, the positions of its samples: rollouts in first-seen order, ``global_batch_size`` a step."""
     positions_of_rollout: dict[Hashable, list[int]] = {}
     for position, rollout in enumerate(rollout_indices):
         positions_of_rollout.setdefault(rollout, []).append(position)
@@ -193,7 +193,7 @@ def _pack(config: ScheduleConfig, positions: list[int], total_lengths: Sequence[
 
 
 def _distribute(config: ScheduleConfig, bins: list[list[int]], total_lengths: Sequence[int]) -> list[list[list[int]]]:
-    """[rank] its micro-batches, the same number for each."""
+    """Return the micro-batches of each rank, the same number for each."""
     if not config.balance_data:
         return [bins[rank :: config.dp_size] for rank in range(config.dp_size)]
     assert config.flops is not None
@@ -204,6 +204,6 @@ def _distribute(config: ScheduleConfig, bins: list[list[int]], total_lengths: Se
 
 
 def _forward_flops(model: ModelDims, lengths: Sequence[int]) -> list[int]:
-    """FLOPs of each sequence; equal lengths, of which a large rollout has many, are computed once."""
+    """Return the FLOPs of each sequence; equal lengths, of which a large rollout has many, are computed once."""
     of_length = {length: model.forward_flops(length) for length in set(lengths)}
     return [of_length[length] for length in lengths]

@@ -220,7 +220,7 @@ class Sample:
     def _grown_columns(
         self, tokens: list[int] | None, log_probs: Sequence[float] | None, trainable: bool
     ) -> dict[str, Any]:
-        """Tokens, length, mask and log-probs after ``tokens``; empty when there are none to add."""
+        """Return tokens, length, mask and log-probs after ``tokens``; empty when there are none to add."""
         num_new = len(tokens or ())
         if log_probs is not None and not trainable:
             raise ValueError("log_probs were given for tokens with trainable=False; only drawn tokens have them.")

@@ -139,7 +139,7 @@ class WeightChannel:
             raise WeightSyncError(f"rank {self.rank} of the weight group could not broadcast: {error}") from error
 
     def wait(self, work: dist.Work, timeout_s: float | None = None) -> None:
-        """Until ``work`` is done.  Raises as :meth:`broadcast`."""
+        """Wait until ``work`` is done.  Raises as :meth:`broadcast`."""
         try:
             self._poll(work, self.timeout_s if timeout_s is None else timeout_s)
             work.wait()

@@ -60,7 +60,7 @@ class Adler32:
         self._value = zlib.adler32(data, self._value)
 
     def hexdigest(self) -> str:
-        """Eight hex digits."""
+        """Return eight hex digits."""
         return f"{self._value:08x}"
 
 

@@ -77,7 +77,7 @@ def combine(digests: Iterable[int]) -> int:
 
 
 def combine_wrapped(digests: Tensor) -> int:
-    """:func:`combine` of digests that a table keeps as int64: tens of thousands without a loop over them."""
+    """Apply :func:`combine` to digests that a table keeps as int64: tens of thousands without a loop over them."""
     return _sum_of_words(digests.cpu())
 
 
@@ -87,7 +87,7 @@ def as_signed(value: int) -> int:
 
 
 def _xor_shifted(value: Tensor, bits: int) -> Tensor:
-    """``value ^ value >> bits`` with the shift of an unsigned number."""
+    """Return ``value ^ value >> bits`` with the shift of an unsigned number."""
     return value ^ ((value >> bits) & ((1 << (64 - bits)) - 1))
 
 

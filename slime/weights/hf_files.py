@@ -28,7 +28,7 @@ DEFAULT_SHARD_BYTES = 5 * 1024**3
 
 
 def is_weight_file(name: str) -> bool:
-    """True for a file of a model folder that holds weights, or their index."""
+    """Return True for a file of a model folder that holds weights, or their index."""
     return name.endswith(WEIGHT_SUFFIXES) or name in WEIGHT_INDEX_FILES
 
 

@@ -122,7 +122,7 @@ class Manifest:
         return {tensor.name: tensor for tensor in self.tensors}
 
     def segments(self, bucket_index: int) -> list[tuple[int, int]]:
-        """First byte and number of bytes of each slice of a bucket, which its digest is taken over in this order."""
+        """Return first byte and number of bytes of each slice of a bucket, in the order in which they are digested."""
         return [
             (item.offset, item.slice.num_elements * self.by_name[item.name].torch_dtype.itemsize)
             for item in self.buckets[bucket_index].slices

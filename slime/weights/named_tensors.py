@@ -17,22 +17,22 @@ NamedTensors = list[tuple[str, Tensor]]
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of the tensor's elements."""
+    """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def total_bytes(named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Bytes of all elements together."""
+    """Return the bytes of all elements together."""
     return sum(tensor_bytes(tensor) for _, tensor in named_tensors)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name an engine knows the dtype by: ``bfloat16``, not ``torch.bfloat16``."""
+    """Return the name an engine knows the dtype by: ``bfloat16``, not ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def wire_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
-    """The floating-point dtype in which an engine holds the parameters of this HF config.
+    """Return the floating-point dtype in which an engine holds the parameters of this HF config.
 
     Reads ``dtype`` (transformers 5) or ``torch_dtype``, in the text part of a multimodal config when the top has
     neither; bfloat16 when no part says anything.

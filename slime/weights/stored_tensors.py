@@ -43,7 +43,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors by name, and the file's metadata.
+    """Return the tensors by name, and the file's metadata.
 
     Raises:
         DataError: the file is cut off, or is no safetensors file.
@@ -70,7 +70,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model: those its index names, or all when it has none.
+    """Return the safetensors files of a model: those its index names, or all when it has none.
 
     Raises:
         DataError: the index cannot be read, or names a file elsewhere.
@@ -89,7 +89,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
-    """All tensors of a model folder by name.
+    """Return all tensors of a model folder by name.
 
     Raises:
         DataError: there are none, one is stored twice, or a file is damaged.
@@ -106,7 +106,7 @@ def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def read_bytes(stored: StoredTensor) -> Bytes:
-    """A copy of the tensor's bytes."""
+    """Return a copy of the tensor's bytes."""
     data = np.fromfile(stored.file, np.uint8, stored.num_bytes, offset=stored.begin)
     if data.size != stored.num_bytes:
         raise DataError(f"{stored.file} ended {stored.num_bytes - data.size} bytes early")
@@ -132,7 +132,7 @@ class MappedFile:
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
 
     def part(self, stored: StoredTensor) -> Bytes:
-        """The bytes of one tensor of this file."""
+        """Return the bytes of one tensor of this file."""
         return self.bytes[stored.begin : stored.begin + stored.num_bytes]
 
     def __enter__(self) -> MappedFile:

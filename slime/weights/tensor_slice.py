@@ -37,7 +37,7 @@ class TensorSlice:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> TensorSlice:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -51,16 +51,16 @@ class TensorSlice:
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
 
     def rows(self, begin: int, end: int) -> TensorSlice:
-        """Rows ``begin .. end`` of the slice, counted from its first."""
+        """Return the rows ``begin .. end`` of the slice, counted from its first."""
         return TensorSlice((self.offsets[0] + begin, *self.offsets[1:]), (end - begin, *self.sizes[1:]))
 
     def in_blocks(self, block: Sequence[int]) -> TensorSlice:
-        """The slice counted in blocks of so many elements in each dimension, the last of which may be smaller."""
+        """Return the slice counted in blocks of so many elements in each dimension; the last may be smaller."""
         offsets = tuple(begin // step for begin, step in zip(self.offsets, block, strict=True))
         return TensorSlice(offsets, tuple(-(-size // step) for size, step in zip(self.sizes, block, strict=True)))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view of the slice in the whole tensor."""
+        """Return a view of the slice in the whole tensor."""
         return tensor[self.index]
 
     def is_within(self, shape: Sequence[int]) -> bool:
@@ -101,12 +101,12 @@ class StridedSlice:
 
     @classmethod
     def whole(cls, shape: Sequence[int], strides: Sequence[int] | None = None) -> StridedSlice:
-        """A whole tensor from its first element on; without ``strides`` row-major."""
+        """Return a whole tensor from its first element on; without ``strides`` row-major."""
         return cls(TensorSlice.whole(shape), 0, row_major_strides(shape) if strides is None else tuple(strides))
 
     @classmethod
     def packed(cls, part: TensorSlice) -> StridedSlice:
-        """A slice that is stored by itself, row-major from offset 0."""
+        """Return a slice that is stored by itself, row-major from offset 0."""
         return cls(part, 0, row_major_strides(part.sizes))
 
     @property
@@ -115,7 +115,7 @@ class StridedSlice:
         return self.slice.sizes
 
     def coordinates(self, offset: int) -> Ints:
-        """Index of the element of a whole tensor at ``offset``.
+        """Return the index of the element of a whole tensor at ``offset``.
 
         Raises:
             NotRectangularError: no element lies there.
@@ -129,7 +129,7 @@ class StridedSlice:
         return tuple(result)
 
     def dim_of(self, stride: int) -> int:
-        """The dimension along which memory positions ``stride`` apart lie."""
+        """Return the dimension along which memory positions ``stride`` apart lie."""
         fitting = [
             d for d, own in enumerate(self.strides) if self.shape[d] > 1 and own <= stride and stride % own == 0
         ]
@@ -139,7 +139,7 @@ class StridedSlice:
 
 
 def row_major_strides(shape: Sequence[int]) -> Ints:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides, stride = [], 1
     for size in reversed(shape):
         strides.append(stride)
@@ -148,7 +148,7 @@ def row_major_strides(shape: Sequence[int]) -> Ints:
 
 
 def squeezed(copy: StridedCopy) -> StridedCopy:
-    """The same copy without dimensions of one element."""
+    """Return the same copy without dimensions of one element."""
     kept = [d for d, size in enumerate(copy.shape) if size != 1]
     return StridedCopy(
         tuple(copy.shape[d] for d in kept),
@@ -160,7 +160,7 @@ def squeezed(copy: StridedCopy) -> StridedCopy:
 
 
 def merged(copy: StridedCopy) -> StridedCopy:
-    """The same copy in as few dimensions as the strides of both sides allow."""
+    """Return the same copy in as few dimensions as the strides of both sides allow."""
     copy = squeezed(copy)
     shape, to, frm = list(copy.shape), list(copy.to_strides), list(copy.from_strides)
     dim = len(shape) - 2
@@ -175,7 +175,7 @@ def merged(copy: StridedCopy) -> StridedCopy:
 
 
 def swapped(copy: StridedCopy) -> StridedCopy:
-    """The copy back."""
+    """Return the copy back."""
     return StridedCopy(copy.shape, copy.from_offset, copy.from_strides, copy.to_offset, copy.to_strides)
 
 
@@ -199,7 +199,7 @@ def clip(copy: StridedCopy, whole: StridedSlice, part: StridedSlice) -> list[Str
 
 
 def slice_written(copy: StridedCopy, whole: StridedSlice) -> StridedSlice:
-    """The slice of a tensor that ``copy`` writes, lying where the copy reads from.
+    """Return the slice of a tensor that ``copy`` writes, lying where the copy reads from.
 
     Raises:
         NotRectangularError: it writes something other than one slice.
@@ -222,7 +222,7 @@ def slice_written(copy: StridedCopy, whole: StridedSlice) -> StridedSlice:
 
 
 def _along_dims(copy: StridedCopy, whole: StridedSlice) -> tuple[StridedCopy, Ints, list[int | None]]:
-    """The copy with every axis along one dimension of what it reads: (copy, first index, dimension of each axis).
+    """Return the copy with every axis along one dimension of its source: (copy, first index, dimension by axis).
 
     An axis that runs over the end of a dimension into the next outer one (a flattened view) is split.  The dimension
     of a repeated axis is None.
@@ -254,7 +254,7 @@ def _along_dims(copy: StridedCopy, whole: StridedSlice) -> tuple[StridedCopy, In
 def _one_axis_a_dim(
     copy: StridedCopy, start: Ints, dims: list[int | None], whole: StridedSlice
 ) -> list[tuple[StridedCopy, Ints]]:
-    """Copies of which no two axes run along the same dimension: the outer ones are written out."""
+    """Return copies of which no two axes run along the same dimension: the outer ones are written out."""
     outer = []
     for axis, dim in enumerate(dims):
         rivals = [a for a, other in enumerate(dims) if other == dim and a != axis and dim is not None]
@@ -283,7 +283,7 @@ def _one_axis_a_dim(
 
 
 def _clip_one(copy: StridedCopy, start: Ints, whole: StridedSlice, part: StridedSlice) -> StridedCopy | None:
-    """The part inside ``part`` of a copy with one axis a dimension; None when there is none."""
+    """Return the part inside ``part`` of a copy with one axis a dimension; None when there is none."""
     offsets, sizes = part.slice.offsets, part.slice.sizes
     first = list(start)
     shape, frm, to_offset = list(copy.shape), [0] * len(copy.shape), copy.to_offset

@@ -370,7 +370,7 @@ def finalize_version(
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file has its old content or the new one, whatever happens."""
+    """Replace the file: it has its old content or the new one, whatever happens."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     sync_to_disk(temporary)

@@ -85,7 +85,7 @@ class ChildProcess:
         return self._popen.pid
 
     def is_alive(self) -> bool:
-        """True while the child runs."""
+        """Return True while the child runs."""
         return self._popen.poll() is None
 
     def describe_end(self) -> str | None:
@@ -144,7 +144,7 @@ def end_with_owner(owner_pid: int, poll_s: float = OWNER_POLL_S) -> threading.Th
 
 
 def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
-    """SIGKILL ``pid`` and all its descendants and wait until they are gone.
+    """Kill ``pid`` and all its descendants (SIGKILL) and wait until they are gone.
 
     When ``pid`` is this process, it dies last and the call does not return.
 
@@ -169,7 +169,7 @@ def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """False for a zombie too: its exit status is for its parent to read, and reading it here would lose it."""
+    """Return False for a zombie too: its exit status is for its parent to read, and reading it here would lose it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -56,7 +56,7 @@ def discover(addresses: Sequence[str]) -> list[ExternalEngineInfo]:
 
 
 def normalise(address: str) -> str:
-    """``http://host:port`` of ``host:port`` or of a URL.
+    """Return ``http://host:port`` of ``host:port`` or of a URL.
 
     Raises:
         ConfigError: another scheme, or no port.

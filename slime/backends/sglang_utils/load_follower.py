@@ -322,7 +322,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _fresh(result: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """Results that are no views of an input."""
+    """Return the results that are no views of an input."""
     known = {_storage(tensor) for tensor in inputs}
     return [tensor for tensor in _tensors(result) if _storage(tensor) not in known]
 
@@ -339,7 +339,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _on_meta(tree: Any) -> Any:
-    """Arguments with every tensor, and every ``device``, on the meta device."""
+    """Return the arguments with every tensor, and every ``device``, on the meta device."""
     if isinstance(tree, torch.device):
         return META
     if isinstance(tree, Tensor):
@@ -359,7 +359,7 @@ def _whole_copy(target: Tensor, source: Tensor) -> StridedCopy:
 
 
 def _casts_alike(first: torch.dtype, middle: torch.dtype, last: torch.dtype) -> bool:
-    """True when a cast by way of ``middle`` gives the same numbers as a direct one."""
+    """Return True when a cast by way of ``middle`` gives the same numbers as a direct one."""
     return first == middle or middle == last or _holds_all_of(middle, first)
 
 

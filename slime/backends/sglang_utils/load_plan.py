@@ -109,7 +109,7 @@ class LoadPlan:
             self.unaccounted, self.unwritten = frozenset(self.unwritten), {}
 
     def _leave_sources_of_derived(self, trace: LoadTrace) -> None:
-        """Tensors from which a loader derives other weights, of a model that cannot be told to do only that."""
+        """Leave out tensors from which a loader derives other weights, of a model that has no way to do only that."""
         reason = "the model's loader derives other weights from it"
         sources = [
             name
@@ -122,7 +122,7 @@ class LoadPlan:
                 self.stock.setdefault(member, reason)
 
     def fits(self, model: nn.Module) -> bool:
-        """True while the model's parameters are still at the addresses the plan was made for."""
+        """Return True while the model's parameters are still at the addresses the plan was made for."""
         return self._fingerprint == fingerprint(model)
 
     def distrust(self, names: Iterable[str], reason: str) -> None:
@@ -164,7 +164,7 @@ def _item(copy: StridedCopy, write: Write, slice_offset: int) -> CopyItem:
 
 
 def _joined(partners: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
-    """Sets that share a member become one; each member points to its set."""
+    """Join sets that share a member; each member points to its set."""
     groups: dict[str, frozenset[str]] = {}
     for names in partners:
         union = names.union(*(groups.get(name, frozenset()) for name in names))
@@ -260,7 +260,7 @@ def _words(error: Exception) -> str:
 
 
 def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, str]]:
-    """(elements written more than once, one sentence a parameter; parameters with unwritten elements and how many)."""
+    """Return elements written more than once, a sentence a parameter, and parameters with unwritten elements."""
     by_memory: dict[int, list[Write]] = {}
     for write in trace.writes:
         by_memory.setdefault(write.target.untyped_storage().data_ptr(), []).append(write)
@@ -285,7 +285,7 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
 
 
 def _count(parameter: Tensor, writes: Sequence[Write], excused: Sequence[Tensor]) -> tuple[int, int]:
-    """Elements of a parameter that nothing writes, and those that are written more than once."""
+    """Count the elements of a parameter that nothing writes, and those that are written more than once."""
     whole = StridedSlice.whole(parameter.shape, parameter.stride())
     try:
         written = [_slice_of(parameter, write.copy, whole) for write in writes]
@@ -341,7 +341,7 @@ def _count_cells(
 
 
 def _count_each(parameter: Tensor, copies: Sequence[StridedCopy], excused: Sequence[Tensor]) -> tuple[int, int]:
-    """Element by element, for what is no slice; one byte of host memory an element."""
+    """Count element by element, for what is no slice; one byte of host memory an element."""
     span = parameter.untyped_storage().nbytes() // parameter.element_size()
     count = torch.zeros(span, dtype=torch.uint8)
     for copy in copies:

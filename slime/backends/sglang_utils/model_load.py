@@ -99,7 +99,7 @@ class HeldTensors:
         return self._groups.get(name, frozenset((name,)))
 
     def _keeps(self, group: frozenset[str]) -> bool:
-        """True when there is, or can be, memory for the group."""
+        """Return True when there is, or can be, memory for the group."""
         if any(name in self._refused for name in group):
             return False
         if any(name in self._missing for name in group):
@@ -164,7 +164,7 @@ class ModelLoad:
             fill_parameters_with_nan(self.model, plan.unaccounted)
 
     def has(self, index: int) -> bool:
-        """True when the bucket of the current push was loaded."""
+        """Return True when the bucket of the current push was loaded."""
         return index in self._loaded
 
     def load(self, index: int, flat: Tensor) -> None:
@@ -234,7 +234,7 @@ class ModelLoad:
             self._compare_in_scratch(untraced)
 
     def _names_elsewhere(self, bucket: BucketEntry, flat: Tensor, names: set[str] | None) -> set[str]:
-        """Tensors that the model does not hold where the plan says."""
+        """Return the tensors that the model does not hold where the plan says."""
         plan, _ = self._begun()
         table, planned = make_table(plan, bucket, names)
         counts = table.count_differences(flat).tolist() if planned else []
@@ -260,7 +260,7 @@ def make_table(
 
 
 def packed(named_tensors: NamedTensors) -> tuple[BucketEntry, Tensor]:
-    """Whole tensors in a bucket of their own."""
+    """Return a bucket of whole tensors."""
     _, bucket = pack_whole((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named_tensors)
     flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=named_tensors[0][1].device)
     for part, (_, tensor) in zip(bucket.slices, named_tensors, strict=True):

@@ -35,7 +35,7 @@ class RouterHandle:
         return f"http://{self.host}:{self.port}"
 
     def is_alive(self) -> bool:
-        """True while the router runs; one that the user runs is asked over HTTP."""
+        """Return True while the router runs; one that the user runs is asked over HTTP."""
         if self.process is not None:
             return self.process.is_alive()
         return ServerControl(self.url).answers("/health")

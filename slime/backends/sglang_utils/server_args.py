@@ -58,7 +58,7 @@ class EnginePlace:
     """Number of this node among the engine's."""
 
     def num_nodes(self, num_gpus_per_node: int) -> int:
-        """Nodes that the engine spans."""
+        """Return the nodes that the engine spans."""
         return max(1, self.num_gpus_per_engine // num_gpus_per_node)
 
 
@@ -140,7 +140,7 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
 
 
 def _kept_from(worker_type: str, field_name: str) -> bool:
-    """Fields whose flag a kind of engine must not inherit."""
+    """Return the fields whose flag a kind of engine must not inherit."""
     return worker_type == "decode" and field_name == "enable_hierarchical_cache"
 
 
@@ -179,7 +179,7 @@ def present_name(name: str, known_fields: Collection[str]) -> str:
 
 
 def keep_known(server_args: Mapping[str, Any], known_fields: Collection[str]) -> dict[str, Any]:
-    """Under the installed ServerArgs' names; what it has no field for is dropped, with a log line."""
+    """Return the values under the installed ServerArgs' names; drop what it has no field for, with a log line."""
     # A name of an older version comes from a group's overrides, which win over the flag of the same meaning.
     renamed = {
         present_name(name, known_fields): value for name, value in server_args.items() if name in RENAMED_FIELDS

@@ -107,13 +107,13 @@ def flush_cache(server: ServerControl, *, tries: int = 60, wait_s: float = 1.0) 
 
 
 def num_requests_in_flight(server: ServerControl) -> int:
-    """Requests that run or wait on the server, over its data-parallel ranks."""
+    """Return the requests that run or wait on the server, over its data-parallel ranks."""
     loads = server.get("/v1/loads?include=core")["loads"]
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
 def wait_idle(server: ServerControl, *, timeout_s: float, poll_s: float = 0.1) -> None:
-    """Until no request is in flight.
+    """Wait until no request is in flight.
 
     Raises:
         DeadlineError: some still are after ``timeout_s`` seconds.

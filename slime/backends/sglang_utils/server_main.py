@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _metrics_break_routes() -> bool:
-    """Newer FastAPI keeps an included router as an entry without a path, which SGLang's metrics stumble over."""
+    """Return True with a newer FastAPI, whose included routers have no path: SGLang's metrics fail on them."""
     from fastapi import routing
 
     return hasattr(routing, "_IncludedRouter")

@@ -134,7 +134,7 @@ class SGLangEngine(WeightVerbs):
         self.process = start_server(server_args, name=name)
 
     def wait_ready(self, timeout_s: float, *, register: bool = True) -> None:
-        """Until the server serves; then tell the router, with ``register``.  See :meth:`init`."""
+        """Wait until the server serves; then tell the router, with ``register``.  See :meth:`init`."""
         if self.node_rank != 0:
             return
         if self.process is None or self.server is None:
@@ -172,7 +172,7 @@ class SGLangEngine(WeightVerbs):
         self.register()
 
     def get_url(self) -> str | None:
-        """``http://host:port`` of the server; None on a node that serves no HTTP."""
+        """Return ``http://host:port`` of the server; None on a node that serves no HTTP."""
         return self.server.url if self.server is not None and self.node_rank == 0 else None
 
     def health_generate(self, timeout: float = 30.0) -> bool:

@@ -80,7 +80,7 @@ def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[s
 
 
 def _is_pushed(name: str, parameter: Tensor, only: Collection[str] | None) -> bool:
-    """Floating-point parameters, but for scales of the KV cache and of activations, which no checkpoint has."""
+    """Return True for floating-point parameters except scales of KV cache and activations, in no checkpoint."""
     is_stored = name.rpartition(".")[2] not in NOT_IN_CHECKPOINTS
     return parameter.is_floating_point() and is_stored and (only is None or name in only)
 

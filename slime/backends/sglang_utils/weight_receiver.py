@@ -253,7 +253,7 @@ class ReceivingRank:
         return flat if flat.device == device else self._own_buffer(model, flat.numel()).copy_(flat)
 
     def _own_buffer(self, model: nn.Module, num_bytes: int) -> Tensor:
-        """Room for one bucket on this rank's device."""
+        """Return room for one bucket on this rank's device."""
         largest = max(num_bytes, *(entry.num_bytes for entry in self._known_manifest().buckets))
         if self._buffer is None or self._buffer.numel() < largest:
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=device_of(model))
@@ -311,7 +311,7 @@ class ReceivingRank:
 
 
 def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
-    """Parameters that no tensor of the push fills, in all models of the process together."""
+    """Return the parameters that no tensor of the push fills, in all models of the process together."""
     found = []
     for model, plan in planned:
         others = set().union(*(other.written_memory for _, other in planned if other is not plan))

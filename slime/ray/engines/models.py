@@ -172,7 +172,7 @@ def _adopt_external_engines(args: Namespace) -> tuple[list[RolloutServer], list[
 
 
 def _needs_offload(args: Namespace, gpu_offset: int) -> bool:
-    """True for engines on GPUs that the trainer uses too."""
+    """Return True for engines on GPUs that the trainer uses too."""
     trainer_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     return bool(args.offload_rollout) and plan_gpus(args).rollout_offset + gpu_offset < trainer_gpus
 

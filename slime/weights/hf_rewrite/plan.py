@@ -23,7 +23,7 @@ class RowReader(Protocol):
     """The reader through which a conversion reads the source; tensors come on the worker's device."""
 
     def read(self, stored: SourceTensor, first: int = 0, count: int | None = None) -> Tensor:
-        """Some rows of a tensor, all by default."""
+        """Return some rows of a tensor, all by default."""
         ...
 
     def chunks(self, stored: SourceTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
@@ -136,7 +136,7 @@ def make_plan(rewrite: Rewrite, source: HfSource) -> list[FilePlan]:
 
 
 def make_index(plans: list[FilePlan]) -> dict[str, Any]:
-    """``model.safetensors.index.json`` of the result; its total size is that of the tensors' bytes."""
+    """Return ``model.safetensors.index.json`` of the result; its total size is that of the tensors' bytes."""
     return {
         "metadata": {"total_size": sum(plan.data_bytes for plan in plans)},
         "weight_map": dict(sorted((name, plan.name) for plan in plans for name in plan.outputs)),

@@ -279,7 +279,7 @@ class _Reader:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Work of this worker does not wait for that of the others on a GPU."""
+        """Return a stream of this worker, whose work on a GPU does not wait for that of the others."""
         if self._device.type != "cuda":
             yield
             return
@@ -297,7 +297,7 @@ class _Reader:
         return self._files[path]
 
     def read(self, stored: SourceTensor, first: int = 0, count: int | None = None) -> Tensor:
-        """Some rows of a tensor, all by default, on the worker's device."""
+        """Return some rows of a tensor, all by default, on the worker's device."""
         rows = read_rows(self.descriptor(stored.path), stored, first, count, pin=self._device.type == "cuda")
         return rows.to(self._device, non_blocking=True)
 

@@ -73,7 +73,7 @@ class Target:
                     (self.folder / LOCK).unlink(missing_ok=True)
 
     def is_finished(self, plan: FilePlan) -> bool:
-        """True when a shard is complete: its size and its header are those planned.
+        """Return True when a shard is complete: its size and its header are those planned.
 
         A file gets its name only after its last byte has reached the disk.
         """

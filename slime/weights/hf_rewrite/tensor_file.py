@@ -127,7 +127,7 @@ def _itemsize(code: str) -> int:
 def read_rows(
     descriptor: int, stored: SourceTensor, first: int = 0, count: int | None = None, *, pin: bool = False
 ) -> Tensor:
-    """``count`` rows of a tensor from ``first`` on (all that follow by default), on the CPU.
+    """Return ``count`` rows of a tensor from ``first`` on (all that follow by default), on the CPU.
 
     Args:
         descriptor: the open file.

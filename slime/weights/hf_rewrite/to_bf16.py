@@ -57,7 +57,7 @@ class Fp8ToBf16:
             _scale_block(source, source.tensors[name])
 
     def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
-        """FP8 tensors are multiplied out, scales dropped, everything else is copied."""
+        """Plan to multiply FP8 tensors out, to drop scales, and to copy everything else."""
         name = stored.info.name
         if _is_scale(source, name) or name.endswith(ACTIVATION_SCALES):
             return dropped(stored)
@@ -95,7 +95,7 @@ def _scale_of(source: HfSource, name: str) -> SourceTensor | None:
 
 
 def _is_scale(source: HfSource, name: str) -> bool:
-    """True for the scale of an FP8 tensor."""
+    """Return True for the scale of an FP8 tensor."""
     return any(
         name.endswith(suffix) and (weight := source.tensors.get(name.removesuffix(suffix))) and _is_fp8(weight)
         for suffix in SCALE_SUFFIXES
@@ -103,7 +103,7 @@ def _is_scale(source: HfSource, name: str) -> bool:
 
 
 def _scale_block(source: HfSource, stored: SourceTensor) -> tuple[int, int]:
-    """Rows and columns that share a scale.
+    """Return the rows and columns that share a scale.
 
     Raises:
         DataError: the shape of the scales fits neither the config's block, nor rows, nor the whole tensor.
@@ -133,7 +133,7 @@ def _scale_block(source: HfSource, stored: SourceTensor) -> tuple[int, int]:
 
 
 def _multiply_all(matrices: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """``[..., M, N]`` of FP8 and their scales, matrix by matrix."""
+    """Multiply ``[..., M, N]`` of FP8 by their scales, matrix by matrix."""
     rows, columns = matrices.shape[-2:]
     flat = matrices.reshape(-1, rows, columns)
     factors = scales.reshape(flat.size(0), *num_blocks(rows, columns, block))
@@ -181,7 +181,7 @@ class Int4ToBf16:
             raise DataError(f"{source.folder} lacks {len(absent)} tensors that belong to others: {shown(absent)}")
 
     def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
-        """Packed tensors are unpacked and multiplied out, their other parts dropped; the rest is copied."""
+        """Plan to unpack and multiply out packed tensors, to drop their other parts, and to copy the rest."""
         prefix, _, part = stored.info.name.rpartition(".")
         prefix += "."
         if part in (SCALE, ZEROS, SHAPE) and prefix + PACKED in source.tensors:

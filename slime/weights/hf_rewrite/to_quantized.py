@@ -125,7 +125,7 @@ JOINED = "fused_qkv_a_proj_with_mqa"
 def to_fp8(
     strategy: str = "block", block_size: Sequence[int] | None = None, scale_fmt: str | None = None
 ) -> ToQuantized:
-    """FP8 weights; activations are quantized by the engine as they come.
+    """Quantize weights to FP8; the engine quantizes activations as they come.
 
     Args:
         strategy: what shares a scale: ``block``, ``channel`` (a row) or ``tensor``.
@@ -174,7 +174,7 @@ def to_int4(
     ignore_rules: Sequence[str] = (),
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> ToQuantized:
-    """Four-bit integers by rounding to nearest, in compressed-tensors' packed form.
+    """Round to nearest four-bit integers, in compressed-tensors' packed form.
 
     Args:
         group_size: columns that share a scale.
@@ -233,7 +233,7 @@ def ignored_by_int4(names: Collection[str], ignore_rules: Sequence[str] = ()) ->
 
 
 def is_ignored(module: str, rules: Sequence[str]) -> bool:
-    """True when a rule matches the module: ``re:`` and a regular expression, a name, or the front part of names."""
+    """Return True when a rule matches the module: ``re:`` and a regular expression, a name, or a prefix of names."""
     return any(
         re.match(rule[3:], module) if rule.startswith("re:") else f"{module}.".startswith(f"{rule}.") for rule in rules
     )

@@ -125,7 +125,7 @@ def as_lines(matrix: Copy2D, src_size: int, dst_size: int) -> list[Copy2D]:
 
 
 def is_aligned(*num_bytes: int) -> bool:
-    """True when all sizes are multiples of a vector."""
+    """Return True when all sizes are multiples of a vector."""
     return all(value % VECTOR_BYTES == 0 for value in num_bytes)
 
 

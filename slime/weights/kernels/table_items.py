@@ -57,7 +57,7 @@ class CastItem:
         return self.kind in ("fp8_block", "fp8_block_ue8m0")
 
     def segments(self, out_dtype: torch.dtype, block: tuple[int, int]) -> list[tuple[int, int]]:
-        """Offset and bytes of what is written: the matrix, then its scales if it has any."""
+        """Return offset and bytes of what is written: the matrix, then its scales if it has any."""
         found = [(self.out_offset, self.rows * self.columns * _out_dtype(self, out_dtype).itemsize)]
         if self.scale_offset is not None:
             found.append((self.scale_offset, 4 * math.prod(num_blocks(self.rows, self.columns, block))))

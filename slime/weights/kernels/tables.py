@@ -222,7 +222,7 @@ class DigestTable:
             self._launch = DigestLaunch(self.offsets, self.lengths, self.device)
 
     def run(self, flat: Tensor) -> Tensor:
-        """Digests of the segments of ``flat`` (flat, uint8) as int64, the unsigned value wrapped; see
+        """Return digests of the segments of ``flat`` (flat, uint8) as int64, the unsigned value wrapped; see
         :func:`as_unsigned`.  On a GPU this returns before the work is done.
 
         Raises:

@@ -176,7 +176,7 @@ class CastLaunch:
         self._run(out, None)
 
     def run_with_digests(self, out: Tensor) -> Tensor:
-        """int64 ``[segments]``."""
+        """Return digests, int64 ``[segments]``."""
         # One more, for what is in no segment.
         sums = torch.zeros(len(self.segments) + 1, dtype=torch.int64, device=self.device)
         self._run(out, sums)
@@ -283,7 +283,7 @@ def _few_masks(forms: int) -> int:
 
 
 def _copies_of(item: CastItem, to_dtype: torch.dtype) -> list[Copy2D]:
-    """Whole runs, and the run that is cut off at the end."""
+    """Return the whole runs, and the run that is cut off at the end."""
     stride, columns = item.source.stride(0), item.columns
     run = min(item.row_run, item.rows)
     num_whole, rest = divmod(item.rows, run)

@@ -31,7 +31,7 @@ class DigestShape:
 
 @triton.jit
 def mix(word, position):
-    """``slime.weights.digest.mix`` of unsigned 64-bit words and positions."""
+    """Compute ``slime.weights.digest.mix`` of unsigned 64-bit words and positions."""
     value = word + (position + 1) * GOLDEN
     value = (value ^ (value >> 30)) * MULTIPLIER_1
     value = (value ^ (value >> 27)) * MULTIPLIER_2

@@ -47,7 +47,7 @@ def _round_to_e4m3(value):
 
 @triton.jit
 def _reciprocal_of(scale):
-    """Correctly rounded 1 / scale, and the scale of the corrections."""
+    """Return 1 / scale, correctly rounded, and the scale of the corrections."""
     # Against an infinite scale the remainder would be NaN; the quotient of a finite number is zero.
     return tl.div_rn(1.0, scale), tl.where(scale == float("inf"), 0.0, scale)
 
@@ -63,7 +63,7 @@ def _corrected(quotient, x, reciprocal, scale):
 
 @triton.jit
 def _quotient_in_e4m3(x, scale, ON_HOPPER: tl.constexpr):
-    """e4m3 bytes of fp32 ``x`` divided by one fp32 number."""
+    """Return the e4m3 bytes of fp32 ``x`` divided by one fp32 number."""
     if ON_HOPPER:
         reciprocal, divisor = _reciprocal_of(scale)
         quotient = _corrected(x * reciprocal, x, reciprocal, divisor)
@@ -87,7 +87,7 @@ def _scale_of(absmax, is_ue8m0):
 
 @triton.jit
 def _source_rows(first, run, run_stride, BLOCK_ROWS: tl.constexpr):
-    """Rows of the source behind those of a block: the first, and the distance of each from it."""
+    """Return the rows of the source behind those of a block: the first, and the distance of each from it."""
     offset = tl.arange(0, BLOCK_ROWS)
     first_source = first // run * run_stride + first % run
     if run % BLOCK_ROWS != 0:
@@ -133,7 +133,7 @@ def quantize_block_of(
 
 @triton.jit
 def _larger_halves(a, b):
-    """Maxima of both unsigned halves of two words."""
+    """Return the maxima of both unsigned halves of two words."""
     return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 

@@ -92,7 +92,7 @@ def _move(
     descriptor, row, column, base_src, base_dst, FROM: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr, COMPARE: tl.constexpr,
 ):  # fmt: skip
-    """A tile in one form.  FROM and TO: how elements are read and written; BITS: the unsigned integer of TO's SIZE
+    """Move a tile in one form.  FROM, TO: how elements are read and written; BITS: the unsigned integer of TO's SIZE
     bytes; UNIT: elements in which lengths are given."""
     _, _, _, rows, columns, _, src_row, src_column, _, dst_row, dst_column, _, _ = descriptor
     src = base_src.to(tl.pointer_type(FROM), bitcast=True)
@@ -199,7 +199,7 @@ def form_of(src_dtype: torch.dtype, dst_dtype: torch.dtype) -> int | None:
 def move_descriptors(
     matrix: Copy2D, src_dtype: torch.dtype, dst_dtype: torch.dtype, tile: tuple[int, int], last: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Descriptors of one matrix, in the widest form that fits, and the number of their tiles.
+    """Return the descriptors of one matrix, in the widest form that fits, and the number of their tiles.
 
     Args:
         matrix: of elements of the two dtypes, which have a form.

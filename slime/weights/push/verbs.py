@@ -265,7 +265,7 @@ class EngineVerbs:
 
     @verb()
     def check_weights(self, action: str) -> None:
-        """``snapshot`` the weights, ``reset_tensors`` (overwrite them), or ``compare`` them with the snapshot.
+        """Take a ``snapshot`` of the weights, overwrite them (``reset_tensors``), or ``compare`` them with it.
 
         Raises:
             WeightSyncError: ``compare`` found differences.

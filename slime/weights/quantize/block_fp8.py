@@ -32,7 +32,7 @@ TMA_ALIGNMENT_BYTES = 16
 
 
 def num_blocks(rows: int, columns: int, block: tuple[int, int] = DEFAULT_BLOCK) -> tuple[int, int]:
-    """Blocks of a ``[rows, columns]`` matrix along both dimensions, those cut off at the edge included."""
+    """Return the blocks of a ``[rows, columns]`` matrix in both dimensions, those cut off at the edge included."""
     return -(-rows // block[0]), -(-columns // block[1])
 
 
@@ -163,7 +163,7 @@ def _check_matrix(weight: Tensor) -> None:
 
 
 def _scales(absmax: Tensor, ue8m0: bool) -> Tensor:
-    """fp32 scales of fp32 magnitudes; a NaN stays one."""
+    """Return fp32 scales of fp32 magnitudes; a NaN stays one."""
     # A tensor, because torch multiplies by the reciprocal when it divides a CUDA tensor by a number, and 1/448 is not
     # exact.
     largest = torch.full((), FP8_MAX, dtype=torch.float32, device=absmax.device)
@@ -172,12 +172,12 @@ def _scales(absmax: Tensor, ue8m0: bool) -> Tensor:
 
 
 def _cast(weight: Tensor, scale: Tensor) -> Tensor:
-    """e4m3 of fp32 weights, whose quotient may exceed 448 by a rounding error."""
+    """Cast fp32 weights to e4m3; their quotient may exceed 448 by a rounding error."""
     return (weight / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def _decode(quantized: Tensor) -> Tensor:
-    """fp32 of numbers of one byte; on a CPU by a table of all 256, several times as fast as torch's cast."""
+    """Decode numbers of one byte to fp32; on a CPU by a table of all 256, several times as fast as torch's cast."""
     if quantized.device.type != "cpu":
         return quantized.float()
     table = torch.arange(256, dtype=torch.uint8).view(quantized.dtype).float()
@@ -206,7 +206,7 @@ def is_power_of_two(scale: Tensor) -> Tensor:
 
 
 def transform_scale_ue8m0(scale: Tensor, *, mn: int, block_rows: int = 128) -> Tensor:
-    """The layout in which DeepGEMM takes scales on Blackwell: one row per row of the weight, four exponents a word.
+    """Return scales as DeepGEMM takes them on Blackwell: one row per row of the weight, four exponents a word.
 
     Args:
         scale: ``[ceil(mn / block_rows), K]`` fp32, powers of two.

@@ -58,7 +58,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
-        """The tensors that stand for the weight.
+        """Return the tensors that stand for the weight.
 
         Args:
             name: of the weight, for messages.
@@ -71,7 +71,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """The bf16 weight that the parts stand for.
+        """Return the bf16 weight that the parts stand for.
 
         Raises:
             DataError: their shapes do not fit each other.
@@ -204,7 +204,7 @@ def _matrix(name: str, shape: Shape) -> tuple[int, int]:
 
 
 def logical_names(stored_names: Iterable[str]) -> list[str]:
-    """Names of all tensors as if nothing were quantized, in the given order."""
+    """Return the names of all tensors as if nothing were quantized, in the given order."""
     names = []
     for name in stored_names:
         if name.endswith(PACKED):
@@ -217,7 +217,7 @@ def logical_names(stored_names: Iterable[str]) -> list[str]:
 def read_weight(
     name: str, get: Callable[[str], Tensor], stored_names: Collection[str], weight_format: WeightFormat | None
 ) -> Tensor:
-    """The tensor that the model calls ``name``: as it is stored, or in bf16 if it is quantized.
+    """Return the tensor that the model calls ``name``: as it is stored, or in bf16 if it is quantized.
 
     Args:
         name: one of :func:`logical_names`.

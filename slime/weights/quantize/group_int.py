@@ -33,7 +33,7 @@ def quantize_group(
     scale_dtype: torch.dtype = torch.bfloat16,
     name: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One scale per row and group of columns.
+    """Quantize with one scale per row and group of columns.
 
     Args:
         weight: ``[M, N]`` of bf16, fp16 or fp32.
@@ -74,7 +74,7 @@ def quantize_group(
 def dequantize_group(
     quantized: Tensor, scale: Tensor, zeros: Tensor | None, *, num_bits: int, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """The inverse of :func:`quantize_group` up to rounding: ``(q - zero point) * scale`` in fp32, then one cast.
+    """Invert :func:`quantize_group` up to rounding: ``(q - zero point) * scale`` in fp32, then one cast.
 
     Raises:
         DataError: the scales do not fit the matrix.
@@ -91,7 +91,7 @@ def dequantize_group(
 
 
 def num_groups(columns: int, group_size: int | None, name: str) -> int:
-    """Groups in a row; None for the size makes it one.
+    """Return the groups in a row; None for the size makes it one.
 
     Raises:
         ConfigError: they do not divide it.
@@ -107,12 +107,12 @@ def num_groups(columns: int, group_size: int | None, name: str) -> int:
 
 
 def num_words(count: int, num_bits: int) -> int:
-    """int32 words that ``count`` numbers take."""
+    """Return the int32 words that ``count`` numbers take."""
     return -(-count * num_bits // WORD_BITS)
 
 
 def pack(values: Tensor, num_bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Numbers of a few bits as words, along the last dimension.
+    """Pack numbers of a few bits into words, along the last dimension.
 
     Args:
         values: uint8 ``[..., n]``, below ``2 ** num_bits``.
@@ -134,7 +134,7 @@ def pack(values: Tensor, num_bits: int, order: tuple[int, ...] | None = None) ->
 
 
 def unpack(words: Tensor, num_bits: int, count: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """The inverse of :func:`pack`: uint8 ``[..., count]``."""
+    """Invert :func:`pack`: uint8 ``[..., count]``."""
     values = words.contiguous().unsqueeze(-1).view(torch.uint8)
     if num_bits == 4:
         values = torch.stack([values & 15, values >> 4], dim=-1).flatten(-2)

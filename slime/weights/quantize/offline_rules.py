@@ -36,7 +36,7 @@ EXCLUDED: Mapping[str, str] = {
 
 
 def is_quantized_offline(name: str, shape: Sequence[int] | None = None) -> bool:
-    """True when a converter quantizes the tensor.
+    """Return True when a converter quantizes the tensor.
 
     Args:
         name: HF name of a tensor of an unquantized checkpoint.
@@ -48,7 +48,7 @@ def is_quantized_offline(name: str, shape: Sequence[int] | None = None) -> bool:
 
 
 def modules_to_not_convert(names: Iterable[str]) -> list[str]:
-    """The modules that a quantized config must name, so that engines build them unquantized.
+    """Return the modules that a quantized config must name, so that engines build them unquantized.
 
     Args:
         names: of all tensors of the unquantized checkpoint.

@@ -57,7 +57,7 @@ class Quantizer:
         self._check_finite = check_finite
 
     def is_quantized(self, name: str) -> bool:
-        """True when the engines hold the HF tensor ``name`` quantized.
+        """Return True when the engines hold the HF tensor ``name`` quantized.
 
         Raises:
             ConfigError: it is a weight that the checkpoint does not have.
@@ -73,12 +73,12 @@ class Quantizer:
         return False
 
     def outputs(self, name: str, shape: Shape) -> list[Header]:
-        """Name, shape and dtype of what :meth:`quantize` makes of a quantized weight, in its order."""
+        """Return name, shape and dtype of what :meth:`quantize` makes of a quantized weight, in its order."""
         headers = self.format.outputs(name, tuple(shape))
         return [(_part_name(name, part), part_shape, dtype) for part, (part_shape, dtype) in headers.items()]
 
     def quantize(self, name: str, tensor: Tensor) -> NamedTensors:
-        """A tensor as it travels: itself, or what stands for it quantized.
+        """Return a tensor as it travels: itself, or what stands for it quantized.
 
         Args:
             name: HF name.
@@ -103,7 +103,7 @@ def make_quantizer(
     ue8m0: bool = False,
     check_finite: bool = False,
 ) -> Quantizer | None:
-    """The quantizer for a checkpoint; None for an unquantized one.
+    """Return the quantizer for a checkpoint; None for an unquantized one.
 
     Args:
         quantization_config: of its HF config.
@@ -124,7 +124,7 @@ def make_quantizer(
 
 
 def quantized_names(stored_names: Collection[str], weight_format: WeightFormat) -> frozenset[str]:
-    """``X.weight`` of all weights that a checkpoint has quantized.
+    """Return ``X.weight`` of all weights that a checkpoint has quantized.
 
     Args:
         stored_names: of the tensors in its files.
@@ -162,7 +162,7 @@ def check_ignored_modules(quantization_config: Mapping[str, Any], quantized_name
 def warn_of_unlisted_weights(
     quantization_config: Mapping[str, Any], stored_names: Collection[str], quantized_names: Collection[str]
 ) -> list[str]:
-    """Weights that look as if they should be quantized, are not, and are not listed as such; warned of when any."""
+    """Warn of weights that look as if they should be quantized, are not, and are not listed as such."""
     ignored = IgnoredModules(quantization_config)
     unlisted = sorted(
         name
@@ -189,7 +189,7 @@ def _part_name(name: str, part: str) -> str:
 def read_format(
     quantization_config: Config | None, *, scale_dtype: torch.dtype = torch.bfloat16, ue8m0: bool = False
 ) -> WeightFormat | None:
-    """The format of a quantized checkpoint; None for an unquantized one.
+    """Return the format of a quantized checkpoint; None for an unquantized one.
 
     Args:
         quantization_config: of the HF config.
@@ -210,7 +210,7 @@ def read_format(
 
 
 def ignored_modules(quantization_config: Config) -> list[str]:
-    """The entries that name modules which engines build unquantized."""
+    """Return the entries that name modules which engines build unquantized."""
     keys = FP8_LISTS if quantization_config.get("quant_method") == "fp8" else ("ignore",)
     return [str(entry) for key in keys for entry in quantization_config.get(key) or ()]
 
@@ -230,7 +230,7 @@ class IgnoredModules:
         self._lengths = sorted({name.count(".") + 1 for name in self._names})
 
     def find(self, module: str) -> str | None:
-        """The entry that covers the module ``model.layers.0.mlp.gate``, if one does."""
+        """Return the entry that covers the module ``model.layers.0.mlp.gate``, if one does."""
         if not self._are_paths:
             if module in self._names:
                 return module

@@ -150,7 +150,7 @@ class BackgroundSave:
     """
 
     def __init__(self, publish: Callable[[str, int | str], None]) -> None:
-        """Collective: the threads talk over a group of their own, never over one that training uses."""
+        """Make the writer.  Collective: its threads talk over a group of their own, not over one of training."""
         self._group = dist.new_group(backend="gloo")
         self._publish = publish
         self._lock = threading.Lock()
@@ -195,7 +195,7 @@ class BackgroundSave:
         self._wanted = None
 
     def wait(self) -> None:
-        """Until the files are on disk; returns at once when none are being written.
+        """Wait until the files are on disk; returns at once when none are being written.
 
         Raises:
             DataError: they could not be written; the checkpoint does not count.

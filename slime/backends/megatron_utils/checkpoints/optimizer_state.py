@@ -129,7 +129,7 @@ def refresh_master_weights(optimizer: MegatronOptimizer) -> None:
 
 
 def _members(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Experts have an optimizer of their own, chained to that of the dense parameters.  Empty ones are left out."""
+    """Return the chained optimizers, that of the experts and that of the dense parameters, without empty ones."""
     members = getattr(optimizer, "chained_optimizers", [optimizer])
     return [member for member in members if not getattr(member, "is_stub_optimizer", False)]
 
@@ -170,7 +170,7 @@ class _LiveStates:
         return self._member.optimizer.param_groups[group_index]["params"][order]
 
     def of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Master weight, moments, and the parameter's own step counter.
+        """Return the master weight, the moments and the parameter's own step counter.
 
         Adam's state is created the way Adam does at its first step, if it is not there yet.
         """
@@ -227,7 +227,7 @@ def _groups_in(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _slot(parameter: torch.nn.Parameter, name: str) -> str:
-    """Key within this process only.  On disk layers share a key and differ in the offset."""
+    """Return a key for this process only.  On disk layers share a key and differ in the offset."""
     return f"{name}.{id(parameter)}"
 
 

@@ -141,7 +141,7 @@ class _Weights:
         return whole.as_strided(view.shape, view.stride(), offset)
 
     def in_reading_order(self, shards: Shards) -> Shards:
-        """Experts that are stacked in one parameter become entries of their own, in the order of their numbers."""
+        """Make entries of experts that are stacked in one parameter, in the order of their numbers."""
         parted = {
             key: sorted((p for e in entries for p in self._parts(e)), key=_order) for key, entries in shards.items()
         }

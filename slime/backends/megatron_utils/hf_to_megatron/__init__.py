@@ -37,7 +37,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def supports_hf_weight_loading(path: str | Path) -> bool:
-    """True for a folder with a HF config and safetensors; ``load_hf_weights`` rejects unknown families by name."""
+    """Return True for a folder with a HF config and safetensors; ``load_hf_weights`` refuses unknown families."""
     folder = Path(path)
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 

@@ -105,5 +105,5 @@ def quantize_params(
 
 
 def _is_packed_by_engine(block: tuple[int, int], weight: Tensor) -> bool:
-    """True when the engine multiplies this matrix with DeepGEMM, which takes aligned matrices only."""
+    """Return True when the engine multiplies this matrix with DeepGEMM, which takes aligned matrices only."""
     return sglang.wants_ue8m0_scales(block) and weight.size(0) % 64 == 0 and weight.size(1) % 128 == 0

@@ -59,7 +59,7 @@ DEEPSEEK = WeightMap(
 
 
 def _turning_rule(name: str) -> Rule:
-    """A parameter with one row per dimension of the indexer's heads."""
+    """Return the rule of a parameter with one row per dimension of the indexer's heads."""
     return Rule(
         f"self_attention.{name}",
         (f"self_attn.indexer.{name}",),

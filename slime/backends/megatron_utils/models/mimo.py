@@ -14,7 +14,7 @@ from slime.train_data.model_dims import ModelDims
 
 
 def _swap_halves(weight: Tensor) -> Tensor:
-    """[h, 2 h] with the columns for hidden states and for embeddings exchanged; its own inverse.
+    """Exchange the columns of [h, 2 h] for hidden states and for embeddings; its own inverse.
 
     MiMo joins [hidden; embedding], Megatron [embedding; hidden].
     """

@@ -41,7 +41,7 @@ def merge_gated_qkv(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
 
 
 def split_gated_qkv(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
-    """The inverse of :func:`merge_gated_qkv`."""
+    """Invert :func:`merge_gated_qkv`."""
     heads = shape.num_attention_heads // shape.num_query_groups
     grouped = merged.reshape(shape.num_query_groups, 2 * heads + 2, shape.head_dim, -1)
     halves, key, value = grouped.split([2 * heads, 1, 1], dim=1)
@@ -50,7 +50,7 @@ def split_gated_qkv(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
 
 
 def merge_in_proj(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
-    """Rows of q, k, v, z and of b, a, each key head after key head, to one matrix: per key head q, k, v, b, a, z."""
+    """Merge rows of q, k, v, z and of b, a, each key head after key head: per key head q, k, v, b, a, z."""
     qkvz, ba = tensors
     heads = shape.linear_key_heads
     check_rows("in_proj_qkvz", qkvz, heads * (shape.linear_group_channels + _gate_rows(shape)))
@@ -61,14 +61,14 @@ def merge_in_proj(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
 
 
 def split_in_proj(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
-    """The inverse of :func:`merge_in_proj`."""
+    """Invert :func:`merge_in_proj`."""
     sizes = [shape.linear_group_channels, 2 * shape.linear_ratio, _gate_rows(shape)]
     qkv, ba, z = merged.unflatten(0, (shape.linear_key_heads, -1)).split(sizes, dim=1)
     return torch.cat([qkv, z], dim=1).flatten(0, 1), ba.flatten(0, 1)
 
 
 def merge_convolution(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
-    """[all q, all k, all v, 1, K] to [H * (2 dk + r dv), K]: the channels of one key head together."""
+    """Merge [all q, all k, all v, 1, K] into [H * (2 dk + r dv), K]: the channels of one key head together."""
     (weight,) = tensors
     check_rows("conv1d", weight, shape.linear_key_heads * shape.linear_group_channels)
     keys = shape.linear_key_heads * shape.linear_key_dim
@@ -77,14 +77,14 @@ def merge_convolution(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
 
 
 def split_convolution(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
-    """The inverse of :func:`merge_convolution`."""
+    """Invert :func:`merge_convolution`."""
     sizes = [shape.linear_key_dim, shape.linear_key_dim, _gate_rows(shape)]
     parts = merged.unflatten(0, (shape.linear_key_heads, -1)).split(sizes, dim=1)
     return (torch.cat([x.flatten(0, 1) for x in parts]).unsqueeze(1),)
 
 
 def _gate_rows(shape: ModelDims) -> int:
-    """Rows of z, and of v, that belong to one key head."""
+    """Return the rows of z, and of v, that belong to one key head."""
     return shape.linear_ratio * shape.linear_value_dim
 
 

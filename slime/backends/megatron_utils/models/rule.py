@@ -53,7 +53,7 @@ def _merge_qkv(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
 
 
 def qkv_rule(megatron: str, prefix: str, kind: str) -> Rule:
-    """Query, key and value of grouped-query attention; ``kind`` is ``weight`` or ``bias``."""
+    """Return the rule of query, key and value of grouped-query attention; ``kind`` is ``weight`` or ``bias``."""
     return Rule(
         megatron,
         tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv"),
@@ -63,7 +63,7 @@ def qkv_rule(megatron: str, prefix: str, kind: str) -> Rule:
 
 
 def gate_up_rule(megatron: str, gate: str, up: str) -> Rule:
-    """Both halves of a gated MLP's first matrix."""
+    """Return the rule of a gated MLP's first matrix, made of both its halves."""
     return Rule(
         megatron,
         (gate, up),
@@ -101,7 +101,7 @@ class WeightMap:
     """HF modules of one layer whose tensors an engine must receive in one call, where the model has all of them."""
 
     def together_with(self, hf_name: str, shape: ModelDims) -> tuple[str, ...]:
-        """The HF tensors that must travel with this one, itself included; empty for one that travels alone."""
+        """Return the HF tensors that must travel with this one, itself included; empty for one that travels alone."""
         for modules in self.together if shape.has_query_latent else ():
             for module in modules:
                 prefix, found, rest = hf_name.partition(f".{module}.")
@@ -110,13 +110,13 @@ class WeightMap:
         return ()
 
     def copies_of(self, name: str, shape: ModelDims) -> tuple[str, ...]:
-        """HF names under which a checkpoint may hold a Megatron parameter once more, in its MTP layers."""
+        """Return the HF names under which a checkpoint may hold a Megatron parameter once more, in its MTP layers."""
         if name not in self.mtp_copies:
             return ()
         return tuple(self.mtp_prefix(index, shape) + self.mtp_copies[name] for index in range(shape.num_mtp_layers))
 
     def find(self, name: str, shape: ModelDims) -> tuple[Rule, tuple[str, ...]]:
-        """The rule of a Megatron parameter, and its HF names in full.
+        """Return the rule of a Megatron parameter, and its HF names in full.
 
         Raises:
             KeyError: the family has no such parameter.
@@ -140,7 +140,7 @@ class WeightMap:
 
 
 def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelDims) -> list[tuple[str, Tensor]]:
-    """One whole Megatron parameter, vocabulary padding cut off, as HF tensors (views where possible).
+    """Return one whole Megatron parameter, vocabulary padding cut off, as HF tensors (views where possible).
 
     Nothing for an output layer that is the embedding.
 
@@ -154,7 +154,7 @@ def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelDims) ->
 
 
 def from_hf(weight_map: WeightMap, name: str, get: Callable[[str], Tensor], shape: ModelDims) -> Tensor:
-    """The whole Megatron parameter ``name``, before vocabulary padding.
+    """Return the whole Megatron parameter ``name``, before vocabulary padding.
 
     Args:
         weight_map: of the family.

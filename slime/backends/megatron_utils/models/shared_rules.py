@@ -59,7 +59,7 @@ MTP_COPIES = {
 
 
 def shared_expert_rules(name: str) -> tuple[Rule, ...]:
-    """The experts that see every token; ``name`` is what Hugging Face calls them."""
+    """Return the rules of the experts that see every token; ``name`` is what Hugging Face calls them."""
     return (
         gate_up_rule(
             "mlp.shared_experts.linear_fc1.weight", f"mlp.{name}.gate_proj.weight", f"mlp.{name}.up_proj.weight"

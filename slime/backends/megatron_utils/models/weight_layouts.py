@@ -16,7 +16,7 @@ from slime.utils.errors import DataError
 
 
 def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Tensor:
-    """[heads * d, ...], [G * d, ...], [G * d, ...] to [G * (q + 2) * d, ...]: each group's q, then its k and v.
+    """Merge [heads * d, ...], [G * d, ...], [G * d, ...] to [G * (q + 2) * d, ...]: each group's q, then its k and v.
 
     Works for weights [rows, h] and for biases [rows].
 
@@ -32,7 +32,7 @@ def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Te
 
 
 def split_qkv(merged: Tensor, shape: ModelDims) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of :func:`merge_qkv`."""
+    """Invert :func:`merge_qkv`."""
     rest = merged.shape[1:]
     query_rows = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
     grouped = merged.reshape(shape.num_query_groups, -1, *rest)
@@ -41,20 +41,20 @@ def split_qkv(merged: Tensor, shape: ModelDims) -> tuple[Tensor, Tensor, Tensor]
 
 
 def merge_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Both halves of a gated MLP's first matrix, gate on top."""
+    """Join both halves of a gated MLP's first matrix, gate on top."""
     if gate.shape != up.shape:
         raise DataError(f"gate_proj is {tuple(gate.shape)} and up_proj {tuple(up.shape)}; they must have one shape.")
     return torch.cat([gate, up])
 
 
 def split_gate_up(merged: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of :func:`merge_gate_up`."""
+    """Invert :func:`merge_gate_up`."""
     gate, up = merged.chunk(2)
     return gate, up
 
 
 def turning_part_last(tensor: Tensor, shape: ModelDims) -> Tensor:
-    """Per head of sparse attention's indexer, the rows that turn from the front to the back: [heads * d, ...].
+    """Move the rows that turn, per head of sparse attention's indexer, from the front to the back: [heads * d, ...].
 
     At the published sizes, 64 of 128, this swaps the halves of each head.
     """
@@ -63,14 +63,14 @@ def turning_part_last(tensor: Tensor, shape: ModelDims) -> Tensor:
 
 
 def turning_part_first(tensor: Tensor, shape: ModelDims) -> Tensor:
-    """The inverse of :func:`turning_part_last`."""
+    """Invert :func:`turning_part_last`."""
     heads = tensor.unflatten(0, (-1, shape.index_head_dim))
     split = shape.index_head_dim - shape.rope_dim
     return torch.cat([heads[:, split:], heads[:, :split]], dim=1).flatten(0, 1)
 
 
 def pad_vocabulary(tensor: Tensor, shape: ModelDims) -> Tensor:
-    """[vocab, h] to [padded vocab, h], with zeros below.
+    """Pad [vocab, h] to [padded vocab, h], with zeros below.
 
     Raises:
         DataError: the checkpoint has another vocabulary than the flags.
@@ -85,12 +85,12 @@ def pad_vocabulary(tensor: Tensor, shape: ModelDims) -> Tensor:
 
 
 def unpad_vocabulary(tensor: Tensor, shape: ModelDims) -> Tensor:
-    """The inverse of :func:`pad_vocabulary`."""
+    """Invert :func:`pad_vocabulary`."""
     return tensor[: shape.vocab_size]
 
 
 def tensor_parallel_slice(full: Tensor, *, dim: int, rank: int, size: int, is_gate_up: bool = False) -> Tensor:
-    """The part of a whole tensor that tensor-parallel rank ``rank`` of ``size`` holds.
+    """Return the part of a whole tensor that tensor-parallel rank ``rank`` of ``size`` holds.
 
     Args:
         full: the whole tensor.
@@ -112,7 +112,7 @@ def tensor_parallel_slice(full: Tensor, *, dim: int, rank: int, size: int, is_ga
 
 
 def tensor_parallel_join(parts: Sequence[Tensor], *, dim: int, is_gate_up: bool = False) -> Tensor:
-    """The inverse of :func:`tensor_parallel_slice`: the whole of what the ranks hold, in their order."""
+    """Invert :func:`tensor_parallel_slice`: join what the ranks hold, in their order."""
     if is_gate_up:
         gates, ups = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
         parts = [*gates, *ups]

@@ -46,7 +46,7 @@ _finder: StubFinder | None = None
 
 
 def is_needed() -> bool:
-    """True on a machine without a CUDA (or ROCm) device that torch can use."""
+    """Return True on a machine without a CUDA (or ROCm) device that torch can use."""
     import torch
 
     return not torch.cuda.is_available()
@@ -115,7 +115,7 @@ def fork_processes(after_fork: Callable[[], None]) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Variables for a child process that imports SGLang and does not call :func:`install` itself; {} with CUDA."""
+    """Return variables for a child process that imports SGLang and does not call :func:`install`; {} with CUDA."""
     if not is_needed():
         return {}
     here = str(Path(__file__).parent)
@@ -145,7 +145,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _torchvision_works() -> bool:
-    """True when torchvision is installed and fits this torch; a CUDA build beside a CPU torch fails to import."""
+    """Return True when torchvision is installed and fits this torch; a CUDA build fails beside a CPU torch."""
     if not _is_installed("torchvision"):
         return False
     try:
@@ -189,7 +189,7 @@ def _install_transfer_engine() -> None:
 
 
 def _install_triton_stub() -> None:
-    """SGLang carries a stand-in for triton, used on macOS; load that file without importing sglang.
+    """Load SGLang's stand-in for triton, which it uses on macOS, without importing sglang.
 
     torch asks for triton as well and must hear the truth: it looks once and remembers, so it looks first.
     """

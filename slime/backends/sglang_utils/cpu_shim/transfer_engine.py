@@ -110,7 +110,7 @@ class TransferEngine:
             connection.close()
 
     def send_probe(self, session: str) -> int:
-        """0 when the process of ``session`` answers."""
+        """Return 0 when the process of ``session`` answers."""
         return self.batch_transfer_sync_write(session, [], [], [])
 
     def _connect(self, session: str) -> tuple[socket.socket, threading.Lock]:
@@ -166,7 +166,7 @@ def _is_same_user(connection: socket.socket) -> bool:
 
 
 def _memory(address: int, length: int) -> memoryview:
-    """``length`` bytes of this process from ``address`` on."""
+    """Return ``length`` bytes of this process from ``address`` on."""
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 

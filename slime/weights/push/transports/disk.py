@@ -193,7 +193,7 @@ class DiskTransport(FolderTransport):
             self._discard()
 
     def _begin_chain(self, push: Push) -> None:
-        """Versions of this run count from here: what an earlier run left is removed."""
+        """Count the versions of this run from here: remove what an earlier run left."""
 
         def clear() -> None:
             with explained_disk_errors(self.disk.root, DISK_FLAG):

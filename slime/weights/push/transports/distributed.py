@@ -29,7 +29,7 @@ class DistributedTransport(Transport):
         self._manifest: Manifest | None = None
 
     def connect(self, engines: Sequence[EngineProxy]) -> bool:
-        """The groups form at the next push; until then the sources keep those of engines that stay."""
+        """Do nothing: the groups form at the next push; until then the sources keep those of engines that stay."""
         self._groups.engines = list(engines) if self.ranks.is_source else []
         return bool(engines) and all(engine.acknowledges for engine in engines)
 

@@ -75,7 +75,7 @@ class SharedMemoryTransport(Transport):
         return are_all_in_reach and all(engine.acknowledges for engine in engines)
 
     def open(self, push: Push, manifest: Manifest) -> None:
-        """Rank 0 joins a group with the engines that share no GPU with the trainer."""
+        """Join, on rank 0, a group with the engines that share no GPU with the trainer."""
         self._manifest = manifest
         push.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.form(push))
 

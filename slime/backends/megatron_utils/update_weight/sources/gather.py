@@ -41,7 +41,7 @@ HostWeights = Mapping[str, Tensor]
 
 
 def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Tensor:
-    """``value``, this rank's part, joined with those of the other tensor-parallel ranks.
+    """Join ``value``, this rank's part, with those of the other tensor-parallel ranks.
 
     Args:
         shard: says how the parameter is split.
@@ -58,7 +58,7 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
 
 
 def is_gate_up(shard: Shard, *, is_gated: bool) -> bool:
-    """True for a parameter that holds gate and up, each of which tensor parallelism splits separately."""
+    """Return True for a parameter that holds gate and up, each of which tensor parallelism splits separately."""
     return is_gated and ".linear_fc1." in shard.name
 
 
@@ -69,7 +69,7 @@ def sent_dtype(name: str, held: torch.dtype, dtype: torch.dtype | None) -> torch
 
 
 def whole_shape(shard: Shard) -> torch.Size:
-    """Shape of what :func:`gather_tensor_parallel` makes of the shard."""
+    """Return the shape of what :func:`gather_tensor_parallel` makes of the shard."""
     shape = list(shard.tensor.shape)
     if shard.split_dim is not None:
         shape[shard.split_dim] *= tensor_parallel_group(shard).size()
@@ -84,7 +84,7 @@ def iter_full_tensors(
     across_stages: bool = True,
     only: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Global name and full tensor of every parameter.
+    """Yield global name and full tensor of every parameter.
 
     Args:
         model: this rank's chunks.
@@ -172,7 +172,7 @@ def iter_hf_tensors(
     across_stages: bool = True,
     only: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """HF name and full tensor of every parameter; arguments as in :func:`iter_full_tensors`.
+    """Yield HF name and full tensor of every parameter; arguments as in :func:`iter_full_tensors`.
 
     Raises:
         WeightSyncError: two parameters were given the same HF name.
@@ -203,7 +203,7 @@ def iter_hf_buckets(
     host_weights: HostWeights | None = None,
     across_stages: bool = True,
 ) -> Iterator[NamedTensors]:
-    """:func:`iter_hf_tensors` in buckets of at most ``bucket_bytes``, the same on every rank of the pipeline stage.
+    """Yield buckets of :func:`iter_hf_tensors`, at most ``bucket_bytes`` each, the same on every rank of the stage.
 
     Tensors that engines fuse while they load share a bucket.
     """
@@ -274,7 +274,7 @@ def hf_headers(
 def _megatron_headers(
     model: Sequence[torch.nn.Module], dtype: torch.dtype | None, only: Container[str] | None
 ) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Global name, whole shape and dtype of this stage's parameters, those of all expert ranks included."""
+    """Return global name, whole shape and dtype of this stage's parameters, those of all expert ranks included."""
     num_experts = unwrap_model(model[0]).config.num_moe_experts
     seen: set[str] = set()
     for shard in iter_shards(model):

@@ -324,7 +324,7 @@ class CollectedBuckets:
 
 
 def _joined(plan: ShardPlan, ranks: Sequence[int], turn: int) -> tuple[int, BucketEntry]:
-    """Slot size and bucket of what ranks have in a turn; one whose buckets are all sent has an empty slot."""
+    """Return slot size and bucket of what ranks have in a turn; one whose buckets are all sent has an empty slot."""
     present = [
         (position, plan.manifest.buckets[plan.buckets[rank][turn].index])
         for position, rank in enumerate(ranks)

@@ -41,7 +41,7 @@ class RowRuns:
     stride: int
 
     def between(self, begin: int, end: int) -> Iterator[RowRuns]:
-        """Rows ``begin .. end`` of these; a split through a run makes runs of their own of it."""
+        """Return the rows ``begin .. end`` of these; a split through a run makes runs of their own of it."""
         while begin < end:
             number, offset = divmod(begin, self.run)
             first = self.first + number * self.stride + offset
@@ -100,7 +100,7 @@ class ShardSlice:
         return ShardSlice(self.name, self.whole_shape, self.slice.rows(begin, end), self.first_column, tuple(runs))
 
     def is_on_blocks(self, block: tuple[int, int]) -> bool:
-        """True when its edges, and the seams between its ``rows``, lie on blocks of the HF tensor or on its end."""
+        """Return True when its edges, and the seams of its ``rows``, lie on blocks of the HF tensor or on its end."""
         offsets, sizes = self.slice.offsets, self.slice.sizes
         if len(sizes) != 2:
             return False
@@ -110,7 +110,7 @@ class ShardSlice:
         return all(seam % block[0] == 0 for seam in self.seams())
 
     def seams(self) -> Iterator[int]:
-        """Rows at which a new member of ``rows`` begins."""
+        """Return the rows at which a new member of ``rows`` begins."""
         position = 0
         for rows in self.rows[:-1]:
             position += rows.count
@@ -189,7 +189,7 @@ class ShardLayout:
     def _work_out(
         self, name: str, whole_shape: tuple[int, ...], split: TensorSplit
     ) -> tuple[tuple[ShardSlice, ...], ...] | None:
-        """Per HF tensor, its slices (whose names do not count)."""
+        """Return the slices of each HF tensor (whose names do not count)."""
         if len(whole_shape) not in (1, 2):
             return None
         held = [_held_indices(size, dim, split) for dim, size in enumerate(whole_shape)]
@@ -248,7 +248,7 @@ def _held_indices(size: int, dim: int, split: TensorSplit) -> Tensor:
 
 
 def _contiguous(own: Tensor, *, joins: bool) -> list[tuple[int, Tensor]]:
-    """Neighbouring indices of an HF dimension that this rank holds: the first of them, and where they lie in its part.
+    """Return the run of indices of an HF dimension that this rank holds: the first, and their place in its part.
 
     Args:
         own: per index of the HF dimension the index in the part, -1 for none.
@@ -276,7 +276,7 @@ def _slices_of(whole_shape: tuple[int, ...], ranges: list[list[tuple[int, Tensor
 
 
 def _affine(indices: Tensor) -> Iterator[RowRuns]:
-    """Row numbers as few :class:`RowRuns`, in their order."""
+    """Return row numbers as few :class:`RowRuns`, in their order."""
     breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1
     begins = [0, *breaks.tolist()]
     runs = [

@@ -101,7 +101,7 @@ class ShardPlan:
         return align(max((bucket.num_bytes for owned in self.buckets for bucket in owned), default=0))
 
     def num_turns(self, ranks: Iterable[int]) -> int:
-        """Turns until all of these ranks have sent all that they have."""
+        """Return the turns until all of these ranks have sent all that they have."""
         return max((len(self.buckets[rank]) for rank in ranks), default=0)
 
 
@@ -157,7 +157,7 @@ class _Sizes:
         self._blocks = blocks
 
     def is_quantized(self, header: SliceHeader) -> bool:
-        """True for a slice that travels quantized."""
+        """Return True for a slice that travels quantized."""
         return self._blocks is not None and self._blocks.is_quantized(header.name)
 
     def outputs(self, header: SliceHeader) -> list[Header]:
@@ -181,7 +181,7 @@ class _Sizes:
         return sum(align(part.num_elements * dtype.itemsize) for _, dtype, part in self.slices(header, begin, end))
 
     def row_ranges(self, header: SliceHeader, max_bytes: int) -> Iterator[tuple[int, int]]:
-        """Row ranges of at most ``max_bytes``, or of the fewest rows that can be split off where that is more.
+        """Return row ranges of at most ``max_bytes``, or of the fewest rows that can be split off where that is more.
 
         Splits go through no run of rows, unless a run is too large.
         """

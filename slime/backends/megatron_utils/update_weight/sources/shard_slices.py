@@ -166,7 +166,7 @@ class ShardSlices:
 
 
 def _vector_items(value: Tensor, rows: RowRuns, offset: int, kind: Kind, dtype: torch.dtype) -> Iterator[CastItem]:
-    """Runs of a vector as the rows of a matrix; the last run may be shorter."""
+    """Return the runs of a vector as the rows of a matrix; the last run may be shorter."""
     num_whole, rest = divmod(rows.count, rows.run)
     matrix = value.as_strided((num_whole, rows.run), (rows.stride or rows.run, 1), value.storage_offset() + rows.first)
     yield CastItem(matrix, num_whole, num_whole, num_whole, offset, kind)
