@@ -25,51 +25,54 @@ def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_loss(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("loss", "What an optimizer step minimises.")
-    group.add_argument("--loss-type", choices=ACTOR_LOSS_TYPES, default="policy_loss", help="Which loss.")
+    group = parser.add_argument_group("loss", "The loss that an optimizer step minimises.")
+    group.add_argument("--loss-type", choices=ACTOR_LOSS_TYPES, default="policy_loss", help="The loss to train with.")
     group.add_argument(
-        "--eps-clip", type=non_negative_float, default=0.2, help="Ratios below 1 minus this gain nothing."
+        "--eps-clip",
+        type=non_negative_float,
+        default=0.2,
+        help="PPO clips importance ratios below 1 minus this value.",
     )
     group.add_argument(
         "--eps-clip-high",
         type=non_negative_float,
         default=None,
-        help="Ratios above 1 plus this gain nothing. Default: --eps-clip.",
+        help="PPO clips importance ratios above 1 plus this value. Default: --eps-clip.",
     )
     group.add_argument(
         "--eps-clip-c",
         type=float,
         default=None,
-        help="Dual clip, above 1: bounds the loss of bad tokens. Default off.",
+        help="Dual clip, above 1: bounds the loss of tokens with a negative advantage. Default: off.",
     )
-    group.add_argument(
-        "--value-clip", type=non_negative_float, default=0.2, help="Trust region of the critic's values."
-    )
+    group.add_argument("--value-clip", type=non_negative_float, default=0.2, help="Clip range of the critic's values.")
     group.add_argument("--entropy-coef", type=float, default=0.0, help="Weight of the entropy bonus.")
     group.add_argument(
         "--calculate-per-token-loss",
         action="store_true",
-        help="Mean over all tokens of the batch, instead of the mean over samples of their token means.",
+        help="Average the loss over all tokens of the batch, instead of over samples of their token means.",
     )
     group.add_argument(
-        "--use-rollout-entropy", action="store_true", help="Also compute the entropy in the log-prob pass, for logs."
+        "--use-rollout-entropy",
+        action="store_true",
+        help="Also compute the entropy in the log-prob pass, for logging.",
     )
 
 
 def _add_advantages(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("advantages", "From rewards to the weight of each token.")
+    group = parser.add_argument_group("advantages", "Advantages of tokens from rewards.")
     group.add_argument(
         "--advantage-estimator",
         choices=RegistryChoices(ESTIMATORS),
         default="grpo",
-        help="Which estimator; ppo has a critic. Or the import path of your own (docs/customization.md).",
+        help="Advantage estimator; ppo trains a critic. Or the import path of your own (docs/customization.md).",
     )
     group.add_argument(
         "--disable-compute-advantages-and-returns",
         dest="compute_advantages_and_returns",
         action="store_false",
         default=True,
-        help="Skip advantages; for SFT and losses that use none.",
+        help="Skip advantages, for SFT and other losses that do not use them.",
     )
     group.add_argument("--gamma", type=number_in(0.0, 1.0), default=1.0, help="Discount per token, in [0, 1].")
     group.add_argument("--lambd", type=number_in(0.0, 1.0), default=1.0, help="Lambda of GAE, in [0, 1].")
@@ -79,55 +82,75 @@ def _add_advantages(parser: argparse.ArgumentParser) -> None:
         dest="grpo_std_normalization",
         action="store_false",
         default=True,
-        help="Subtract the group's mean reward, but do not divide by its deviation (Dr. GRPO).",
+        help="Subtract the group's mean reward without dividing by its standard deviation (Dr. GRPO).",
     )
     group.add_argument(
         "--disable-rewards-normalization",
         dest="rewards_normalization",
         action="store_false",
         default=True,
-        help="Use rewards as they are, without the group's mean and deviation.",
+        help="Use rewards as they are, without normalising them within the group.",
     )
     group.add_argument(
-        "--num-critic-only-steps", type=non_negative_int, default=0, help="First rollouts that train only the critic."
+        "--num-critic-only-steps",
+        type=non_negative_int,
+        default=0,
+        help="Rollouts at the start that train only the critic.",
     )
 
 
 def _add_kl(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("KL", "How the policy is held near the reference model (--ref-load).")
+    group = parser.add_argument_group("KL", "Penalties on the distance from the reference model (--ref-load).")
     group.add_argument(
         "--kl-coef", type=non_negative_float, default=0.0, help="Weight of the KL penalty inside the reward."
     )
-    group.add_argument("--use-kl-loss", action="store_true", help="Add a KL term to the loss; loads the reference.")
-    group.add_argument("--kl-loss-coef", type=non_negative_float, default=0.0, help="Weight of that term.")
-    group.add_argument("--kl-loss-type", choices=RegistryChoices(KL_KINDS), default="k1", help="Estimator of the KL.")
+    group.add_argument(
+        "--use-kl-loss", action="store_true", help="Add a KL term to the loss; loads the reference model."
+    )
+    group.add_argument(
+        "--kl-loss-coef", type=non_negative_float, default=0.0, help="Weight of the KL term of --use-kl-loss."
+    )
+    group.add_argument("--kl-loss-type", choices=RegistryChoices(KL_KINDS), default="k1", help="KL estimator.")
     group.add_argument("--use-unbiased-kl", action="store_true", help="Weight the KL term by the importance ratio.")
     group.add_argument(
         "--ref-update-interval",
         type=positive_int,
         default=None,
-        help="Rollouts after which the reference becomes the actor.",
+        help="Copy the actor into the reference model every so many rollouts.",
     )
 
 
 def _add_off_policy(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("off-policy", "Corrections where the engine and the trainer disagree.")
+    group = parser.add_argument_group(
+        "off-policy", "Corrections for log-probs that differ between engine and trainer."
+    )
     group.add_argument(
-        "--use-rollout-logprobs", action="store_true", help="Take the old log-probs from the engine, not the trainer."
+        "--use-rollout-logprobs",
+        action="store_true",
+        help="Use the engine's log-probs as the old log-probs, instead of the trainer's.",
     )
     group.add_argument(
         "--use-tis", action="store_true", help="Truncated importance sampling between engine and trainer."
     )
-    group.add_argument("--tis-clip", type=non_negative_float, default=2.0, help="Upper bound of its weights.")
-    group.add_argument("--tis-clip-low", type=non_negative_float, default=0, help="Lower bound of its weights.")
+    group.add_argument(
+        "--tis-clip", type=non_negative_float, default=2.0, help="Upper bound of the weights of --use-tis."
+    )
+    group.add_argument(
+        "--tis-clip-low", type=non_negative_float, default=0, help="Lower bound of the weights of --use-tis."
+    )
     group.add_argument(
         "--get-mismatch-metrics",
         action="store_true",
         help="Log the metrics of --custom-tis-function-path without applying it.",
     )
-    group.add_argument("--use-opsm", action="store_true", help="Mask whole sequences that drifted too far off-policy.")
     group.add_argument(
-        "--opsm-delta", type=float, default=1e-4, help="KL (nats per token) above which they are masked."
+        "--use-opsm", action="store_true", help="Mask sequences that are too far off-policy (--opsm-delta)."
+    )
+    group.add_argument(
+        "--opsm-delta",
+        type=float,
+        default=1e-4,
+        help="--use-opsm masks sequences whose KL, in nats per token, is above this.",
     )
     group.add_argument(
         "--use-routing-replay",
@@ -144,15 +167,27 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
 def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the distillation group to ``parser``."""
     group = parser.add_argument_group("distillation", "On-policy distillation from a teacher.")
-    group.add_argument("--use-opd", action="store_true", help="Add the reverse KL to a teacher to the advantages.")
     group.add_argument(
-        "--opd-type", choices=["sglang", "megatron"], default=None, help="Where the teacher runs: engine or trainer."
+        "--use-opd",
+        action="store_true",
+        help="On-policy distillation: add the reverse KL to a teacher to the advantages.",
     )
-    group.add_argument("--opd-kl-coef", type=float, default=1.0, help="Weight of the reverse KL.")
     group.add_argument(
-        "--opd-teacher-load", default=None, metavar="DIR", help="The teacher's checkpoint (--opd-type megatron only)."
+        "--opd-type",
+        choices=["sglang", "megatron"],
+        default=None,
+        help="Where the teacher runs: in an engine or in the trainer.",
     )
-    group.add_argument("--opd-teacher-ckpt-step", type=non_negative_int, default=None, help="Its iteration.")
+    group.add_argument("--opd-kl-coef", type=float, default=1.0, help="Weight of the teacher's reverse KL.")
+    group.add_argument(
+        "--opd-teacher-load", default=None, metavar="DIR", help="Checkpoint of the teacher (--opd-type megatron only)."
+    )
+    group.add_argument(
+        "--opd-teacher-ckpt-step",
+        type=non_negative_int,
+        default=None,
+        help="Iteration of the teacher's checkpoint. Default: the latest.",
+    )
 
 
 def derive_critic(args: Namespace) -> None:

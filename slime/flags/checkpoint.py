@@ -25,46 +25,50 @@ LFS_NOTE = b"version https://git-lfs"
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoints group to ``parser``."""
-    group = parser.add_argument_group("checkpoints", "Where weights come from and go to.")
+    group = parser.add_argument_group("checkpoints", "Sources of the initial weights, and saves.")
     group.add_argument(
         "--model-name",
         default=None,
-        help="Which name converter the model takes; default: the model type of --hf-checkpoint's config.",
+        help="Model type that decides the names of exported weights. Default: that of --hf-checkpoint's config.json.",
     )
     group.add_argument(
         "--hf-checkpoint",
         default=None,
         metavar="DIR",
-        help="Hugging Face folder: config and tokenizer, the engines' first weights and their quantisation.",
+        help="Hugging Face folder: config, tokenizer, and the weights and quantization that the engines start with.",
     )
     group.add_argument(
         "--ref-load",
         default=None,
         metavar="DIR",
-        help="The reference model's checkpoint (Megatron or Hugging Face); the actor's start when --load is empty.",
+        help="Checkpoint of the reference model (Megatron or Hugging Face); the actor also starts from it when "
+        "--load is empty.",
     )
     group.add_argument(
-        "--ref-ckpt-step", type=non_negative_int, default=None, help="Its iteration; default the latest."
+        "--ref-ckpt-step",
+        type=non_negative_int,
+        default=None,
+        help="Iteration of the reference model's checkpoint. Default: the latest.",
     )
     group.add_argument(
         "--load",
         default=None,
         metavar="DIR",
-        help="The actor's checkpoint. When it holds no finished save, training starts from --ref-load.",
+        help="Checkpoint of the actor. Without a finished save in it, training starts from --ref-load.",
     )
     group.add_argument(
-        "--save", default=None, metavar="DIR", help="Folder for checkpoints, data position and metrics."
+        "--save", default=None, metavar="DIR", help="Folder for checkpoints, the position in the data, and metrics."
     )
-    group.add_argument("--save-interval", type=positive_int, default=None, help="Rollouts from one save to the next.")
-    group.add_argument("--async-save", action="store_true", help="Write checkpoints while training goes on.")
+    group.add_argument("--save-interval", type=positive_int, default=None, help="Save every so many rollouts.")
     group.add_argument(
-        "--no-save-optim", action="store_true", default=False, help="Leave the optimizer's state out of checkpoints."
+        "--async-save", action="store_true", help="Write checkpoints in the background while training continues."
     )
+    group.add_argument("--no-save-optim", action="store_true", default=False, help="Save no optimizer state.")
     group.add_argument(
         "--save-hf",
         default=None,
         metavar="TEMPLATE",
-        help="Folder for a Hugging Face export beside each save; {rollout_id} in it is replaced.",
+        help="Folder for a Hugging Face export with each save; {rollout_id} in it is replaced.",
     )
 
 

@@ -19,16 +19,16 @@ from slime.flags.rollout import OWN_ROLLOUTS
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the cluster group to ``parser``."""
-    group = parser.add_argument_group("cluster", "Which GPUs the trainer and the engines use.")
+    group = parser.add_argument_group("cluster", "GPUs of the trainer and of the engines, and deadlines.")
     group.add_argument("--actor-num-nodes", type=non_negative_int, default=1, help="Nodes the trainer runs on.")
     group.add_argument(
-        "--actor-num-gpus-per-node", type=non_negative_int, default=8, help="GPUs the trainer takes on each of them."
+        "--actor-num-gpus-per-node", type=non_negative_int, default=8, help="GPUs per node for the trainer."
     )
     group.add_argument(
         "--rollout-num-gpus",
         type=non_negative_int,
         default=None,
-        help="GPUs of all engines together. With --colocate it defaults to the trainer's GPUs; 0 starts only routers.",
+        help="GPUs of all engines together. Default with --colocate: the trainer's GPUs. 0 starts routers only.",
     )
     group.add_argument(
         "--rollout-num-gpus-per-engine",
@@ -36,20 +36,14 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="GPUs of one engine (its tensor-parallel times pipeline-parallel size).",
     )
-    group.add_argument(
-        "--num-gpus-per-node", type=positive_int, default=8, help="GPUs of one node on the engines' side."
-    )
-    group.add_argument(
-        "--colocate", action="store_true", help="Trainer and engines share their GPUs and take turns on them."
-    )
-    group.add_argument(
-        "--offload", action="store_true", help="Short for --offload-train and --offload-rollout together."
-    )
+    group.add_argument("--num-gpus-per-node", type=positive_int, default=8, help="GPUs per node for the engines.")
+    group.add_argument("--colocate", action="store_true", help="Run trainer and engines in turns on the same GPUs.")
+    group.add_argument("--offload", action="store_true", help="Same as --offload-train and --offload-rollout.")
     group.add_argument(
         "--offload-train",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="Put the trainer's GPU memory aside while engines generate. Default: on with --colocate, else off.",
+        help="Offload the trainer's GPU memory while engines generate. Default: on with --colocate, else off.",
     )
     group.add_argument(
         "--offload-rollout",
@@ -64,19 +58,22 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="torch.distributed backend of the trainer. Default: nccl with CUDA, gloo without.",
     )
     group.add_argument(
-        "--distributed-timeout-minutes", type=positive_int, default=10, help="Minutes until a collective is given up."
+        "--distributed-timeout-minutes",
+        type=positive_int,
+        default=10,
+        help="Minutes before a collective operation fails.",
     )
     group.add_argument(
         "--cluster-wait-timeout-s",
         type=positive_float,
         default=600.0,
-        help="Seconds to wait for the cluster to grant the GPUs before the job is given up.",
+        help="Seconds to wait until the cluster has the GPUs, before the job ends.",
     )
     group.add_argument(
         "--engine-start-timeout-s",
         type=positive_float,
         default=1800.0,
-        help="Seconds an engine may take from its start to its first healthy answer.",
+        help="Seconds from an engine's start to its first successful health check.",
     )
     group.add_argument(
         "--rollout-timeout-s", type=positive_float, default=86400.0, help="Seconds one rollout or one eval may take."
@@ -85,7 +82,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "--train-timeout-s",
         type=positive_float,
         default=21600.0,
-        help="Seconds one training step, one save or one load of the trainer may take.",
+        help="Seconds one training step, save or load may take.",
     )
     group.add_argument(
         "--weight-update-timeout-s", type=positive_float, default=1800.0, help="Seconds one weight push may take."
@@ -94,34 +91,40 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "--shutdown-timeout-s",
         type=positive_float,
         default=20.0,
-        help="Seconds that engines, routers and trainers get to end by themselves before they are killed.",
+        help="Seconds for engines, routers and trainers to end before they are killed.",
     )
 
 
 def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the fault tolerance group to ``parser``."""
-    group = parser.add_argument_group("fault tolerance", "What happens when an engine dies.")
+    group = parser.add_argument_group("fault tolerance", "Health checks, and restarts of engines.")
     group.add_argument(
-        "--use-fault-tolerance", action="store_true", help="Watch the engines and start dead ones again."
+        "--use-fault-tolerance", action="store_true", help="Check the engines' health and restart failed ones."
     )
     group.add_argument(
-        "--rollout-health-check-interval", type=positive_float, default=30.0, help="Seconds between two checks."
+        "--rollout-health-check-interval",
+        type=positive_float,
+        default=30.0,
+        help="Seconds between two health checks of an engine.",
     )
     group.add_argument(
-        "--rollout-health-check-timeout", type=positive_float, default=30.0, help="Seconds an engine has to answer."
+        "--rollout-health-check-timeout",
+        type=positive_float,
+        default=30.0,
+        help="Seconds an engine has to answer a health check.",
     )
     group.add_argument(
         "--rollout-health-check-first-wait",
         type=non_negative_float,
         default=0.0,
-        help="Seconds of grace after each resume.",
+        help="Seconds without health checks after engines start or resume.",
     )
     group.add_argument(
         "--rollout-stall-timeout-s",
         type=number_in(0, math.inf),
         default=600.0,
-        help="Without fault tolerance: seconds without a token from an engine that is asked for one, after which the "
-        "run ends and names it. 0 never ends it.",
+        help="Without fault tolerance: the run ends when an engine that is generating gives no token for so many "
+        "seconds. 0: never.",
     )
 
 

@@ -40,7 +40,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompts", "Where prompts come from and what the columns are called.")
+    group = parser.add_argument_group("prompts", "Prompt files and the names of their columns.")
     group.add_argument(
         "--prompt-data",
         default=None,
@@ -52,12 +52,12 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         dest="rollout_global_dataset",
         action="store_false",
         default=True,
-        help="The rollout function brings its own data; no data set is loaded, and none is saved.",
+        help="Load and save no data set: the rollout function brings its own data.",
     )
     group.add_argument("--input-key", default="input", help="Column of the prompt.")
-    group.add_argument("--label-key", default=None, help="Column of the label that a reward is computed from.")
-    group.add_argument("--metadata-key", default="metadata", help="Column of each row's metadata object.")
-    group.add_argument("--tool-key", default="tools", help="Column of each row's tool definitions.")
+    group.add_argument("--label-key", default=None, help="Column of the label, for graders.")
+    group.add_argument("--metadata-key", default="metadata", help="Column of the metadata object.")
+    group.add_argument("--tool-key", default="tools", help="Column of the tool definitions.")
     group.add_argument(
         "--multimodal-keys",
         type=json_object,
@@ -73,33 +73,33 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         type=json_object,
         default={},
         metavar="JSON",
-        help="Extra arguments of the chat template.",
+        help="More arguments for the chat template, as JSON.",
     )
-    group.add_argument("--rollout-shuffle", action="store_true", help="Shuffle the prompts anew for each epoch.")
+    group.add_argument("--rollout-shuffle", action="store_true", help="Shuffle the prompts in each epoch.")
     group.add_argument(
         "--loss-mask-type",
         choices=LOSS_MASK_TYPES,
         default="qwen",
-        help="Chat template whose assistant turns SFT trains on.",
+        help="Chat format, by which SFT finds the assistant's turns to train on.",
     )
 
 
 def _add_batching(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("batching", "How samples are cut into optimizer steps and micro-batches.")
+    group = parser.add_argument_group("batching", "Sizes of optimizer steps and micro-batches.")
     group.add_argument(
-        "--global-batch-size", type=positive_int, default=None, help="Rollouts (samples) of one optimizer step."
+        "--global-batch-size", type=positive_int, default=None, help="Rollouts (samples) per optimizer step."
     )
     group.add_argument(
         "--num-steps-per-rollout",
         type=positive_int,
         default=None,
-        help="Optimizer steps of one rollout; sets --global-batch-size.",
+        help="Optimizer steps per rollout; sets --global-batch-size.",
     )
     group.add_argument(
         "--micro-batch-size",
         type=positive_int,
         default=1,
-        help="Samples of one micro-batch; without effect under --use-dynamic-batch-size.",
+        help="Samples per micro-batch; without effect with --use-dynamic-batch-size.",
     )
     group.add_argument(
         "--use-dynamic-batch-size",
@@ -110,66 +110,70 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
         "--max-tokens-per-gpu",
         type=positive_int,
         default=None,
-        help="Tokens of one micro-batch on one GPU; a longer sample gets a micro-batch of its own.",
+        help="Most tokens of a micro-batch per GPU; a longer sample is a micro-batch of its own.",
     )
     group.add_argument(
-        "--balance-data", action="store_true", help="Spread the samples so that data-parallel ranks have equal work."
+        "--balance-data", action="store_true", help="Distribute samples so that data-parallel ranks have equal work."
     )
     group.add_argument(
         "--balance-by-flops",
         action="store_true",
-        help="Balance micro-batches by computed FLOPs instead of tokens; needs --use-dynamic-batch-size.",
+        help="Balance micro-batches by FLOPs instead of tokens; needs --use-dynamic-batch-size.",
     )
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the evaluation group to ``parser``."""
-    group = parser.add_argument_group("evaluation", "Held-out data, and how it is sampled.")
-    group.add_argument("--eval-interval", type=positive_int, default=None, help="Rollouts from one eval to the next.")
+    group = parser.add_argument_group("evaluation", "Held-out data and its sampling.")
+    group.add_argument("--eval-interval", type=positive_int, default=None, help="Evaluate every so many rollouts.")
     group.add_argument(
         "--eval-prompt-data",
         nargs="+",
         default=None,
         metavar="NAME PATH",
-        help="Pairs of name and file. A single value is the file of a data set named aime.",
+        help="Pairs of name and file. A single value is the file of a data set called aime.",
     )
     group.add_argument(
         "--eval-config",
         default=None,
         metavar="YAML",
-        help="Data sets with settings of their own: `eval: {defaults: {...}, datasets: [{name, path, ...}]}`.",
+        help="YAML file of data sets with settings of their own: `eval: {defaults: {...}, datasets: [{name, path, "
+        "...}]}`.",
+    )
+    group.add_argument("--skip-eval-before-train", action="store_true", help="Do not evaluate the initial weights.")
+    group.add_argument("--eval-input-key", default=None, help="Column of the prompt in evaluation data.")
+    group.add_argument("--eval-label-key", default=None, help="Column of the label in evaluation data.")
+    group.add_argument("--eval-tool-key", default=None, help="Column of the tool definitions in evaluation data.")
+    group.add_argument(
+        "--n-samples-per-eval-prompt", type=positive_int, default=1, help="Responses per evaluation prompt."
     )
     group.add_argument(
-        "--skip-eval-before-train", action="store_true", help="No eval of the weights that training starts from."
-    )
-    group.add_argument("--eval-input-key", default=None, help="Column of the prompt, for eval.")
-    group.add_argument("--eval-label-key", default=None, help="Column of the label, for eval.")
-    group.add_argument("--eval-tool-key", default=None, help="Column of the tools, for eval.")
-    group.add_argument("--n-samples-per-eval-prompt", type=positive_int, default=1, help="Responses to each prompt.")
-    group.add_argument(
-        "--eval-temperature", type=non_negative_float, default=None, help="Temperature, for eval; 0 is greedy."
+        "--eval-temperature",
+        type=non_negative_float,
+        default=None,
+        help="Sampling temperature of evaluations; 0 is greedy.",
     )
     group.add_argument(
-        "--eval-top-p", type=number_in(0.0, 1.0, low_open=True), default=None, help="Nucleus, for eval, in (0, 1]."
+        "--eval-top-p", type=number_in(0.0, 1.0, low_open=True), default=None, help="Top-p of evaluations, in (0, 1]."
     )
-    group.add_argument("--eval-top-k", type=top_k, default=None, help="Tokens to draw from, for eval; -1 means all.")
+    group.add_argument("--eval-top-k", type=top_k, default=None, help="Top-k of evaluations; -1: all tokens.")
     group.add_argument(
-        "--eval-max-response-len", type=positive_int, default=None, help="Tokens a response may have, for eval."
+        "--eval-max-response-len", type=positive_int, default=None, help="Most tokens of an evaluation response."
     )
     group.add_argument(
-        "--eval-max-prompt-len", type=positive_int, default=None, help="Longer eval prompts (tokens) are left out."
+        "--eval-max-prompt-len", type=positive_int, default=None, help="Leave out evaluation prompts with more tokens."
     )
     group.add_argument(
         "--eval-min-new-tokens",
         type=non_negative_int,
         default=None,
-        help="Tokens a response must have at least, for eval.",
+        help="Fewest tokens of an evaluation response.",
     )
     group.add_argument(
         "--eval-max-context-len",
         type=positive_int,
         default=None,
-        help="Tokens of prompt and response together, for eval. Default: --rollout-max-context-len.",
+        help="Most tokens of an evaluation prompt and its response. Default: --rollout-max-context-len.",
     )
 
 

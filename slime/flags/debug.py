@@ -51,96 +51,107 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("debug", "Half of the job alone; recorded data.")
+    group = parser.add_argument_group("debug", "Engines or trainer alone, and dumps of their data.")
     group.add_argument(
         "--plan",
         nargs="?",
         choices=["table", "json"],
         const="table",
         default=None,
-        help="Say what the run would be (layout, memory, traffic) and end; needs no GPU, cluster or checkpoint.",
+        help="Print what the run would be (layout, memory, traffic) and exit; needs no GPU, cluster or checkpoint.",
     )
-    group.add_argument("--debug-rollout-only", action="store_true", help="Start the engines only; train nothing.")
-    group.add_argument("--debug-train-only", action="store_true", help="Start the trainer only; no engine runs.")
+    group.add_argument("--debug-rollout-only", action="store_true", help="Start only the engines; no training.")
+    group.add_argument("--debug-train-only", action="store_true", help="Start only the trainer; no engines.")
     group.add_argument(
         "--save-debug-rollout-data",
         default=None,
         metavar="TEMPLATE",
-        help="File for each rollout's samples; has {rollout_id}.",
+        help="File for the samples of each rollout; contains {rollout_id}.",
     )
     group.add_argument(
         "--load-debug-rollout-data",
         default=None,
         metavar="TEMPLATE",
-        help="Train on samples saved before, instead of generating; implies --debug-train-only.",
+        help="Train on saved samples instead of generating; implies --debug-train-only.",
     )
     group.add_argument(
         "--load-debug-rollout-data-subsample",
         type=number_in(0.0, 1.0, low_open=True),
         default=None,
-        help="Fraction of them to use, in (0, 1].",
+        help="Fraction of the saved samples to use, in (0, 1].",
     )
     group.add_argument(
-        "--load-forge-rollout-data", default=None, metavar="TEMPLATE", help="Replay saved samples while engines run."
+        "--load-forge-rollout-data",
+        default=None,
+        metavar="TEMPLATE",
+        help="Replay saved samples while engines are running.",
     )
     group.add_argument(
         "--save-debug-train-data",
         default=None,
         metavar="TEMPLATE",
-        help="File for what each rollout was trained on, all ranks together; has {rollout_id}.",
+        help="File for the data that each rollout was trained on, of all ranks; contains {rollout_id}.",
     )
     group.add_argument(
-        "--dump-details", default=None, metavar="DIR", help="Folder for both dumps; sets the two flags above."
+        "--dump-details",
+        default=None,
+        metavar="DIR",
+        help="Folder for both dumps: sets --save-debug-rollout-data and --save-debug-train-data.",
     )
     group.add_argument(
         "--custom-config-path",
         default=None,
         metavar="YAML",
-        help="Each top-level key becomes an attribute of args, over the flags; may carry a plug-in's settings.",
+        help="YAML file whose top-level keys become attributes of args, replacing flags; may hold settings of plug- "
+        "ins.",
     )
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("profile", "Memory snapshots and traces of the trainer.")
     group.add_argument("--record-memory-history", action="store_true", help="Record the trainer's GPU allocations.")
-    group.add_argument("--memory-snapshot-dir", default=".", metavar="DIR", help="Folder of the snapshots.")
+    group.add_argument("--memory-snapshot-dir", default=".", metavar="DIR", help="Folder for memory snapshots.")
     group.add_argument(
-        "--memory-snapshot-num-steps", type=positive_int, default=None, help="Steps after which recording stops."
+        "--memory-snapshot-num-steps", type=positive_int, default=None, help="Steps to record GPU allocations for."
     )
     group.add_argument(
-        "--use-pytorch-profiler", action="store_true", help="Profile the trainer's main rank with torch's profiler."
+        "--use-pytorch-profiler", action="store_true", help="Profile the trainer's main rank with torch.profiler."
     )
     group.add_argument(
-        "--profile-step-start", type=non_negative_int, default=10, help="First rollout that is profiled, from 0."
+        "--profile-step-start", type=non_negative_int, default=10, help="First rollout to profile, from 0."
     )
     group.add_argument(
-        "--profile-step-end", type=non_negative_int, default=12, help="The rollout before which profiling stops."
+        "--profile-step-end", type=non_negative_int, default=12, help="Stop profiling before this rollout."
     )
+    group.add_argument("--tensorboard-dir", default=None, metavar="DIR", help="Folder for profiles. Default: profile.")
     group.add_argument(
-        "--tensorboard-dir", default=None, metavar="DIR", help="Folder of the profiles. Default: profile."
+        "--memory-recorder", choices=["torch", "memray"], default="torch", help="Recorder of GPU allocations."
     )
-    group.add_argument("--memory-recorder", choices=["torch", "memray"], default="torch", help="What records.")
     group.add_argument(
         "--profile-target",
         nargs="+",
         choices=["train_overall", "train_actor", "train_log_probs"],
         default=["train_overall"],
-        help="Which part of training is profiled.",
+        help="Part of training to profile.",
     )
 
 
 def _add_ci(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("CI", "Checks that end a run when a number is off.")
-    group.add_argument("--ci-test", action="store_true", help="Turn the checks on.")
-    group.add_argument("--ci-disable-kl-checker", action="store_true", help="Leave the KL checks off.")
+    group = parser.add_argument_group("CI", "Checks that end a run when a number is wrong.")
+    group.add_argument("--ci-test", action="store_true", help="Turn on the consistency checks of CI.")
+    group.add_argument("--ci-disable-kl-checker", action="store_true", help="Turn off the KL checks of --ci-test.")
     group.add_argument(
         "--ci-train-rollout-logprob-abs-diff-threshold",
         type=float,
         default=0.1,
-        help="Largest mean |trainer - engine| log-prob (nats).",
+        help="Largest mean |trainer - engine| difference of log-probs (nats) that --ci-test accepts.",
     )
-    group.add_argument("--ci-save-grad-norm", default=None, metavar="TEMPLATE", help="File for gradient norms.")
-    group.add_argument("--ci-load-grad-norm", default=None, metavar="TEMPLATE", help="File of norms to compare with.")
+    group.add_argument(
+        "--ci-save-grad-norm", default=None, metavar="TEMPLATE", help="File to write gradient norms to."
+    )
+    group.add_argument(
+        "--ci-load-grad-norm", default=None, metavar="TEMPLATE", help="File of gradient norms to compare with."
+    )
 
 
 def derive_debug_modes(args: Namespace) -> None:

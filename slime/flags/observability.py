@@ -85,37 +85,48 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         "--wandb-mode",
         choices=["online", "offline", "disabled"],
         default=None,
-        help="offline writes to --wandb-dir only.",
+        help="Mode of Weights & Biases; offline writes to --wandb-dir only.",
     )
-    wandb.add_argument("--wandb-dir", default=None, metavar="DIR", help="Folder of its files.")
-    wandb.add_argument("--wandb-key", default=None, help="API key.")
-    wandb.add_argument("--wandb-host", default=None, help="Address of a server other than the public one.")
-    wandb.add_argument("--wandb-team", default=None, help="Team or user that owns the run.")
-    wandb.add_argument("--wandb-group", default=None, help="Group of the run.")
-    wandb.add_argument("--wandb-project", default=None, help="Project of the run.")
-    wandb.add_argument("--wandb-run-id", default=None, help="Id of a run to go on with.")
+    wandb.add_argument("--wandb-dir", default=None, metavar="DIR", help="Folder for the files of Weights & Biases.")
+    wandb.add_argument("--wandb-key", default=None, help="API key of Weights & Biases.")
+    wandb.add_argument("--wandb-host", default=None, help="Address of your own Weights & Biases server.")
+    wandb.add_argument("--wandb-team", default=None, help="Team or user that owns the run in Weights & Biases.")
+    wandb.add_argument("--wandb-group", default=None, help="Group of the run in Weights & Biases.")
+    wandb.add_argument("--wandb-project", default=None, help="Project of the run in Weights & Biases.")
+    wandb.add_argument("--wandb-run-id", default=None, help="Id of the Weights & Biases run to continue.")
     wandb.add_argument(
         "--disable-wandb-random-suffix",
         dest="wandb_random_suffix",
         action="store_false",
         default=True,
-        help="Leave the random end off the group's name.",
+        help="Add no random suffix to --wandb-group.",
     )
     wandb.add_argument(
-        "--wandb-always-use-train-step", action="store_true", help="Count steps, not rollouts, on the x axis."
+        "--wandb-always-use-train-step",
+        action="store_true",
+        help="Use optimizer steps, not rollouts, as the x axis in Weights & Biases.",
     )
 
     tensorboard = parser.add_argument_group("TensorBoard")
     tensorboard.add_argument("--use-tensorboard", action="store_true", help="Write TensorBoard files.")
-    tensorboard.add_argument("--tb-project-name", default=None, help="First part of their folder.")
-    tensorboard.add_argument("--tb-experiment-name", default=None, help="Second part of their folder.")
+    tensorboard.add_argument("--tb-project-name", default=None, help="First part of the TensorBoard folder's name.")
+    tensorboard.add_argument(
+        "--tb-experiment-name", default=None, help="Second part of the TensorBoard folder's name."
+    )
 
-    metrics = parser.add_argument_group("metrics", "Metrics beyond the usual ones.")
-    metrics.add_argument("--log-multi-turn", action="store_true", help="Metrics of turns within a response.")
+    metrics = parser.add_argument_group("metrics", "Additional metrics.")
+    metrics.add_argument("--log-multi-turn", action="store_true", help="Log metrics of the turns within a response.")
     metrics.add_argument(
         "--log-passrate",
         action="store_true",
-        help="pass@k of each rollout and evaluation, over the answers to each prompt.",
+        help="Log pass@k of each rollout and evaluation, over the responses to each prompt.",
     )
-    metrics.add_argument("--log-reward-category", default=None, metavar="KEY", help="Entry of dict rewards to count.")
-    metrics.add_argument("--log-correct-samples", action="store_true", help="Statistics of the samples with reward 1.")
+    metrics.add_argument(
+        "--log-reward-category",
+        default=None,
+        metavar="KEY",
+        help="Entry of dict rewards whose values are counted in the log.",
+    )
+    metrics.add_argument(
+        "--log-correct-samples", action="store_true", help="Log statistics of the samples with reward 1."
+    )

@@ -43,37 +43,39 @@ def reward_config(args: Any) -> RewardConfig:
 
 def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the reward group to ``parser``."""
-    group = parser.add_argument_group("reward", "How a response is graded.")
+    group = parser.add_argument_group("reward", "Graders of responses.")
     group.add_argument(
         "--rm-type",
         default=None,
-        help="Built-in grader: remote_rm, deepscaler, dapo, math, f1, gpqa, ifbench, random or math_verify; the "
-        "prefix boxed_ grades the boxed answer. A row's metadata may name its own.",
+        help="Built-in grader: remote_rm, deepscaler, dapo, math, f1, gpqa, ifbench, random or math_verify; with the "
+        "prefix boxed_ it grades the boxed answer. A row's metadata may name another.",
     )
     group.add_argument("--rm-url", default=None, help="Address of the remote grader or teacher.")
-    group.add_argument("--reward-key", default=None, help="Entry of a dict reward that is trained on.")
+    group.add_argument("--reward-key", default=None, help="Entry of a dict reward to train on.")
     group.add_argument(
-        "--eval-reward-key", default=None, help="Entry of a dict reward that eval reports. Default: --reward-key."
+        "--eval-reward-key",
+        default=None,
+        help="Entry of a dict reward that evaluations report. Default: --reward-key.",
     )
     group.add_argument("--group-rm", action="store_true", help="Grade all responses to a prompt in one call.")
     group.add_argument(
         "--rm-timeout-s",
         type=positive_float,
         default=600.0,
-        help="Seconds one grading may take, with all tries of the remote grader.",
+        help="Seconds that grading one response may take, retries of the remote grader included.",
     )
     group.add_argument(
         "--rm-failure-policy",
         choices=FAILURE_POLICIES,
         default="zero",
-        help="What a response gets whose grader hangs, raises or answers nonsense. zero: reward 0; failed: reward 0 "
-        "and the status FAILED, and it does not train; raise: the run ends.",
+        help="What happens to a response whose grader hangs, raises or returns nonsense. zero: reward 0; failed: "
+        "reward 0 and status FAILED, excluded from training; raise: the run ends.",
     )
     group.add_argument(
         "--rm-max-failures",
         type=non_negative_int,
         default=64,
-        help="End the run when so many gradings in a row have failed; 0 never ends it.",
+        help="End the run after so many failed gradings in a row; 0: never.",
     )
 
 

@@ -23,94 +23,93 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling", "How the engines draw a response.")
+    group = parser.add_argument_group("sampling", "Sampling parameters of rollouts.")
     group.add_argument(
         "--rollout-temperature",
         type=float,
         default=1.0,
-        help="Sampling temperature, above 0. The trainer divides its logits by it too.",
+        help="Sampling temperature, above 0; the trainer divides its logits by it as well.",
     )
     group.add_argument(
         "--rollout-top-p",
         type=number_in(0.0, 1.0, low_open=True),
         default=1.0,
-        help="Nucleus of sampling, in (0, 1]. Other than 1, the engine's kept tokens are replayed in training.",
+        help="Top-p of sampling, in (0, 1]. Below 1, training replays the tokens that the engine kept.",
     )
-    group.add_argument("--rollout-top-k", type=top_k, default=-1, help="Tokens to draw from; -1 means all.")
+    group.add_argument("--rollout-top-k", type=top_k, default=-1, help="Top-k of sampling; -1: all tokens.")
     group.add_argument(
         "--rollout-max-context-len",
         type=positive_int,
         default=None,
-        help="Tokens of prompt and response together; by default bounds the prompt to one less.",
+        help="Most tokens of prompt and response together; the default prompt limit is one less.",
     )
     group.add_argument(
         "--rollout-max-prompt-len",
         type=positive_int,
         default=None,
-        help="Prompts with more tokens are left out of the data set.",
+        help="Leave out prompts with more tokens.",
     )
     group.add_argument(
-        "--rollout-max-response-len", type=positive_int, default=None, help="Tokens a response may have."
+        "--rollout-max-response-len", type=positive_int, default=None, help="Most tokens of a response."
     )
     group.add_argument(
-        "--rollout-skip-special-tokens", action="store_true", help="Leave special tokens out of the response's text."
+        "--rollout-skip-special-tokens", action="store_true", help="Remove special tokens from the text of responses."
     )
     group.add_argument("--rollout-stop", nargs="+", default=None, help="Strings that end a response.")
     group.add_argument(
         "--rollout-stop-token-ids", type=int, nargs="+", default=None, help="Token ids that end a response."
     )
-    group.add_argument(
-        "--rollout-seed", type=int, default=42, help="Seed of the shuffle and of deterministic sampling."
-    )
+    group.add_argument("--rollout-seed", type=int, default=42, help="Seed of shuffling and of deterministic sampling.")
 
 
 def _add_collection(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("rollout", "How many groups a rollout collects, and from whom.")
+    group = parser.add_argument_group("rollout", "Size of a rollout and treatment of unfinished or stale groups.")
     group.add_argument(
         "--rollout-batch-size", type=positive_int, default=None, help="Prompts in one rollout. Required."
     )
-    group.add_argument("--n-samples-per-prompt", type=positive_int, default=1, help="Responses to each prompt.")
+    group.add_argument("--n-samples-per-prompt", type=positive_int, default=1, help="Responses per prompt.")
     group.add_argument(
         "--over-sampling-batch-size",
         type=positive_int,
         default=None,
-        help="Prompts submitted at a time; at least --rollout-batch-size, which is the default.",
+        help="Prompts to submit at a time; at least --rollout-batch-size, which is the default.",
     )
     group.add_argument(
         "--partial-rollout",
         action="store_true",
-        help="Keep what is cut off when a rollout is full, and go on with it in the next one.",
+        help="Keep responses that are aborted when a rollout is full, and continue them in the next rollout.",
     )
     group.add_argument(
         "--mask-offpolicy-in-partial-rollout",
         action="store_true",
-        help="Leave the tokens that an earlier policy generated out of the loss.",
+        help="Exclude tokens that an earlier policy generated from the loss.",
     )
     group.add_argument(
         "--max-staleness",
         type=non_negative_int,
         default=None,
-        help="Weight versions that may lie between the oldest token of a sample and its training. Default: unbounded. "
+        help="Most weight versions between the oldest token of a sample and its training. Default: no limit. "
         "train_async.py needs 1 or more.",
     )
     group.add_argument(
         "--stale-group-policy",
         choices=["regenerate", "mask"],
         default="regenerate",
-        help="What happens to a group that is older: drawn again, or kept with its old samples out of the loss.",
+        help="What happens to a group beyond --max-staleness: it is generated again, or kept with its stale samples "
+        "masked.",
     )
     group.add_argument(
         "--rollout-data-transport",
         choices=["object-store", "nixl"],
         default="object-store",
-        help="How rollout data reaches the trainer.",
+        help="How rollout data gets to the trainer.",
     )
     group.add_argument(
         "--rollout-external-engine-addrs",
         nargs="+",
         default=None,
         metavar="HOST:PORT",
-        help="Engines that somebody else runs; slime starts none.",
+        help="Addresses of engines that run outside of the job; slime starts none.",
     )
     group.add_argument(
         "--use-distributed-post", action="store_true", help="Send HTTP requests from several Ray actors."
@@ -120,14 +119,17 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
         "--fetch-trajectory-retry-times",
         type=int,
         default=-1,
-        help="Times the rollout buffer service is asked again; -1 for ever.",
+        help="Retries of requests to the rollout buffer service; -1: no limit.",
     )
-    group.add_argument("--rollout-task-type", default="math", help="Task name sent to the rollout buffer service.")
+    group.add_argument("--rollout-task-type", default="math", help="Task name to send to the rollout buffer service.")
     group.add_argument(
-        "--num-rollout", type=non_negative_int, default=None, help="Rollouts of the whole run; wins over --num-epoch."
+        "--num-rollout",
+        type=non_negative_int,
+        default=None,
+        help="Rollouts of the whole run; takes precedence over --num-epoch.",
     )
     group.add_argument(
-        "--num-epoch", type=positive_int, default=None, help="Passes over the prompts, in place of --num-rollout."
+        "--num-epoch", type=positive_int, default=None, help="Passes over the prompts, instead of --num-rollout."
     )
     group.add_argument(
         "--start-rollout-id",
@@ -142,25 +144,25 @@ def _add_ledger(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-rollout-ledger",
         action="store_true",
-        help="Write no ledger: after a crash, what came after the last checkpoint is generated again.",
+        help="Write no ledger: after a crash, what followed the last checkpoint is generated again.",
     )
     group.add_argument(
         "--rollout-ledger-dir",
         default=None,
         metavar="DIR",
-        help="Folder of the ledger; the folder ledger in --save by default.",
+        help="Folder of the ledger. Default: ledger in --save.",
     )
     group.add_argument(
         "--rollout-ledger-flush-s",
         type=positive_float,
         default=0.02,
-        help="Seconds that an engine's answer may wait in memory before it is written.",
+        help="Seconds that a response may stay in memory before the ledger writes it.",
     )
     group.add_argument(
         "--rollout-ledger-timeout-s",
         type=positive_float,
         default=60.0,
-        help="Seconds that writing the ledger may fail (a full disk) before the job is ended.",
+        help="Seconds of failed writes of the ledger (a full disk) before the job ends.",
     )
 
 

@@ -29,11 +29,11 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_backend(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training", "The trainer's processes, precision and memory.")
-    group.add_argument("--train-backend", choices=["megatron"], default="megatron", help="The training framework.")
+    group.add_argument("--train-backend", choices=["megatron"], default="megatron", help="Training framework.")
     group.add_argument(
         "--fp32",
         action="store_true",
-        help="Train in fp32. With none of --fp32, --bf16, --fp16: bf16 with CUDA, fp32 without.",
+        help="Train in fp32. Default without --fp32, --bf16 or --fp16: bf16 with CUDA, fp32 without.",
     )
     group.add_argument("--seed", type=int, default=1234, help="Seed of the trainer, and the base of the engines'.")
     group.add_argument(
@@ -43,28 +43,28 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         "--clip-grad",
         type=non_negative_float,
         default=1.0,
-        help="Largest global norm of the gradient; 0 turns it off.",
+        help="Clip the global gradient norm to this value; 0: off.",
     )
     group.add_argument(
         "--reset-optimizer-states",
         action="store_true",
-        help="Zero the optimizer's moments before each rollout's steps.",
+        help="Zero the optimizer's moments before the steps of each rollout.",
     )
     group.add_argument(
-        "--use-stateless-adam", action="store_true", help="Adam without stored moments: saves their memory."
+        "--use-stateless-adam", action="store_true", help="Adam without stored moments, which saves their memory."
     )
     group.add_argument(
         "--qwen-gdn-backend",
         choices=["fla", "flashqla"],
         default="fla",
-        help="Kernels of the gated delta net of Qwen3-Next, where they are installed; plain torch otherwise.",
+        help="Kernels of Qwen3-Next's gated delta net; plain torch where they are not installed.",
     )
     group.add_argument(
         "--train-env-vars",
         type=json_object,
         default={},
         metavar="JSON",
-        help="Environment variables for the trainer's processes, as a JSON object of strings.",
+        help="JSON object of environment variables for the trainer's processes.",
     )
     group.add_argument(
         "--recompute-loss-function",
@@ -75,7 +75,8 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         "--log-probs-chunk-size",
         type=int,
         default=-1,
-        help="Tokens a log-prob computation takes at a time (bounds its fp32 memory); -1: as many as fit in 256 MiB.",
+        help="Tokens per chunk of the log-prob computation, which bounds its fp32 memory; -1: as many as fit into "
+        "256 MiB.",
     )
     group.add_argument(
         "--allgather-cp",
@@ -89,34 +90,36 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         "--data-pad-size-multiplier",
         type=positive_int,
         default=128,
-        help="A packed micro-batch is padded to a multiple of this many tokens (times the tensor-parallel size).",
+        help="Pad packed micro-batches to a multiple of this many tokens times the tensor-parallel size.",
     )
     group.add_argument(
         "--megatron-config-path",
         default=None,
         metavar="YAML",
-        help="Overrides by role: `megatron: [{name, role: actor|critic, overrides: {attribute: value}}]`.",
+        help="YAML file of flags by role: `megatron: [{name, role: actor|critic, overrides: {attribute: value}}]`.",
     )
     group.add_argument(
-        "--keep-old-actor", action="store_true", help="Keep a copy of the policy that generated, for its log-probs."
+        "--keep-old-actor",
+        action="store_true",
+        help="Keep a copy of the policy that generated the rollout, to compute its log-probs.",
     )
 
 
 def _add_parameters(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("trained parameters", "Which parameters learn. Patterns are searched in names.")
+    group = parser.add_argument_group("trained parameters", "Parameters to train; patterns are searched in names.")
     group.add_argument(
         "--only-train-params-name-list",
         nargs="*",
         default=None,
         metavar="REGEX",
-        help="Train only parameters whose name matches one of these; the rest is frozen.",
+        help="Train only parameters whose names match one of these patterns; freeze the others.",
     )
     group.add_argument(
         "--freeze-params-name-list",
         nargs="*",
         default=None,
         metavar="REGEX",
-        help="Freeze parameters whose name matches one of these. Not together with --only-train-params-name-list.",
+        help="Freeze parameters whose names match one of these patterns. Not with --only-train-params-name-list.",
     )
     group.add_argument(
         "--freeze-indexer", action="store_true", help="Freeze the indexer of DeepSeek sparse attention."
@@ -124,21 +127,30 @@ def _add_parameters(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_mtp(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("multi-token prediction", "The extra layers that predict further ahead.")
-    group.add_argument("--mtp-num-layers", type=non_negative_int, default=None, help="Layers to build and load.")
+    group = parser.add_argument_group("multi-token prediction", "Layers that predict more than one token ahead.")
+    group.add_argument(
+        "--mtp-num-layers",
+        type=non_negative_int,
+        default=None,
+        help="Layers of multi-token prediction to build and load.",
+    )
     group.add_argument(
         "--mtp-loss-scaling-factor",
         type=non_negative_float,
         default=0.2,
-        help="Weight of their loss beside the main loss.",
+        help="Weight of the multi-token prediction loss.",
     )
     group.add_argument(
-        "--enable-mtp-training", action="store_true", help="Train them; without it they are loaded and frozen."
+        "--enable-mtp-training",
+        action="store_true",
+        help="Train the layers of multi-token prediction; by default they are loaded and frozen.",
     )
 
 
 def _add_alignment(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("trainer and engine alignment", "Experiments in equal numerics on both sides.")
+    group = parser.add_argument_group(
+        "trainer and engine alignment", "Experiments with equal numerics in trainer and engine."
+    )
     group.add_argument(
         "--megatron-deepgemm-forward-layers",
         type=int,
@@ -147,7 +159,10 @@ def _add_alignment(parser: argparse.ArgumentParser) -> None:
         help="Dense layers (indices) whose forward pass uses DeepGEMM.",
     )
     group.add_argument(
-        "--megatron-deepgemm-forward-modules", nargs="+", default=None, help="Suffixes of their modules that do."
+        "--megatron-deepgemm-forward-modules",
+        nargs="+",
+        default=None,
+        help="Suffixes of dense modules whose forward pass uses DeepGEMM.",
     )
     group.add_argument(
         "--megatron-deepgemm-moe-forward-layers",
@@ -157,7 +172,10 @@ def _add_alignment(parser: argparse.ArgumentParser) -> None:
         help="Mixture layers (indices) whose forward pass uses grouped DeepGEMM.",
     )
     group.add_argument(
-        "--megatron-deepgemm-moe-forward-modules", nargs="+", default=None, help="Suffixes of their modules that do."
+        "--megatron-deepgemm-moe-forward-modules",
+        nargs="+",
+        default=None,
+        help="Suffixes of mixture modules whose forward pass uses grouped DeepGEMM.",
     )
 
 

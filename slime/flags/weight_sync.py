@@ -12,55 +12,62 @@ from slime.flags.kinds import positive_int
 
 def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the weight update group to ``parser``."""
-    group = parser.add_argument_group("weight update", "How new weights reach the engines.")
+    group = parser.add_argument_group("weight update", "Pushes of weights to the engines.")
     group.add_argument(
-        "--update-weight-mode", choices=["full", "delta"], default="full", help="All weights, or changed bytes only."
+        "--update-weight-mode",
+        choices=["full", "delta"],
+        default="full",
+        help="Push all weights, or only changed bytes.",
     )
     group.add_argument(
-        "--update-weight-transport", choices=["nccl", "disk"], default="nccl", help="What carries them."
+        "--update-weight-transport", choices=["nccl", "disk"], default="nccl", help="How weights get to the engines."
     )
     group.add_argument(
-        "--update-weight-buffer-size", type=positive_int, default=512 * 1024**2, help="Bytes sent in one bucket."
+        "--update-weight-buffer-size", type=positive_int, default=512 * 1024**2, help="Bytes per bucket."
     )
     group.add_argument(
         "--update-weights-interval", type=positive_int, default=1, help="Rollouts between two pushes (train_async.py)."
     )
     group.add_argument(
-        "--release-train", action="store_true", help="End the trainer's processes while the engines generate."
+        "--release-train", action="store_true", help="End the trainer's processes while engines generate."
     )
-    group.add_argument("--update-weight-disk-dir", default=None, metavar="DIR", help="Shared folder of versions.")
     group.add_argument(
-        "--update-weight-disk-keep-files", action="store_true", help="Keep versions that every engine has loaded."
+        "--update-weight-disk-dir", default=None, metavar="DIR", help="Shared folder for versions of the weights."
+    )
+    group.add_argument(
+        "--update-weight-disk-keep-files",
+        action="store_true",
+        help="Keep versions after every engine has loaded them.",
     )
     group.add_argument(
         "--update-weight-delta-encoding",
         choices=["xor", "overwrite"],
         default="xor",
-        help="How changed bytes are written.",
+        help="Encoding of changed bytes.",
     )
     group.add_argument(
         "--update-weight-delta-checksum",
         choices=["xxh3-128", "blake3", "adler32"],
         default="xxh3-128",
-        help="What proves that a delta was applied right.",
+        help="Checksum that verifies the weights after a delta is applied.",
     )
     group.add_argument(
         "--update-weight-local-checkpoint-dir",
         default=None,
         metavar="DIR",
-        help="Folder on each engine's host that deltas are applied to.",
+        help="Folder on each engine's host for the copy of the model that deltas are applied to.",
     )
     group.add_argument(
         "--weight-push-failure",
         choices=["refill", "drop", "stop"],
         default=None,
-        help="What becomes of an engine that does not take a push: it is started again and filled, left out from then "
-        "on, or ends the run. Default: refill with --use-fault-tolerance, otherwise stop.",
+        help="What happens to an engine that fails a push: refill restarts it with the new weights, drop excludes it "
+        "from then on, stop ends the run. Default: refill with --use-fault-tolerance, else stop.",
     )
     group.add_argument(
         "--check-weight-update-equal",
         action="store_true",
-        help="After each push, compare the engines' weights with the trainer's; a difference ends the run.",
+        help="Compare the engines' weights with the trainer's after each push; a difference ends the run.",
     )
 
 

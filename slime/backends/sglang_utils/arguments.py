@@ -102,7 +102,7 @@ def add_sglang_arguments(parser: argparse.ArgumentParser) -> None:
     RouterArgs.add_cli_args(_Prefixed(router, "router", frozenset()), use_router_prefix=False, exclude_host_port=True)
     _allow_consistent_hashing(router)
     parser.set_defaults(**ROUTER_DEFAULTS)
-    _add_own_flags(parser.add_argument_group("rollout engines", "How many engines, where, and behind which router."))
+    _add_own_flags(parser.add_argument_group("rollout engines", "Number of engines, their layout and their router."))
     _add_old_spellings(parser.add_argument_group("sglang, older spellings"))
 
 
@@ -114,28 +114,34 @@ def _allow_consistent_hashing(router: argparse._ArgumentGroup) -> None:
 
 
 def _add_own_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--sglang-router-ip", default=None, help="Address of a router that already runs.")
-    group.add_argument("--sglang-router-port", type=int, default=None, help="Port of the router, running or not.")
+    group.add_argument("--sglang-router-ip", default=None, help="Address of a router that is already running.")
     group.add_argument(
-        "--sglang-router-request-timeout-secs", type=int, default=14400, help="Longest one generation may take."
+        "--sglang-router-port",
+        type=int,
+        default=None,
+        help="Port of the router, whether it is running or to be started.",
     )
     group.add_argument(
-        "--sglang-server-concurrency", type=int, default=512, help="Samples in flight for each engine at most."
+        "--sglang-router-request-timeout-secs",
+        type=int,
+        default=14400,
+        help="Seconds one generation request may take.",
     )
+    group.add_argument("--sglang-server-concurrency", type=int, default=512, help="Most samples in flight per engine.")
     group.add_argument(
         "--prefill-num-servers",
         type=int,
         default=None,
-        help="Split prefill from decode: so many engines prefill, the others decode.",
+        help="Separate prefill from decode: this many engines prefill, the others decode.",
     )
-    group.add_argument("--sglang-config", default=None, help="YAML file that lays out models and groups of engines.")
+    group.add_argument("--sglang-config", default=None, help="YAML file with the models and engine groups to start.")
 
 
 def _add_old_spellings(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sglang-enable-ep-moe",
         action="store_true",
-        help="Expert parallelism over the whole engine: --sglang-ep-size = GPUs of an engine.",
+        help="Expert parallelism over the whole engine: sets --sglang-ep-size to the GPUs of an engine.",
     )
     group.add_argument(
         "--sglang-enable-deepep-moe",
