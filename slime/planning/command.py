@@ -60,7 +60,7 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
         checkpoint = str(args.hf_checkpoint)
         hf_config = _read_config(checkpoint)
         if hf_config is None:
-            hf_config = published_config(checkpoint)
+            hf_config = dict(published_config(checkpoint))
             notes.append(_assumption(checkpoint, hf_config))
         if not any(Path(checkpoint).glob("*.safetensors*")):
             args = parse_flags([*words, "--hf-checkpoint", str(_stand_in(folder, checkpoint, hf_config))])

@@ -156,8 +156,7 @@ def forward_passes(args: Namespace) -> int:
     if not args.compute_advantages_and_returns:
         return 0
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    steps = [0] * max(samples // args.global_batch_size, 1)
-    has_old = needs_old_log_probs(args, {"num_microbatches": steps, "rollout_log_probs": []})
+    has_old = needs_old_log_probs(args, max(samples // args.global_batch_size, 1))
     return sum(
         map(bool, [args.kl_coef != 0 or args.use_kl_loss, args.use_opd and args.opd_type == "megatron", has_old])
     )

@@ -176,7 +176,7 @@ TRAINER_BUGS = (
     Mutation(
         bug="old log-probs of the first step serve the later ones",
         target=f"{TRAINER}.forward:readers_of_old_log_probs",
-        old="len(data.num_microbatches) != 1",
+        old="num_steps != 1",
         new="False",
         tests=(f"{UNIT}test_forward.py::test_one_step_and_nobody_who_reads_them_before_it_leaves_the_pass_out",),
     ),

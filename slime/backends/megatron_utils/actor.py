@@ -201,7 +201,7 @@ class MegatronTrainRayActor(TrainWorker):
                 self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, prefix)
         self.weights.switch_to("old_actor" if self.args.keep_old_actor else "actor")
         with self._routed("old_log_probs"):
-            if needs_old_log_probs(self.args, data):
+            if needs_old_log_probs(self.args, len(data.num_microbatches)):
                 self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "")
             elif self._routing is not None and self._routing.must_record:
                 forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, data.num_microbatches)
@@ -245,7 +245,10 @@ class MegatronTrainRayActor(TrainWorker):
 
     def _log_probs_for_dump(self, data: DeviceBatch, iterators: list[DataIterator]) -> dict[str, Any]:
         """Return log-probs for the dump alone, where training takes those of its first forward pass."""
-        if not needs_old_log_probs(self.args, data) or not self.args.compute_advantages_and_returns:
+        if (
+            not needs_old_log_probs(self.args, len(data.num_microbatches))
+            or not self.args.compute_advantages_and_returns
+        ):
             counts = data.num_microbatches
             with self._routed("train"):
                 return forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, counts)

@@ -22,7 +22,6 @@ from slime.algorithms.advantages import get_estimator
 from slime.backends.megatron_utils.data import DataIterator, forward_arguments, get_batch
 from slime.backends.megatron_utils.loss import wants_mismatch
 from slime.backends.megatron_utils.pipeline import run_microbatches
-from slime.train_data.device_batch import DeviceBatch
 from slime.utils.misc import load_function
 
 _KEYS = ("tokens", "multimodal_train_inputs", "total_lengths", "response_lengths", "loss_masks")
@@ -111,8 +110,8 @@ def _in_sample_order(
     return result
 
 
-def needs_old_log_probs(args: Namespace, data: DeviceBatch) -> bool:
-    """Return True when the first forward pass of training gives the old log-probs too late, or gives others.
+def needs_old_log_probs(args: Namespace, num_steps: int) -> bool:
+    """Return True when the first forward pass of ``num_steps`` steps gives the old log-probs too late, or others.
 
     With the engine's log-probs as the old ones (``--use-rollout-logprobs``) only a comparison with the trainer's needs
     them.  Otherwise the pass is skipped when the forward pass of the only optimizer step gives the same numbers and
@@ -120,13 +119,13 @@ def needs_old_log_probs(args: Namespace, data: DeviceBatch) -> bool:
     """
     if args.use_rollout_logprobs:
         return wants_mismatch(args)
-    return next(readers_of_old_log_probs(args, data), None) is not None
+    return next(readers_of_old_log_probs(args, num_steps), None) is not None
 
 
-def readers_of_old_log_probs(args: Namespace, data: DeviceBatch) -> Iterator[str]:
+def readers_of_old_log_probs(args: Namespace, num_steps: int) -> Iterator[str]:
     """Yield, in words, each reason for a forward pass of its own."""
     estimator = get_estimator(args.advantage_estimator)
-    if len(data.num_microbatches) != 1:
+    if num_steps != 1:
         yield "later steps of a rollout compare with the policy before the first"
     if args.loss_type != "policy_loss":
         yield f"--loss-type {args.loss_type} takes none from its own forward pass"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils.forward import needs_old_log_probs, readers_of_old_log_probs
-from slime.train_data.device_batch import DeviceBatch
 
 PLAIN: dict[str, Any] = {
     "loss_type": "policy_loss",
@@ -57,7 +56,7 @@ NEEDS_IT = [
 
 
 def needed(overrides: dict[str, Any], num_steps: int = 1) -> bool:
-    return needs_old_log_probs(Namespace(**PLAIN | overrides), DeviceBatch(num_microbatches=[1] * num_steps))
+    return needs_old_log_probs(Namespace(**PLAIN | overrides), num_steps)
 
 
 @pytest.mark.parametrize("overrides", KEEPS_IT_SKIPPED, ids=str)
@@ -69,8 +68,7 @@ def test_one_step_and_nobody_who_reads_them_before_it_leaves_the_pass_out(overri
 @pytest.mark.parametrize("overrides", NEEDS_IT, ids=str)
 def test_the_pass_is_made_for_each_of_its_readers(overrides):
     assert needed(overrides)
-    data = DeviceBatch(num_microbatches=[1])
-    assert len(list(readers_of_old_log_probs(Namespace(**PLAIN | overrides), data))) == 1
+    assert len(list(readers_of_old_log_probs(Namespace(**PLAIN | overrides), 1))) == 1
 
 
 def test_with_the_engines_log_probs_only_a_comparison_with_the_trainers_needs_it():
