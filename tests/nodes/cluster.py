@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import ray
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
@@ -21,7 +22,8 @@ from slime.utils.net import get_current_node_ip
 
 OBJECT_STORE_BYTES = 80_000_000
 ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
+    # A process keeps the mode of its first cluster, and Ray's own default of a private one is "token".
+    "RAY_AUTH_MODE": "token",
     # A node that is gone is noticed after this many seconds.
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
@@ -108,6 +110,7 @@ def logical_nodes(
     """
     variables = dict(job_variables or {})
     with patch.dict(os.environ, ENVIRONMENT | variables):
+        ensure_token_if_auth_enabled()
         nodes = LogicalNodes(Cluster(), num_gpus)
         try:
             for _ in range(num_nodes):
