@@ -17,6 +17,7 @@ from slime.rollout.config import RolloutConfig, rollout_config
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.sglang_meta import TOP_P_ASK
 
 
 def training_sampling_params(config: RolloutConfig) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def training_sampling_params(config: RolloutConfig) -> dict[str, Any]:
     }
     if config.rollout_top_p != 1.0:
         # The trainer renormalises over the nucleus that the engine sampled from, so it needs the ids in it.
-        params["custom_params"] = {"return_top_p_token_ids": True}
+        params["custom_params"] = {TOP_P_ASK: True}
     return params
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from slime.utils.errors import DataError
 from slime.utils.http_utils import decode_json
 
+TOP_P_ASK = "return_top_p_token_ids"
+"""Key of a request's ``custom_params`` that asks for the nuclei."""
 TOP_P_IDS_KEYS = ("top_p_token_ids", "top_p_kept_token_ids")
 TOP_P_OFFSETS_KEYS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 ROUTED_EXPERTS_KEY = "routed_experts"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.nuclei_support import layout_problems
 from slime.backends.sglang_utils.server_args import present_name
 from slime.backends.sglang_utils.sglang_config import SGLangConfig, resolve_sglang_config
 from slime.utils.errors import ConfigError
@@ -167,6 +168,7 @@ def _check_layout(args: Namespace) -> None:
         return
     layout = resolve_sglang_config(args)
     problems = list(quantized_problems(args, read_config(args.hf_checkpoint)))
+    problems += layout_problems(args, layout)
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
 

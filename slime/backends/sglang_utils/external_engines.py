@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.backends.sglang_utils.nuclei_support import check_returns_nuclei
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.utils.errors import ConfigError, ProcessError
 
@@ -143,6 +144,13 @@ def check_capabilities(args: Namespace, info: ExternalEngineInfo) -> None:
             f"the external engine {info.url} was started without --enable-deterministic-inference, which this run "
             "asks for (--sglang-enable-deterministic-inference); start it with that flag."
         )
+    if args.rollout_top_p != 1.0 and info.worker_type != "encoder":
+        if info.worker_type != "regular":
+            raise ConfigError(
+                f"the external engine {info.url} does {info.worker_type} only, and --rollout-top-p "
+                f"{args.rollout_top_p:g} needs engines that do both; start regular ones, or set --rollout-top-p 1."
+            )
+        check_returns_nuclei(ServerControl(info.url), top_p=args.rollout_top_p)
     served = told.get("model_path")
     if served and served != args.hf_checkpoint:
         logger.warning(

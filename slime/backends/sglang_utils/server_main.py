@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 
-from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils import cpu_shim, sglang_plugin
 from slime.backends.sglang_utils.child_process import end_with_owner, owner_pid, read_settings
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -22,6 +22,7 @@ if __name__ in ("__main__", "__mp_main__"):
     # SGLang's debugging tools import megatron.core where they find it.  That takes seconds, and it turns the memory
     # saver to a mode in which CUDA graphs cannot be released; an engine has no use for it.
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail as if it were not installed
+    sglang_plugin.register()
 
 
 def main() -> None:

@@ -76,6 +76,7 @@ def test_an_address_given_twice_is_refused():
 
 def flags(**given) -> Namespace:
     base = {"use_rollout_routing_replay": False, "sglang_enable_deterministic_inference": False, "hf_checkpoint": "/m"}
+    base["rollout_top_p"] = 1.0
     return Namespace(**base | given)
 
 

@@ -1,0 +1,216 @@
+"""Top-p below 1 with a real engine on the CPU: the nuclei that come back, and the trainer that replays them.
+
+The model is tiny, so every answer is repeated by brute force: transformers' probabilities, a loop over the vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.child_process import ChildProcess
+from slime.backends.sglang_utils.nuclei_support import check_returns_nuclei
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.backends.sglang_utils.sglang_engine import start_server, wait_until_healthy
+from slime.rollout.generate import append_output, request_payload
+from slime.train_data.convert import samples_to_train_data
+from slime.utils.http_utils import init_http_client, post
+from slime.utils.net import get_free_port
+from slime.utils.sglang_meta import decode_generate_answer, read_top_p_spans
+from slime.utils.types import Sample
+from tests.e2e.tiny_qwen3 import save_tiny_model
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; for a GPU there is tests/gpu/test_nuclei.py"),
+]
+
+BOUND = 1e-5
+KINDS: list[dict[str, float]] = [
+    {"temperature": 0.8, "top_p": 0.7},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 7},
+    {"temperature": 0.0, "top_p": 0.5},
+    {"temperature": 1.3, "top_p": 0.5, "min_p": 0.05},
+    {"temperature": 1.0, "top_p": 1.0},
+]
+
+
+class Engine:
+    """A server whose longest prefill is 16 tokens, and the model that it serves in fp32."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        self.folder = folder
+        self.model = save_tiny_model(folder, 0)
+        port = get_free_port(25700, consecutive=3)
+        settings = {
+            **{"model_path": str(folder), "host": "127.0.0.1", "port": port, "nccl_port": port + 1},
+            **{"attention_backend": "torch_native", "disable_overlap_schedule": True, "device": "cpu"},
+            **{"dtype": "float32", "mem_fraction_static": 0.1, "max_total_tokens": 65536, "random_seed": 1},
+            **{"skip_server_warmup": True, "chunked_prefill_size": 16, "stream_interval": 3},
+            **more,
+        }
+        self.process: ChildProcess = start_server(settings, name="the engine")
+        self.control = ServerControl(f"http://127.0.0.1:{port}")
+
+    def probabilities(self, tokens: list[int], num_prompt: int, temperature: float) -> torch.Tensor:
+        """[response, vocabulary], what transformers would draw from."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([tokens])).logits[0, num_prompt - 1 : -1]
+        return (logits / (temperature or 1.0)).softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    cpu_shim.install()
+    made = Engine(tmp_path_factory.mktemp("nuclei"))
+    try:
+        wait_until_healthy(made.process, made.control, timeout_s=400)
+        yield made
+    finally:
+        made.process.stop()
+
+
+def by_loop(probs: torch.Tensor, sampling: dict[str, Any]) -> list[int]:
+    kept, before = [], 0.0
+    top_k = 1 if sampling["temperature"] == 0 else sampling.get("top_k", len(probs))
+    for rank, token in enumerate(probs.argsort(descending=True).tolist()):
+        p = float(probs[token])
+        if rank >= top_k or before > sampling["top_p"] or p < float(probs.max()) * sampling.get("min_p", 0):
+            break
+        kept.append(token)
+        before += p
+    return sorted(kept)
+
+
+def error_of_answers(engine: Engine) -> float:
+    """Ask 40 times; the largest error of a log-prob, every nucleus being right.
+
+    Requests of five kinds share the engine's batches, and a quarter of them asks for nothing.
+    """
+
+    def ask(number: int) -> tuple[list[int], dict[str, Any], bool, dict[str, Any]]:
+        prompt = [5 + number % 3, *range(40 + number, 45 + number + number * 7 % 30)]
+        sampling, asks = KINDS[number % 5], number % 4 != 3
+        params = {"max_new_tokens": 12, "ignore_eos": True, **sampling}
+        params |= {"custom_params": {"return_top_p_token_ids": True}} if asks else {}
+        payload = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        return prompt, sampling, asks, engine.control.post("/generate", payload)["meta_info"]
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(40)))
+    worst, sizes = 0.0, []
+    for prompt, sampling, asks, meta in answers:
+        log_probs, ids, _ = zip(*meta["output_token_logprobs"], strict=True)
+        spans = read_top_p_spans(meta, len(ids))
+        assert (spans is not None) == asks
+        for step, probs in enumerate(engine.probabilities([*prompt, *ids], len(prompt), sampling["temperature"])):
+            kept = by_loop(probs, sampling) if asks else list(range(len(probs)))
+            if spans is not None:
+                found = spans[0][spans[1][step] : spans[1][step + 1]].tolist()
+                # The whole vocabulary is not sent: a token without a record keeps everything.
+                assert found == ([] if sampling["top_p"] == 1.0 else kept)
+                sizes.append(len(found))
+            worst = max(worst, abs(float((probs[ids[step]] / probs[kept].sum()).log()) - log_probs[step]))
+    assert max(sizes) > 20 and 0 in sizes and 1 in sizes
+    print(f"\nlargest difference {worst:.1e}, {sum(sizes) / len(sizes):.1f} ids a token", file=sys.stderr)
+    return worst
+
+
+def test_every_nucleus_and_log_prob_is_that_of_a_loop_over_the_vocabulary(engine: Engine) -> None:
+    assert error_of_answers(engine) < BOUND
+
+
+def test_the_start_up_check_passes(engine: Engine) -> None:
+    check_returns_nuclei(engine.control, top_p=0.9)
+
+
+ARGS = Namespace(
+    use_rollout_routing_replay=False, sglang_speculative_algorithm=None, rollout_num_gpus=1,
+    rollout_num_gpus_per_engine=1, sglang_server_concurrency=8,
+)  # fmt: skip
+SAMPLING = {"temperature": 0.8, "top_p": 0.7, "top_k": 40, "ignore_eos": True}
+
+
+async def go_on(url: str, sample: Sample, num_tokens: int, *, abort_after_s: float | None = None) -> None:
+    """Let the engine go on with a sample as a rollout does; with ``abort_after_s`` stop it on the way."""
+    params = {**SAMPLING, "max_new_tokens": num_tokens + sample.response_length}
+    params["custom_params"] = {"return_top_p_token_ids": True}
+    payload = request_payload(ARGS, sample, params, Namespace(tokenizer=None, processor=None))  # type: ignore[arg-type]
+    answer = asyncio.create_task(post(f"{url}/generate", payload, 1, decode=decode_generate_answer))
+    if abort_after_s is not None:
+        await asyncio.sleep(abort_after_s)
+        await post(f"{url}/abort_request", {"abort_all": True}, 1, decode=lambda body: body)
+    append_output(ARGS, sample, await answer)
+
+
+async def rollout(url: str) -> list[Sample]:
+    init_http_client(ARGS)
+    prompts = [[5, 6, 7], [5, 6, 7, *range(20, 60)], [11, 12, 13], [30, 31]]
+    samples = [Sample(index=index, tokens=prompt) for index, prompt in enumerate(prompts)]
+    await asyncio.gather(go_on(url, samples[0], 16), go_on(url, samples[1], 24))
+    await go_on(url, samples[2], 1500, abort_after_s=0.3)
+    assert samples[2].status == Sample.Status.ABORTED and 0 < samples[2].response_length < 1500
+    await go_on(url, samples[2], 8)
+    await go_on(url, samples[3], 6)
+    samples[3].append_response_tokens(tokens=[70, 71, 72], trainable=False)
+    samples[3].status = Sample.Status.PENDING
+    await go_on(url, samples[3], 6)
+    samples[3].append_response_tokens(tokens=[73, 74], trainable=False)
+    return samples
+
+
+def test_the_trainer_replays_whole_partial_and_several_turn_samples(engine: Engine) -> None:
+    """Megatron's model over the engine's nuclei gives the engine's log-probs; without them it would not."""
+    from slime.backends.megatron_utils import cpu_platform, initialize  # noqa: F401
+    from tests.matrix import trainer
+    from tests.matrix.case import load_cases
+    from tests.matrix.parity import one_process_world
+
+    samples = asyncio.run(rollout(engine.control.url))
+    data = samples_to_train_data(samples, [0.0] * 4, [1.0, -1.0, 0.5, -0.5], rollout_top_p=SAMPLING["top_p"])
+    flags = ("--max-tokens-per-gpu", 4096, "--global-batch-size", 4, "--rollout-temperature", SAMPLING["temperature"])
+    case = load_cases(["qwen3"])["qwen3"]
+    errors = {}
+    with one_process_world():
+        for top_p in (SAMPLING["top_p"], 1.0):
+            args = trainer.make_args(case, engine.folder, *flags, "--rollout-top-p", top_p)
+            if top_p == SAMPLING["top_p"]:
+                initialize.init(args)
+                model = trainer.load_model(args)
+            rank_data = trainer.prepare(args, data.to_dict())
+            rows = trainer.response_log_probs(args, model, rank_data)
+            triples = zip(rows, rank_data["rollout_log_probs"], rank_data["loss_masks"], strict=True)
+            errors[top_p] = max(float(((ours - theirs) * mask).abs().max()) for ours, theirs, mask in triples)
+    print(f"\ntrainer against engine {errors}", file=sys.stderr)
+    assert errors[SAMPLING["top_p"]] < BOUND
+    assert errors[1.0] > 0.1
+
+
+def test_a_stream_says_in_each_event_what_it_has_so_far(engine: Engine) -> None:
+    import json
+
+    import requests
+
+    params = {"temperature": 1.0, "top_p": 0.6, "max_new_tokens": 20, "ignore_eos": True}
+    params["custom_params"] = {"return_top_p_token_ids": True}
+    payload = {"input_ids": [5, 6], "sampling_params": params, "return_logprob": True, "stream": True}
+    lengths = []
+    with requests.Session() as session:
+        session.trust_env = False
+        with session.post(f"{engine.control.url}/generate", json=payload, stream=True, timeout=60) as response:
+            for line in response.iter_lines():
+                if line.startswith(b"data: {"):
+                    meta = json.loads(line[6:])["meta_info"]
+                    lengths.append(len(meta["output_token_logprobs"]))
+                    assert read_top_p_spans(meta, lengths[-1]) is not None
+    assert len(lengths) > 2 and lengths[-1] == 20
