@@ -31,6 +31,7 @@ from slime.utils.errors import ConfigError
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
 from slime.weights.named_tensors import wire_dtype
 from slime.weights.quantize.formats import logical_names
+from slime.weights.stacked_experts import tensors_in
 from tools.cli import clean_exit
 
 logger = logging.getLogger(__name__)
@@ -95,12 +96,13 @@ def origin_files(folder: Path) -> Iterator[Any]:
 
 def origin_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """Return the dtype of every unquantized floating-point tensor of a Hugging Face folder."""
-    stored = {
-        name: file.get_slice(name).get_dtype()
-        for file in origin_files(folder)
-        for name in file.keys()  # noqa: SIM118 - not a dict
-    }
-    return {name: SAFETENSORS_DTYPES[dtype] for name, dtype in stored.items() if dtype in SAFETENSORS_DTYPES}
+    dtypes = {}
+    for file in origin_files(folder):
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            stored = file.get_slice(name)
+            if dtype := SAFETENSORS_DTYPES.get(stored.get_dtype()):
+                dtypes.update(dict.fromkeys(tensors_in(name, stored.get_shape()), dtype))
+    return dtypes
 
 
 def missing_tensors(folder: Path, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,6 +125,8 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     """
     from slime.backends.megatron_utils.checkpoints.torch_dist_reader import StoredSlice, TorchDistFolder
     from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+    from slime.backends.megatron_utils.megatron_to_hf.folder_layout import in_layout_of
+    from slime.backends.megatron_utils.models import find_weight_map
 
     target = Path(options.output_dir)
     if target.exists() and any(target.iterdir()) and not options.force:
@@ -148,24 +152,31 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
         return converted
 
     slices = source.slices()
-    with HfFolderWriter(
-        target, assets_from=origin, shard_bytes=options.chunk_size, save_workers=save_workers
-    ) as writer:
+    weight_map = find_weight_map(model_name)
+
+    def converted() -> Iterator[tuple[str, torch.Tensor]]:
         total = sum(part.num_bytes for part in slices)
         with tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=None) as bar:
             for part, tensors in _read_ahead(read, slices, load_workers):
                 for name, tensor in tensors:
                     if name not in names:  # a parameter under two names: the checkpoint's first counts
                         names.add(name)
-                        writer.add(name, tensor)
+                        yield name, tensor
                 bar.update(part.num_bytes)
+        absent = {name for name in logical_names(dtypes) if name not in names and not weight_map.is_untrained(name)}
         if getattr(options, "add_missing_from_origin_hf", False) and origin:
-            writer.add_all(missing_tensors(origin, names))
-        elif absent := set(logical_names(dtypes)) - names:
+            missing = missing_tensors(origin, names)
+            yield from ((name, tensor) for name, tensor in missing if not weight_map.is_untrained(name))
+        elif absent:
             logger.warning(
                 "%d tensors of %s are not in the checkpoint, such as %s; -a would take them from there",
                 len(absent), origin, min(absent),
             )  # fmt: skip
+
+    with HfFolderWriter(
+        target, assets_from=origin, shard_bytes=options.chunk_size, save_workers=save_workers
+    ) as writer:
+        writer.add_all(in_layout_of(origin, weight_map, converted()))
     if origin:
         _drop_quantization(target)
     elapsed = time.monotonic() - start

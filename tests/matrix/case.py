@@ -56,6 +56,8 @@ class FamilyCase:
     parameters named as in the checkpoint; None loads it with transformers."""
     extra_loss: Callable[[torch.nn.Module, Sequence[Mapping[str, Any]]], Tensor] | None = None
     """(reference, samples) to what is added to the loss (MTP); samples as in ``batch.samples_of``."""
+    pushed: Callable[[Mapping[str, Tensor]], Tensors] | None = None
+    """The tensors of a folder to what a push sends of them, where that is not the same."""
     max_tp: int = 2
     """Largest tensor-parallel size that the sizes allow."""
     has_experts: bool = False
@@ -72,6 +74,11 @@ class FamilyCase:
         """Config and fp32 safetensors in ``folder``, extra tensors included."""
         (self.write or write_with_transformers)(self, folder, seed)
         (folder / "tokenizer.json").write_text("{}")  # the flags' check wants one; nothing here tokenizes
+
+    def read_pushed(self, folder: Path) -> Tensors:
+        """The tensors of a folder under the names, and in the cut, in which a push sends them."""
+        tensors = read_tensors(folder)
+        return tensors if self.pushed is None else self.pushed(tensors)
 
     def load_reference(self, folder: Path) -> torch.nn.Module:
         """The plain model that the trainer is compared with, in fp32."""

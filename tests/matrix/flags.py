@@ -8,6 +8,12 @@ from typing import Any
 from tests.matrix.case import read_config
 
 
+def text_config(folder: Path) -> dict[str, Any]:
+    """``config.json``, the language model's part laid over it."""
+    config = read_config(folder)
+    return config | config.get("text_config", {})
+
+
 def rope_setting(config: dict[str, Any], name: str, default: Any = None) -> Any:
     """A rotary setting: transformers 5 keeps it under ``rope_parameters``, older configs at the top."""
     for holder in (config.get("rope_parameters"), config.get("rope_scaling"), config):
@@ -18,10 +24,10 @@ def rope_setting(config: dict[str, Any], name: str, default: Any = None) -> Any:
 
 def decoder_flags(folder: Path) -> list[str]:
     """Sizes, norms, rotary base and vocabulary of a decoder with a gated MLP; attention is the family's to add."""
-    config = read_config(folder)
+    config = text_config(folder)
     flags: list[Any] = [
         *("--num-layers", config["num_hidden_layers"], "--hidden-size", config["hidden_size"]),
-        *("--ffn-hidden-size", config["intermediate_size"], "--num-attention-heads", config["num_attention_heads"]),
+        *("--ffn-hidden-size", config.get("intermediate_size") or config["moe_intermediate_size"], "--num-attention-heads", config["num_attention_heads"]),
         *("--vocab-size", config["vocab_size"], "--make-vocab-size-divisible-by", 8),
         *("--rotary-base", rope_setting(config, "rope_theta"), "--norm-epsilon", config["rms_norm_eps"]),
         *("--swiglu", "--use-rotary-position-embeddings", "--disable-bias-linear", "--normalization", "RMSNorm"),
@@ -33,7 +39,7 @@ def decoder_flags(folder: Path) -> list[str]:
 
 def grouped_query_flags(folder: Path) -> list[str]:
     """Key heads and head width of grouped-query attention."""
-    config = read_config(folder)
+    config = text_config(folder)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     flags = ["--group-query-attention", "--num-query-groups", config["num_key_value_heads"]]
     return [str(flag) for flag in [*flags, "--kv-channels", head_dim]]

@@ -33,7 +33,7 @@ from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_t
 from slime.utils.types import RolloutBatch
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
-from tests.matrix.case import FamilyCase, read_config, read_tensors
+from tests.matrix.case import FamilyCase, read_config
 from tests.matrix.parity import differing_tensors, gradient_errors
 
 COMMON: tuple[object, ...] = (
@@ -122,10 +122,12 @@ def _nan_is_worst(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def export_differences(args: Namespace, model: Sequence[torch.nn.Module], source: Path) -> list[str]:
+def export_differences(
+    case: FamilyCase, args: Namespace, model: Sequence[torch.nn.Module], source: Path
+) -> list[str]:
     """The tensors of a live export that are not bit for bit those of the checkpoint: all on every rank, or each
     stage's own, as the two ways of a weight push want them."""
-    expected = read_tensors(source)
+    expected = case.read_pushed(source)
     model_name = read_config(source)["model_type"]
     everywhere = {n: t.clone().cpu() for n, t in iter_hf_tensors(args, model, model_name=model_name, dtype=None)}
     own = iter_hf_tensors(args, model, model_name=model_name, dtype=None, across_stages=False)
@@ -153,7 +155,7 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured
     scheduler = build_scheduler(args, optimizer)
     wire_schedules(args, model, optimizer)
     data = trainer.prepare(args, make_train_data(case.vocab_size))
-    result = Measured(export_problems=export_differences(args, model, source))
+    result = Measured(export_problems=export_differences(case, args, model, source))
 
     log_probs = trainer.response_log_probs(args, model, data)
     result.log_probs.append(whole_log_probs(data, log_probs))

@@ -150,7 +150,7 @@ class FamilyRun:
         with self.model(source, *flags) as (args, model):
             dtype = wire_dtype(read_config(source))
             exported = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.export(args, model, dtype=dtype)}
-        return self._compared(exported, read_tensors(source))
+        return self._compared(exported, self.case.read_pushed(source))
 
     def _compared(self, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Outcome:
         problems = differing_tensors(actual, expected)

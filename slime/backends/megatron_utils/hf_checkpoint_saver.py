@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from slime.backends.megatron_utils.megatron_to_hf.folder_layout import in_layout_of
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, iter_hf_tensors
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError
 from slime.weights.hf_files import HfFolderWriter
 from slime.weights.named_tensors import tensor_bytes, wire_dtype
+from slime.weights.quantize import Quantizer
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ def save_hf_model_to_path(
 ) -> None:
     """Write the model under its HF names, in the dtype of ``--hf-checkpoint``'s config.  Collective; rank 0 writes.
 
-    What ``--hf-checkpoint`` has quantized is quantized here, after the cast to that dtype, as the config says that is
+    Its tensors that are not trained (a vision tower) are copied.  What ``--hf-checkpoint`` has quantized is quantized here, after the cast to that dtype, as the config says that is
     copied beside it.
 
     Args:
@@ -70,13 +73,13 @@ def save_hf_model_to_path(
         dtype=dtype,
         host_weights=host_weights,
     )
-    is_hidden = None if writer is not None else True
-    with tqdm(desc=progress_desc, unit="B", unit_scale=True, disable=is_hidden) as bar:
-        for name, tensor in tensors:
-            if writer is not None:
-                writer.add_all([(name, tensor)] if quantizer is None else quantizer.quantize(name, tensor))
-                bar.update(tensor_bytes(tensor))
-    if writer is not None:
+    if writer is None:
+        for _ in tensors:  # the gathering needs all ranks
+            pass
+    else:
+        with tqdm(desc=progress_desc, unit="B", unit_scale=True, disable=None) as bar:
+            stored = _as_stored(tensors, quantizer, bar)
+            writer.add_all(in_layout_of(source, find_weight_map(model_name or config["model_type"]), stored))
         writer.close()
         logger.info(
             "wrote the HF model %s: %.2f GiB in %.1f s",
@@ -85,3 +88,12 @@ def save_hf_model_to_path(
             time.monotonic() - start,
         )
     dist.barrier(group=init_gloo_group())
+
+
+def _as_stored(
+    tensors: Iterable[tuple[str, torch.Tensor]], quantizer: Quantizer | None, bar: tqdm
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what stands for each tensor in the folder, and move the progress bar."""
+    for name, tensor in tensors:
+        yield from [(name, tensor)] if quantizer is None else quantizer.quantize(name, tensor)
+        bar.update(tensor_bytes(tensor))

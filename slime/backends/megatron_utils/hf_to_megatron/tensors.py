@@ -15,6 +15,7 @@ from torch import Tensor
 from slime.utils.errors import DataError
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
+from slime.weights.stacked_experts import expert_names, is_stack, place_of, stack_sizes
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_OPEN_FILES = 2
@@ -31,8 +32,11 @@ def stored_names(folder: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4)
 def tensor_names(folder: str) -> frozenset[str]:
-    """Return the names of all tensors of a checkpoint, as if none were quantized; none without safetensors."""
-    return frozenset(logical_names(stored_names(folder)))
+    """Return the names of all tensors of a checkpoint, as if none were quantized nor stacked; none without safetensors."""
+    if not stored_names(folder):
+        return frozenset()
+    with HfTensors(folder) as tensors:
+        return frozenset(tensors.names())
 
 
 class MissingTensorError(DataError, KeyError):
@@ -43,6 +47,8 @@ class MissingTensorError(DataError, KeyError):
 
 class HfTensors:
     """A folder of safetensors as a mapping that reads on demand and remembers what was read.
+
+    Experts that are stacked in one tensor are seen one by one (``slime.weights.stacked_experts``).
 
     Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.
     """
@@ -84,7 +90,7 @@ class HfTensors:
         return frozenset(self._file_of)
 
     def names(self) -> list[str]:
-        """Return all names as if nothing were quantized."""
+        """Return all names as if nothing were quantized, nor stacked."""
         return list(self._names)
 
     def __contains__(self, name: str) -> bool:
@@ -103,14 +109,29 @@ class HfTensors:
                 f"{self.folder} has no tensor {name}; the checkpoint does not fit the model flags."
             )
         self.read.add(name)
-        return read_weight(name, self._stored, self._file_of, self._format)
+        if name not in self._file_of and (place := place_of(name)) and place.stack in self.stacks:
+            return place.cut(self._handle(self._file_of[place.stack]).get_slice(place.stack)[place.expert])
+        return read_weight(name, self.get_stored, self._file_of, self._format)
 
-    def _stored(self, name: str) -> Tensor:
+    def get_stored(self, name: str) -> Tensor:
+        """Return a tensor as it is in the files, one of :meth:`stored_names`."""
         return self._handle(self._file_of[name]).get_tensor(name)
 
     @functools.cached_property
+    def stacks(self) -> dict[str, int]:
+        """Number of experts by the name of a tensor that stacks them."""
+        names = [name for name in self._file_of if is_stack(name)]
+        return stack_sizes((name, self._handle(self._file_of[name]).get_slice(name).get_shape()) for name in names)
+
+    @functools.cached_property
     def _names(self) -> dict[str, None]:
-        return dict.fromkeys(logical_names(self._file_of))
+        names: dict[str, None] = {}
+        for name in logical_names(self._file_of):
+            if name not in self.stacks:
+                names[name] = None
+            for expert in range(self.stacks.get(name, 0)):
+                names.update(dict.fromkeys(expert_names(name, expert)))
+        return names
 
     @functools.cached_property
     def _format(self) -> WeightFormat | None:

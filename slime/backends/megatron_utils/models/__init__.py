@@ -69,7 +69,7 @@ def find_weight_map(model_name: str) -> WeightMap:
         ConfigError: there is none; the message lists those there are.
     """
     key = re.sub(r"[-_]", "", model_name).lower()
-    key = key.removesuffix("config").removesuffix("forcausallm")
+    key = key.removesuffix("config").removesuffix("forcausallm").removesuffix("forconditionalgeneration")
     known = {model_type.replace("_", ""): weight_map for model_type, weight_map in MAPS.items()}
     if key not in known:
         raise ConfigError(

@@ -97,6 +97,9 @@ class WeightMap:
     """Megatron parameter outside of the layers -> its copy in the checkpoint, behind ``mtp_prefix``."""
     ignored: tuple[str, ...] = field(default=(r".*rotary_emb\.inv_freq",))
     """Regular expressions of HF tensors that no model needs."""
+    untrained: tuple[str, ...] = ()
+    """Regular expressions of HF tensors of parts that the trainer does not have (a vision tower); engines read them
+    from ``--hf-checkpoint``, every export copies them from there."""
     together: tuple[tuple[str, ...], ...] = ()
     """HF modules of one layer whose tensors an engine must receive in one call, where the model has all of them."""
 
@@ -114,6 +117,10 @@ class WeightMap:
         if name not in self.mtp_copies:
             return ()
         return tuple(self.mtp_prefix(index, shape) + self.mtp_copies[name] for index in range(shape.num_mtp_layers))
+
+    def is_untrained(self, hf_name: str) -> bool:
+        """True for a HF tensor of a part that the trainer does not have."""
+        return any(re.fullmatch(pattern, hf_name) for pattern in self.untrained)
 
     def find(self, name: str, shape: ModelDims) -> tuple[Rule, tuple[str, ...]]:
         """Return the rule of a Megatron parameter, and its HF names in full.

@@ -1,0 +1,93 @@
+"""Qwen3.5 and Qwen3.6, dense or with experts: Qwen3-Next's layers under the names of a folder with a vision tower.
+
+The projections into a delta net are four matrices here, each of all heads; queries, keys and values keep the order
+of the convolution's channels.  Published folders stack the experts of a layer in one tensor
+(``slime.weights.stacked_experts``); pushes name them one by one, which SGLang loads as well.
+
+Shapes: H = key heads, r = value heads of a key head, dk and dv = widths of their keys and values, h = hidden size.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT
+from slime.backends.megatron_utils.models.qwen3_next import DELTA_NET, GATED_ATTENTION, MTP
+from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from slime.backends.megatron_utils.models.shared_rules import EXPERTS, MLP, NORMS, ROUTER
+from slime.backends.megatron_utils.models.weight_layouts import check_rows
+from slime.train_data.model_dims import ModelDims
+
+
+def merge_in_proj(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
+    """[all q, all k, all v; h], z [H * r * dv, h], b and a [H * r, h] to one matrix: per key head q, k, v, b, a, z.
+
+    Raises:
+        DataError: the rows are not those of the model's heads.
+    """
+    qkv, z, b, a = tensors
+    heads, keys = shape.linear_key_heads, shape.linear_key_heads * shape.linear_key_dim
+    check_rows("in_proj_qkv", qkv, shape.linear_channels)
+    check_rows("in_proj_z", z, shape.linear_value_width)
+    for name, tensor in (("in_proj_b", b), ("in_proj_a", a)):
+        check_rows(name, tensor, shape.linear_value_heads)
+    parts = (*qkv.split([keys, keys, shape.linear_value_width]), b, a, z)
+    return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def split_in_proj(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
+    """The inverse of :func:`merge_in_proj`."""
+    ratio, values = shape.linear_ratio, shape.linear_ratio * shape.linear_value_dim
+    sizes = [shape.linear_key_dim, shape.linear_key_dim, values, ratio, ratio, values]
+    grouped = merged.unflatten(0, (shape.linear_key_heads, -1)).split(sizes, dim=1)
+    q, k, v, b, a, z = (part.flatten(0, 1) for part in grouped)
+    return torch.cat([q, k, v]), z, b, a
+
+
+IN_PROJ = Rule(
+    "self_attention.in_proj.weight",
+    tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+    merge=merge_in_proj,
+    split=split_in_proj,
+)
+TOP = (
+    Rule("embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",)),
+    Rule("output_layer.weight", ("lm_head.weight",)),
+    Rule("decoder.final_layernorm.weight", ("model.language_model.norm.weight",)),
+)
+
+QWEN3_5 = WeightMap(
+    family="Qwen3.5 and Qwen3.6",
+    top=TOP,
+    layer=(*NORMS, *GATED_ATTENTION, IN_PROJ, *DELTA_NET[1:], *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
+    mtp=MTP,
+    layer_prefix="model.language_model.layers.{layer}.",
+    mtp_prefix=lambda index, shape: "mtp.",
+    mtp_layer_prefix=lambda index, shape: f"mtp.layers.{index}.",
+    untrained=(r"model\.visual\..+",),
+)
+
+
+def qwen3_5_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each flag of the experts that differs; config.json has no ``norm_topk_prob``."""
+    if not config.get("num_experts"):
+        return
+    if args.moe_router_pre_softmax:
+        yield "--moe-router-pre-softmax is given; the weights of this model's chosen experts add up to 1"
+    if config.get("shared_expert_intermediate_size") and not args.moe_shared_expert_gate:
+        yield "--moe-shared-expert-gate is not given; the shared expert of this model has a gate"
+
+
+FAMILIES = (
+    ModelFamily(
+        # The second of each is what text_config says.
+        model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        weight_map=QWEN3_5,
+        mismatches=qwen3_5_mismatches,
+    ),
+)

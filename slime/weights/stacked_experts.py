@@ -1,0 +1,126 @@
+"""Folders that hold all experts of a layer in one tensor, seen as if each had tensors of its own.
+
+Published Qwen3.5 checkpoints are laid out so:
+
+    X.experts.gate_up_proj [E, 2 I, h]   =   X.experts.{e}.gate_proj.weight, X.experts.{e}.up_proj.weight [I, h] each
+    X.experts.down_proj [E, h, I]        =   X.experts.{e}.down_proj.weight [h, I]
+
+Everything in memory and on the wire has the names on the right; a folder is written as its source is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slime.utils.errors import DataError
+
+_STACK = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class Place(NamedTuple):
+    """The part of a stack that is one expert's tensor."""
+
+    stack: str
+    expert: int
+    half: int | None
+    """Of the rows: 0 for gate, 1 for up; None for all."""
+
+    def cut(self, matrix: Tensor) -> Tensor:
+        """Return the tensor, given the expert's matrix in the stack."""
+        return matrix if self.half is None else matrix.chunk(2)[self.half]
+
+
+def is_stack(name: str) -> bool:
+    """True for a tensor of all experts of a layer."""
+    return _STACK.fullmatch(name) is not None
+
+
+def expert_names(stack: str, expert: int) -> tuple[str, ...]:
+    """Return the names of one expert's tensors in a stack, from the first rows to the last."""
+    match = _STACK.fullmatch(stack)
+    assert match is not None, f"{stack} is no stack of experts"
+    parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
+    return tuple(f"{match[1]}.{expert}.{part}_proj.weight" for part in parts)
+
+
+def place_of(name: str) -> Place | None:
+    """Return where an expert's tensor lies if experts are stacked; None for any other tensor."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    if match[3] == "down":
+        return Place(f"{match[1]}.down_proj", int(match[2]), None)
+    return Place(f"{match[1]}.gate_up_proj", int(match[2]), ("gate", "up").index(match[3]))
+
+
+class ExpertStacker:
+    """Puts experts' tensors together again, as the folder ``like`` has them; holds those of unfinished stacks.
+
+    Args:
+        sizes: number of experts by the name of a stack; empty where experts are not stacked.
+    """
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self._sizes = sizes
+        self._matrices: dict[str, dict[tuple[int, int], Tensor]] = {}
+
+    def stack(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, a stack in the place of the last tensor of its experts."""
+        for name, tensor in tensors:
+            place = place_of(name)
+            if place is None or place.stack not in self._sizes:
+                yield name, tensor
+                continue
+            held = self._matrices.setdefault(place.stack, {})
+            # A copy: what is given may be a buffer that is filled anew.
+            held[place.expert, place.half or 0] = tensor.detach().to("cpu", copy=True)
+            num_parts = len(expert_names(place.stack, 0))
+            if len(held) == self._sizes[place.stack] * num_parts:
+                yield place.stack, _join(self._matrices.pop(place.stack), num_parts)
+
+    def finish(self) -> None:
+        """Check that no expert is missing.
+
+        Raises:
+            DataError: a stack has some of its experts only.
+        """
+        if self._matrices:
+            name, held = next(iter(self._matrices.items()))
+            raise DataError(
+                f"{name} is made of {self._sizes[name]} experts, of which {len({expert for expert, _ in held})} came; "
+                "--num-experts is not that of the folder that names it."
+            )
+
+
+def _join(held: dict[tuple[int, int], Tensor], num_parts: int) -> Tensor:
+    experts: Sequence[int] = sorted({expert for expert, _ in held})
+    return torch.stack([torch.cat([held[expert, part] for part in range(num_parts)]) for expert in experts])
+
+
+def tensors_in(name: str, shape: Sequence[int]) -> list[str]:
+    """Return the names of the tensors in one that a folder stores: its own, or those of all experts of a stack."""
+    if not is_stack(name) or len(shape) != 3:
+        return [name]
+    return [part for expert in range(shape[0]) for part in expert_names(name, expert)]
+
+
+def stack_sizes(shapes: Iterable[tuple[str, Sequence[int]]]) -> dict[str, int]:
+    """Return the number of experts of each stack among these tensors."""
+    return {name: int(shape[0]) for name, shape in shapes if is_stack(name) and len(shape) == 3}
+
+
+def by_expert(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors with every stack taken apart into its experts'."""
+    for name, tensor in tensors:
+        if not is_stack(name) or tensor.dim() != 3:
+            yield name, tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            names = expert_names(name, expert)
+            yield from zip(names, matrix.chunk(len(names)), strict=True)
