@@ -1,4 +1,4 @@
-# Qwen3.5 35B-A3B: gated delta net and gated attention, with a shared expert
+# Qwen3.5 35B-A3B: gated delta net and gated attention, with a shared expert; Qwen3.6 35B-A3B too
 MODEL_ARGS=(
     --spec slime_plugins.models.qwen3_5 get_qwen3_5_spec
     --num-layers 40
@@ -13,6 +13,7 @@ MODEL_ARGS=(
     --qk-layernorm
     --use-gated-attention
     --attention-output-gate
+    --linear-attention-freq 4
 
     --position-embedding-type rope
     --rotary-percent 0.25

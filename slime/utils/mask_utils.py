@@ -132,9 +132,7 @@ class MultiTurnLossMaskGenerator:
     def gen_multi_turn_loss_mask_qwen3_5(
         self, messages: list[Message], tools: list[Any] | None = None
     ) -> TokensAndMask:
-        """Render the conversation once and find the assistant's turns in the text, token by offsets."""
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise ConfigError("--loss-mask-type qwen3_5 needs a fast tokenizer (tokenizer.json), which gives offsets.")
+        """Render the conversation once; trained are the tokens that lie in a turn of the assistant as a whole."""
         text = self._render(messages, tools)
         steps = [_step_mask(message) for message in messages if message["role"] == "assistant"]
         spans = _assistant_spans(text)
@@ -143,12 +141,28 @@ class MultiTurnLossMaskGenerator:
                 f"The rendered conversation has {len(spans)} turns of the assistant for {len(steps)} such messages; "
                 f"{TURN_BEGIN!r} must begin exactly those."
             )
+        trained = [span for span, step in zip(spans, steps, strict=True) if step]
+        if not getattr(self.tokenizer, "is_fast", False):
+            return self._mask_without_offsets(text, trained)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         mask = [0] * len(encoded["input_ids"])
-        trained = [span for span, step in zip(spans, steps, strict=True) if step]
         for index, (begin, end) in enumerate(encoded["offset_mapping"]):
             mask[index] = int(end > begin and any(first <= begin and end <= last for first, last in trained))
         return list(encoded["input_ids"]), mask
+
+    def _mask_without_offsets(self, text: str, trained: list[tuple[int, int]]) -> TokensAndMask:
+        """Find the tokens of character spans with a tokenizer that tells no offsets.
+
+        Tokens that the whole text shares with its beginning up to a character, from the first on, end in front of
+        that character; those that it shares with the rest, from the last on, begin behind it.
+        """
+        token_ids = self._encode(text)
+        mask = [0] * len(token_ids)
+        for first, last in trained:
+            begin = len(token_ids) - _common_prefix(token_ids[::-1], self._encode(text[first:])[::-1])
+            end = _common_prefix(token_ids, self._encode(text[:last]))
+            mask[begin:end] = [1] * (end - begin)
+        return token_ids, mask
 
     def gen_multi_turn_loss_mask_distill_qwen(
         self, messages: list[Message], tools: list[Any] | None = None

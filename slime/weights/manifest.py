@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,8 @@ class Manifest:
 
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[BucketEntry, ...]
+    kept: tuple[TensorEntry, ...] = ()
+    """Tensors that do not come: parts that are not trained, which engines keep as they read them from the model."""
 
     def __post_init__(self) -> None:
         entries = {tensor.name: tensor for tensor in self.tensors}
@@ -130,23 +133,24 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the compact text that :meth:`from_json` reads."""
-        return json.dumps(
-            {
-                "tensors": [[t.name, t.shape, t.dtype] for t in self.tensors],
-                "buckets": [
-                    [bucket.num_bytes, [[s.name, s.offset, s.slice.offsets, s.slice.sizes] for s in bucket.slices]]
-                    for bucket in self.buckets
-                ],
-            },
-            separators=(",", ":"),
-        )
+        content: dict[str, Any] = {
+            "tensors": [[t.name, t.shape, t.dtype] for t in self.tensors],
+            "buckets": [
+                [bucket.num_bytes, [[s.name, s.offset, s.slice.offsets, s.slice.sizes] for s in bucket.slices]]
+                for bucket in self.buckets
+            ],
+        }
+        if self.kept:
+            content["kept"] = [[t.name, t.shape, t.dtype] for t in self.kept]
+        return json.dumps(content, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Return the manifest that :meth:`to_json` wrote."""
         content = json.loads(text)
         return cls(
-            tensors=tuple(TensorEntry(name, tuple(shape), dtype) for name, shape, dtype in content["tensors"]),
+            tensors=_entries(content["tensors"]),
+            kept=_entries(content.get("kept", ())),
             buckets=tuple(
                 BucketEntry(
                     size,
@@ -158,6 +162,10 @@ class Manifest:
                 for size, slices in content["buckets"]
             ),
         )
+
+
+def _entries(listed: Iterable[tuple[str, list[int], str]]) -> tuple[TensorEntry, ...]:
+    return tuple(TensorEntry(name, tuple(shape), dtype) for name, shape, dtype in listed)
 
 
 def pack_whole(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[list[TensorEntry], BucketEntry]:

@@ -34,6 +34,7 @@ MODELS = {
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5",
     "qwen3_moe",
     "qwen3_next",
 }
@@ -161,10 +162,9 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str) -> tupl
     set_global_server_args_for_scheduler(server_args)
     model_config = ModelConfig.from_server_args(server_args)
     for key in ("linear_num_key_heads", "linear_num_value_heads"):
-        if hasattr(
-            model_config.hf_config, key
-        ):  # on a CPU, SGLang's server notes here how many there are with padding
-            setattr(model_config.hf_config, f"{key}_cpu", getattr(model_config.hf_config, key))
+        if hasattr(model_config.hf_text_config, key):
+            # On a CPU, SGLang's server notes here how many there are with padding.
+            setattr(model_config.hf_text_config, f"{key}_cpu", getattr(model_config.hf_text_config, key))
     return server_args, model_config
 
 

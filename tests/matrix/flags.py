@@ -27,7 +27,12 @@ def decoder_flags(folder: Path) -> list[str]:
     config = text_config(folder)
     flags: list[Any] = [
         *("--num-layers", config["num_hidden_layers"], "--hidden-size", config["hidden_size"]),
-        *("--ffn-hidden-size", config.get("intermediate_size") or config["moe_intermediate_size"], "--num-attention-heads", config["num_attention_heads"]),
+        *(
+            "--ffn-hidden-size",
+            config.get("intermediate_size") or config["moe_intermediate_size"],
+            "--num-attention-heads",
+            config["num_attention_heads"],
+        ),
         *("--vocab-size", config["vocab_size"], "--make-vocab-size-divisible-by", 8),
         *("--rotary-base", rope_setting(config, "rope_theta"), "--norm-epsilon", config["rms_norm_eps"]),
         *("--swiglu", "--use-rotary-position-embeddings", "--disable-bias-linear", "--normalization", "RMSNorm"),

@@ -122,9 +122,7 @@ def _nan_is_worst(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def export_differences(
-    case: FamilyCase, args: Namespace, model: Sequence[torch.nn.Module], source: Path
-) -> list[str]:
+def export_differences(case: FamilyCase, args: Namespace, model: Sequence[torch.nn.Module], source: Path) -> list[str]:
     """The tensors of a live export that are not bit for bit those of the checkpoint: all on every rank, or each
     stage's own, as the two ways of a weight push want them."""
     expected = case.read_pushed(source)

@@ -41,6 +41,8 @@ SERVED = (
     "kimi_k2",
     "minimax_m2",
     "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 """All that the installed SGLang can build on a CPU."""
 FAST: dict[str, Any] = {

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.weights.digest import combine, digest_tensor
 from slime.weights.push.wire import by_value
 from tests.dist.fault_engine import FaultyEngine, serve
 from tests.loaded_model.engine import LoadedModel
-from tests.matrix.case import read_tensors
+from tests.matrix.case import Tensors, read_config, read_tensors
 
 
 class MatrixEngine(LoadedModel):
@@ -22,19 +23,31 @@ class MatrixEngine(LoadedModel):
     fault = ""
 
     def become(self, folder: str, dtype: str, flags: dict[str, Any]) -> None:
-        """A fresh engine of the checkpoint in ``folder``, whose weights are random numbers; ``flags`` go to args."""
+        """A fresh engine of the checkpoint in ``folder``; ``flags`` go to args.
+
+        What pushes send is random numbers; the tower beside it, which they do not, is the checkpoint's.
+        """
         vars(self.args).update(flags, hf_checkpoint=folder)
         self.is_paused = False
         self.swap(folder, dtype=dtype)
+        self._load({name: t for name, t in read_tensors(Path(folder)).items() if _untrained(folder)(name)})
 
     def load_stock(self, folder: str) -> None:
         """Let SGLang's own loader read the checkpoint."""
-        self.update_weights_from_tensor([by_value(list(read_tensors(Path(folder)).items()))] * self._tp_size)
+        self._load(read_tensors(Path(folder)))
+
+    def _load(self, tensors: Tensors) -> None:
+        if tensors:
+            self.update_weights_from_tensor([by_value(list(tensors.items()))] * self._tp_size)
 
     def digest(self) -> str:
         """One number for everything that the engine holds, on all its ranks, under its own names."""
         ranks = [combine(digest_tensor(tensor) for _, tensor in sorted(held.items())) for held in self.parameters()]
         return f"{combine(ranks):016x}"
+
+
+def _untrained(folder: str) -> Callable[[str], bool]:
+    return find_weight_map(read_config(Path(folder))["model_type"]).is_untrained
 
 
 @contextmanager

@@ -42,8 +42,8 @@ def save_hf_model_to_path(
 ) -> None:
     """Write the model under its HF names, in the dtype of ``--hf-checkpoint``'s config.  Collective; rank 0 writes.
 
-    Its tensors that are not trained (a vision tower) are copied.  What ``--hf-checkpoint`` has quantized is quantized here, after the cast to that dtype, as the config says that is
-    copied beside it.
+    What ``--hf-checkpoint`` has quantized is quantized here, after the cast to that dtype, as the config says that is
+    copied beside it; its tensors that are not trained (a vision tower) are copied.
 
     Args:
         args: complete flags.

@@ -60,7 +60,7 @@ class LoadPlan:
     def __init__(self, model: nn.Module, manifest: Manifest) -> None:
         self.manifest = manifest
         self._fingerprint = fingerprint(model)
-        trace = trace_load(model, manifest.tensors)
+        trace = trace_load(model, (*manifest.tensors, *manifest.kept))
         self.fills = trace.fills
         self.writes: dict[str, list[Write]] = {}
         self.stock: dict[str, str] = {}
@@ -82,12 +82,13 @@ class LoadPlan:
         taken = self.writes.keys() | self.stock.keys() | trace.failures.keys()
         self.unused = frozenset(manifest.by_name) - taken
         """Tensors that this model leaves out: experts and layers of other ranks, another model's part."""
+        entries = manifest.by_name | {entry.name: entry for entry in manifest.kept}
         self.problems = [
-            f"{name} {list(manifest.by_name[name].shape)} does not fit the engine's model: {reason}"
+            f"{name} {list(entries[name].shape)} does not fit the engine's model: {reason}"
             for name, reason in trace.failures.items()
         ]
         self.unwritten: dict[str, str] = {}
-        """Parameters that no tensor of the manifest fills, with how much of them."""
+        """Parameters that no tensor of the manifest fills, nor one that is kept; with how much of them."""
         self.unaccounted: frozenset[str] = frozenset()
         """Parameters that only a look at them after the load can tell to be filled."""
         self.written_memory = frozenset(write.target.untyped_storage().data_ptr() for write in trace.writes)
@@ -211,7 +212,13 @@ def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
     by_name = {entry.name: entry for entry in entries}
     for name in list(trace.failures):
         _try_with_memory(model, trace, by_name[name])
+    trace.writes = _without_repetitions(trace.writes)
     return trace
+
+
+def _without_repetitions(writes: Iterable[Write]) -> list[Write]:
+    """Leave out what writes the same elements to the same place again: loaders do so with a tied embedding."""
+    return list({(w.name, w.target.untyped_storage().data_ptr(), w.copy): w for w in writes}.values())
 
 
 def _try_with_memory(model: nn.Module, trace: LoadTrace, entry: TensorEntry) -> None:

@@ -26,9 +26,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_plan import NOT_IN_CHECKPOINTS
+from slime.backends.sglang_utils.load_plan import NOT_IN_CHECKPOINTS, trace_load
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
-from slime.weights.push.wire import CHECK_REPORT
+from slime.weights.manifest import Manifest
+from slime.weights.push.wire import CHECK_REPORT, decode
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +50,34 @@ def compare_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
 
 
 def fill_with_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
-    """Overwrite every floating-point parameter with NaN, so that a push that forgets one is found out."""
+    """Overwrite every floating-point parameter with NaN, so that a push that forgets one is found out.
+
+    But for those that no push brings; ``named_tensors`` is empty, or a message with the manifest that tells them.
+    """
     with _reporting(model):
-        fill_parameters_with_nan(model)
+        fill_parameters_with_nan(model, _pushed_parameters(model, named_tensors))
 
 
 def find_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
-    """Report the parameters of which some element is still what :func:`fill_with_nan` wrote."""
+    """Report the parameters of which some element is still what :func:`fill_with_nan` wrote; arguments likewise."""
     with _reporting(model) as problems:
-        problems += find_nan_in(model)
+        problems += find_nan_in(model, _pushed_parameters(model, named_tensors))
+
+
+def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str]:
+    """Names of the parameters that are not those of tensors which the engine keeps: by the message, or the last push.
+
+    Args:
+        model: an SGLang model.
+        named_tensors: as for :func:`fill_with_nan`.
+    """
+    kept = [entry for message in decode(named_tensors) for entry in Manifest.from_json(message["manifest"]).kept]
+    load = vars(model).get("_slime_load")
+    if not kept and load is not None and load.plan is not None:
+        kept = list(load.plan.manifest.kept)
+    writes = trace_load(model, kept).writes if kept else []
+    memory = {write.target.untyped_storage().data_ptr() for write in writes}
+    return {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in memory}
 
 
 def fill_parameters_with_nan(model: nn.Module, only: Collection[str] | None = None) -> None:

@@ -20,6 +20,7 @@ from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, WeightFormat
 from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline, modules_to_not_convert
+from slime.weights.stacked_experts import expert_names, is_stack, tensors_in
 
 QUANTIZABLE = ("BF16", "F16", "F32")
 SHAPE_PART = "weight_shape"
@@ -46,7 +47,7 @@ class ToQuantized:
             ConfigError: naming the tensors.
         """
         require_plain(source)
-        chosen = [name for name, stored in source.tensors.items() if self.is_quantized(name, stored.info.shape)]
+        chosen = [name for name, stored in source.tensors.items() if self._chooses(stored.info)]
         wrong = [name for name in chosen if source.info(name).dtype not in QUANTIZABLE]
         if wrong:
             raise ConfigError(
@@ -57,10 +58,12 @@ class ToQuantized:
             raise ConfigError(f"nothing in {source.folder} would be quantized; no name and shape fits the rules")
 
     def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
-        """Quantize the weights of linear layers, copy everything else."""
+        """Quantize the weights of linear layers, those of stacked experts one by one; copy everything else."""
         info = stored.info
-        if not self.is_quantized(info.name, info.shape):
+        if not self._chooses(info):
             return copied(stored)
+        if is_stack(info.name):
+            return self._plan_stack(stored)
         prefix = info.name.removesuffix("weight")
         parts = self.format.outputs(info.name, info.shape)
         outputs = tuple(TensorInfo.of(prefix + part, dtype, shape) for part, (shape, dtype) in parts.items())
@@ -70,7 +73,35 @@ class ToQuantized:
 
     def config(self, source: HfSource) -> dict[str, Any]:
         """Return the source's config with the quantization config of the result."""
-        return {**source.config, "quantization_config": self.quantization_config(source.tensors)}
+        names = [
+            name for stored in source.tensors.values() for name in tensors_in(stored.info.name, stored.info.shape)
+        ]
+        return {**source.config, "quantization_config": self.quantization_config(names)}
+
+    def _chooses(self, info: TensorInfo) -> bool:
+        if is_stack(info.name) and len(info.shape) == 3:
+            return self.is_quantized(expert_names(info.name, 0)[0], info.shape[1:])
+        return self.is_quantized(info.name, info.shape)
+
+    def _plan_stack(self, stored: SourceTensor) -> TensorPlan:
+        """Give every expert tensors of its own: quantized weights have no stacked form."""
+        info = stored.info
+        num_parts = len(expert_names(info.name, 0))
+        shape = (info.shape[1] // num_parts, info.shape[2])
+        outputs = [
+            TensorInfo.of(f"{name.removesuffix('weight')}{part}", dtype, size)
+            for name in tensors_in(info.name, info.shape)
+            for part, (size, dtype) in self.format.outputs(name, shape).items()
+        ]
+
+        def convert(rows: RowReader) -> Iterator[OutputRows]:
+            for expert in range(info.shape[0]):
+                weights = rows.read(stored, expert, 1)[0].chunk(num_parts)
+                for name, weight in zip(expert_names(info.name, expert), weights, strict=True):
+                    for part, tensor in self.format.quantize(name, weight, check_finite=True).items():
+                        yield f"{name.removesuffix('weight')}{part}", 0, tensor
+
+        return TensorPlan(stored, tuple(outputs), convert)
 
     def _whole(self, rows: RowReader, stored: SourceTensor, prefix: str) -> Iterator[OutputRows]:
         parts = self.format.quantize(stored.info.name, rows.read(stored), check_finite=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -11,7 +13,7 @@ from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.digest import combine_wrapped
 from slime.weights.kernels.tables import DigestTable
-from slime.weights.manifest import Manifest
+from slime.weights.manifest import Manifest, TensorEntry
 
 SHOWN_NAMES = 3
 
@@ -31,18 +33,24 @@ class Buckets(Protocol):
 
 
 class DigestedBuckets:
-    """A source whose buckets are digested as they pass; nothing waits for the device before :meth:`digests`."""
+    """A source whose buckets are digested as they pass; nothing waits for the device before :meth:`digests`.
 
-    def __init__(self, source: BucketSource) -> None:
+    Args:
+        source: of the buckets.
+        kept: tensors that the engines keep as they have them.
+    """
+
+    def __init__(self, source: BucketSource, kept: tuple[TensorEntry, ...] = ()) -> None:
         self.source = source
+        self._kept = kept
         self._tables: dict[int, DigestTable] = {}
         self._taken: dict[int, Tensor] = {}
         self._recorded: set[int] = set()
 
-    @property
+    @functools.cached_property
     def manifest(self) -> Manifest:
-        """As the source has it."""
-        return self.source.manifest
+        """That of the source, and what is kept."""
+        return dataclasses.replace(self.source.manifest, kept=self._kept)
 
     def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
         """Yield what the source yields; a buffer may be written again by work that is queued behind its digest."""

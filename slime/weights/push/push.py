@@ -25,7 +25,7 @@ from slime.weights.push.participants import PUSH_FAILURES, reason_of
 from slime.weights.push.state import Push, PushReport
 from slime.weights.push.transports.base import Transport
 from slime.weights.push.verbs import COMPARE, FILL_WITH_NAN, FIND_NAN, EngineProxy
-from slime.weights.push.wire import NOTHING, by_value, named_views
+from slime.weights.push.wire import NOTHING, by_value, encode, named_views
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,10 @@ def push_weights(push: Push, source: Buckets, transport: Transport, plain: Bucke
         buckets = transport.prepare(push, source)
         with push.step("pause"):
             push.on_main_rank("pausing the engines", lambda: pause(push))
+        kept = encode({"manifest": Manifest((), (), buckets.manifest.kept).to_json()})
         if push.checks:
             # A comparison of what was sent cannot see what was forgotten: that is still NaN afterwards.
-            push.on_main_rank("filling the engines' weights with NaN", lambda: run_check(push, FILL_WITH_NAN))
+            push.on_main_rank("filling the engines' weights with NaN", lambda: run_check(push, FILL_WITH_NAN, kept))
         with push.step("buckets"):
             send_buckets(push, buckets, transport, by_stage=transport.by_stage and buckets is source)
         with push.step("acknowledge"):
@@ -63,7 +64,7 @@ def push_weights(push: Push, source: Buckets, transport: Transport, plain: Bucke
         if push.checks:
             if plain is not None:
                 compare(push, plain, by_stage=transport.by_stage)
-            push.on_main_rank("looking for weights that were not sent", lambda: run_check(push, FIND_NAN))
+            push.on_main_rank("looking for weights that were not sent", lambda: run_check(push, FIND_NAN, kept))
         with push.step("commit"):
             push.on_main_rank(f"committing version {push.version}", lambda: commit(push))
         with push.step("continue"):

@@ -1,4 +1,4 @@
-"""Folders that hold a language model beside a vision tower, as Qwen3.5 is published: made of, and read as, text models.
+"""Folders with a language model beside a vision tower, as Qwen3.5 is published: made of, and read as, text models.
 
 The language model's tensors have the prefix ``model.language_model.``, the tower's ``model.visual.``; the experts of a
 layer are stacked in one tensor; config.json has the language model's settings in ``text_config``.
@@ -24,6 +24,7 @@ TRUNK, TEXT, TOWER = "model.language_model.", "model.", "model.visual."
 VISION = {
     **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_channels": 3, "patch_size": 4},
     **{"spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16},
+    "deepstack_visual_indexes": [],
 }
 
 
@@ -45,7 +46,9 @@ def as_pushed(tensors: Mapping[str, Tensor]) -> Tensors:
     return to_composite(to_text(tensors))
 
 
-def write_composite(case: FamilyCase, folder: Path, seed: int, mtp: MtpFormat, change: Callable[[Tensors], None]) -> None:
+def write_composite(
+    case: FamilyCase, folder: Path, seed: int, mtp: MtpFormat, change: Callable[[Tensors], None]
+) -> None:
     """A random composite folder with MTP layers.
 
     Args:
@@ -83,7 +86,7 @@ def write_composite(case: FamilyCase, folder: Path, seed: int, mtp: MtpFormat, c
 def _tower(kind: str, vision: Mapping[str, Any], seed: int) -> Tensors:
     from transformers import AutoConfig, AutoModel
 
-    settings = {key: value for key, value in vision.items() if key != "model_type"}
+    settings = {key: value for key, value in vision.items() if key not in ("model_type", "deepstack_visual_indexes")}
     model = AutoModel.from_config(AutoConfig.for_model(f"{kind}_vision", **settings))
     generator = torch.Generator().manual_seed(seed + 2)
     return {

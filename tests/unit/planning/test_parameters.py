@@ -82,6 +82,12 @@ CASES = {
         "--actor-num-gpus-per-node 8 --mtp-num-layers 1 --enable-mtp-training",
         (0, 15),
     ),
+    "Qwen3.5-27B": (
+        "qwen3.5-27B",
+        "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--actor-num-gpus-per-node 8 --mtp-num-layers 1",
+        (0, 7),
+    ),
     "DeepSeek R1": ("deepseek-v3", R1, (0, 40, 127)),
     "GLM-5.2": ("glm5.2-744B-A40B", GLM52, (0, 100, 255)),
 }
@@ -146,6 +152,10 @@ def test_whole_models_have_the_published_sizes(glm52_folder):
         "kimi-k2": 1026.4,
         "qwen3-next-80B-A3B": 79.674,
         "minimax-m2": 228.69,
+        # without the vision tower
+        "qwen3.5-0.8B": 0.752,
+        "qwen3.5-27B": 26.896,
+        "qwen3.5-35B-A3B": 34.660,
     }
     for name, billions in sizes.items():
         dims = dims_of(parse(*model_args(name), "--bf16"))

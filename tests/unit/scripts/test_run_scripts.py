@@ -35,12 +35,12 @@ MORE_RECIPES = [
     *("run-glm4-32B.sh", "run-glm4.5-106B-A12B.sh", "run-glm4.6-355B-A32B.sh", "run-glm4.7-355B-A32B.sh"),
     *("run-glm5-744B-A40B.sh", "run-deepseek-v3.sh", "run-moonlight-16B-A3B.sh"),
     *("run-kimi-k2-Instruct.sh", "run-kimi-k2-Thinking.sh", "run-minimax-m2.sh"),
-    "run-qwen3-next-80B-A3B.sh",
+    *("run-qwen3-next-80B-A3B.sh", "run-qwen3.5-0.8B.sh", "run-qwen3.5-4B.sh", "run-qwen3.5-4B-base-sft.sh"),
+    *("run-qwen3.5-9B.sh", "run-qwen3.5-27B.sh", "run-qwen3.5-35B-A3B.sh"),
 ]
 """Recipes of models that no document names."""
 WITHOUT_RECIPE = {
     *("deepseek-v3-5layer", "deepseek-v3-20layer"),  # cut for trying things out
-    "qwen3.5-35B-A3B",  # its layers are not built yet, and refused
     "tiny-arithmetic",
 }
 NOT_LITERAL = {

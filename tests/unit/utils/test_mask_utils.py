@@ -58,6 +58,21 @@ def make_tokenizer():
     return make
 
 
+class WithoutOffsets:
+    """The same tokenizer as a slow one gives itself: no offsets."""
+
+    is_fast = False
+
+    def __init__(self, fast):
+        self._fast = fast
+
+    def __getattr__(self, name):
+        return getattr(self._fast, name)
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": self._fast(text, add_special_tokens=add_special_tokens)["input_ids"]}
+
+
 def ask(text):
     return {"role": "user", "content": text}
 
@@ -149,6 +164,17 @@ def test_qwen3_5_renders_once_and_does_not_train_the_opening_of_the_thinking(mak
     ids, mask = generator.get_loss_mask(messages)
     assert ids == rendered(tokenizer, messages)
     assert generator.get_text_from_loss_mask(ids, mask) == ["b<|im_end|>\n", "hm\n</think>\n\nd<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, WITH_SYSTEM, THINKING], ids=["plain", "with system", "thinking"])
+def test_qwen3_5_gives_the_same_mask_with_a_tokenizer_without_offsets(make_tokenizer, template):
+    tokenizer = make_tokenizer(template)
+    fast = MultiTurnLossMaskGenerator(tokenizer, "qwen3_5")
+    slow = MultiTurnLossMaskGenerator(WithoutOffsets(tokenizer), "qwen3_5")
+    # Newlines that open an answer melt with that of the turn's header into one token: it is not trained.
+    more = {"melting": ([ask("a"), say("\n\n7"), ask("c"), say("\n\n\nYes")], [])}
+    for messages, _ in (CONVERSATIONS | more).values():
+        assert slow.get_loss_mask(messages) == fast.get_loss_mask(messages)
 
 
 def test_qwen3_5_refuses_a_conversation_that_fakes_a_turn(make_tokenizer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -24,6 +26,14 @@ def test_text_form_is_read_back_and_names_the_layout():
     again = Manifest.from_json(manifest.to_json())
     assert again == manifest
     assert again.id == manifest.id
+
+
+def test_tensors_that_engines_keep_are_named_and_in_no_bucket():
+    kept = (TensorEntry("visual.w", (2,), "bfloat16"),)
+    manifest = dataclasses.replace(two_halves(), kept=kept)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert manifest.id != two_halves().id
+    assert "visual.w" not in manifest.by_name
 
 
 def test_whole_tensors_lie_behind_each_other_at_aligned_offsets():

@@ -12,10 +12,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slime.backends.megatron_utils.models import WeightMap
 from slime.utils.errors import DataError
+from slime.weights.manifest import TensorEntry
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
 from slime.weights.stacked_experts import expert_names, is_stack, place_of, stack_sizes
+from slime.weights.stored_tensors import STORED_DTYPES, read_layout
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_OPEN_FILES = 2
@@ -32,11 +35,23 @@ def stored_names(folder: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4)
 def tensor_names(folder: str) -> frozenset[str]:
-    """Return the names of all tensors of a checkpoint, as if none were quantized nor stacked; none without safetensors."""
+    """Return the names of all tensors of a checkpoint, as if none were quantized or stacked; none without files."""
     if not stored_names(folder):
         return frozenset()
     with HfTensors(folder) as tensors:
         return frozenset(tensors.names())
+
+
+def untrained_tensors(folder: str, weight_map: WeightMap) -> tuple[TensorEntry, ...]:
+    """Return the tensors of a checkpoint that belong to parts that the trainer does not have."""
+    if not weight_map.untrained or not stored_names(folder):
+        return ()
+    dtypes = {code: name for name, code in STORED_DTYPES.items()}
+    return tuple(
+        TensorEntry(name, tuple(stored.shape), dtypes[stored.dtype])
+        for name, stored in sorted(read_layout(folder).items())
+        if weight_map.is_untrained(name)
+    )
 
 
 class MissingTensorError(DataError, KeyError):

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT
 from slime.backends.megatron_utils.models.qwen3_next import DELTA_NET, GATED_ATTENTION, MTP
-from slime.backends.megatron_utils.models.rule import ModelFamily, Rule, WeightMap
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import EXPERTS, MLP, NORMS, ROUTER
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
 from slime.train_data.model_dims import ModelDims
@@ -83,11 +84,43 @@ def qwen3_5_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterator[s
         yield "--moe-shared-expert-gate is not given; the shared expert of this model has a gate"
 
 
+_DELTA_NETS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+
+
+def _published(kind: str, value_heads: int = 32) -> dict[str, Any]:
+    sizes = {**_DELTA_NETS, "linear_num_value_heads": value_heads}
+    return {"model_type": kind, "partial_rotary_factor": 0.25, "mtp_num_hidden_layers": 1, **sizes}
+
+
+_DENSE, _EXPERTS = "qwen3_5", "qwen3_5_moe"
+_OF_27B, _OF_35B = _published(_DENSE, 48), _published(_EXPERTS)
+
 FAMILIES = (
     ModelFamily(
-        # The second of each is what text_config says.
-        model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        # The names with _text are those of text_config.
+        model_types=(_DENSE, f"{_DENSE}_text", _EXPERTS, f"{_EXPERTS}_text"),
         weight_map=QWEN3_5,
+        spec="slime_plugins.models.qwen3_5 get_qwen3_5_spec",
+        has_linear_attention=True,
+        defaults=_DELTA_NETS,
         mismatches=qwen3_5_mismatches,
+        published={
+            "Qwen3.5-0.8B": _published(_DENSE, 16),
+            "Qwen3.5-4B": _published(_DENSE),
+            "Qwen3.5-4B-Base": _published(_DENSE),
+            "Qwen3.5-9B": _published(_DENSE),
+            "Qwen3.5-27B": _OF_27B,
+            "Qwen3.5-35B-A3B": _OF_35B,
+            "Qwen3.5-35B-A3B-FP8": {**_OF_35B, "quantization_config": BLOCK_FP8},
+            "Qwen3.6-27B": _OF_27B,
+            "Qwen3.6-35B-A3B": _OF_35B,
+        },
     ),
 )

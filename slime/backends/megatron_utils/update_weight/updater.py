@@ -17,7 +17,9 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory, sglang
+from slime.backends.megatron_utils.hf_to_megatron.tensors import untrained_tensors
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import CollectedBuckets, ShardBuckets
@@ -151,7 +153,8 @@ class WeightUpdater:
         """The buckets of this model; made at the first push, collectively."""
         if self._buckets is None:
             source = self._slices() if self._takes_slices else self.make_plain_source()
-            self._buckets = DigestedBuckets(source)
+            weight_map = find_weight_map(model_name(self.args, self._hf_config))
+            self._buckets = DigestedBuckets(source, untrained_tensors(self.args.hf_checkpoint, weight_map))
             if isinstance(source, ShardBuckets):
                 source.record_digests = self._buckets.record
         return self._buckets

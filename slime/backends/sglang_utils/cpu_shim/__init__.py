@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime.backends.sglang_utils.cpu_shim._name_stubs import StubFinder
+from slime.backends.sglang_utils.cpu_shim._name_stubs import NameStub, StubFinder
 from slime.utils import env
 from slime.utils.errors import ConfigError
 
@@ -41,6 +41,9 @@ ENGINE_ENVIRONMENT = {
     # A small model is slower with more threads: 60 tokens/s with two against 3,000 with one, on two cores.
     "OMP_NUM_THREADS": "1",
 }
+
+OPERATORS = ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
+"""Operators of ``sgl_kernel`` that SGLang's models look up while they are imported (Qwen3.5)."""
 
 _finder: StubFinder | None = None
 
@@ -72,6 +75,8 @@ def install() -> bool:
     _finder = StubFinder(frozenset(stubbed))
     sys.meta_path.insert(0, _finder)
     env.export({name: value for name, value in ENGINE_ENVIRONMENT.items() if name == "SGLANG_USE_CPU_ENGINE"})
+    if "sgl_kernel" in stubbed:
+        _name_operators()
     if "torchvision" in stubbed:
         _tell_transformers()
     if not _is_installed("triton"):
@@ -142,6 +147,13 @@ def _is_installed(package: str) -> bool:
     if package in sys.modules:
         return sys.modules[package] is not None
     return importlib.util.find_spec(package) is not None
+
+
+def _name_operators() -> None:
+    import torch
+
+    for name in OPERATORS:
+        setattr(torch.ops.sgl_kernel, name, NameStub(f"torch.ops.sgl_kernel.{name}"))
 
 
 def _torchvision_works() -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_plan import LoadPlan, trace_load
 from slime.weights.kernels.tables import CopyTable
-from slime.weights.manifest import Manifest
+from slime.weights.manifest import Manifest, TensorEntry
 from slime.weights.tensor_slice import TensorSlice
 from tests.loaded_model.buckets import cut_buckets, fill, manifest_of, whole_buckets
 from tests.unit.backends.sglang_utils.toy_models import Computing, Fused, Joined, parameter
@@ -67,6 +69,29 @@ def test_tracing_changes_nothing():
     before = state(model)
     LoadPlan(model, whole_buckets(Fused.tensors()))
     assert all(torch.equal(value, before[name]) for name, value in state(model).items())
+
+
+def test_what_an_engine_keeps_does_not_count_as_unwritten_and_is_left_alone():
+    tensors = Fused.tensors()
+    kept = tuple(TensorEntry(name, tuple(tensors.pop(name).shape), "float32") for name in ("o", "up.1"))
+    model = Fused()
+    model.load_weights(list(Fused.tensors().items()))
+    before = state(model)
+    manifest = dataclasses.replace(whole_buckets(tensors), kept=kept)
+    plan = load_by_plan(model, manifest, {name: tensor + 1 for name, tensor in tensors.items()})
+    assert plan.unwritten == {} and plan.problems == [] and plan.unaccounted == frozenset()
+    assert torch.equal(model.o, before["o"]) and not torch.equal(model.qkv, before["qkv"])
+
+
+def test_a_loader_may_write_a_tensor_to_the_same_place_twice():
+    class Tied(Fused):
+        def load(self, name, tensor):
+            super().load(name, tensor)
+            if name == "embed":
+                super().load(name, tensor)  # as the head, which is the embedding
+
+    plan = assert_loads_alike(Tied(), whole_buckets(Fused.tensors()), Fused.tensors())
+    assert plan.problems == [] and len(plan.writes["embed"]) == 1
 
 
 def test_a_tensor_that_does_not_come_leaves_its_elements_unwritten():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from slime.backends.sglang_utils.weight_check import (
     find_nan,
     snapshot_weights,
 )
+from slime.weights.manifest import Manifest, TensorEntry
 from slime.weights.push.wire import CHECK_REPORT
 
 
@@ -124,6 +127,19 @@ def test_poison_remains_where_nothing_was_pushed():
     find_nan(model, [])
     assert report(model) == []
     assert model.experts.tolist() == [0, 1, 2, 3]
+
+
+def test_what_no_push_brings_is_neither_overwritten_nor_looked_for():
+    model = Fused(torch.bfloat16)
+    sent = held(model)
+    norm = next(tensor for name, tensor in sent if name == "norm")
+    kept = (TensorEntry("norm", tuple(norm.shape), "bfloat16"),)
+    message = [(json.dumps({"manifest": Manifest((), (), kept).to_json()}), torch.empty(0))]
+    before = model.norm.clone()
+    fill_with_nan(model, message)
+    assert torch.equal(model.norm, before)
+    find_nan(model, message)
+    assert report(model) == ["gate_up: 24 of 24 elements were never pushed"]
 
 
 def test_a_snapshot_shows_what_has_changed_since():

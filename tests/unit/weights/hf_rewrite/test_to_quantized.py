@@ -10,6 +10,7 @@ from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.hf_rewrite.to_quantized import PLAIN_IN_INT4, to_fp8, to_int4
 from slime.weights.quantize import make_quantizer, quantized_names, read_format
 from slime.weights.quantize.block_fp8 import quantize_block, quantize_channel, quantize_tensor
+from slime.weights.stacked_experts import by_expert
 from tests.unit.weights.hf_rewrite.checkpoints import QUANTIZED, read_folder, same_bytes, tensors_of, write_folder
 
 
@@ -55,6 +56,24 @@ def test_a_push_gives_the_bytes_of_the_offline_conversion(tmp_path):
         pushed = dict(pair for item in tensors.items() for pair in quantizer.quantize(*item))
         assert pushed.keys() == written.keys()
         assert [key for key in pushed if not same_bytes(pushed[key], written[key])] == [], name
+
+
+def test_stacked_experts_get_tensors_of_their_own(tmp_path):
+    stacks = {
+        "m.experts.gate_up_proj": torch.randn(3, 256, 128).to(torch.bfloat16),
+        "m.experts.down_proj": torch.randn(3, 128, 128).to(torch.bfloat16),
+        "model.visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 4, 4).to(torch.bfloat16),
+    }
+    source = write_folder(tmp_path / "plain", stacks, shards=1)
+    rewrite_folder(to_fp8("block", [128, 128]), source, tmp_path / "fp8")
+    parts = dict(by_expert(stacks.items()))
+    recipe = {name: quantize_block(tensor) for name, tensor in parts.items() if "experts" in name}
+    expected = {name: quantized for name, (quantized, _) in recipe.items()}
+    expected |= {f"{name}_scale_inv": scale for name, (_, scale) in recipe.items()}
+    expected |= {name: tensor for name, tensor in parts.items() if "visual" in name}
+    written = read_folder(tmp_path / "fp8")
+    assert written.keys() == expected.keys()
+    assert [name for name in expected if not same_bytes(written[name], expected[name])] == []
 
 
 def test_tensors_that_do_not_fit_a_chunk_are_converted_in_runs_of_rows(tmp_path, monkeypatch):

@@ -100,14 +100,19 @@ class ShardSlice:
         return ShardSlice(self.name, self.whole_shape, self.slice.rows(begin, end), self.first_column, tuple(runs))
 
     def is_on_blocks(self, block: tuple[int, int]) -> bool:
-        """Return True when its edges, and the seams of its ``rows``, lie on blocks of the HF tensor or on its end."""
+        """Return True when its edges, and the seams of its ``rows``, lie on blocks of the HF tensor or on its end.
+
+        True only if that holds for its parts too, wherever it is cut between two blocks.
+        """
         offsets, sizes = self.slice.offsets, self.slice.sizes
         if len(sizes) != 2:
             return False
         for start, extent, size, step in zip(offsets, sizes, self.whole_shape, block, strict=True):
             if start % step or ((start + extent) % step and start + extent != size):
                 return False
-        return all(seam % block[0] == 0 for seam in self.seams())
+        # A cut leaves a seam where the run that it goes through ends.
+        runs = (rows.run for rows in self.rows if rows.count > rows.run)
+        return all(row % block[0] == 0 for row in (*self.seams(), *runs))
 
     def seams(self) -> Iterator[int]:
         """Return the rows at which a new member of ``rows`` begins."""

@@ -187,4 +187,11 @@ def test_a_slice_is_on_blocks_when_its_edges_and_seams_are() -> None:
     assert not held((0, 6), (4, 6)).is_on_blocks((4, 4))
     assert held((0, 0), (8, 12), 4, 4).is_on_blocks((4, 4))
     assert not held((0, 0), (8, 12), 6, 2).is_on_blocks((4, 4))
+
+    def in_runs(run: int) -> ShardSlice:
+        return ShardSlice("w", (24, 12), TensorSlice((0, 0), (24, 12)), 0, (RowRuns(0, 24, run, 2 * run),))
+
+    assert in_runs(8).is_on_blocks((4, 4))
+    # Cut behind row 20, a run of the rest would end 4 rows later; of 6 rows, one ends behind row 2 of the rest.
+    assert not in_runs(6).is_on_blocks((4, 4))
     assert not ShardSlice("b", (8,), TensorSlice((0,), (8,)), 0, (RowRuns(0, 8, 8, 0),)).is_on_blocks((4, 4))

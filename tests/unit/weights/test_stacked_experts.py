@@ -1,0 +1,61 @@
+"""Experts stacked in one tensor, and the names that each has by itself."""
+
+import pytest
+import torch
+
+from slime.utils.errors import DataError
+from slime.weights.stacked_experts import ExpertStacker, by_expert, expert_names, place_of, stack_sizes, tensors_in
+
+GATE_UP, DOWN = "m.mlp.experts.gate_up_proj", "m.mlp.experts.down_proj"
+# Two experts of width 2 over hidden size 3: gate 0, up 10, down 100, and 1000 for the second expert.
+STACKS = {
+    GATE_UP: torch.tensor([[[0.0] * 3] * 2 + [[10.0] * 3] * 2, [[1000.0] * 3] * 2 + [[1010.0] * 3] * 2]),
+    DOWN: torch.tensor([[[100.0] * 2] * 3, [[1100.0] * 2] * 3]),
+    "m.norm.weight": torch.ones(3),
+}
+
+
+def test_a_stack_is_the_gates_and_ups_of_its_experts():
+    parts = dict(by_expert(STACKS.items()))
+    values = {name: float(tensor.mean()) for name, tensor in parts.items()}
+    assert values == {
+        "m.mlp.experts.0.gate_proj.weight": 0.0,
+        "m.mlp.experts.0.up_proj.weight": 10.0,
+        "m.mlp.experts.1.gate_proj.weight": 1000.0,
+        "m.mlp.experts.1.up_proj.weight": 1010.0,
+        "m.mlp.experts.0.down_proj.weight": 100.0,
+        "m.mlp.experts.1.down_proj.weight": 1100.0,
+        "m.norm.weight": 1.0,
+    }
+    assert all(tensor.shape == (2, 3) for name, tensor in parts.items() if "gate" in name or "up_proj" in name)
+    for name, tensor in parts.items():
+        place = place_of(name)
+        if place is not None:
+            assert torch.equal(place.cut(STACKS[place.stack][place.expert]), tensor)
+
+
+def test_stacks_come_back_in_whatever_order_the_experts_come():
+    sizes = stack_sizes((name, tensor.shape) for name, tensor in STACKS.items())
+    assert sizes == {GATE_UP: 2, DOWN: 2}
+    parts = list(by_expert(STACKS.items()))
+    stacker = ExpertStacker(sizes)
+    again = dict(stacker.stack(reversed(parts)))
+    stacker.finish()
+    assert again.keys() == STACKS.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in STACKS.items())
+
+
+def test_a_missing_expert_is_an_error_and_other_folders_keep_their_names():
+    parts = list(by_expert(STACKS.items()))
+    stacker = ExpertStacker({GATE_UP: 2, DOWN: 2})
+    assert DOWN in dict(stacker.stack(parts[1:]))
+    with pytest.raises(DataError, match="made of 2 experts"):
+        stacker.finish()
+    assert dict(ExpertStacker({}).stack(parts)).keys() == dict(parts).keys()
+
+
+def test_only_tensors_called_so_and_of_three_dimensions_are_stacks():
+    assert tensors_in(DOWN, (2, 3, 2)) == [name for e in (0, 1) for name in expert_names(DOWN, e)]
+    assert tensors_in(DOWN, (3, 2)) == [DOWN]
+    assert tensors_in("m.mlp.shared_expert.down_proj.weight", (3, 2)) == ["m.mlp.shared_expert.down_proj.weight"]
+    assert place_of("m.mlp.shared_expert.down_proj.weight") is None
