@@ -88,7 +88,8 @@ TINY_MOE_FLAGS = """
 RUN_FLAGS = """
 --num-rollout 1 --n-samples-per-prompt 1 --disable-rewards-normalization --disable-rollout-global-dataset
 --num-steps-per-rollout 1 --attention-dropout 0 --hidden-dropout 0 --sglang-load-format dummy
---sglang-skip-tokenizer-init --sglang-max-total-tokens 16384 --sglang-disable-cuda-graph
+--sglang-skip-tokenizer-init --sglang-max-total-tokens 16384 --sglang-cuda-graph-backend-decode disabled
+--sglang-cuda-graph-backend-prefill disabled
 """.split()
 
 

@@ -113,7 +113,7 @@ if [[ -n "${FP8:-}" ]]; then
         --sglang-ep-size 32
         --sglang-moe-dense-tp-size 1
         --sglang-enable-dp-lm-head
-        --sglang-cuda-graph-bs 1 2 4 8 $(seq 16 8 128)
+        --sglang-cuda-graph-bs-decode 1 2 4 8 $(seq 16 8 128)
         --sglang-moe-a2a-backend deepep
         --sglang-deepep-mode auto
     )

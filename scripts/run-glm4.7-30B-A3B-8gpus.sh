@@ -97,7 +97,7 @@ SGLANG_ARGS=(
     --sglang-dp-size 8
     --sglang-enable-dp-lm-head
     --sglang-moe-dense-tp-size 1
-    --sglang-cuda-graph-max-bs 16
+    --sglang-cuda-graph-max-bs-decode 16
     --sglang-max-running-requests 64
 
     # Faster decoding: the model's MTP layer drafts (it takes memory; lower the fraction above when it does not fit).

@@ -118,7 +118,7 @@ SGLANG_ARGS=(
     --sglang-speculative-eagle-topk 1
     --sglang-speculative-num-draft-tokens 4
 
-    --sglang-cuda-graph-max-bs 64
+    --sglang-cuda-graph-max-bs-decode 64
     --sglang-max-running-requests 512
 )
 

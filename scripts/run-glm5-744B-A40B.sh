@@ -108,10 +108,10 @@ SGLANG_ARGS=(
 
     --sglang-page-size 64
     --sglang-kv-cache-dtype fp8_e4m3
-    --sglang-nsa-decode-backend flashmla_kv
-    --sglang-nsa-prefill-backend flashmla_sparse
-    --sglang-attention-backend nsa
-    --sglang-cuda-graph-max-bs 12
+    --sglang-dsa-decode-backend flashmla_kv
+    --sglang-dsa-prefill-backend flashmla_sparse
+    --sglang-attention-backend dsa
+    --sglang-cuda-graph-max-bs-decode 12
     --sglang-disable-overlap-schedule
     --sglang-max-running-requests 512
     --sglang-watchdog-timeout 3600
@@ -121,7 +121,7 @@ SGLANG_ARGS=(
     --sglang-speculative-num-steps 4
     --sglang-speculative-eagle-topk 1
     --sglang-speculative-num-draft-tokens 5
-    --sglang-speculative-draft-attention-backend nsa
+    --sglang-speculative-draft-attention-backend dsa
 )
 
 MISC_ARGS=(
@@ -137,7 +137,7 @@ MISC_ARGS=(
 
 start_nodes "${NUM_NODES}" 8
 
-# 64: the largest decode batch, 12 requests (--sglang-cuda-graph-max-bs) x 5 draft tokens = 60, rounded up.
+# 64: the largest decode batch, 12 requests (--sglang-cuda-graph-max-bs-decode) x 5 draft tokens = 60, rounded up.
 JOB_ENV="$(job_env \
     CUDA_DEVICE_MAX_CONNECTIONS=1 \
     "GLOO_SOCKET_IFNAME=${SOCKET_IFNAME}" \

@@ -124,9 +124,8 @@ sglang:
           enable_dp_attention: true
           enable_dp_lm_head: true
           moe_dense_tp_size: 1
-          prefill_round_robin_balance: true
           max_running_requests: 768
-          cuda_graph_max_bs: 12
+          cuda_graph_max_bs_decode: 12
           deepep_mode: low_latency
           moe_runner_backend: deep_gemm
           disable_overlap_schedule: true
@@ -146,10 +145,10 @@ SGLANG_ARGS=(
 
     --sglang-page-size 64
     --sglang-kv-cache-dtype fp8_e4m3
-    --sglang-nsa-decode-backend flashmla_kv
-    --sglang-nsa-prefill-backend flashmla_sparse
-    --sglang-attention-backend nsa
-    --sglang-cuda-graph-max-bs 8
+    --sglang-dsa-decode-backend flashmla_kv
+    --sglang-dsa-prefill-backend flashmla_sparse
+    --sglang-attention-backend dsa
+    --sglang-cuda-graph-max-bs-decode 8
     --sglang-disable-overlap-schedule
     --sglang-max-running-requests 512
     --sglang-watchdog-timeout 3600
@@ -162,7 +161,7 @@ SGLANG_ARGS=(
     --sglang-speculative-num-steps 4
     --sglang-speculative-eagle-topk 1
     --sglang-speculative-num-draft-tokens 5
-    --sglang-speculative-draft-attention-backend nsa
+    --sglang-speculative-draft-attention-backend dsa
 )
 
 MISC_ARGS=(
@@ -178,7 +177,7 @@ MISC_ARGS=(
 
 start_nodes "${NUM_NODES}" 8
 
-# 64: the largest decode batch, 12 requests (cuda_graph_max_bs) x 5 draft tokens = 60, rounded up.
+# 64: the largest decode batch, 12 requests (cuda_graph_max_bs_decode) x 5 draft tokens = 60, rounded up.
 JOB_ENV="$(job_env \
     CUDA_DEVICE_MAX_CONNECTIONS=1 \
     "GLOO_SOCKET_IFNAME=${SOCKET_IFNAME}" \

@@ -107,7 +107,7 @@ SGLANG_ARGS=(
     --sglang-mem-fraction-static 0.7
     # Whole experts on each GPU: an eighth of one, 192 rows, is not a whole number of FP8 blocks of 128.
     --sglang-ep-size 8
-    --sglang-cuda-graph-bs 1 2 4 8 $(seq 16 8 128)
+    --sglang-cuda-graph-bs-decode 1 2 4 8 $(seq 16 8 128)
 )
 
 MISC_ARGS=(

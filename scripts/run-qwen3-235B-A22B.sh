@@ -113,7 +113,7 @@ SGLANG_ARGS=(
     --sglang-enable-dp-lm-head
     --sglang-moe-a2a-backend deepep
     --sglang-deepep-mode auto
-    --sglang-cuda-graph-bs 1 2 4 8 $(seq 16 8 128)
+    --sglang-cuda-graph-bs-decode 1 2 4 8 $(seq 16 8 128)
 )
 
 MISC_ARGS=(

@@ -21,8 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.planning.command import read_recipe, run_plan
+from slime.flags.kinds import number_in, positive_float
+from slime.planning.command import run_plan
 from slime.planning.plan import CARDS, PlanOptions, find_card
+from slime.planning.recipe import read_recipe
 from slime.planning.trainer_memory import GIB
 from slime.utils import env
 from slime.utils.errors import ConfigError
@@ -35,11 +37,14 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--gpu", default="H100", help=f"the card: {', '.join(CARDS)} (H100)")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of the card, where it is another")
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help="memory of a node")
-    parser.add_argument("--mfu", type=float, default=0.35, help="of the trainer, for the time of a step (0.35)")
+    parser.add_argument("--gpu-memory", type=positive_float, metavar="GIB", help="memory of the card, where it is another")
+    parser.add_argument("--host-memory", type=positive_float, metavar="GIB", help="memory of a node")
+    parser.add_argument("--mfu", type=number_in(0, 1, low_open=True), default=0.35, help="of the trainer, for the time of a step (0.35)")
     parser.add_argument("--lengths", metavar="FILE", help="JSON list: tokens of each sample of a rollout")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument(
+        "--trust-script", action="store_true", help="run SCRIPT even where no namespace can hold it back"
+    )
     parser.add_argument("--ranks", action="store_true", help="list every trainer rank")
     return parser
 
@@ -72,8 +77,11 @@ def main() -> None:
             card = dataclasses.replace(card, host_memory=int(options.host_memory * GIB))
         words = [word for word in words if word not in ("--", "python", "python3", "train.py", "train_async.py")]
         if words and words[0].endswith(".sh"):
-            recipe = read_recipe(words[0], words[1:], Path(folder))
+            script = words[0]
+            recipe = read_recipe(script, words[1:], Path(folder), is_trusted=options.trust_script)
             words, environment = recipe.words, {**environment, **recipe.environment}
+            if called := dict.fromkeys(call.split()[0] for call in recipe.calls):
+                print(f"{script} also calls {', '.join(called)}: written down, not done.", file=sys.stderr)
         lengths = read_lengths(options.lengths) if options.lengths else None
         settings = PlanOptions(card=card, mfu=options.mfu, lengths=lengths, environment=environment)
         code = run_plan(words, settings, as_json=options.json, all_ranks=options.ranks)

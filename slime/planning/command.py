@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from slime.arguments.parser import is_flag
 from slime.backends.megatron_utils.models import published_config
 from slime.planning.make_plan import make_plan
 from slime.planning.plan import Plan, PlanOptions, find_card
+from slime.planning.prompts import prompt_lengths
 from slime.planning.tables import plan_tables
 from slime.utils import env
 from slime.utils.errors import ConfigError, SlimeError
@@ -88,6 +87,8 @@ def _check(args: Namespace) -> list[str]:
             stage(args)
         except SlimeError as error:
             problems += str(error).splitlines()
+        if "critic_args" not in vars(args):
+            break  # a flag was refused before anything could be derived, which the other stages need
     return problems
 
 
@@ -136,7 +137,9 @@ def run_plan(words: Sequence[str], options: PlanOptions, *, as_json: bool = Fals
         problems = list(run.problems)
         if run.args is not None:
             try:
-                plan = replace(make_plan(run.args, run.hf_config, options), model=run.checkpoint)
+                prompts = prompt_lengths(run.args, run.checkpoint)
+                made = make_plan(run.args, run.hf_config, replace(options, prompts=prompts))
+                plan = replace(made, model=run.checkpoint)
             except SlimeError as error:
                 problems.append(str(error))
     if plan is not None:
@@ -183,64 +186,3 @@ def _values_of(flag: str, words: Sequence[str]) -> list[str]:
             end = next((index for index, value in enumerate(rest) if is_flag(value)), len(rest))
             found += rest[:end]
     return found
-
-
-TIMEOUT_S = 120
-PRETENDED_GPUS = 8
-"""What a script that counts the GPUs of its machine is told."""
-_RECORDER = r"""
-ray() { printf '%s\0' "$@" >"${SLIME_PLAN_RECORD}"; }
-nvidia-smi() { for i in $(seq 0 $((SLIME_PLAN_GPUS - 1))); do echo "GPU $i: planned"; done; }
-ssh() { :; }
-export -f ray nvidia-smi ssh
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A command that a script submits."""
-
-    words: list[str]
-    """The arguments of train.py or train_async.py."""
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def read_recipe(script: str, more: Sequence[str], folder: Path) -> Recipe:
-    """Run ``script`` as far as its ``ray job submit``, which is written down instead of done.
-
-    Args:
-        script: a file like those of scripts/run-*.sh.
-        more: flags behind its own.
-        folder: takes the temporary files that the script writes; the words may name one (an --sglang-config).
-
-    Raises:
-        ConfigError: the script is missing, fails, or submits no job.
-    """
-    if not Path(script).is_file():
-        raise ConfigError(f"{script} does not exist; give a recipe (scripts/run-*.sh) or the arguments of train.py.")
-    record = folder / "submitted"
-    variables = {
-        "SLIME_SCRIPT_EXTERNAL_RAY": "1",
-        "SLIME_PLAN_RECORD": str(record),
-        "SLIME_PLAN_GPUS": str(PRETENDED_GPUS),
-        "TMPDIR": str(folder),
-        "BASE_DIR": env.get_str("BASE_DIR", "/base") or "/base",
-        "MASTER_ADDR": env.get_str("MASTER_ADDR", "10.0.0.1") or "10.0.0.1",
-    }
-    command = f"{_RECORDER}\nexec bash {shlex.quote(str(Path(script).resolve()))} {shlex.join(more)}"
-    done = subprocess.run(
-        ["bash", "-c", command], env=env.copy() | variables, capture_output=True, text=True, check=False,
-        timeout=TIMEOUT_S,
-    )  # fmt: skip
-    if done.returncode or not record.is_file():
-        raise ConfigError(
-            f"{script} ended with {done.returncode} before it submitted a job: "
-            f"{done.stderr.strip()[-500:] or 'it printed nothing'}. Correct it, or give the arguments of train.py."
-        )
-    submitted = record.read_text().split("\0")[:-1]
-    job = submitted[submitted.index("--") + 1 :]
-    environment: dict[str, str] = {}
-    if "--runtime-env-json" in submitted:
-        environment = json.loads(submitted[submitted.index("--runtime-env-json") + 1]).get("env_vars", {})
-    start = next(index for index, word in enumerate(job) if word.endswith(".py")) + 1
-    return Recipe(job[start:], environment)

@@ -272,21 +272,26 @@ def _expert_problems(dims: ModelDims, engine: EngineShape, flags: Mapping[str, A
 def _dispatch_problems(
     engine: EngineShape, flags: Mapping[str, Any], environment: Mapping[str, str], where: str
 ) -> Iterator[str]:
-    """Yield a message where DeepEP's low-latency buffers do not take the largest decode batch of a CUDA graph."""
+    """Yield a message where DeepEP's low-latency buffers do not take a rank's part of the largest decode batch of a graph.
+
+    The batch is that of one attention replica; its ranks share the tokens evenly before they dispatch them.
+    """
     is_low_latency = flags.get("deepep_mode") in ("low_latency", "auto", None)
     if flags.get("moe_a2a_backend") != "deepep" or not is_low_latency or flags.get("disaggregation") == "prefill":
         return
     batch = _largest_graph(flags)
     draft = flags.get("speculative_num_draft_tokens") if flags.get("speculative_algorithm") else None
-    needed = batch * (draft or 1)
+    tokens, ranks = batch * (draft or 1), engine.attention_tp
+    needed = -(-tokens // ranks)
     limit = int(environment.get(DISPATCH_LIMIT) or DISPATCH_LIMIT_DEFAULT)
     if needed > limit:
         rounded = 1 << (needed - 1).bit_length()
         times = f" x {draft} draft tokens" if draft else ""
+        over = f", {needed} on each of the {ranks} ranks of a replica" if ranks > 1 else ""
         yield (
             f"{where}: {DISPATCH_LIMIT} is {limit}; the largest decode batch is {batch} requests "
-            f"(--sglang-cuda-graph-max-bs){times} = {needed} tokens; set the variable to {rounded}, or lower "
-            "--sglang-cuda-graph-max-bs."
+            f"(--sglang-cuda-graph-max-bs-decode){times} = {tokens} tokens{over}; set the variable to {rounded}, or "
+            "lower --sglang-cuda-graph-max-bs-decode."
         )
 
 

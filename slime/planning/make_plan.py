@@ -6,10 +6,11 @@ Here ``args`` are read and the two backends known; what is called is arithmetic 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.arguments.schedule import schedule_config
+from slime.backends.megatron_utils.flags.check_arguments import check_expert_layout
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.models import family_of_spec
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
@@ -67,7 +68,9 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         ConfigError: the layers cannot be cut as the flags say.
     """
     problems: list[str] = []
-    notes = list(_notes(args))
+    notes = list(_notes(args, options))
+    if not args.debug_rollout_only:
+        check_expert_layout(args)
     dims, sizes = model_dims(args, hf_config), ParallelSizes.from_args(args)
     split = stage_chunks(PipelineSplit.from_args(args))
     problems += check_index_sharing(split, dims)
@@ -75,7 +78,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     settings = TrainerSettings.from_args(
         args,
         sizes,
-        tokens=micro_batch_tokens(args, sizes, work),
+        tokens=micro_batch_tokens(args, sizes, work, options.prompts),
         num_microbatches=min(work.num_microbatches) if work else sizes.pipeline,
     )
     stages = [plan_stage(args, number, chunks, dims, sizes, settings) for number, chunks in enumerate(split)]
@@ -107,7 +110,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     )
 
 
-def _notes(args: Namespace) -> Iterator[str]:
+def _notes(args: Namespace, options: PlanOptions) -> Iterator[str]:
     """Yield one sentence for each point in which the plan differs from the run."""
     if args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None):
         which = args.custom_model_provider_path or " ".join(args.spec)
@@ -116,6 +119,11 @@ def _notes(args: Namespace) -> Iterator[str]:
         yield "Parameters frozen by name are counted as trained: gradients and optimizer are an upper bound."
     if args.use_critic:
         yield "The critic is counted as a second trainer of the actor's shape, asleep while the actor works."
+    if options.lengths is None and not options.prompts and args.rollout_max_prompt_len is None:
+        yield (
+            f"No prompt is counted: {args.prompt_data or 'a file of prompts'} or its tokenizer is not here. "
+            "--rollout-max-prompt-len N counts N tokens for each, --lengths FILE says the samples' lengths."
+        )
 
 
 def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, problems: list[str]) -> StepWork | None:
@@ -126,7 +134,7 @@ def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, probl
     if args.debug_rollout_only or not args.rollout_batch_size or not args.global_batch_size:
         return None
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
-    lengths = list(options.lengths or reference_lengths(num_samples, longest_sample(args)))
+    lengths = list(options.lengths or sample_lengths(args, num_samples, options.prompts))
     schedule = schedule_config(
         args,
         dp_size=sizes.data,
@@ -147,6 +155,18 @@ def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, probl
     except SlimeError as error:
         problems.append(f"Batches: {error}")
         return None
+
+
+def sample_lengths(args: Namespace, num_samples: int, prompts: Sequence[int]) -> list[int]:
+    """Return the tokens of each sample: responses of the reference distribution, behind prompts that are known."""
+    longest = longest_sample(args, prompts)
+    if not prompts or not args.rollout_max_response_len:
+        return reference_lengths(num_samples, longest)
+    responses = reference_lengths(num_samples, int(args.rollout_max_response_len))
+    return [
+        min(longest, prompts[index // args.n_samples_per_prompt % len(prompts)] + response)
+        for index, response in enumerate(responses)
+    ]
 
 
 def forward_passes(args: Namespace) -> int:
@@ -170,9 +190,11 @@ def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOpti
     return work.hardware_flops * work.imbalance / rate
 
 
-def micro_batch_tokens(args: Namespace, sizes: ParallelSizes, work: StepWork | None) -> int:
+def micro_batch_tokens(
+    args: Namespace, sizes: ParallelSizes, work: StepWork | None, prompts: Sequence[int] = ()
+) -> int:
     """Return the tokens of the largest micro-batch on one context-parallel rank, which is no less than one sample."""
-    longest = longest_sample(args) if work is None else work.longest
+    longest = longest_sample(args, prompts) if work is None else work.longest
     if args.use_dynamic_batch_size:
         per_rank = max(args.max_tokens_per_gpu, -(-longest // sizes.context))
     else:
@@ -181,11 +203,12 @@ def micro_batch_tokens(args: Namespace, sizes: ParallelSizes, work: StepWork | N
     return -(-per_rank // multiple) * multiple
 
 
-def longest_sample(args: Namespace) -> int:
-    """Return the longest sample that the flags allow, a prompt of unknown length left out."""
+def longest_sample(args: Namespace, prompts: Sequence[int] = ()) -> int:
+    """Return the longest sample that flags and prompts allow, a prompt of unknown length left out."""
     if args.rollout_max_context_len is not None:
         return int(args.rollout_max_context_len)
-    return int((args.rollout_max_response_len or 0) + (args.rollout_max_prompt_len or 0)) or int(args.seq_length)
+    prompt = max(prompts, default=args.rollout_max_prompt_len or 0)
+    return int((args.rollout_max_response_len or 0) + prompt) or int(args.seq_length)
 
 
 def plan_stage(

@@ -56,9 +56,11 @@ class PlanOptions:
 
     card: Card
     mfu: float = 0.35
-    """Of the trainer's forward and backward passes, for the time of a step."""
+    """Of the trainer's forward and backward passes, for the time of a step; above 0, at most 1."""
     lengths: tuple[int, ...] | None = None
     """Tokens of each sample of a rollout; None for the reference distribution."""
+    prompts: tuple[int, ...] = ()
+    """Tokens of prompts of the data, in the order of a rollout; empty where they are not known."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of the job."""
 

@@ -666,7 +666,8 @@ EDGES: tuple[Edge, ...] = (
 
 OUTSIDE = {
     "slime.utils.misc": "exec_command is a helper for plug-ins and tools; its caller gives the deadline",
-    "slime.planning.command": "a plan is no run: a recipe with a recorder for ray has TIMEOUT_S to print its flags",
+    "slime.planning.recipe": "a plan is no run: a recipe with recorders for commands has TIMEOUT_S to print its flags",
+    "slime.planning.sandbox": "a program of its own, which slime.planning.recipe ends after TIMEOUT_S",
     "slime.backends.sglang_utils.cpu_shim.transfer_engine": "SGLang's own transfer of caches, with SGLang's deadlines",
 }
 """Modules that wait, and need no row."""

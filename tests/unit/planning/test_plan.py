@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 
 from slime.backends.megatron_utils.models.deepseek import computing_layers
 from slime.planning.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, asks_for_plan, complete_run, run_plan
@@ -28,6 +30,7 @@ from slime.train_data.schedule import ScheduleConfig
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.schedule import index_sharing
 from tests.unit.planning.test_parameters import model_args
+from tools import plan as plan_tool
 
 H100 = PlanOptions(card=find_card("H100"))
 RUN = (
@@ -233,16 +236,97 @@ def test_engines_over_several_nodes_are_numbered_within():
         (EngineShape(tp_size=12, ep_size=4), {}, "do not divide over 12"),
         (EngineShape(tp_size=8, dp_size=3, enable_dp_attention=True), {}, "use 2 for --sglang-dp-size"),
         (
-            EngineShape(tp_size=8, ep_size=8),
+            EngineShape(tp_size=8, ep_size=8, dp_size=8, enable_dp_attention=True),
             {"moe_a2a_backend": "deepep", "cuda_graph_max_bs_decode": 64, "speculative_algorithm": "EAGLE",
              "speculative_num_draft_tokens": 3},
-            "64 requests (--sglang-cuda-graph-max-bs) x 3 draft tokens = 192 tokens; set the variable to 256",
+            "64 requests (--sglang-cuda-graph-max-bs-decode) x 3 draft tokens = 192 tokens; set the variable to 256",
+        ),
+        (
+            EngineShape(tp_size=8, ep_size=8, dp_size=2, enable_dp_attention=True),
+            {"moe_a2a_backend": "deepep", "cuda_graph_max_bs_decode": 513},
+            "= 513 tokens, 129 on each of the 4 ranks of a replica; set the variable to 256",
         ),
     ],
 )  # fmt: skip
 def test_rules_that_an_engine_would_meet_at_its_start_are_told_before(engine, flags, told):
     problems = list(engine_problems(latent(), engine, flags, {}, "Engines"))
     assert any(told in problem for problem in problems), problems
+
+
+def test_ranks_of_one_attention_replica_share_the_tokens_that_they_dispatch():
+    engine = EngineShape(tp_size=8, ep_size=8)  # 256 requests over 8 ranks are 32 tokens
+    flags = {"moe_a2a_backend": "deepep", "cuda_graph_max_bs_decode": 256}
+    environment = {"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "32"}
+    assert list(engine_problems(latent(), engine, flags, environment, "Engines")) == []
+    told = list(engine_problems(latent(), engine, {**flags, "cuda_graph_max_bs_decode": 257}, environment, "Engines"))
+    assert ["257 requests" in problem and "33 on each of the 8 ranks" in problem for problem in told] == [True]
+
+
+def test_more_experts_and_stages_than_gpus_is_an_error_with_the_numbers(capsys):
+    flags = f"{COLOCATED} --num-experts 16 --expert-model-parallel-size 16 --expert-tensor-parallel-size 1 "
+    code, document = document_of(capsys, flags + "--moe-ffn-hidden-size 768 --pipeline-model-parallel-size 2")
+    assert code == EXIT_ILLEGAL
+    assert any("has 8 GPUs" in problem and "= 32 must divide that" in problem for problem in document["problems"])
+
+
+def test_a_model_without_experts_has_no_groups_of_them(capsys):
+    code, document = document_of(capsys, f"{COLOCATED} --expert-model-parallel-size 16")
+    assert code == EXIT_ILLEGAL
+    assert any("no --num-experts" in problem for problem in document["problems"])
+
+
+@pytest.mark.parametrize("flag", ["--qkv-format bshd", "--use-critic"])
+def test_a_refused_flag_is_told_and_nothing_else_breaks(capsys, flag):
+    code, document = document_of(capsys, f"{COLOCATED} {flag}")
+    assert (code, document["plan"]) == (EXIT_ILLEGAL, None)
+    assert len(document["problems"]) == 1 and flag.split()[0] in document["problems"][0]
+
+
+def data_of(folder, lengths):
+    """A checkpoint's folder with a tokenizer of one token a word, and a file with prompts of these lengths."""
+    words_ = {"[UNK]": 0, **{f"w{index}": index + 1 for index in range(8)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words_, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    rows = [json.dumps({"text": " ".join(["w1"] * length)}) for length in lengths]
+    (folder / "data.jsonl").write_text("\n".join(rows) + "\n")
+    return f"--hf-checkpoint {folder} --prompt-data {folder}/data.jsonl --input-key text"
+
+
+def test_prompts_are_counted_where_data_and_tokenizer_are_at_hand(capsys, tmp_path):
+    more = data_of(tmp_path, [700] * 31 + [3000])
+    code, document = document_of(capsys, f"{COLOCATED} --rollout-max-response-len 64 {more}")
+    work = document["plan"]["work"]
+    assert code == EXIT_OK
+    # 32 prompts of 8 samples each; the reference responses are cut to 64 tokens, nearly all of them are longer.
+    assert work["longest"] == 3000 + 64
+    prompts = 8 * (31 * 700 + 3000)
+    assert prompts < work["num_tokens"] <= prompts + 256 * 64
+    assert not any("No prompt is counted" in note for note in document["notes"])
+
+
+def test_prompts_that_cannot_be_counted_are_said(capsys):
+    _, document = document_of(capsys, COLOCATED)
+    assert any("No prompt is counted: /base/data.jsonl" in note for note in document["notes"])
+    _, document = document_of(capsys, f"{COLOCATED} --rollout-max-prompt-len 1024")
+    assert not any("No prompt is counted" in note for note in document["notes"])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--mfu", "0"], "0 is outside (0, 1]"),
+        (["--mfu", "1.5"], "1.5 is outside (0, 1]"),
+        (["--gpu-memory", "-5"], "-5 is not above 0"),
+        (["--host-memory", "0"], "0 is not above 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan.py", *options, *words(COLOCATED)])
+    with pytest.raises(SystemExit) as ended:
+        plan_tool.main()
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_24_gpus_want_8_redundant_experts_beside_64():

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.planning.command import complete_run, read_recipe
+from slime.planning.command import complete_run
 from slime.planning.make_plan import make_plan
 from slime.planning.plan import Plan, PlanOptions, find_card
+from slime.planning.recipe import read_recipe
 from slime.planning.trainer_memory import GIB
 from tests.contracts.source_tree import REPO
 
@@ -28,9 +29,10 @@ def planned(name: str, folder: Path, *more: str, **environment: str) -> tuple[Pl
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_legal_and_fits(name, tmp_path):
+def test_a_recipe_is_legal_and_fits(name, tmp_path, caplog):
     plan, problems = planned(name, tmp_path)
     assert problems == []
+    assert "is deprecated" not in caplog.text, "recipes have the flags of the pinned SGLang"
     assert plan.too_large == []
     assert plan.phases.train is not None and plan.phases.train < plan.card.memory
     if plan.engines:

@@ -106,9 +106,19 @@ def _check_layout(args: Namespace) -> None:
         )
     if not args.num_experts and args.expert_model_parallel_size > 1:
         raise ConfigError("--expert-model-parallel-size is above 1, but the model has no --num-experts.")
+    check_expert_layout(args)
+
+
+def check_expert_layout(args: Namespace) -> None:
+    """Refuse groups of experts that do not divide the trainer; ``args.world_size`` is known.
+
+    Raises:
+        ConfigError: with the sizes and their product.
+    """
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or tensor
     expert_size = expert_tensor * args.expert_model_parallel_size * pipeline
-    if args.num_experts and args.world_size % expert_size:
+    if (args.num_experts or args.expert_model_parallel_size > 1) and args.world_size % expert_size:
         raise ConfigError(
             f"The trainer has {args.world_size} GPUs; --expert-tensor-parallel-size {expert_tensor} (default: the "
             f"tensor-parallel size) x --expert-model-parallel-size {args.expert_model_parallel_size} x "

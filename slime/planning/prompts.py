@@ -1,0 +1,60 @@
+"""Tokens of a run's prompts, where its data and its tokenizer are at hand."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.rollout.prompt_dataset import Dataset, split_path
+from slime.utils.processing_utils import load_tokenizer
+
+ROWS_READ = 4096
+"""Of the file; the prompts of a larger one are not all read for a plan."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
+    """Return the tokens of each prompt, in the order in which rollouts take them.
+
+    Args:
+        args: complete flags.
+        checkpoint: the folder of ``--hf-checkpoint`` as the user gave it, with the tokenizer.
+
+    Returns:
+        Nothing when the file or the tokenizer is not here, or samples come from elsewhere.
+
+    Raises:
+        DataError: a row of the file is wrong.
+        ConfigError: the tokenizer cannot be read.
+    """
+    if not args.rollout_global_dataset or args.prompt_data is None or args.debug_train_only:
+        return ()
+    name, rows = split_path(args.prompt_data)
+    if not Path(name).is_file() or not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
+        return ()
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=True)
+    dataset = Dataset(
+        f"{name}@[0:{ROWS_READ}]" if rows == slice(None) else args.prompt_data,
+        tokenizer,
+        None,
+        args.rollout_max_prompt_len,
+        prompt_key=args.input_key,
+        label_key=args.label_key,
+        tool_key=args.tool_key,
+        metadata_key=args.metadata_key,
+        seed=args.rollout_seed,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+    )
+    if args.rollout_shuffle:
+        dataset.shuffle(0)
+    texts = [_text(sample.prompt) for sample in dataset.samples]
+    return tuple(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+
+
+def _text(prompt: Any) -> str:
+    """Return a rendered prompt, or the words of one that is still messages."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(message.get("content", "")) for message in prompt)
