@@ -87,12 +87,32 @@ start_ray() {
             export SLIME_RAY_STARTED=1
             return
         fi
-        echo "ray: attempt ${attempt} failed; the end of ${_RAY_DIR}/ray-start.log:" >&2
-        tail -n 5 "${_RAY_DIR}/ray-start.log" >&2
+        echo "ray: attempt ${attempt} failed; its logs stay in ${_RAY_DIR}" >&2
+        _show_cause >&2
         _stop_ray
     done
     echo "ray: no cluster could be started" >&2
     return 1
+}
+
+# _show_cause: what Ray's logs say of a failed start.  The end of ray-start.log has the consequences; the cause is an error
+# further up in it, or in the log of the process that ended first.
+_show_cause() {
+    local file lines found="" logs="${_RAY_DIR}/session_latest/logs"
+    local error='^[EF][0-9]{4} |^.{0,40} [EFC] |\b(ERROR|CRITICAL|FATAL)\b|^ *[A-Za-z_.]*(Error|Exception)\b|Check failed|exited unexpectedly'
+    local cause='[Nn]o space left|[Aa]ddress already in use|[Pp]ermission denied|[Tt]oo many open files|exit code'
+    for file in "${_RAY_DIR}/ray-start.log" "${logs}"/{gcs_server,raylet,dashboard}.{err,out,log}; do
+        [[ -s "${file}" ]] || continue
+        lines="$(grep -aE "${error}|${cause}" "${file}" | awk '!seen[$0]++' | cut -c 1-600 | tail -n 5 || true)"
+        [[ -n "${lines}" ]] || continue
+        found=1
+        echo "${file}:"
+        sed 's/^/    /' <<<"${lines}"
+    done
+    if [[ -z "${found}" && -f "${_RAY_DIR}/ray-start.log" ]]; then
+        echo "${_RAY_DIR}/ray-start.log:"
+        tail -n 20 "${_RAY_DIR}/ray-start.log" | sed 's/^/    /'
+    fi
 }
 
 _start_ray_once() {

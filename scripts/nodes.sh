@@ -49,8 +49,8 @@ start_nodes() {
     fi
     until state="$(_joined "$((num_nodes * num_gpus))")" && _dashboard_answers; do
         if ! kill -0 "${_RAY_PID}" 2>/dev/null; then
-            echo "ray: the head ended; the end of ${_RAY_DIR}/ray-start.log:" >&2
-            tail -n 10 "${_RAY_DIR}/ray-start.log" >&2
+            echo "ray: the head ended; its logs stay in ${_RAY_DIR}" >&2
+            _show_cause >&2
             return 1
         fi
         if ((SECONDS - start > ${NODES_TIMEOUT_S:-900})); then

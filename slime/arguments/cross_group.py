@@ -94,7 +94,6 @@ def check_rollout_functions(args: Namespace) -> Iterator[str]:
 
 def check_run(args: Namespace) -> Iterator[str]:
     """Yield one message for each thing that makes the run pointless, or that would stop it later."""
-    yield from _signal(args)
     yield from _supervised(args)
     yield from _context(args)
     yield from _shared_engines(args)
@@ -137,7 +136,7 @@ def check_in_step_arguments(args: Namespace) -> None:
 
 
 def _signal(args: Namespace) -> Iterator[str]:
-    """Refuse groups of one: measured against itself, a sample teaches nothing."""
+    """Name the consequence of groups of one: measured against itself, a sample teaches nothing."""
     if args.debug_rollout_only or args.n_samples_per_prompt > 1 or args.loss_type != "policy_loss":
         return
     plug_ins = (
@@ -213,6 +212,8 @@ def advise(args: Namespace) -> None:
         logger.warning("--save is given without --save-interval: no checkpoint will be written.")
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
+    for message in _signal(args):
+        logger.warning(message)
     advise_algorithm(args)
     _advise_lengths(args)
     _advise_idle_gpus(args)

@@ -272,9 +272,9 @@ def _expert_problems(dims: ModelDims, engine: EngineShape, flags: Mapping[str, A
 def _dispatch_problems(
     engine: EngineShape, flags: Mapping[str, Any], environment: Mapping[str, str], where: str
 ) -> Iterator[str]:
-    """Yield a message where DeepEP's low-latency buffers do not take a rank's part of the largest decode batch of a graph.
+    """Yield a message where DeepEP's low-latency buffers do not take a rank's part of the largest decode batch.
 
-    The batch is that of one attention replica; its ranks share the tokens evenly before they dispatch them.
+    The batch is that of a CUDA graph of one attention replica; its ranks share the tokens evenly before they dispatch them.
     """
     is_low_latency = flags.get("deepep_mode") in ("low_latency", "auto", None)
     if flags.get("moe_a2a_backend") != "deepep" or not is_low_latency or flags.get("disaggregation") == "prefill":

@@ -143,7 +143,7 @@ def _run(
 def _real(name: str) -> str:
     path = shutil.which(name)
     if path is None:
-        raise ConfigError(f"{name} is not on PATH; a recipe cannot be read without it. Give the arguments of train.py.")
+        raise ConfigError(f"{name} is not on PATH; scripts cannot be read without it. Give the arguments of train.py.")
     return path
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import os
 import sys
+from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim, sglang_plugin
 from slime.backends.sglang_utils.child_process import end_with_owner, owner_pid, read_settings
@@ -35,20 +36,35 @@ def main() -> None:
     from slime.backends.sglang_utils.server_args import keep_known
 
     known = {field.name for field in dataclasses.fields(ServerArgs) if field.init}
-    if settings.get("enable_metrics") and _metrics_break_routes():
-        print("metrics are off: with the installed FastAPI they would make /v1/loads answer 500", flush=True)
-        settings["enable_metrics"] = False
+    if settings.get("enable_metrics"):
+        _make_metrics_work(settings)
     if settings.get("grammar_backend") is None and importlib.util.find_spec("xgrammar") is None:
         print("xgrammar is not installed: requests with a grammar will be refused", flush=True)
         settings["grammar_backend"] = "none"
     run_server(ServerArgs(**keep_known(settings, known)))
 
 
-def _metrics_break_routes() -> bool:
-    """Return True with a newer FastAPI, whose included routers have no path: SGLang's metrics fail on them."""
-    from fastapi import routing
+def _make_metrics_work(settings: dict[str, Any]) -> None:
+    """Mend the server's app for SGLang's metrics, or turn them off where other processes serve HTTP."""
+    if settings.get("tokenizer_worker_num", 1) > 1:
+        print("metrics are off: with several tokenizer workers they would make /v1/loads answer 500", flush=True)
+        settings["enable_metrics"] = False
+    elif not settings.get("encoder_only"):
+        from sglang.srt.entrypoints.http_server import app
 
-    return hasattr(routing, "_IncludedRouter")
+        name_included_routes(app)
+
+
+def name_included_routes(app: Any) -> None:
+    """Give the entries of ``app.routes`` that have no path the one by which metrics label their requests.
+
+    SGLang 0.5.15 counts a request under ``route.path`` of the first entry that matches.  The pinned FastAPI keeps
+    an included router as one entry without that attribute, and such a request ends with 500.
+    """
+    for route in app.routes:
+        if not hasattr(route, "path"):
+            paths = dict.fromkeys(context.path for context in route.effective_route_contexts())
+            route.path = "|".join(paths)
 
 
 if __name__ == "__main__":

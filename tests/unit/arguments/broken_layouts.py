@@ -269,6 +269,7 @@ BATCHES = (
         mistake="groups of one answer",
         flags="--n-samples-per-prompt 1 --global-batch-size 32",
         says=("--n-samples-per-prompt 1", "grpo", "every advantage is 0", "--disable-rewards-normalization"),
+        error=None,
     ),
     Broken(
         mistake="neither rollouts nor epochs",

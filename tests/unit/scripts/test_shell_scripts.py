@@ -88,3 +88,33 @@ def test_install_names_the_python_it_needs(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "Python 3.11 or 3.12 is needed" in done.stderr
+
+
+START_LOG = """Local node IP: 10.0.0.2
+Traceback (most recent call last):
+  File "ray/_private/node.py", line 388, in __init__
+    raise RuntimeError(
+RuntimeError: Failed to start GCS.  Last 1 lines of error files:
+[2026-11-22 19:15:20,770 C 11392 11392] (gcs_server) grpc_server.cc:134:  An unexpected system state has occurred.
+
+.Please check logs/gcs_server.out for details. Last connection error: None
+"""
+GCS_LOG = "E1122 19:15:20.683 11392 chttp2_server.cc:1059] UNKNOWN:No address added for '0.0.0.0:57797' {created_time:1}\n"
+
+
+def test_the_cause_of_a_failed_start_is_shown_wherever_ray_wrote_it(tmp_path: Path) -> None:
+    logs = tmp_path / "session_latest/logs"
+    logs.mkdir(parents=True)
+    (tmp_path / "ray-start.log").write_text(START_LOG)
+    (logs / "gcs_server.err").write_text(GCS_LOG * 3)
+    (logs / "gcs_server.out").write_text("I am well\nRAY_ERROR_INFO_CHANNEL\n")
+    shown = lib(f'_RAY_DIR="{tmp_path}"; _show_cause').stdout
+    assert "RuntimeError: Failed to start GCS" in shown
+    assert shown.count("No address added for '0.0.0.0:57797'") == 1
+    assert f"{logs}/gcs_server.err:" in shown and "RAY_ERROR_INFO_CHANNEL" not in shown
+
+
+def test_a_failed_start_without_an_error_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "ray-start.log").write_text("".join(f"line {number}\n" for number in range(100)))
+    shown = lib(f'_RAY_DIR="{tmp_path}"; _show_cause').stdout
+    assert "line 99" in shown and "line 80" in shown and "line 10\n" not in shown

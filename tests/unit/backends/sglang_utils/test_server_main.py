@@ -1,7 +1,9 @@
 """What holds for every process of an engine before SGLang is imported."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import runpy
@@ -16,3 +18,42 @@ except ImportError:
 def test_an_engine_does_not_import_megatron_core() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "no megatron"
+
+
+METRICS = """
+from slime.backends.sglang_utils import cpu_shim
+cpu_shim.install()
+from fastapi import APIRouter, FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.utils.common import add_prometheus_middleware, add_prometheus_track_response_middleware
+from slime.backends.sglang_utils.server_main import name_included_routes
+
+router = APIRouter()
+router.get("/v1/loads")(lambda: {"loads": 3})
+app = FastAPI()
+app.include_router(router)
+app.get("/health")(lambda: "ok")
+name_included_routes(app)
+add_prometheus_track_response_middleware(app)
+add_prometheus_middleware(app)
+client = TestClient(app)
+print(client.get("/v1/loads").json(), client.get("/health").status_code)
+page = client.get("/metrics")
+print(page.status_code)
+print(*sorted(line for line in page.text.splitlines() if line.startswith("sglang:http_requests_total{")), sep="\\n")
+"""
+
+
+def test_the_servers_routes_answer_and_are_counted_with_metrics(tmp_path: Path) -> None:
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", METRICS], capture_output=True, text=True, timeout=200, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-5:] == [
+        "{'loads': 3} 200",
+        "200",
+        'sglang:http_requests_total{endpoint="/health",method="GET"} 1.0',
+        'sglang:http_requests_total{endpoint="/metrics",method="GET"} 1.0',
+        'sglang:http_requests_total{endpoint="/v1/loads",method="GET"} 1.0',
+    ]
