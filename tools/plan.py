@@ -37,9 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--gpu", default="H100", help=f"the card: {', '.join(CARDS)} (H100)")
-    parser.add_argument("--gpu-memory", type=positive_float, metavar="GIB", help="memory of the card, where it is another")
+    parser.add_argument("--gpu-memory", type=positive_float, metavar="GIB", help="of the card, where it is another")
     parser.add_argument("--host-memory", type=positive_float, metavar="GIB", help="memory of a node")
-    parser.add_argument("--mfu", type=number_in(0, 1, low_open=True), default=0.35, help="of the trainer, for the time of a step (0.35)")
+    share = number_in(0, 1, low_open=True)
+    parser.add_argument("--mfu", type=share, default=0.35, help="of the trainer, for the time of a step (0.35)")
     parser.add_argument("--lengths", metavar="FILE", help="JSON list: tokens of each sample of a rollout")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     parser.add_argument(

@@ -274,7 +274,7 @@ def _dispatch_problems(
 ) -> Iterator[str]:
     """Yield a message where DeepEP's low-latency buffers do not take a rank's part of the largest decode batch.
 
-    The batch is that of a CUDA graph of one attention replica; its ranks share the tokens evenly before they dispatch them.
+    The batch is that of a CUDA graph of one attention replica, whose ranks share its tokens evenly.
     """
     is_low_latency = flags.get("deepep_mode") in ("low_latency", "auto", None)
     if flags.get("moe_a2a_backend") != "deepep" or not is_low_latency or flags.get("disaggregation") == "prefill":

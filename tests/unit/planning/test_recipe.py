@@ -17,7 +17,7 @@ from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
 
 SUBMIT = (
-    "ray job submit --address=http://127.0.0.1:8265 --runtime-env-json='{\"env_vars\": {\"A\": \"1\"}}' "
+    'ray job submit --address=http://127.0.0.1:8265 --runtime-env-json=\'{"env_vars": {"A": "1"}}\' '
     "-- python3 train.py --num-rollout 3"
 )
 
@@ -53,7 +53,8 @@ def test_a_script_that_begins_by_ending_every_python_gives_its_command(tmp_path)
 
 
 def test_a_script_without_ray_that_starts_train_py_gives_its_command(tmp_path):
-    text = 'N=$(python3 -c "print(2 + 3)")\npython3 tools/convert.py --save x\npython train_async.py --num-rollout $N "$@"'
+    text = 'N=$(python3 -c "print(2 + 3)")\npython3 tools/convert.py --save x\n'
+    text += 'python train_async.py --num-rollout $N "$@"'
     recipe = read(tmp_path, text, "--seed", "7", is_trusted=True)
     assert recipe.words == ["--num-rollout", "5", "--seed", "7"]
     assert recipe.calls == ["python3 tools/convert.py --save x"]

@@ -99,7 +99,7 @@ RuntimeError: Failed to start GCS.  Last 1 lines of error files:
 
 .Please check logs/gcs_server.out for details. Last connection error: None
 """
-GCS_LOG = "E1122 19:15:20.683 11392 chttp2_server.cc:1059] UNKNOWN:No address added for '0.0.0.0:57797' {created_time:1}\n"
+GCS_LOG = "E1122 19:15:20.683 1392 chttp2.cc:1059] UNKNOWN:No address added for '0.0.0.0:57797' {created_time:1}\n"
 
 
 def test_the_cause_of_a_failed_start_is_shown_wherever_ray_wrote_it(tmp_path: Path) -> None:

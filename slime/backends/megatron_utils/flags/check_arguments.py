@@ -85,7 +85,7 @@ def _check_kernels(args: Namespace) -> None:
 
 
 def _check_layout(args: Namespace) -> None:
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tensor = args.tensor_model_parallel_size
     divided = {"--num-attention-heads": args.num_attention_heads, "--ffn-hidden-size": args.ffn_hidden_size}
     for flag, value in divided.items():
         if value % tensor:
