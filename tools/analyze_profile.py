@@ -1,4 +1,4 @@
-"""Summary of torch profiler traces: the top operations, and the share of time that the device was busy.
+"""Summarise torch profiler traces: the longest operations, and the share of time in which the device was busy.
 
     python tools/analyze_profile.py --profile-dir /tmp/profile [--rank 0 | --all-ranks] [--top-n 20]
 
@@ -47,11 +47,11 @@ class Summary:
     span_us: float = 0.0
     """From the first to the last event."""
     busy_us: float = 0.0
-    """Some kernel or copy ran (the host's operators, where there is no device)."""
+    """Time in which a kernel or copy ran; without a device, in which an operator of the host ran."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the command line and print the summaries."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--profile-dir", type=Path, required=True)
     parser.add_argument("--rank", type=int, default=0, help="Show this rank.")
@@ -94,7 +94,7 @@ def summarise(path: Path) -> Summary:
         try:
             content = json.load(file)
         except ValueError as error:
-            raise DataError(f"{path} is not JSON ({error}); it may have been cut off while it was written.") from error
+            raise DataError(f"{path} is not JSON ({error}); the file may be incomplete.") from error
     events = content["traceEvents"] if isinstance(content, dict) else content
     info = content.get("distributedInfo") or {} if isinstance(content, dict) else {}
     summary = Summary(path, int(info.get("rank", rank_of_name(path))))

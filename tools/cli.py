@@ -1,4 +1,4 @@
-"""Shared by the command-line tools: the exit on wrong input, and the flags of folder conversions."""
+"""Code that the command-line tools share: the exit on wrong input, and the flags of folder conversions."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ def clean_exit() -> Iterator[None]:
 
 def add_rewrite_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every tool that makes one model folder out of another."""
-    parser.add_argument("--max-workers", type=int, default=1, help="threads; each holds some rows of one tensor")
-    parser.add_argument("--device", help="cpu, cuda (all GPUs in turn) or cuda:N; default: CUDA where there is any")
-    parser.add_argument("--overwrite", action="store_true", help="replace a model in the folder that is written")
+    parser.add_argument(
+        "--max-workers", type=int, default=1, help="threads; each holds some rows of one tensor in memory"
+    )
+    parser.add_argument("--device", help="cpu, cuda (all GPUs in turn) or cuda:N; default: cuda where there is a GPU")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model that is in the output folder")
 
 
 def rewrite(
     recipe: Rewrite, source: str, target: str, options: argparse.Namespace, only_files: Sequence[str] = ()
 ) -> None:
-    """Carry out a conversion as the flags of :func:`add_rewrite_flags` say, and tell what was done."""
+    """Run a conversion with the flags of :func:`add_rewrite_flags`, and log its size and speed."""
     from slime.weights.hf_rewrite.run import rewrite_folder
 
     report = rewrite_folder(
@@ -56,7 +58,7 @@ def rewrite(
         target, report.shards_written, report.source_bytes / 2**30, report.elapsed_s, speed,
     )  # fmt: skip
     if not report.is_complete:
-        logger.info("%s is no model yet: shards that --files did not name are still to be converted", target)
+        logger.info("%s is incomplete: convert the shards that --files did not name as well", target)
 
 
 def parse_bool(text: str) -> bool:

@@ -1,10 +1,10 @@
-"""Convert a plain Hugging Face model to FP8, shard by shard.
+"""Quantize a Hugging Face model to FP8, shard by shard.
 
     python tools/convert_hf_to_fp8.py --model-dir MODEL --save-dir MODEL-FP8 \\
         --strategy block --block-size 128 128 --max-workers 4
 
-The result is what ``--hf-checkpoint`` and SGLang take for FP8 rollouts.  An interrupted run is taken up by the same
-command.  docs/quantization.md says what is quantized and what it costs.
+Give the result to ``--hf-checkpoint`` for FP8 rollouts.  The same command resumes an interrupted run.
+docs/quantization.md lists what is quantized, with its error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tools.cli import add_rewrite_flags, clean_exit, rewrite
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", required=True, help="plain model folder (bf16, fp16 or fp32)")
+    parser.add_argument("--model-dir", required=True, help="unquantized model folder (bf16, fp16 or fp32)")
     parser.add_argument("--save-dir", required=True, help="folder to write; new or empty")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="block", help="what shares a scale")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="block", help="elements that share a scale")
     parser.add_argument(
         "--block-size", type=int, nargs="*", metavar="N", help="rows and columns of a block; default: 128 128"
     )
     parser.add_argument(
-        "--scale-fmt", choices=(UE8M0,), help="scales are powers of two, as DeepGEMM wants on Blackwell"
+        "--scale-fmt", choices=(UE8M0,), help="round scales to powers of two, which DeepGEMM needs on Blackwell"
     )
     add_rewrite_flags(parser)
     return parser

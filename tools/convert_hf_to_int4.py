@@ -1,11 +1,11 @@
-"""Convert a Hugging Face model to four- or eight-bit integers by GPTQ, calibrated on data; LLM Compressor does it.
+"""Quantize a Hugging Face model to four- or eight-bit integers with GPTQ (LLM Compressor), calibrated on data.
 
-    pip install llmcompressor==0.14.0.1        # in an environment of its own: it wants another transformers than slime
+    pip install llmcompressor==0.14.0.1   # in its own environment: it needs another transformers than slime
     python tools/convert_hf_to_int4.py --input-dir MODEL --output-dir MODEL-INT4 --data-dir prompts.jsonl \\
         --quant-type W4A16 --quant-group-size 32
 
 ``--data-dir`` is a .jsonl or .parquet file, or a folder of such, whose rows have ``messages``, ``text`` or ``prompt``.
-The model must fit the host's memory.  The result gets its name when it is complete; an interrupted run begins anew.
+The model must fit into host memory.  The output folder appears when it is complete; an interrupted run starts over.
 ``convert_hf_to_int4_direct.py`` needs neither data nor another package.
 """
 
@@ -41,25 +41,25 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input-dir", required=True, help="plain model folder")
+    parser.add_argument("--input-dir", required=True, help="unquantized model folder")
     parser.add_argument("--output-dir", required=True, help="folder to write; new or empty")
-    parser.add_argument("--data-dir", required=True, help="calibration texts")
+    parser.add_argument("--data-dir", required=True, help="calibration data")
     parser.add_argument("--quant-type", choices=tuple(NUM_BITS), default="W4A16", help="bits of the weights")
-    parser.add_argument("--num-calibration-samples", type=int, default=256, help="rows of --data-dir that are used")
-    parser.add_argument("--max-sequence-length", type=int, default=2048, help="tokens of a row that are used")
+    parser.add_argument("--num-calibration-samples", type=int, default=256, help="rows of --data-dir to use")
+    parser.add_argument("--max-sequence-length", type=int, default=2048, help="tokens of each row to use")
     parser.add_argument(
-        "--dampening-frac", type=float, default=0.01, help="added to the Hessian, part of its diagonal"
+        "--dampening-frac", type=float, default=0.01, help="damping of the Hessian, as a fraction of its mean diagonal"
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model folder holds")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the model folder")
     parser.add_argument("--quant-group-size", type=int, default=32, help="columns that share a scale")
     return parser
 
 
 def check(options: Namespace) -> HfSource:
-    """Return the source after checking everything that can be known beforehand.
+    """Return the source, after all checks that need no calibration.
 
     Raises:
-        SlimeError: saying what is not.
+        SlimeError: a flag, the model, the data or the free disk space.
     """
     for flag in ("num_calibration_samples", "max_sequence_length", "quant_group_size"):
         if getattr(options, flag) < 1:

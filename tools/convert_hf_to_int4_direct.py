@@ -1,9 +1,9 @@
-"""Convert a plain Hugging Face model to four-bit integers by rounding to nearest, shard by shard.
+"""Quantize a Hugging Face model to four-bit integers by rounding to nearest, shard by shard.
 
     python tools/convert_hf_to_int4_direct.py --model-dir MODEL --save-dir MODEL-INT4 --group-size 32 --max-workers 4
 
-Written is compressed-tensors' ``pack-quantized``.  No data is needed; ``convert_hf_to_int4.py`` calibrates (GPTQ).
-An interrupted run is taken up by the same command.
+The format is compressed-tensors' ``pack-quantized``.  ``convert_hf_to_int4.py`` calibrates on data (GPTQ); this tool
+needs none.  The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.cli import add_rewrite_flags, clean_exit, parse_bool, rewrite
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", required=True, help="plain model folder (bf16, fp16 or fp32)")
+    parser.add_argument("--model-dir", required=True, help="unquantized model folder (bf16, fp16 or fp32)")
     parser.add_argument("--save-dir", required=True, help="folder to write; new or empty")
     parser.add_argument("--group-size", type=int, default=32, help="columns that share a scale")
     parser.add_argument(
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="*",
         default=[],
         metavar="RULE",
-        help="modules that stay plain beside those that always do: re:REGEX, a name, or its front part",
+        help="more modules to leave unquantized: re:REGEX, a name, or the beginning of names",
     )
     add_rewrite_flags(parser)
     return parser

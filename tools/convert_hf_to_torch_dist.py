@@ -4,8 +4,8 @@
     python tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint MODEL --save MODEL_torch_dist
     torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint ... --save ...
 
-The checkpoint can be loaded under any parallel layout.  Over several processes the model is split by pipeline stages
-unless parallel flags say otherwise.  The result lies in ``SAVE/release`` and is what ``--ref-load`` takes.
+The checkpoint can be loaded in any parallel layout.  Several processes split the model into pipeline stages, unless
+parallel flags say otherwise.  The result is ``SAVE/release``, for ``--ref-load``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], descript
     parser.prog, parser.usage, parser.description = Path(sys.argv[0]).name, "%(prog)s [FLAGS]", description
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for action in parser._actions:
-        action.required = False  # what a training run must say (batch sizes) a conversion need not
+        action.required = False  # a conversion needs no batch sizes
     args, leftover = parser.parse_known_args(list(argv))
     refuse_unknown(parser, argv, leftover)
     for name in needed:
@@ -77,7 +77,9 @@ def pipeline_split(num_layers: int, world_size: int) -> tuple[int, int | None]:
     (8, 5)
     """
     if world_size > num_layers:
-        raise ConfigError(f"{world_size} processes for {num_layers} layers: a pipeline stage needs a layer of its own")
+        raise ConfigError(
+            f"{world_size} processes for {num_layers} layers: each is a pipeline stage, which needs a layer; use fewer"
+        )
     stages = world_size
     while True:
         last = num_layers - math.ceil(num_layers / stages) * (stages - 1)
@@ -116,7 +118,7 @@ def with_layout(args: Namespace, world_size: int | None = None) -> Namespace:
         "save_interval": 1,
         "no_save_optim": True,
         "no_save_rng": True,
-        "debug_train_only": True,  # nothing is pushed, so that whether it could be is not asked
+        "debug_train_only": True,  # skips the checks of weight pushes
     }
     sizes = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "expert_model_parallel_size")
     if world_size > 1 and all(getattr(args, size) == 1 for size in sizes):
@@ -151,7 +153,7 @@ def join_world(args: Namespace) -> Namespace:
 
 
 def convert(args: Namespace) -> Path:
-    """Read, lay out, write, one tensor at a time; gives the checkpoint's folder."""
+    """Convert the model one tensor at a time; returns the checkpoint's folder."""
     from slime.backends.megatron_utils.checkpoints.streamed_conversion import convert_hf_checkpoint
 
     args = join_world(with_layout(args))

@@ -1,9 +1,9 @@
-"""Convert a model of packed integers (compressed-tensors, as Kimi-K2-Thinking is published) to bf16, shard by shard.
+"""Convert a model in packed integers (compressed-tensors, the format of Kimi-K2-Thinking) to bf16, shard by shard.
 
     python tools/convert_k2_thinking_int4_to_bf16.py --model-dir Kimi-K2-Thinking --output-dir Kimi-K2-bf16
 
-Several machines may share the work: each names its shards with ``--files``, and the one that finishes last writes
-config and index.  An interrupted run is taken up by the same command.
+Several machines can share the work: each converts the shards that its ``--files`` names, and the last one to finish
+writes config and index.  The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", required=True, help="quantized model folder")
     parser.add_argument("--output-dir", required=True, help="folder to write; new or empty")
-    parser.add_argument("--files", nargs="*", default=[], help="only these shards of --model-dir")
-    parser.add_argument("--config-path", help="config.json that describes the quantization; default: the folder's own")
+    parser.add_argument("--files", nargs="*", default=[], help="shards of --model-dir to convert; default: all")
+    parser.add_argument("--config-path", help="config.json with the quantization_config; default: that of --model-dir")
     add_rewrite_flags(parser)
     return parser
 

@@ -1,11 +1,11 @@
-"""Export a checkpoint through the model: load it under any layout, join the shards, write a Hugging Face folder.
+"""Export a checkpoint as a Hugging Face folder, by loading it into the model in any parallel layout.
 
     source scripts/models/qwen3-4B.sh
     torchrun --nproc-per-node 8 tools/convert_to_hf.py ${MODEL_ARGS[@]} --tensor-model-parallel-size 8 \\
         --hf-checkpoint MODEL --load RUN --output-dir EXPORT
 
-``--load`` names a Megatron checkpoint (``--ckpt-step`` picks one) or a Hugging Face folder.  The names and tensors
-are those of ``--save-hf``.  Without a model in memory, and without a GPU, ``convert_torch_dist_to_hf.py`` does it too.
+``--load`` names a Megatron checkpoint (``--ckpt-step`` chooses the iteration) or a Hugging Face folder.  The export is
+the same as that of ``--save-hf``.  ``convert_torch_dist_to_hf.py`` needs no GPU and does not load the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def convert(args: Namespace) -> None:
-    """Build, load, join, write."""
+    """Build the model, load the checkpoint and write the folder."""
     from slime.backends.megatron_utils.checkpoint import load_checkpoint
     from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
     from slime.backends.megatron_utils.model import build_model

@@ -2,8 +2,8 @@
 
     python tools/convert_torch_dist_to_hf.py --input-dir RUN/iter_0000012 --output-dir MODEL --origin-hf-dir ORIGINAL
 
-The checkpoint says its own model flags (``common.pt``); ``--origin-hf-dir`` gives config and tokenizer, and the dtype
-of every tensor.  In memory are one part of the checkpoint and one shard of the result.
+The model flags are read from the checkpoint (``common.pt``); config, tokenizer and dtypes come from
+``--origin-hf-dir``.  At any time, one part of the checkpoint and one shard of the result are in memory.
 """
 
 from __future__ import annotations
@@ -44,38 +44,36 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-dir", required=True, help="checkpoint folder: .../iter_0000012 or .../release")
     parser.add_argument("--output-dir", required=True, help="Hugging Face folder to write")
-    parser.add_argument("--origin-hf-dir", help="folder whose config, tokenizer and dtypes the result takes")
-    parser.add_argument("--model-name", help="name of the model's HF config class; default: from --origin-hf-dir")
+    parser.add_argument("--origin-hf-dir", help="folder to take config, tokenizer and dtypes from")
+    parser.add_argument("--model-name", help="model type; default: that of --origin-hf-dir")
     parser.add_argument("--vocab-size", type=int, help="vocabulary without padding; default: the checkpoint's")
-    parser.add_argument("--chunk-size", type=int, default=DEFAULT_SHARD_BYTES, help="bytes of a shard at most")
-    parser.add_argument("-f", "--force", action="store_true", help="write over an existing folder")
+    parser.add_argument("--chunk-size", type=int, default=DEFAULT_SHARD_BYTES, help="most bytes of a shard")
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing folder")
     return parser
 
 
 def parse(argv: list[str]) -> Namespace:
-    """Return the parser of the tool's flags."""
+    """Parse the tool's flags."""
     parser = build_parser()
     parser.description = __doc__
     parser.add_argument(
         "-a",
         "--add-missing-from-origin-hf",
         action="store_true",
-        help="take tensors that the checkpoint does not hold from --origin-hf-dir",
+        help="copy tensors that the checkpoint lacks from --origin-hf-dir",
     )
     options = parser.parse_args(argv)
     if options.add_missing_from_origin_hf and not options.origin_hf_dir:
-        raise ConfigError("--add-missing-from-origin-hf takes tensors from --origin-hf-dir; give that too")
+        raise ConfigError("--add-missing-from-origin-hf copies tensors from --origin-hf-dir; give that too")
     return options
 
 
 def model_name_of(options: Namespace) -> str:
-    """Return the model name that decides the names in the result: ``--model-name``, or the type of
-    ``--origin-hf-dir``.
-    """
+    """Return the model type, which decides the tensors' names: ``--model-name``, or that of ``--origin-hf-dir``."""
     if options.model_name:
         return options.model_name
     if not options.origin_hf_dir:
-        raise ConfigError("give --origin-hf-dir or --model-name: the names in the result depend on the architecture")
+        raise ConfigError("give --origin-hf-dir or --model-name: tensor names depend on the model type")
     return str(_origin_config(options)["model_type"])
 
 
@@ -116,12 +114,12 @@ def missing_tensors(folder: Path, wanted: set[str]) -> Iterator[tuple[str, torch
 
 
 def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0) -> Path:
-    """Read, rename, write; gives the folder written.
+    """Convert the checkpoint; returns the folder written.
 
     Args:
         options: the tool's flags.
-        load_workers: slices of the checkpoint that are read at a time.
-        save_workers: shards of the result that are written behind the reading.
+        load_workers: slices of the checkpoint to read at a time.
+        save_workers: threads that write shards in the background; 0 writes between reads.
     """
     from slime.backends.megatron_utils.checkpoints.torch_dist_reader import StoredSlice, TorchDistFolder
     from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
@@ -169,7 +167,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
             yield from ((name, tensor) for name, tensor in missing if not weight_map.is_untrained(name))
         elif absent:
             logger.warning(
-                "%d tensors of %s are not in the checkpoint, such as %s; -a would take them from there",
+                "%d tensors of %s are not in the checkpoint, such as %s; pass -a to copy them",
                 len(absent), origin, min(absent),
             )  # fmt: skip
 
@@ -185,19 +183,19 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
 
 
 def _read_ahead(read: Any, slices: list[Any], workers: int) -> Iterator[tuple[Any, Any]]:
-    """Yield each part with the result of ``read`` on it, in order; ``workers`` of them are under way."""
+    """Yield each part with the result of ``read`` on it, in order; ``workers`` reads are in flight."""
     if workers <= 1:
         yield from ((part, read(part)) for part in slices)
         return
     with ThreadPoolExecutor(workers) as pool:
-        under_way: deque[tuple[Any, Future[Any]]] = deque()
+        in_flight: deque[tuple[Any, Future[Any]]] = deque()
         for part in slices:
-            under_way.append((part, pool.submit(read, part)))
-            if len(under_way) >= workers:
-                first, result = under_way.popleft()
+            in_flight.append((part, pool.submit(read, part)))
+            if len(in_flight) >= workers:
+                first, result = in_flight.popleft()
                 yield first, result.result()
-        while under_way:
-            first, result = under_way.popleft()
+        while in_flight:
+            first, result = in_flight.popleft()
             yield first, result.result()
 
 
@@ -207,7 +205,7 @@ def _drop_quantization(target: Path) -> None:
     config = json.loads(path.read_text())
     if config.pop("quantization_config", None) is not None:
         path.write_text(json.dumps(config, indent=2) + "\n")
-        logger.info("the result is not quantized: quantization_config is dropped from its config.json")
+        logger.info("the result is not quantized: removed quantization_config from its config.json")
 
 
 def main() -> None:

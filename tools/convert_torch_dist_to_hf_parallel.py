@@ -1,9 +1,9 @@
-"""``convert_torch_dist_to_hf`` with threads: pieces are read ahead, shards are written behind.
+"""Run ``convert_torch_dist_to_hf`` with threads that read ahead and write in the background.
 
     python tools/convert_torch_dist_to_hf_parallel.py --input-dir RUN/iter_0000012 --output-dir MODEL \\
         --origin-hf-dir ORIGINAL --load-max-workers 2 --save-max-workers 16
 
-Each reader holds a piece of the checkpoint, each writer a shard of the result (``--chunk-size``) twice.
+Each reader holds a slice of the checkpoint in memory, each writer a shard (``--chunk-size``) twice.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tools.convert_torch_dist_to_hf import build_parser, convert
 
 
 def parse(argv: list[str]) -> Namespace:
-    """Return the parser of the tool's flags."""
+    """Parse the tool's flags."""
     parser = build_parser()
     parser.description = __doc__
-    parser.add_argument("--load-max-workers", type=int, default=2, help="threads that read")
-    parser.add_argument("--save-max-workers", type=int, default=16, help="threads that write")
+    parser.add_argument("--load-max-workers", type=int, default=2, help="reading threads")
+    parser.add_argument("--save-max-workers", type=int, default=16, help="writing threads")
     return parser.parse_args(argv)
 
 

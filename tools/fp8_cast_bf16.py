@@ -2,8 +2,8 @@
 
     python tools/fp8_cast_bf16.py --input-fp8-hf-path DeepSeek-R1 --output-bf16-hf-path DeepSeek-R1-bf16
 
-Scales per block (``weight_block_size`` of config.json, or 128 x 128), per row or per tensor.  The result's config.json
-does not mention quantization.  An interrupted run is taken up by the same command.
+Scales may be per block (``weight_block_size`` of config.json, or 128 x 128), per row or per tensor.  The result's
+config.json has no quantization_config.  The same command resumes an interrupted run.
 """
 
 from __future__ import annotations

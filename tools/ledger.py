@@ -1,4 +1,4 @@
-"""Tell what happened to a prompt, from the ledger that a run keeps in ``--save`` (see slime/rollout/ledger).
+"""Show what happened to prompt groups, from the ledger that a run keeps in ``--save`` (see slime/rollout/ledger).
 
     python tools/ledger.py runs/tiny/save/ledger                       totals
     python tools/ledger.py runs/tiny/save/ledger --group 1234          by the number of the prompt group
@@ -6,7 +6,7 @@
     python tools/ledger.py runs/tiny/save/ledger --prompt "What is 3"  by the beginning of the prompt
     python tools/ledger.py runs/tiny/save/ledger --check               nothing lost, nothing trained twice
 
-It may be read while the run writes it.  ``--check`` ends with code 1 when the invariant is broken.
+The run may be writing it at the same time.  ``--check`` exits with code 1 when the invariant is broken.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ DISCARDED = "discarded"
 
 
 class Balance:
-    """The place of each group in the line of events that counts.
+    """The place of each group, after all events that were not rolled back.
 
-    issued = trained + handed over, not trained yet + filtered + discarded + waiting in the buffer + in flight
+    issued = trained + handed over, not yet trained + filtered + discarded + waiting in the buffer + in flight
 
     Invariant: ``place`` has every group that was issued, once.
     """
@@ -70,7 +70,7 @@ class Balance:
         if not is_latest and not rollout.batch.head.get("keeps_open"):
             issued_here = {name for call in rollout.calls for name in call.names if name is not None}
             self._problems += [
-                f"group {name} was issued in {where}, which ended without saying where it went"
+                f"group {name} was issued in {where}, which ended with the group still in flight"
                 for name in sorted(issued_here)
                 if self.place[name] == FLIGHT
             ]
@@ -89,7 +89,7 @@ class Balance:
             "groups issued": len(self.place),
             **{f"groups {place}": counts[place] for place in (TRAINED, HANDED, FILTERED, WAITING, FLIGHT, DISCARDED)},
             "rollouts complete": sum(rollout.batch is not None for rollout in rollouts),
-            "rollouts taken from here": sum(rollout.times_replayed for rollout in rollouts),
+            "rollouts replayed": sum(rollout.times_replayed for rollout in rollouts),
             "processes": self._state.num_processes,
             "checkpoints published": len(self._state.published),
         }
@@ -100,7 +100,7 @@ class Balance:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Answer the question on the command line; return the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the ledger's folder, or the --save folder that holds it")
     question = parser.add_mutually_exclusive_group()
@@ -164,7 +164,7 @@ def find(records: Iterator[Record], options: argparse.Namespace) -> dict[int, li
 
 
 def _concerns(record: Record, known: list[Record]) -> bool:
-    """Return whether an event of a rollout is one of this group."""
+    """Return True when an event of a rollout is one of this group."""
     handed = [earlier.head["r"] for earlier in known if earlier.kind is Kind.HANDED]
     if record.kind is Kind.PUBLISHED:
         is_new = known[-1].kind is not Kind.PUBLISHED
@@ -214,18 +214,18 @@ def describe(name: int, record: Record) -> str:
     head = record.head
     if record.kind is Kind.ISSUED:
         is_recovered = any(d and d[0] == name and d[3] for d in head["groups"])
-        return "issued, as far as an earlier process had brought it" if is_recovered else "issued"
+        return "issued again, with what an earlier process had generated" if is_recovered else "issued"
     text = {
         Kind.RESPONSE: "answered",
         Kind.FINISHED: "finished",
         Kind.FILTERED: f"dropped by the filter: {head.get('reason')}",
         Kind.RETURNED: "back in the buffer",
         Kind.HANDED: "handed to training",
-        Kind.DISCARDED: "discarded: the rollout was full, and nothing was to be kept",
+        Kind.DISCARDED: "discarded: the rollout was full, and unfinished groups are not kept",
         Kind.BATCH: "the rollout's train data is complete",
         Kind.REPLAYED: "the rollout's train data was taken from the ledger",
         Kind.TRAINED: "trained",
-        Kind.PUBLISHED: "a checkpoint holds it",
+        Kind.PUBLISHED: "saved in a checkpoint",
     }[record.kind]
     samples = []
     for index, entry in zip(head.get("i") or [], head.get("entries") or [], strict=False):
@@ -251,7 +251,7 @@ def print_check(balance: Balance) -> int:
     for problem in problems[:50]:
         print(f"BROKEN  {problem}")
     if not problems:
-        print("Every issued group was trained once, dropped for a reason, or waits.")
+        print("Every issued group was trained once, was dropped for a reason, or is waiting.")
     return 1 if problems else 0
 
 

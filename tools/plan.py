@@ -1,12 +1,12 @@
-"""Say what a run will be, on a machine without GPUs: legality, layout, memory, traffic.
+"""Plan a run on a machine without GPUs: check the flags, and print layout, memory and traffic.
 
     python tools/plan.py scripts/run-deepseek-r1.sh
     python tools/plan.py --gpu H200 scripts/run-qwen3-4B.sh --max-tokens-per-gpu 16384
     python tools/plan.py --json --actor-num-nodes 1 ... (the arguments of train.py)
 
-Nothing is started, and no checkpoint is needed; ``--hf-checkpoint`` with a folder that has a config.json makes the
-plan exact.  Exit code 0: legal, and it fits; 1: more memory than there is; 2: not legal.  docs/plan.md says what is
-predicted, what is not, and how far the numbers are from measured ones.
+Nothing is started and no checkpoint is needed; a config.json in ``--hf-checkpoint`` makes the plan exact.  Exit codes:
+0: the run is legal and fits; 1: it needs more memory than there is; 2: it is not legal.  docs/plan.md compares planned
+with measured numbers.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--gpu", default="H100", help=f"the card: {', '.join(CARDS)} (H100)")
-    parser.add_argument("--gpu-memory", type=positive_float, metavar="GIB", help="of the card, where it is another")
+    parser.add_argument("--gpu-memory", type=positive_float, metavar="GIB", help="memory of the card, if it differs")
     parser.add_argument("--host-memory", type=positive_float, metavar="GIB", help="memory of a node")
     share = number_in(0, 1, low_open=True)
-    parser.add_argument("--mfu", type=share, default=0.35, help="of the trainer, for the time of a step (0.35)")
+    parser.add_argument("--mfu", type=share, default=0.35, help="utilisation of the trainer's FLOPs, for times (0.35)")
     parser.add_argument("--lengths", metavar="FILE", help="JSON list: tokens of each sample of a rollout")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     parser.add_argument(

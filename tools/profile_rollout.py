@@ -26,14 +26,16 @@ TIMEOUT_S = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the command line and tell the engines."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--router-url", required=True, help="For example http://127.0.0.1:30000.")
     parser.add_argument("--action", choices=("start", "stop"), required=True)
     parser.add_argument("--output-dir", default=None, help="Folder of the traces, on the engines' machines.")
     parser.add_argument("--num-steps", type=int, default=3, help="Forward passes to profile.")
-    parser.add_argument("--activities", nargs="+", default=None, help="What to record: CPU, GPU, MEM, CUDA_PROFILER.")
-    parser.add_argument("--profile-by-stage", action="store_true", help="Prefill and decode apart.")
+    parser.add_argument(
+        "--activities", nargs="+", default=None, help="Activities to record: CPU, GPU, MEM, CUDA_PROFILER."
+    )
+    parser.add_argument("--profile-by-stage", action="store_true", help="Profile prefill and decode separately.")
     parser.add_argument("--with-stack", action="store_true", help="Record Python stacks.")
     parser.add_argument("--record-shapes", action="store_true", help="Record the shapes of operands.")
     args = parser.parse_args(argv)
@@ -58,10 +60,10 @@ def request_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def tell_workers(router_url: str, action: str, body: dict[str, Any]) -> list[tuple[str, str]]:
-    """POST ``/{action}_profile`` to every worker at once; (worker, what it answered).
+    """POST ``/{action}_profile`` to every worker at once; returns (worker, response) pairs.
 
     Raises:
-        EngineError: the router names no workers, or one of them did not do as told.
+        EngineError: the router names no workers, or one of them fails the request.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         try:

@@ -1,9 +1,9 @@
-"""A rollout dump (``--save-debug-rollout-data``) as a timeline: what each sample did, when, and for how long.
+"""Show a rollout dump (``--save-debug-rollout-data``) as a timeline of each sample's spans.
 
     python tools/trace_timeline_viewer.py dump/0.pt [--rebuild] [--no-serve] [--port 9999]
 
 Writes two files beside the dump: ``0.trace.json``, trace events for https://ui.perfetto.dev, and
-``0.timeline.html``, a page that needs nothing else; then serves the folder until interrupted.
+``0.timeline.html``, a self-contained page; then serves the folder until interrupted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DATA_MARK = "/*TIMELINE*/null"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the command line, write the files, serve them."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pt_path", type=Path, help="A rollout dump.")
     parser.add_argument("--rebuild", action="store_true", help="Write the files even if they are newer than the dump.")
     parser.add_argument(
-        "--serve", action=argparse.BooleanOptionalAction, default=True, help="Serve them on localhost afterwards."
+        "--serve", action=argparse.BooleanOptionalAction, default=True, help="Serve the files on localhost afterwards."
     )
     parser.add_argument("--port", type=int, default=9999, help="Port of the server.")
     args = parser.parse_args(argv)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(dump: Path, *, rebuild: bool = False) -> tuple[Path, Path]:
-    """Write the trace events and the page beside ``dump``, unless they are there; gives their paths.
+    """Write the trace events and the page beside ``dump``, unless they are up to date; returns their paths.
 
     Raises:
         DataError: the dump is missing, or none of its samples has a trace.

@@ -150,7 +150,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named_or_taken_from_the_origin(tm
     ]
     argv = [str(word) for word in argv]
     convert(parse(argv))
-    assert "-a would take them from there" in caplog.text
+    assert "pass -a to copy them" in caplog.text
     assert tensors_of(tmp_path / "out").keys() == {"model.norm.weight"}
     convert(parse([*argv, "-a", "-f"]))
     completed = tensors_of(tmp_path / "out")

@@ -256,7 +256,7 @@ def test_the_tool_tells_the_story_of_a_group_and_the_totals(tmp_path, capsys):
         assert tool([str(tmp_path), *question]) == 0
         story = capsys.readouterr().out
         order = ["group 2, samples 4 to 5: 'prompt 2'", "process 1", "2 tokens aborted", "back in the buffer"]
-        order += ["process 2", "issued, as far as an earlier process had brought it", "handed to training"]
+        order += ["process 2", "issued again, with what an earlier process had generated", "handed to training"]
         positions = [story.find(words) for words in order]
         assert positions == sorted(positions) and positions[0] >= 0, story
     assert tool([str(tmp_path)]) == 0
