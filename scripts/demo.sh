@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The whole tiny job, from nothing to a summary: task and model, conversion, warm start, GRPO.  `make demo` calls it.
-# What is there already is not made again; a run that was killed goes on where it stopped.
+# Run the tiny job from start to summary: task and model, conversion, warm start, GRPO.  `make demo` calls it.
+# Stages whose output exists are skipped; a run that was killed resumes.
 #
 #   scripts/demo.sh [FLAG...]          more flags for the GRPO run
 #
-# TINY_DIR (runs/tiny): where everything lies.  SEED (1): of the GRPO run; each seed has its own folder.
-# UNTIL: "warm_start" ends behind the warm start.
-# DEVICE (cpu): "gpu" runs GRPO by scripts/run-tiny-gpu.sh, on one GPU; the warm start uses it as well.
+# TINY_DIR (runs/tiny): folder of all files.  SEED (1): seed of the GRPO run; each seed has its own folder.
+# UNTIL: "warm_start" stops after the warm start.
+# DEVICE (cpu): "gpu" runs GRPO with scripts/run-tiny-gpu.sh, on one GPU, and the warm start on it as well.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 
@@ -22,7 +22,7 @@ elif [[ "${DEVICE}" != cpu ]]; then
 fi
 DEMO_START=${SECONDS}
 
-# stage TITLE COMMAND...: run it under a headline, and say how long it took.
+# stage TITLE COMMAND...: run the command under a title, and print its time.
 stage() {
     local title="$1" start=${SECONDS}
     shift
@@ -31,14 +31,14 @@ stage() {
     echo "==== ${title}: $((SECONDS - start)) s"
 }
 
-# iteration DIR: the last one saved there ("release" for a converted model), empty when there is none.
+# iteration DIR: print the last iteration saved there ("release" for a converted model), or nothing.
 iteration() { cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || true; }
 
 make_task() { python3 examples/tiny_arithmetic/make_task.py --output "${TINY_DIR}/task"; }
 
 convert() {
     if [[ -n "$(iteration "${TINY_DIR}/torch_dist")" ]]; then
-        echo "${TINY_DIR}/torch_dist is there already"
+        echo "${TINY_DIR}/torch_dist exists; skipped"
         return
     fi
     python3 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" \
@@ -47,7 +47,7 @@ convert() {
 
 warm_start() {
     if [[ -f "${TINY_DIR}/sft/fit" ]]; then
-        echo "${TINY_DIR}/sft is there already"
+        echo "${TINY_DIR}/sft exists; skipped"
         return
     fi
     scripts/run-tiny-cpu-sft.sh
@@ -58,7 +58,7 @@ warm_start() {
 
 grpo() {
     if [[ -f "${RUN_DIR}/done" ]]; then
-        echo "${RUN_DIR} is there already"
+        echo "${RUN_DIR} exists; skipped"
         return
     fi
     "scripts/run-tiny-${DEVICE}.sh" "$@"
@@ -75,7 +75,7 @@ if [[ "${UNTIL:-}" == warm_start ]]; then
     exit 0
 fi
 stage "GRPO, seed ${SEED}" grpo "$@"
-# An independent reader of what was exported: transformers' own generate must be as right as the engine was.
+# An independent check of the export: transformers' generate must reach the engine's accuracy.
 stage "accuracy of the exported model" python3 examples/tiny_arithmetic/hf_accuracy.py \
     --hf "$(ls -d "${RUN_DIR}"/hf/* | sort -V | tail -n 1)" --data "${TINY_DIR}/task/data/eval.jsonl"
 echo "==== summary"

@@ -1,12 +1,12 @@
-# What every recipe needs around its flags: a Ray cluster of its own, and a job in it.  Source it, then:
+# Functions for recipes: start a private Ray cluster and submit a job to it.  Source this file, then:
 #
-#   start_ray 1                     a private cluster with that many GPUs (logical ones on a machine without)
-#   ray job submit ... -- python3 train.py ...    or, with Ctrl-C and failures looked after: submit_job train.py ...
+#   start_ray 1                     start a cluster with that many GPUs (logical ones on a machine without GPUs)
+#   ray job submit ... -- python3 train.py ...    or submit_job train.py ..., which also handles Ctrl-C and failures
 #
-# The cluster has its own ports, token and temporary folder, so it neither finds nor disturbs another one, and everything
-# that was started here is stopped when the script ends, however it ends.  Nothing else is ever stopped.
+# The cluster has its own ports, token and temporary folder, so it does not interfere with other clusters.  When the
+# script ends, for whatever reason, everything that it started is stopped, and nothing else.
 #
-# SLIME_SCRIPT_EXTERNAL_RAY=1 uses the cluster that is running (its dashboard at RAY_API_SERVER_ADDRESS, by default
+# SLIME_SCRIPT_EXTERNAL_RAY=1 uses a running cluster (dashboard at RAY_API_SERVER_ADDRESS, by default
 # http://127.0.0.1:8265) instead of starting one.
 
 set -euo pipefail
@@ -18,18 +18,18 @@ if [[ -x "${REPO_DIR}/.venv/bin/python3" ]]; then
 fi
 
 export PYTHONUNBUFFERED=1
-# Deprecations inside torch, Megatron and SGLang, a page of them in each process, are no news to who runs a recipe.
+# Each process would print a page of deprecation warnings of torch, Megatron and SGLang.
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning,ignore::UserWarning,ignore::DeprecationWarning}"
-# The second folder lets processes without CUDA import SGLang; with CUDA it does nothing.
+# The second folder lets processes without CUDA import SGLang; with CUDA it has no effect.
 export PYTHONPATH="${REPO_DIR}:${REPO_DIR}/slime/backends/sglang_utils/cpu_shim${PYTHONPATH:+:${PYTHONPATH}}"
-# Local traffic must not go through a proxy, and Ray's servers refuse clients without the token.
+# Local traffic bypasses proxies; Ray's servers refuse clients without the token.
 export no_proxy="127.0.0.1,localhost,$(hostname -I 2>/dev/null | tr ' ' ',')${no_proxy:-}"
 export NO_PROXY="${no_proxy}"
 export RAY_AUTH_MODE=token
-# Nothing of this project is ever fetched by name: what a path does not hold is an error at once, not a download.
+# A missing model or data folder is an error, not a download from the Hugging Face hub.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 
-# need_file FILE HINT: end with the hint, before anything is started, when a file that the script works with is missing.
+# need_file FILE HINT: exit with the hint when an input file of the script is missing.
 need_file() {
     if [[ ! -e "$1" ]]; then
         echo "$1 does not exist. $2" >&2
@@ -42,7 +42,7 @@ _RAY_DIR=""
 _WATCHER_PID=""
 _JOB_ID=""
 
-# free_ports N: that many free TCP ports, one a line, none twice.
+# free_ports N: print N different free TCP ports, one per line.
 free_ports() {
     python3 - "$1" <<'PY'
 import socket, sys
@@ -54,7 +54,7 @@ for one in sockets:
 PY
 }
 
-# Whether the dashboard takes jobs.
+# Succeed when the dashboard accepts jobs.
 _dashboard_answers() {
     python3 - <<'PY'
 import os, sys, urllib.request
@@ -70,18 +70,18 @@ except OSError:
 PY
 }
 
-# start_ray NUM_GPUS [FLAG...]: start the cluster, wait until it takes jobs.  A cluster that the calling script has
-# started already (scripts/demo.sh runs several jobs in one) is used, and left to it.
+# start_ray NUM_GPUS [FLAG...]: start the cluster and wait until it accepts jobs.  A cluster that the calling script has
+# started (scripts/demo.sh runs several jobs in one) is used, and not stopped here.
 start_ray() {
     local attempt
     if [[ -n "${SLIME_SCRIPT_EXTERNAL_RAY:-}" || -n "${SLIME_RAY_STARTED:-}" ]]; then
         export RAY_API_SERVER_ADDRESS="${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}"
         return
     fi
-    # A token of our own: Ray's default one lies in the home folder and would be shared with other clusters.
+    # Ray's default token is in the home folder, where other clusters share it.
     export RAY_AUTH_TOKEN
     RAY_AUTH_TOKEN="$(python3 -c 'import secrets; print(secrets.token_hex(32))')"
-    # Ray gives up on a node that has not registered after 30 s, which a machine with busy cores may need longer for.
+    # Ray gives up on a node that has not registered after 30 s; on a busy machine it may take longer.
     for attempt in 1 2 3; do
         if _start_ray_once "$@"; then
             export SLIME_RAY_STARTED=1
@@ -123,8 +123,8 @@ _start_ray_once() {
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${ports[1]}"
     export RAY_ADDRESS="127.0.0.1:${ports[0]}"
     echo "ray: starting a cluster with ${num_gpus} GPUs (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
-    # Workers take any free port: in a fixed range those of two clusters on one machine would try the same ones.
-    # A bundle of the job is one GPU and one CPU; engines, managers and the job itself take CPUs too.
+    # Workers take any free port: with a fixed range, two clusters on one machine would try the same ports.
+    # A bundle of the job has one GPU and one CPU; engines, managers and the job itself need CPUs too.
     setsid ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" \
         --num-gpus "${num_gpus}" --num-cpus "$((2 * num_gpus + 8))" \
         --port "${ports[0]}" --min-worker-port 0 --max-worker-port 0 \
@@ -144,8 +144,8 @@ _start_ray_once() {
     echo "ray: ready after $((SECONDS - start)) s"
 }
 
-# When this script is killed so hard that no trap runs, a watcher ends the job and the cluster: the same command started
-# again must not meet its predecessor writing to the same folders.
+# When this script is killed and no trap runs, a watcher ends the job and the cluster: a restarted command must not find
+# its predecessor still writing to the same folders.
 _watch_ray() {
     setsid bash -c 'while kill -0 "$1" 2>/dev/null; do sleep 1; done
         [[ ! -s "$3/job" ]] || timeout 15 ray job stop --no-wait "$(cat "$3/job")"
@@ -155,7 +155,7 @@ _watch_ray() {
     disown "${_WATCHER_PID}"
 }
 
-# Stop our cluster.  setsid made it a process group with the number of its first process; workers end with their raylet.
+# Stop our cluster: the process group that setsid made, with the id of its first process; workers end with their raylet.
 _stop_ray() {
     local deadline=$((SECONDS + 4))
     kill -KILL -- "-${_WATCHER_PID}" 2>/dev/null || true
@@ -165,8 +165,8 @@ _stop_ray() {
     _RAY_PID=""
 }
 
-# has_nvlink: 1 when the GPUs of this machine are linked directly, else 0.  NCCL_NVLS_ENABLE, when it is set already, is
-# the answer: who looks after a machine may have switched multicast off on it for good reasons.
+# has_nvlink: print 1 when the GPUs of this machine are linked directly, else 0.  A value of NCCL_NVLS_ENABLE takes
+# precedence: the machine's administrator may have turned multicast off.
 has_nvlink() {
     local links
     if [[ -n "${NCCL_NVLS_ENABLE:-}" ]]; then
@@ -177,24 +177,24 @@ has_nvlink() {
     echo "$((links > 0 ? 1 : 0))"
 }
 
-# job_env NAME=VALUE...: the JSON object of these variables, for JOB_ENV.
+# job_env NAME=VALUE...: print these variables as a JSON object, for JOB_ENV.
 job_env() {
     python3 -c 'import json, sys; print(json.dumps(dict(word.split("=", 1) for word in sys.argv[1:])))' "$@"
 }
 
-# need NAME...: end with a message when one of these variables is not set.
+# need NAME...: exit with a message when one of these variables is not set.
 need() {
     local name
     for name in "$@"; do
         if [[ -z "${!name:-}" ]]; then
-            echo "$(basename "$0"): ${name} is not set; see the head of the script" >&2
+            echo "$(basename "$0"): ${name} is not set; see the comment at the top of the script" >&2
             exit 2
         fi
     done
 }
 
-# submit_job SCRIPT ARGUMENT...: run `python3 SCRIPT ARGUMENT...` as a Ray job and wait for it; its exit code is ours.
-# JOB_ENV, a JSON object of environment variables, goes along; so do the variables that JOB_EXTRA_ENV names.
+# submit_job SCRIPT ARGUMENT...: run `python3 SCRIPT ARGUMENT...` as a Ray job, wait for it, and return its exit code.
+# The job gets the environment variables of the JSON object JOB_ENV, and those that JOB_EXTRA_ENV names.
 submit_job() {
     local runtime_env status=0
     runtime_env="$(python3 -c '
@@ -204,7 +204,7 @@ print(json.dumps({"env_vars": variables | json.loads(sys.argv[1])}))
 ' "${JOB_ENV:-"{}"}" PYTHONPATH PYTHONUNBUFFERED PYTHONWARNINGS PATH no_proxy NO_PROXY HF_HUB_OFFLINE OMP_NUM_THREADS ${JOB_EXTRA_ENV:-})"
     _JOB_ID="slime-$(date +%H%M%S)-$$-${RANDOM}"
     [[ -z "${_RAY_DIR}" ]] || echo "${_JOB_ID}" >"${_RAY_DIR}/job"
-    # In the background, so that a signal reaches this shell at once and the trap below can stop the job.
+    # In the background, so that a signal reaches this shell at once and its trap can stop the job.
     ray job submit --submission-id "${_JOB_ID}" --runtime-env-json "${runtime_env}" --log-style record \
         -- python3 "$@" &
     wait "$!" || status=$?
@@ -212,7 +212,7 @@ print(json.dumps({"env_vars": variables | json.loads(sys.argv[1])}))
     return "${status}"
 }
 
-# _clean_up [STATUS]: stop the job that runs, then the cluster, if they are ours, and exit.
+# _clean_up [STATUS]: stop our running job and our cluster, and exit.
 _clean_up() {
     local status="${1:-$?}"
     trap - EXIT INT TERM
@@ -225,7 +225,7 @@ _clean_up() {
         if ((status == 0)); then
             rm -rf "${_RAY_DIR}" 2>/dev/null || true
         else
-            echo "ray: stopped; its logs stay in ${_RAY_DIR}" >&2
+            echo "ray: stopped; logs are kept in ${_RAY_DIR}" >&2
         fi
     fi
     exit "${status}"

@@ -1,18 +1,18 @@
-# A Ray cluster over several machines, for recipes with more than one node.  Source it behind lib.sh, then:
+# Start a Ray cluster on several machines, for recipes with more than one node.  Source this file after lib.sh, then:
 #
-#   start_nodes 8 8                 8 nodes of 8 GPUs each; returns when all of them have joined
+#   start_nodes 8 8                 start 8 nodes of 8 GPUs each; returns when all of them have joined
 #
 # MASTER_ADDR    address of this machine, the head, as the others reach it (default: its first address)
-# HOSTFILE       a list of the nodes, address first on each line (an MPI hostfile will do); ssh must reach them without
-#                a password.  Without it, join the other nodes by hand with the command that is printed.
+# HOSTFILE       list of the nodes, with the address first on each line, as in an MPI hostfile; ssh must reach them
+#                without a password.  Without it, join the other nodes by hand with the command that is printed.
 # SSH_USER       for HOSTFILE (root)
 # RAY_PORT, RAY_DASHBOARD_PORT    6379, 8265
-# NODES_TIMEOUT_S                 how long to wait for all nodes (900)
+# NODES_TIMEOUT_S                 seconds to wait for all nodes (900)
 #
-# What is started here, on any node, ends with this script; nothing else is touched.  SLIME_SCRIPT_EXTERNAL_RAY=1 uses
-# the cluster that is running.
+# Everything that is started here, on any node, ends with this script, and nothing else.  SLIME_SCRIPT_EXTERNAL_RAY=1
+# uses a running cluster.
 
-# join_command NODE_ADDRESS NUM_GPUS: what makes a node join.
+# join_command NODE_ADDRESS NUM_GPUS: print the command that joins a node.
 join_command() {
     echo "ray start --address=${MASTER_ADDR}:${RAY_PORT} --num-gpus $2 --node-ip-address $1 --disable-usage-stats"
 }
@@ -20,7 +20,7 @@ join_command() {
 start_nodes() {
     local num_nodes="$1" num_gpus="$2" start=${SECONDS} state
     export MASTER_ADDR="${MASTER_ADDR:-$(hostname -I | awk '{print $1}')}"
-    # Engines on different nodes speak HTTP with each other, which no proxy shall see.
+    # HTTP between engines on different nodes bypasses proxies.
     export no_proxy="$(_node_addresses | tr '\n' ',')${MASTER_ADDR},${no_proxy}"
     export NO_PROXY="${no_proxy}"
     if [[ -n "${SLIME_SCRIPT_EXTERNAL_RAY:-}" || -n "${SLIME_RAY_STARTED:-}" ]]; then
@@ -32,13 +32,13 @@ start_nodes() {
     if [[ -n "${HOSTFILE:-}" ]]; then
         export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(python3 -c 'import secrets; print(secrets.token_hex(32))')}"
     elif [[ -z "${RAY_AUTH_TOKEN:-}" ]]; then
-        # A node that is joined by hand has no token; set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token on all to demand one.
+        # A node that is joined by hand has no token; to require one, set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token on all.
         export RAY_AUTH_MODE=disabled
     fi
     _RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray-XXXXXX")"
     echo "ray: starting the head at ${MASTER_ADDR}:${RAY_PORT} (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
     export _RAY_DIR
-    # One process group: the head, and an ssh to each other node, whose end ends the node that it started.
+    # One process group: the head, and an ssh to each other node; when the ssh ends, so does its node.
     setsid bash -c "$(declare -f _run_nodes _node_addresses _node_text join_command); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
     _RAY_PID=$!
     disown "${_RAY_PID}"
@@ -49,13 +49,13 @@ start_nodes() {
     fi
     until state="$(_joined "$((num_nodes * num_gpus))")" && _dashboard_answers; do
         if ! kill -0 "${_RAY_PID}" 2>/dev/null; then
-            echo "ray: the head ended; its logs stay in ${_RAY_DIR}" >&2
+            echo "ray: the head exited; logs are kept in ${_RAY_DIR}" >&2
             _show_cause >&2
             return 1
         fi
         if ((SECONDS - start > ${NODES_TIMEOUT_S:-900})); then
             echo "ray: after ${NODES_TIMEOUT_S:-900} s (NODES_TIMEOUT_S) there are ${state:-no nodes}; expected" \
-                "${num_nodes} nodes of ${num_gpus} GPUs. The log ${_RAY_DIR}/ray-start.log says what ssh and Ray said." >&2
+                "${num_nodes} nodes of ${num_gpus} GPUs. See the output of ssh and Ray in ${_RAY_DIR}/ray-start.log." >&2
             return 1
         fi
         sleep 2
@@ -64,15 +64,15 @@ start_nodes() {
     echo "ray: ${state} after $((SECONDS - start)) s"
 }
 
-# The nodes of HOSTFILE, one a line; none without it.
+# Print the addresses of HOSTFILE, one per line; none without it.
 _node_addresses() {
     [[ -z "${HOSTFILE:-}" ]] || awk 'NF && $1 !~ /^#/ {print $1}' "${HOSTFILE}"
 }
 
-# Runs in a process group of its own: the head, and an ssh to each other node of HOSTFILE.
+# Run the head, and an ssh to each other node of HOSTFILE, in a process group of their own.
 _run_nodes() {
     local num_gpus="$1" address head
-    # A folder of its own: Ray's default one would tell later programs that this cluster is the one to join.
+    # With Ray's default folder, later programs would join this cluster.
     ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" \
         --node-ip-address "${MASTER_ADDR}" --port "${RAY_PORT}" \
         --num-gpus "${num_gpus}" --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT}" &
@@ -81,7 +81,7 @@ _run_nodes() {
         for address in $(_node_addresses); do
             [[ "${address}" == "${MASTER_ADDR}" ]] && continue
             echo "starting a node on ${address}"
-            # The token goes through stdin, where no list of processes shows it, and the end of stdin ends the node.
+            # The token goes through stdin, which no process list shows; the end of stdin ends the node.
             { echo "${RAY_AUTH_TOKEN}"; sleep infinity; } | ssh -o BatchMode=yes -o ConnectTimeout=20 \
                 -o ServerAliveInterval=15 "${SSH_USER:-root}@${address}" \
                 "REPO_DIR='${REPO_DIR}' JOIN='$(join_command "${address}" "${num_gpus}") --block' bash -c '$(_node_text)'" &
@@ -90,7 +90,7 @@ _run_nodes() {
     wait "${head}"
 }
 
-# What runs on a node: it joins, some times over because the head may still be starting, and goes when stdin ends.
+# Print the script of a node: it joins, with retries while the head is starting, and ends with its stdin.
 _node_text() {
     cat <<'NODE'
 read -r RAY_AUTH_TOKEN
@@ -109,7 +109,7 @@ done
 NODE
 }
 
-# _joined NUM_GPUS: whether the cluster has that many; says what it has.
+# _joined NUM_GPUS: print the nodes and GPUs of the cluster; succeed when it has that many GPUs.
 _joined() {
     RAY_ADDRESS="${MASTER_ADDR}:${RAY_PORT}" timeout 60 python3 - "$1" 2>/dev/null <<'PY'
 import sys

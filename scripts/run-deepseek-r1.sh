@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # GRPO on math with DeepSeek-R1 on 16 nodes of 8 GPUs: trained in bf16, served in blockwise FP8.
 #
-#   scripts/run-deepseek-r1.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-deepseek-r1.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR: a folder that all nodes see; holds DeepSeek-R1 (FP8, as published), DeepSeek-R1_torch_dist,
+# BASE_DIR: a folder shared by all nodes, with DeepSeek-R1 (FP8, as published), DeepSeek-R1_torch_dist,
 # dapo-math-17k and aime-2024.
 # MASTER_ADDR, HOSTFILE: see scripts/nodes.sh.  SOCKET_IFNAME (eth0): the network interface of all nodes.
 #
-# Adam's state lies in host memory, 1.4 to 1.5 TB a node.
+# Adam's state is in host memory: 1.4 to 1.5 TB per node.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
 source "${SCRIPT_DIR}/nodes.sh"
@@ -19,11 +19,11 @@ SOCKET_IFNAME="${SOCKET_IFNAME:-eth0}"
 NUM_NODES="${ACTOR_NUM_NODES:-16}"
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/DeepSeek-R1"
     # the reference model
     --ref-load "${BASE_DIR}/DeepSeek-R1_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/DeepSeek-R1_slime/"
     --save "${BASE_DIR}/DeepSeek-R1_slime/"
     --save-interval 20

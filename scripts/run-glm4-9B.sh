@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # GRPO on math with GLM-Z1-9B-0414: 4 GPUs train, 4 generate.
 #
-#   scripts/run-glm4-9B.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-glm4-9B.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR (/root): holds GLM-Z1-9B-0414, GLM-Z1-9B-0414_torch_dist (tools/convert_hf_to_torch_dist.py makes it),
+# BASE_DIR (/root): has GLM-Z1-9B-0414, GLM-Z1-9B-0414_torch_dist (tools/convert_hf_to_torch_dist.py makes it),
 # dapo-math-17k and aime-2024.  To share all 8 GPUs instead: --colocate --actor-num-gpus-per-node 8.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
@@ -12,11 +12,11 @@ source "${SCRIPT_DIR}/models/glm4-9B.sh"
 BASE_DIR="${BASE_DIR:-/root}"
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/GLM-Z1-9B-0414"
     # the reference model
     --ref-load "${BASE_DIR}/GLM-Z1-9B-0414_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/GLM-Z1-9B-0414_slime/"
     --save "${BASE_DIR}/GLM-Z1-9B-0414_slime/"
     --save-interval 20

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on math with GLM-4.6 (355B-A32B) on 8 nodes of 8 GPUs, which training and generation share.
+# GRPO on math with GLM-4.6 (355B-A32B) on 8 nodes of 8 GPUs, shared by training and generation.
 #
-#   scripts/run-glm4.6-355B-A32B.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-glm4.6-355B-A32B.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR: a folder that all nodes see; holds GLM-4.6, GLM-4.6_torch_dist,
+# BASE_DIR: a folder shared by all nodes, with GLM-4.6, GLM-4.6_torch_dist,
 # dapo-math-17k and aime-2024.
 # MASTER_ADDR, HOSTFILE: see scripts/nodes.sh.  SOCKET_IFNAME (eth0): the network interface of all nodes.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
@@ -17,11 +17,11 @@ SOCKET_IFNAME="${SOCKET_IFNAME:-eth0}"
 NUM_NODES="${ACTOR_NUM_NODES:-8}"
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/GLM-4.6"
     # the reference model
     --ref-load "${BASE_DIR}/GLM-4.6_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/GLM-4.6_slime/"
     --save "${BASE_DIR}/GLM-4.6_slime/"
     --save-interval 20

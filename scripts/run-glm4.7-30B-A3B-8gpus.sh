@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on math with GLM-4.7-Flash (30B-A3B) on 8 GPUs, which training and generation share.
+# GRPO on math with GLM-4.7-Flash (30B-A3B) on 8 GPUs, shared by training and generation.
 #
-#   scripts/run-glm4.7-30B-A3B-8gpus.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-glm4.7-30B-A3B-8gpus.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR (/root): holds GLM-4.7-Flash, GLM-4.7-Flash_torch_dist, dapo-math-17k and aime-2024.
+# BASE_DIR (/root): has GLM-4.7-Flash, GLM-4.7-Flash_torch_dist, dapo-math-17k and aime-2024.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
 source "${SCRIPT_DIR}/models/glm4.7-30B-A3B.sh"
@@ -11,11 +11,11 @@ source "${SCRIPT_DIR}/models/glm4.7-30B-A3B.sh"
 BASE_DIR="${BASE_DIR:-/root}"
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/GLM-4.7-Flash"
     # the reference model
     --ref-load "${BASE_DIR}/GLM-4.7-Flash_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/GLM-4.7-Flash_slime/"
     --save "${BASE_DIR}/GLM-4.7-Flash_slime/"
     --save-interval 20

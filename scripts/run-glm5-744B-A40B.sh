@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # GRPO on math with GLM-5 (744B-A40B) on 32 nodes of 8 GPUs: trained in bf16, served in FP8.
 #
-#   scripts/run-glm5-744B-A40B.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-glm5-744B-A40B.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR: a folder that all nodes see; holds GLM-5-FP8, GLM-5_torch_dist and dapo-math-17k.
+# BASE_DIR: a folder shared by all nodes, with GLM-5-FP8, GLM-5_torch_dist and dapo-math-17k.
 # MASTER_ADDR, HOSTFILE: see scripts/nodes.sh.  SOCKET_IFNAME (eth0): the network interface of all nodes.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
@@ -16,11 +16,11 @@ SOCKET_IFNAME="${SOCKET_IFNAME:-eth0}"
 NUM_NODES="${ACTOR_NUM_NODES:-32}"
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/GLM-5-FP8"
     # the reference model
     --ref-load "${BASE_DIR}/GLM-5_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/GLM-5_slime/"
     --save "${BASE_DIR}/GLM-5_slime/"
     --save-interval 20
@@ -116,7 +116,7 @@ SGLANG_ARGS=(
     --sglang-max-running-requests 512
     --sglang-watchdog-timeout 3600
 
-    # the model's own next-token layer drafts
+    # the model's MTP layer drafts
     --sglang-speculative-algorithm EAGLE
     --sglang-speculative-num-steps 4
     --sglang-speculative-eagle-topk 1

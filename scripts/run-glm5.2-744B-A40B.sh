@@ -2,9 +2,9 @@
 # GRPO on math with GLM-5.2 (744B-A40B) on 32 nodes of 8 GPUs: trained in bf16, served in FP8, prefill and decode
 # apart.
 #
-#   scripts/run-glm5.2-744B-A40B.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-glm5.2-744B-A40B.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR: a folder that all nodes see; holds GLM-5.2-FP8, GLM-5.2_torch_dist and dapo-math-17k.
+# BASE_DIR: a folder shared by all nodes, with GLM-5.2-FP8, GLM-5.2_torch_dist and dapo-math-17k.
 # MASTER_ADDR, HOSTFILE: see scripts/nodes.sh.  SOCKET_IFNAME (eth0): the network interface of all nodes.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
@@ -17,11 +17,11 @@ SOCKET_IFNAME="${SOCKET_IFNAME:-eth0}"
 NUM_NODES="${ACTOR_NUM_NODES:-32}"
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/GLM-5.2-FP8"
     # the reference model
     --ref-load "${BASE_DIR}/GLM-5.2_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/GLM-5.2_slime/"
     --save "${BASE_DIR}/GLM-5.2_slime/"
     --save-interval 20
@@ -156,7 +156,7 @@ SGLANG_ARGS=(
     --sglang-disaggregation-transfer-backend mooncake
     --sglang-disaggregation-ib-device mlx5_100,mlx5_101,mlx5_102,mlx5_103,mlx5_104,mlx5_105,mlx5_106,mlx5_107
 
-    # the model's own next-token layer drafts
+    # the model's MTP layer drafts
     --sglang-speculative-algorithm EAGLE
     --sglang-speculative-num-steps 4
     --sglang-speculative-eagle-topk 1

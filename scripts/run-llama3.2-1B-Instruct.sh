@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on math with Llama-3.2-1B-Instruct on the GPUs of one machine, which training and generation share.
+# GRPO on math with Llama-3.2-1B-Instruct on the GPUs of one machine, shared by training and generation.
 #
-#   scripts/run-llama3.2-1B-Instruct.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-llama3.2-1B-Instruct.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR (/root): holds Llama-3.2-1B-Instruct, Llama-3.2-1B-Instruct_torch_dist, dapo-math-17k and
+# BASE_DIR (/root): has Llama-3.2-1B-Instruct, Llama-3.2-1B-Instruct_torch_dist, dapo-math-17k and
 # aime-2024.  NUM_GPUS: by default all.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
@@ -13,16 +13,16 @@ BASE_DIR="${BASE_DIR:-/root}"
 
 NUM_GPUS="${NUM_GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}"
 if ((NUM_GPUS < 1)); then
-    echo "run-llama3.2-1B-Instruct.sh: found ${NUM_GPUS} GPUs and needs at least 1; NUM_GPUS says how many there are" >&2
+    echo "run-llama3.2-1B-Instruct.sh: found ${NUM_GPUS} GPUs and needs at least 1; set NUM_GPUS if there are more" >&2
     exit 2
 fi
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/Llama-3.2-1B-Instruct"
     # the reference model
     --ref-load "${BASE_DIR}/Llama-3.2-1B-Instruct_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/Llama-3.2-1B-Instruct_slime/"
     --save "${BASE_DIR}/Llama-3.2-1B-Instruct_slime/"
     --save-interval 20

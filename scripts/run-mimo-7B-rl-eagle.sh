@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on math with MiMo-7B-RL on 8 GPUs, its MTP layer trained along and drafting for the engines.
+# GRPO on math with MiMo-7B-RL on 8 GPUs, its MTP layer trained and used for drafts.
 #
-#   scripts/run-mimo-7B-rl-eagle.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-mimo-7B-rl-eagle.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR (/root): holds MiMo-7B-RL, MiMo-7B-RL_torch_dist, dapo-math-17k and aime-2024.
+# BASE_DIR (/root): has MiMo-7B-RL, MiMo-7B-RL_torch_dist, dapo-math-17k and aime-2024.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
 source "${SCRIPT_DIR}/models/mimo-7B-rl.sh"
@@ -11,11 +11,11 @@ source "${SCRIPT_DIR}/models/mimo-7B-rl.sh"
 BASE_DIR="${BASE_DIR:-/root}"
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/MiMo-7B-RL"
     # the reference model
     --ref-load "${BASE_DIR}/MiMo-7B-RL_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/MiMo-7B-RL-mtp_slime/"
     --save "${BASE_DIR}/MiMo-7B-RL-mtp_slime/"
     --save-interval 2000

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on math with MiniMax-M2 (230B-A10B) on 8 nodes of 8 GPUs, which training and generation share.
+# GRPO on math with MiniMax-M2 (230B-A10B) on 8 nodes of 8 GPUs, shared by training and generation.
 #
-#   scripts/run-minimax-m2.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-minimax-m2.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR: a folder that all nodes see; holds MiniMax-M2 (FP8, as published), MiniMax-M2_torch_dist (what
+# BASE_DIR: a folder shared by all nodes, with MiniMax-M2 (FP8, as published), MiniMax-M2_torch_dist (what
 # tools/convert_hf_to_torch_dist.py makes of it), dapo-math-17k and aime-2024.
 # MASTER_ADDR, HOSTFILE: see scripts/nodes.sh.  SOCKET_IFNAME (eth0): the network interface of all nodes.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
@@ -21,7 +21,7 @@ CKPT_ARGS=(
     --hf-checkpoint "${BASE_DIR}/MiniMax-M2"
     # the reference model
     --ref-load "${BASE_DIR}/MiniMax-M2_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/MiniMax-M2_slime/"
     --save "${BASE_DIR}/MiniMax-M2_slime/"
     --save-interval 20

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on math with Qwen3-235B-A22B on 8 nodes of 8 GPUs, which training and generation share.
+# GRPO on math with Qwen3-235B-A22B on 8 nodes of 8 GPUs, shared by training and generation.
 #
-#   scripts/run-qwen3-235B-A22B.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-qwen3-235B-A22B.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR: a folder that all nodes see; holds Qwen3-235B-A22B, Qwen3-235B-A22B_torch_dist,
+# BASE_DIR: a folder shared by all nodes, with Qwen3-235B-A22B, Qwen3-235B-A22B_torch_dist,
 # dapo-math-17k and aime-2024.
 # MASTER_ADDR, HOSTFILE: see scripts/nodes.sh.  SOCKET_IFNAME (eth0): the network interface of all nodes.
 #
@@ -19,11 +19,11 @@ SOCKET_IFNAME="${SOCKET_IFNAME:-eth0}"
 NUM_NODES="${ACTOR_NUM_NODES:-8}"
 HF_DIR="${BASE_DIR}/Qwen3-235B-A22B${FP8:+-FP8}"
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${HF_DIR}"
     # the reference model
     --ref-load "${BASE_DIR}/Qwen3-235B-A22B_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/Qwen3-235B-A22B_slime/"
     --save "${BASE_DIR}/Qwen3-235B-A22B_slime/"
     --save-interval 20

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on math with Qwen3-30B-A3B on one node of 8 GPUs, which training and generation share.
+# GRPO on math with Qwen3-30B-A3B on one node of 8 GPUs, shared by training and generation.
 #
-#   scripts/run-qwen3-30B-A3B.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-qwen3-30B-A3B.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR (/root): holds Qwen3-30B-A3B, Qwen3-30B-A3B_torch_dist, dapo-math-17k
+# BASE_DIR (/root): has Qwen3-30B-A3B, Qwen3-30B-A3B_torch_dist, dapo-math-17k
 # and aime-2024.
 #
 # FP8=1 serves Qwen3-30B-A3B-FP8, which tools/convert_hf_to_fp8.py makes (--strategy block --block-size 128 128).
@@ -15,11 +15,11 @@ BASE_DIR="${BASE_DIR:-/root}"
 HF_DIR="${BASE_DIR}/Qwen3-30B-A3B${FP8:+-FP8}"
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${HF_DIR}"
     # the reference model
     --ref-load "${BASE_DIR}/Qwen3-30B-A3B_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/Qwen3-30B-A3B_slime/"
     --save "${BASE_DIR}/Qwen3-30B-A3B_slime/"
     --save-interval 20

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on math with Qwen3-32B on one node of 8 GPUs, which training and generation share.
+# GRPO on math with Qwen3-32B on one node of 8 GPUs, shared by training and generation.
 #
-#   scripts/run-qwen3-32B.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-qwen3-32B.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR (/root): holds Qwen3-32B, Qwen3-32B_torch_dist, dapo-math-17k
+# BASE_DIR (/root): has Qwen3-32B, Qwen3-32B_torch_dist, dapo-math-17k
 # and aime-2024.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
@@ -12,11 +12,11 @@ source "${SCRIPT_DIR}/models/qwen3-32B.sh"
 BASE_DIR="${BASE_DIR:-/root}"
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/Qwen3-32B"
     # the reference model
     --ref-load "${BASE_DIR}/Qwen3-32B_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/Qwen3-32B_slime/"
     --save "${BASE_DIR}/Qwen3-32B_slime/"
     --save-interval 20

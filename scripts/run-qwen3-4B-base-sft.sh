@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning of Qwen3-4B-Base on the GPUs of one machine, through the same train loop; no engine runs.
 #
-#   scripts/run-qwen3-4B-base-sft.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-qwen3-4B-base-sft.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR (/root): holds Qwen3-4B-Base, Qwen3-4B-Base_torch_dist and openhermes2_5.parquet.  NUM_GPUS: by default all.
+# BASE_DIR (/root): has Qwen3-4B-Base, Qwen3-4B-Base_torch_dist and openhermes2_5.parquet.  NUM_GPUS: by default all.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
 source "${SCRIPT_DIR}/models/qwen3-4B.sh"
@@ -12,16 +12,16 @@ BASE_DIR="${BASE_DIR:-/root}"
 
 NUM_GPUS="${NUM_GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}"
 if ((NUM_GPUS < 1)); then
-    echo "run-qwen3-4B-base-sft.sh: found ${NUM_GPUS} GPUs and needs at least 1; NUM_GPUS says how many there are" >&2
+    echo "run-qwen3-4B-base-sft.sh: found ${NUM_GPUS} GPUs and needs at least 1; set NUM_GPUS if there are more" >&2
     exit 2
 fi
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/Qwen3-4B-Base"
     # the reference model
     --ref-load "${BASE_DIR}/Qwen3-4B-Base_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/Qwen3-4B-Base_slime/"
     --save "${BASE_DIR}/Qwen3-4B-Base_slime/"
     --save-interval 1000

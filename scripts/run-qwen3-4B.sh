@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on math with Qwen3-4B on the GPUs of one machine, which training and generation share: the quick start.
+# GRPO on math with Qwen3-4B on the GPUs of one machine, shared by training and generation: the quick start.
 #
-#   scripts/run-qwen3-4B.sh [FLAG...]      more flags for the job; of a flag given twice the last counts
+#   scripts/run-qwen3-4B.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR (/root): holds Qwen3-4B, Qwen3-4B_torch_dist, dapo-math-17k and aime-2024.  NUM_GPUS: by default all, at
+# BASE_DIR (/root): has Qwen3-4B, Qwen3-4B_torch_dist, dapo-math-17k and aime-2024.  NUM_GPUS: by default all, at
 # least 2.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
@@ -13,16 +13,16 @@ BASE_DIR="${BASE_DIR:-/root}"
 
 NUM_GPUS="${NUM_GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}"
 if ((NUM_GPUS < 2)); then
-    echo "run-qwen3-4B.sh: found ${NUM_GPUS} GPUs and needs at least 2; NUM_GPUS says how many there are" >&2
+    echo "run-qwen3-4B.sh: found ${NUM_GPUS} GPUs and needs at least 2; set NUM_GPUS if there are more" >&2
     exit 2
 fi
 
 CKPT_ARGS=(
-    # what SGLang serves; the tokenizer comes from here too
+    # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/Qwen3-4B"
     # the reference model
     --ref-load "${BASE_DIR}/Qwen3-4B_torch_dist"
-    # where the actor goes on; while it is empty, it starts from --ref-load
+    # the actor's checkpoints; while there are none, it starts from --ref-load
     --load "${BASE_DIR}/Qwen3-4B_slime/"
     --save "${BASE_DIR}/Qwen3-4B_slime/"
     --save-interval 20

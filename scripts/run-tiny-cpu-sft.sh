@@ -3,9 +3,9 @@
 # no engine.  The rows are learned in file order: clean worked sums first, a weak teacher last.  The learning rate is
 # constant until the weak teacher begins and falls to zero from there.
 #
-#   scripts/run-tiny-cpu-sft.sh [FLAG...]       more flags for train_async.py; of a flag given twice the last counts
+#   scripts/run-tiny-cpu-sft.sh [FLAG...]       more flags for train_async.py; a later flag overrides an earlier one
 #
-# TINY_DIR (runs/tiny): what scripts/demo.sh made, task/ and torch_dist/.  The result lies in TINY_DIR/sft.
+# TINY_DIR (runs/tiny): what scripts/demo.sh made, task/ and torch_dist/.  The result is in TINY_DIR/sft.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # GRPO on the tiny arithmetic task, on two CPU cores: one SGLang engine behind the router and one Megatron rank, sharing
-# one logical GPU.  scripts/demo.sh makes what it starts from and shows what came out.
+# one logical GPU.  scripts/demo.sh makes its inputs and prints its results.
 #
-#   scripts/run-tiny-cpu.sh [FLAG...]           more flags for train.py; of a flag given twice the last counts
+#   scripts/run-tiny-cpu.sh [FLAG...]           more flags for train.py; a later flag overrides an earlier one
 #   scripts/run-tiny-cpu.sh --lr 0              the control: nothing is learned
 #
 # LOOP (sync): "async" trains with train_async.py: generation never stops, and engine and trainer have a GPU each;
 # "apart" takes turns like "sync", with a GPU each.
 # "ahead": the same, but generation stops for each push; it is one rollout ahead of the trainer.
-# TINY_DIR (runs/tiny): task/ and the warm start sft/.  SEED (1): of sampling and data order.  The result lies in
-# SAVE_DIR (TINY_DIR/grpo-seed1); started again with the same SAVE_DIR, a run that was killed goes on.
+# TINY_DIR (runs/tiny): task/ and the warm start sft/.  SEED (1): of sampling and data order.  The result is in
+# SAVE_DIR (TINY_DIR/grpo-seed1); the same command resumes a run that was killed.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# GRPO on the tiny arithmetic task, on one GPU that the SGLang engine and the Megatron rank take turns on: bf16 with
+# GRPO on the tiny arithmetic task, on one GPU, used in turns by the SGLang engine and the Megatron rank: bf16 with
 # fp32 master weights and gradient sums, CUDA graphs in the engine, weights pushed through CUDA IPC.  The numbers of the
 # task and of the algorithm are those of run-tiny-cpu.sh.
 #
-#   scripts/run-tiny-gpu.sh [FLAG...]                  more flags for train.py; of a flag given twice the last counts
+#   scripts/run-tiny-gpu.sh [FLAG...]                  more flags for train.py; a later flag overrides an earlier one
 #   scripts/run-tiny-gpu.sh --num-rollout 3 --check-weight-update-equal     a short run that checks every push
 #
 # LOOP (sync): "async" trains with train_async.py: generation never stops, and engine and trainer have a GPU each.
 # "ahead": the same, but generation stops for each push; it is one rollout ahead of the trainer.
 # TINY_DIR (runs/tiny): task/ and the warm start sft/, which scripts/demo.sh makes.  SEED (1): of sampling and data
-# order.  The result lies in SAVE_DIR (TINY_DIR/grpo-gpu-seed1); started again, a run that was killed goes on.
+# order.  The result is in SAVE_DIR (TINY_DIR/grpo-gpu-seed1); the same command resumes a run that was killed.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 

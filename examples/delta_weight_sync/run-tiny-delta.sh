@@ -3,7 +3,7 @@
 #
 #   examples/delta_weight_sync/run-tiny-delta.sh [FLAG...]
 #
-# TINY_DIR (runs/tiny): what `make demo` made.  The result lies in SAVE_DIR (TINY_DIR/delta), the versions in
+# TINY_DIR (runs/tiny): output of `make demo`.  The result is in SAVE_DIR (TINY_DIR/delta), the versions in
 # SAVE_DIR/versions, the engine's copy of the model in SAVE_DIR/engine-copy.
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
@@ -13,7 +13,7 @@ mkdir -p "${SAVE_DIR}"
 FOLDER="$(realpath "${SAVE_DIR}")"
 
 # Engine and trainer have a GPU each: an engine that shares the trainer's reads its memory, which no delta can beat.
-# The last flag reads every weight back from the engine after each push; leave it out in earnest.
+# The last flag reads every weight back from the engine after each push; leave it out of real runs.
 LOOP=apart scripts/run-tiny-cpu.sh \
     --num-rollout 10 \
     --update-weight-transport disk \

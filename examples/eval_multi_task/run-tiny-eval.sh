@@ -3,7 +3,7 @@
 #
 #   examples/eval_multi_task/run-tiny-eval.sh [FLAG...]
 #
-# TINY_DIR (runs/tiny): what `make demo` made.  The result lies in SAVE_DIR (TINY_DIR/multi-task-run).
+# TINY_DIR (runs/tiny): output of `make demo`.  The result is in SAVE_DIR (TINY_DIR/multi-task-run).
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"

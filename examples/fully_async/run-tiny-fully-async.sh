@@ -3,7 +3,7 @@
 #
 #   examples/fully_async/run-tiny-fully-async.sh [FLAG...]
 #
-# TINY_DIR (runs/tiny): what `make demo` made.  The result lies in SAVE_DIR (TINY_DIR/fully-async).
+# TINY_DIR (runs/tiny): output of `make demo`.  The result is in SAVE_DIR (TINY_DIR/fully-async).
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"

@@ -3,8 +3,8 @@
 #
 #   examples/on_policy_distillation/run-tiny-megatron-teacher.sh [FLAG...]
 #
-# TINY_DIR (runs/tiny): what `make demo` made; the student is its warm start, the teacher (TEACHER_DIR) its last model.
-# The result lies in SAVE_DIR (TINY_DIR/opd-megatron).
+# TINY_DIR (runs/tiny): output of `make demo`; the student is its warm start, the teacher (TEACHER_DIR) its last model.
+# The result is in SAVE_DIR (TINY_DIR/opd-megatron).
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"

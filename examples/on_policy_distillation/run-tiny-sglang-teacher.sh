@@ -4,8 +4,8 @@
 #   examples/on_policy_distillation/run-tiny-sglang-teacher.sh [FLAG...]
 #   TEACHER_URL=http://HOST:PORT/generate examples/on_policy_distillation/run-tiny-sglang-teacher.sh    with yours
 #
-# TINY_DIR (runs/tiny): what `make demo` made; the student is its warm start, the teacher (TEACHER_HF) its last model,
-# served by a server that this script starts and stops.  The result lies in SAVE_DIR (TINY_DIR/opd-sglang).
+# TINY_DIR (runs/tiny): output of `make demo`; the student is its warm start, the teacher (TEACHER_HF) its last model,
+# served by a server that this script starts and stops.  The result is in SAVE_DIR (TINY_DIR/opd-sglang).
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"

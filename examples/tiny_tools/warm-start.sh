@@ -3,7 +3,7 @@
 #
 #   examples/tiny_tools/warm-start.sh [FLAG...]
 #
-# TINY_DIR (runs/tiny): what `make demo` made.  The result lies in TINY_DIR/tools; a minute or two on two cores.
+# TINY_DIR (runs/tiny): output of `make demo`.  The result is in TINY_DIR/tools; a minute or two on two cores.
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 

@@ -6,7 +6,7 @@
 # On this stack both sides agree to 3e-7 when they hold the same weights, so the run is fully asynchronous: the engine's
 # weights are older than the trainer's, and there is something to correct.
 #
-# TINY_DIR (runs/tiny): what `make demo` made.  The result lies in SAVE_DIR (TINY_DIR/mis).  MIS_CONFIG: the settings.
+# TINY_DIR (runs/tiny): output of `make demo`.  The result is in SAVE_DIR (TINY_DIR/mis).  MIS_CONFIG: the settings.
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"

@@ -261,7 +261,7 @@ def test_the_tool_tells_the_story_of_a_group_and_the_totals(tmp_path, capsys):
         assert positions == sorted(positions) and positions[0] >= 0, story
     assert tool([str(tmp_path)]) == 0
     totals = " ".join(capsys.readouterr().out.split())
-    assert "groups issued 5" in totals and "groups trained 2" in totals and "rollouts taken from here 1" in totals
+    assert "groups issued 5" in totals and "groups trained 2" in totals and "rollouts replayed 1" in totals
     assert tool([str(tmp_path), "--check"]) == 0
     assert tool([str(tmp_path), "--group", "99"]) == 1
 
