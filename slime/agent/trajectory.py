@@ -59,13 +59,13 @@ class TurnRecord:
     def __post_init__(self) -> None:
         if len(self.output_log_probs) != len(self.output_ids):
             raise DataError(
-                f"A turn has {len(self.output_log_probs)} log-probs for {len(self.output_ids)} drawn tokens; "
+                f"A turn has {len(self.output_log_probs)} log-probs for {len(self.output_ids)} sampled tokens; "
                 "there must be one each. Ask the engine with return_logprob."
             )
         if not self.weight_spans:
             self.weight_spans = [(None, len(self.output_ids))]
         if sum(count for _, count in self.weight_spans) != len(self.output_ids):
-            raise DataError(f"weight_spans {self.weight_spans} do not cover the {len(self.output_ids)} drawn tokens.")
+            raise DataError(f"weight_spans {self.weight_spans} do not cover {len(self.output_ids)} sampled tokens.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,7 @@ class TrajectoryManager:
             samples = [_sample_of(chain, base_sample, max_sample_tokens, mask_off_policy) for chain in chains]
             cut = sum(chain.tokens_cut for chain in chains)
         if cut:
-            logger.info("Session %s: rewritten histories took %d drawn tokens out of training.", sid, cut)
+            logger.info("Session %s: rewritten histories removed %d sampled tokens from training.", sid, cut)
         kept = [sample for sample in samples if sample.effective_response_length]
         for sample in kept:
             sample.reward = reward

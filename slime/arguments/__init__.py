@@ -76,7 +76,7 @@ def parse_flags(argv: Sequence[str], add_custom_arguments: AddArguments | None =
     refuse_unknown(parser, words, leftover)
     note_repeated(parser, words)
     if left_out:
-        logger.info("No engine runs, so these flags were not looked at: %s", " ".join(dict.fromkeys(left_out)))
+        logger.info("Ignored, because no engine runs: %s", " ".join(dict.fromkeys(left_out)))
     return args
 
 

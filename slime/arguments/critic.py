@@ -132,7 +132,7 @@ def _starting_point(critic: Namespace, args: Namespace) -> None:
     root = Path(args.load).parent if is_iteration_folder(args.load) else Path(args.load)
     folder = given.get("load") or str(root / FOLDER)
     if not has_finished_save(folder) and "ref_load" in given:
-        logger.warning("The critic has no save in %s and starts anew from the weights in %s.", folder, own_start)
+        logger.warning("The critic has no checkpoint in %s and starts from the weights in %s.", folder, own_start)
         _start_from_weights(critic, given["ref_load"], None)
         iteration = iteration_of(args)
         if critic.start_rollout_id is None and iteration is not None:

@@ -78,8 +78,8 @@ def check_rollout_functions(args: Namespace) -> Iterator[str]:
         )
     if args.rollout_function_path == path and args.offload_rollout:
         yield (
-            f"--rollout-function-path {path} keeps requests in flight while the trainer works, so the engines' memory "
-            "cannot be taken away: drop --colocate and --offload-rollout, and use train_async.py."
+            f"--rollout-function-path {path} keeps requests in flight while the trainer works, so the engines "
+            "cannot be offloaded: drop --colocate and --offload-rollout, and use train_async.py."
         )
     forge = "slime.rollout.forge_load.generate_rollout"
     if (args.load_forge_rollout_data is not None) != (forge in (args.rollout_function_path, args.eval_function_path)):
@@ -117,7 +117,7 @@ def check_async_arguments(args: Namespace) -> None:
         )
     if args.offload_rollout:
         raise ConfigError(
-            "train_async.py generates while it trains, so the engines cannot give their memory away: drop "
+            "train_async.py generates while it trains, so the engines cannot be offloaded: drop "
             "--offload-rollout (and --offload, which stands for it), or use train.py."
         )
 
@@ -130,7 +130,8 @@ def check_in_step_arguments(args: Namespace) -> None:
     """
     if args.keep_old_actor:
         raise ConfigError(
-            "--keep-old-actor keeps the weights that drew a rollout while the trainer goes on (train_async.py); with "
+            "--keep-old-actor keeps the weights that generated a rollout while the trainer continues "
+            "(train_async.py); with "
             "train.py those are the actor's own; drop the flag, or use train_async.py."
         )
 
@@ -202,10 +203,10 @@ def _shared_engines(args: Namespace) -> Iterator[str]:
 def advise(args: Namespace) -> None:
     """Log what works, but may not be what was meant."""
     if args.num_rollout is not None and args.num_epoch is not None:
-        logger.warning("--num-rollout %d wins over --num-epoch %d.", args.num_rollout, args.num_epoch)
+        logger.warning("--num-rollout %d takes precedence over --num-epoch %d.", args.num_rollout, args.num_epoch)
     if args.save_debug_rollout_data and "{rollout_id" not in args.save_debug_rollout_data:
         logger.warning(
-            "--save-debug-rollout-data %s has no {rollout_id}: every rollout is written over the one before.",
+            "--save-debug-rollout-data %s has no {rollout_id}: every rollout overwrites the one before.",
             args.save_debug_rollout_data,
         )
     if args.save is not None and args.save_interval is None and not args.debug_rollout_only:

@@ -128,7 +128,7 @@ def _check_save_folder(args: Namespace) -> None:
     for flag, other in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
         if other is not None and Path(other).resolve() == Path(args.save).resolve():
             raise ConfigError(
-                f"--save and {flag} are both {other}: the first save would make it another model. Give the "
+                f"--save and {flag} are both {other}: the first save would overwrite the model. Give the "
                 "checkpoints a folder of its own."
             )
     save = Path(args.save).absolute()
@@ -136,7 +136,9 @@ def _check_save_folder(args: Namespace) -> None:
     if not there.is_dir():
         raise ConfigError(f"--save {args.save}: {there} is a file; give a folder for the checkpoints.")
     if not os.access(there, os.W_OK):
-        raise ConfigError(f"--save {args.save}: {there} cannot be written to; give another folder, or its rights.")
+        raise ConfigError(
+            f"--save {args.save}: {there} is not writable; give another folder, or change its permissions."
+        )
 
 
 def _check_starting_point(args: Namespace) -> None:
@@ -177,7 +179,7 @@ def _check_reference(args: Namespace) -> None:
         return
     if args.ref_load is None:
         asking = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
-        raise ConfigError(f"{asking} compares with a reference model; name its checkpoint: --ref-load.")
+        raise ConfigError(f"{asking} needs a reference model; name its checkpoint: --ref-load.")
     inspect_checkpoint(args.ref_load, "--ref-load", step=args.ref_ckpt_step)
 
 

@@ -213,7 +213,7 @@ def check_loss(args: Namespace) -> Iterator[str]:
     if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
         yield (
             f"--loss-type is {args.loss_type} and --custom-loss-function-path is {args.custom_loss_function_path}; "
-            "a loss of your own takes both --loss-type custom_loss and the path."
+            "a custom loss needs both --loss-type custom_loss and the path."
         )
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c is {args.eps_clip_c}; it must be above 1, or it would clip on-policy tokens."
@@ -285,7 +285,7 @@ def check_distillation(args: Namespace) -> Iterator[str]:
 def check_reference(args: Namespace) -> Iterator[str]:
     """Yield a message for a reference model that is refreshed but not used."""
     if args.ref_update_interval is not None and not (args.use_kl_loss or args.kl_coef != 0):
-        yield "--ref-update-interval refreshes a reference model that is not there; add --use-kl-loss or --kl-coef."
+        yield "--ref-update-interval needs a reference model; add --use-kl-loss or --kl-coef."
 
 
 def check_routing_replay(args: Namespace) -> Iterator[str]:
@@ -309,8 +309,8 @@ def advise_algorithm(args: Namespace) -> None:
     estimator = get_estimator(args.advantage_estimator)
     if args.kl_coef != 0 and not estimator.uses_kl and args.custom_advantage_function_path is None:
         logger.warning(
-            "--kl-coef %g is logged, but takes no part in the advantages of --advantage-estimator %s. Hold the policy "
-            "near the reference with --use-kl-loss and --kl-loss-coef.",
+            "--kl-coef %g is logged, but takes no part in the advantages of --advantage-estimator %s. To keep the "
+            "policy near the reference, use --use-kl-loss and --kl-loss-coef.",
             args.kl_coef,
             args.advantage_estimator,
         )

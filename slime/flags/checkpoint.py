@@ -143,7 +143,7 @@ def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> Check
     """
     path = Path(folder)
     if not folder:
-        raise ConfigError(f"{flag} is empty text; was it made from a shell variable that is not set?")
+        raise ConfigError(f"{flag} is empty; is a shell variable unset?")
     if path.is_file():
         raise ConfigError(f"{flag}: {folder} is a file; give the folder of a Megatron or a Hugging Face checkpoint.")
     if not path.is_dir():
@@ -198,7 +198,7 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
     """
     path = Path(folder)
     if not folder:
-        raise ConfigError(f"{flag} is empty text; was it made from a shell variable that is not set?")
+        raise ConfigError(f"{flag} is empty; is a shell variable unset?")
     if not path.is_dir():
         raise ConfigError(
             f"{flag}: {folder} is not a folder. Download the model first: hf download NAME --local-dir DIR."
@@ -245,7 +245,7 @@ def _check_fetched(files: Iterable[Path], flag: str) -> None:
             is_note = content.read(len(LFS_NOTE)) == LFS_NOTE
         if is_note:
             raise ConfigError(
-                f"{flag}: {file} is a note of git-lfs, not the file itself; run git lfs pull in {file.parent}, or "
+                f"{flag}: {file} is a git-lfs pointer, not the file itself; run git lfs pull in {file.parent}, or "
                 "download the model with hf download."
             )
 

@@ -89,7 +89,7 @@ def top_k(text: str) -> int:
     """Return how many tokens to draw from: at least 1, or -1 for all."""
     value = _whole(text)
     if value < 1 and value != -1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of tokens to draw from; give 1 or more, or -1 for all")
+        raise argparse.ArgumentTypeError(f"{text} is no valid top-k; give 1 or more, or -1 for all")
     return value
 
 

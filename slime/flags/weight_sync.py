@@ -108,13 +108,13 @@ def check_weight_flags(args: Namespace) -> Iterator[str]:
 def _refill(args: Namespace) -> Iterator[str]:
     if not args.use_fault_tolerance:
         yield (
-            "--weight-push-failure refill starts engines again, which only --use-fault-tolerance does; add that flag, "
-            "or say drop or stop."
+            "--weight-push-failure refill restarts engines, which needs --use-fault-tolerance; add that flag, or "
+            "use drop or stop."
         )
     if args.rollout_external:
         yield (
-            "--weight-push-failure refill starts engines again, and those of --rollout-external-engine-addrs are not "
-            "ours to start; say drop or stop."
+            "--weight-push-failure refill restarts engines, but slime does not start those of "
+            "--rollout-external-engine-addrs; use drop or stop."
         )
 
 
@@ -127,7 +127,7 @@ def _delta(args: Namespace) -> Iterator[str]:
     if args.colocate:
         yield (
             "--update-weight-mode delta and --colocate exclude each other: colocated engines read the trainer's "
-            "memory, which no delta can beat. Drop --update-weight-mode."
+            "memory, which is faster. Drop --update-weight-mode."
         )
     if args.update_weight_local_checkpoint_dir is None:
         yield (
@@ -173,15 +173,15 @@ def _no_disk(args: Namespace) -> Iterator[str]:
 def _release(args: Namespace) -> Iterator[str]:
     if args.update_weight_transport != "disk" or args.update_weight_mode != "full":
         yield (
-            f"--release-train ends the trainer before the engines have its weights, so these must lie on disk, whole; "
+            f"--release-train ends the trainer before the engines have its weights, so full weights must be on disk; "
             f"--update-weight-transport is {args.update_weight_transport} and --update-weight-mode is "
             f"{args.update_weight_mode}. Use disk and full."
         )
     if args.save is None:
-        yield "--release-train starts the trainer anew from its own checkpoints; say where they go: --save."
+        yield "--release-train restarts the trainer from its own checkpoints; name their folder: --save."
     if args.use_critic:
         yield "--release-train restarts the actor only; --advantage-estimator ppo has a critic. Drop one of them."
     if args.ref_update_interval is not None:
         yield "--release-train starts each time from --ref-load, so --ref-update-interval has no effect; drop it."
     if args.keep_old_actor:
-        yield "--release-train forgets what --keep-old-actor would keep in the trainer's memory; drop one of them."
+        yield "--release-train ends the process that holds the weights of --keep-old-actor; drop one of them."

@@ -106,9 +106,9 @@ def _read_config(checkpoint: str) -> dict[str, Any] | None:
 
 def _assumption(checkpoint: str, config: Mapping[str, Any]) -> str:
     if config:
-        return f"{checkpoint}: no config.json here; the plan goes by what is known of that checkpoint."
+        return f"{checkpoint}: no config.json here; the plan uses what is known of that checkpoint."
     return (
-        f"{checkpoint}: no config.json here; the plan goes by the flags alone (engines in bf16). "
+        f"{checkpoint}: no config.json here; the plan uses the flags alone (engines in bf16). "
         "--hf-checkpoint FOLDER with a config.json makes it exact."
     )
 

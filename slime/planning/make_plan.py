@@ -114,7 +114,7 @@ def _notes(args: Namespace, options: PlanOptions) -> Iterator[str]:
     """Yield one sentence for each point in which the plan differs from the run."""
     if args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None):
         which = args.custom_model_provider_path or " ".join(args.spec)
-        yield f"{which} makes the layers; they are counted as the ordinary ones that the flags describe."
+        yield f"{which} makes the layers; the plan counts standard layers with the sizes of the flags."
     if args.only_train_params_name_list or args.freeze_params_name_list:
         yield "Parameters frozen by name are counted as trained: gradients and optimizer are an upper bound."
     if args.use_critic:

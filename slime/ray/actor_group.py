@@ -86,7 +86,8 @@ class RayTrainGroup:
         )
         if len(set(start_ids)) != 1:
             raise CheckpointError(
-                f"{self.role} ranks resumed at different rollouts: {start_ids}; the checkpoint is torn"
+                f"{self.role} ranks resumed at different rollouts: {start_ids}; their checkpoints are of different "
+                "saves"
             )
         self.start_rollout_id = start_ids[0]
         return self.start_rollout_id
@@ -292,7 +293,7 @@ class ReleasedTrainGroup(RayTrainGroup):
     def _deliver(self, engines: UpdatableEngines) -> dict[str, float]:
         args = self.args
         if self._written is None:
-            raise WeightSyncError("the trainer has left no weights on disk; hand_over_weights comes first")
+            raise WeightSyncError("the trainer has written no weights to disk; call hand_over_weights first")
         if engines.num_new:
             self._ask_manager("clear_updatable_num_new_engines")
         push = Push(

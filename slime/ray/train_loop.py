@@ -165,7 +165,7 @@ class TrainJob:
             self._failed_resends += 1
             if self._failed_resends >= MAX_FAILED_RESENDS:
                 raise
-            logger.warning("new engines did not take the weights; another try follows: %s", error)
+            logger.warning("new engines did not take the weights; they will be tried again: %s", error)
         self._report_refusals()
 
     def generate(self, rollout_id: int) -> list[Box] | None:
@@ -245,7 +245,7 @@ class TrainJob:
             was_refused = self._report_refusals()
             if not self._ask("find_dead_engines", 0.0 if was_refused else 10.0, what="the state") and not was_refused:
                 raise
-            logger.warning("no engine took the push; it is repeated: %s", error)
+            logger.warning("no engine took the push; retrying: %s", error)
             self._recover_engines()
             self.actor.update_weights()
         if self._report_refusals() and self._restarts_engines:

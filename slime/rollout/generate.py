@@ -86,7 +86,7 @@ def request_payload(
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise DataError(
             f"Sample {sample.index} is {sample.status.value}; only pending and aborted samples can be generated. "
-            "Look at the data source or the custom generate function that handed it over."
+            "Look at the data source or the custom generate function that returned it."
         )
     encode = getattr(state, "prompt_ids", None)
     input_ids = _prepare_prompt_ids(sample, state.tokenizer, state.processor, encode)

@@ -113,7 +113,7 @@ def post_process_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[li
         if isinstance(sample.reward, dict):
             sample.teacher_log_probs = teacher_log_probs(sample, sample.reward)
         else:
-            logger.warning("Sample %s has no answer of the teacher; it is not trained.", sample.index)
+            logger.warning("Sample %s has no response of the teacher; it is excluded from training.", sample.index)
             sample.teacher_log_probs = [0.0] * sample.response_length
             sample.remove_sample = True
     return [0.0] * len(samples), [0.0] * len(samples)
@@ -138,6 +138,6 @@ def teacher_log_probs(sample: Sample, answer: dict[str, Any]) -> list[float]:
         if entry[0] is None or entry[1] != token:
             raise DataError(
                 f"The teacher read token {entry[1]} (log-prob {entry[0]}) where sample {sample.index} has {token}; "
-                "teacher and student must share their tokens. Check the model behind --rm-url."
+                "teacher and student must have the same tokenizer. Check the model behind --rm-url."
             )
     return [float(entry[0]) for entry in tail]

@@ -93,7 +93,7 @@ class GroupPolicy:
         if len(group) != self.config.n_samples_per_prompt:
             raise DataError(
                 f"The data source gave a group of {len(group)} samples; --n-samples-per-prompt is "
-                f"{self.config.n_samples_per_prompt}. Look at --data-source-path and at what is put into its buffer."
+                f"{self.config.n_samples_per_prompt}. Check --data-source-path and the groups in its buffer."
             )
         self.bound.screen([group], rollout_id)
         self.counts["issued"] += 1

@@ -207,7 +207,8 @@ def _checked_file(path: str, flag: str) -> tuple[Path, slice]:
     file = Path(name)
     if file.suffix not in SUFFIXES:
         raise DataError(
-            f"{flag} is {path!r}; the file must end in {' or '.join(SUFFIXES)}, maybe followed by rows as @[0:100]."
+            f"{flag} is {path!r}; the file must end in {' or '.join(SUFFIXES)}, optionally followed by a range of "
+            "rows such as @[0:100]."
         )
     if not file.is_file():
         raise DataError(f"{flag} is {path!r}, but there is no file {file.absolute()}.")
@@ -221,7 +222,7 @@ def _decode_line(line: bytes, where: str) -> dict[str, Any]:
         text = line[:60].decode(errors="replace").strip()
         raise DataError(
             f"{where} is not JSON ({error}): {text!r}. Each line of a .jsonl file is one object; a file with one list "
-            "of objects has to be written anew, an object a line."
+            "of objects must be rewritten with one object per line."
         ) from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is a JSON {type(row).__name__}; each line must be an object such as {{...}}.")

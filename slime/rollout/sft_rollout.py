@@ -60,7 +60,7 @@ def fill_from_conversation(sample: Sample, generator: MultiTurnLossMaskGenerator
     [response_length] = generator.get_response_lengths([loss_mask])
     if response_length == 0:
         raise DataError(
-            f"Sample {sample.index} has no token to train: no message of the assistant, or all of them have "
+            f"Sample {sample.index} has no token to train: no assistant message, or all of them have "
             f"step_loss_mask 0. Its roles are {[message.get('role') for message in sample.prompt]}."
         )
     sample.tokens = token_ids

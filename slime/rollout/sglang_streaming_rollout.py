@@ -53,8 +53,8 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
     config = context.config
     if config.sglang_incremental_streaming_output:
         raise ConfigError(
-            "--sglang-incremental-streaming-output makes events that do not repeat what came before; "
-            "generate_streaming needs those that do. Drop the flag."
+            "--sglang-incremental-streaming-output sends only new text in each event; generate_streaming needs the "
+            "whole text. Drop the flag."
         )
     state = context.state()
     for attempt in range(config.request_retries + 1):
@@ -74,7 +74,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             if attempt == config.request_retries:
                 raise
             logger.warning(
-                "The stream of sample %s broke; it goes on from %d tokens: %s",
+                "The stream of sample %s broke; it continues from %d tokens: %s",
                 sample.index,
                 sample.response_length,
                 error,

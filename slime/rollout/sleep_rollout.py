@@ -16,5 +16,5 @@ def sleep(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool =
     """Wait until the job is stopped; the job's own ``--rollout-timeout-s`` applies."""
     began = time.monotonic()
     while True:
-        logger.info("Engines are kept up, %.1f h so far; stop the job to end this.", (time.monotonic() - began) / 3600)
+        logger.info("Engines have run for %.1f h; stop the job to end them.", (time.monotonic() - began) / 3600)
         time.sleep(REPORT_INTERVAL_S)

@@ -157,7 +157,7 @@ class StalenessBound:
             return False
         if self.clock.trained_at(rollout_id) is None and not self._warned:
             self._warned = True
-            logger.warning("--max-staleness %d has no effect yet: no engine tells a weight version.", self.limit)
+            logger.warning("--max-staleness %d has no effect yet: no engine reports a weight version.", self.limit)
         age = self.staleness(value, rollout_id)
         return age is not None and age > self.limit
 

@@ -41,8 +41,8 @@ def write_atomically(
         with contextlib.suppress(OSError):
             unfinished.unlink()  # half a file would take the room that is missing
         raise DataError(
-            f"{what} cannot be written to {path} ({type(error).__name__}: {error}). Make room there, or choose "
-            f"another place with {flag}; what was there before is unharmed."
+            f"{what} cannot be written to {path} ({type(error).__name__}: {error}). Free some space there, or "
+            f"choose another folder with {flag}; the previous content is intact."
         ) from error
 
 

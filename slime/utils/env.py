@@ -90,7 +90,7 @@ def visible_index(physical_id: int) -> int:
         return physical_id
     if str(physical_id) not in visible:
         raise ConfigError(
-            f"this process shall use GPU {physical_id}, but CUDA_VISIBLE_DEVICES is {','.join(visible)}; start Ray "
+            f"this process should use GPU {physical_id}, but CUDA_VISIBLE_DEVICES is {','.join(visible)}; start Ray "
             "with the GPUs that the job may use"
         )
     return visible.index(str(physical_id))

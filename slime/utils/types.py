@@ -223,7 +223,7 @@ class Sample:
         """Return tokens, length, mask and log-probs after ``tokens``; empty when there are none to add."""
         num_new = len(tokens or ())
         if log_probs is not None and not trainable:
-            raise ValueError("log_probs were given for tokens with trainable=False; only drawn tokens have them.")
+            raise ValueError("log_probs were given for tokens with trainable=False; only sampled tokens have them.")
         if log_probs is not None and len(log_probs) != num_new:
             raise ValueError(f"{len(log_probs)} log_probs were given for {num_new} tokens; there must be one each.")
         if trainable and num_new and log_probs is None:

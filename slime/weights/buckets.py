@@ -95,7 +95,8 @@ def iter_units(
         group, members = next(iter(waiting.items()))
         missing = sorted(set(group) - {name for name, _ in members})
         raise WeightSyncError(
-            f"{members[0][0]} must reach the engine together with {', '.join(missing)}, which the model has not; the "
+            f"{members[0][0]} must reach the engine together with {', '.join(missing)}, which the model does not "
+            "have; the "
             "table of slime.backends.megatron_utils.models is wrong"
         )
 
@@ -155,7 +156,7 @@ def read_bucket(layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifes
         stored = layout.get(part.name)
         if stored is None or (stored.dtype, stored.shape) != (STORED_DTYPES.get(entry.dtype), entry.shape):
             found = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)} in {stored.file}"
-            raise WeightSyncError(f"{part.name} shall be {entry.dtype} {list(entry.shape)}, and on disk is {found}")
+            raise WeightSyncError(f"{part.name} should be {entry.dtype} {list(entry.shape)}, and on disk is {found}")
         if part.slice.sizes != entry.shape:
             raise WeightSyncError(f"a bucket from disk wants the part {list(part.slice.sizes)} of {part.name}")
         _read_into(stored, view[part.offset : part.offset + entry.num_bytes])

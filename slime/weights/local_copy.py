@@ -247,8 +247,8 @@ class LocalCopy:
                 if found != expected:
                     raise WeightSyncError(
                         f"{name} in {stored.file} has the {version.checksum} checksum {found} after the change of "
-                        f"{delta.file}, which expects {expected}: the change or the copy is damaged. The copy will be "
-                        "made anew"
+                        f"{delta.file}, which expects {expected}: the change or the copy is damaged. The copy will "
+                        "be made again"
                     )
 
             with ThreadPoolExecutor(self.workers) as pool:

@@ -254,7 +254,7 @@ def explained_disk_errors(folder: Path, flag: str) -> Iterator[None]:
         if not is_full:
             raise WeightSyncError(f"{flag} {folder}: {type(error).__name__}: {error}") from error
         raise WeightSyncError(
-            f"{folder} is full ({free_space(folder)}): {error}. Finalized versions are as they were; make room, or "
+            f"{folder} is full ({free_space(folder)}): {error}. Finalized versions are intact; free some space, or "
             f"point {flag} elsewhere"
         ) from error
 
@@ -279,7 +279,7 @@ def require_space(folder: Path, num_bytes: int, flag: str) -> None:
     if shutil.disk_usage(folder).free < num_bytes:
         raise WeightSyncError(
             f"{folder} has no room for {num_bytes / 2**30:.2f} GiB ({free_space(folder)}). Finalized versions are "
-            f"as they were; make room, or point {flag} elsewhere"
+            f"intact; free some space, or point {flag} elsewhere"
         )
 
 

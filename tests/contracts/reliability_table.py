@@ -534,7 +534,7 @@ EDGES: tuple[Edge, ...] = (
         bounds=("--weight-update-timeout-s", "slime.ray.train_loop.MAX_FAILED_RESENDS"),
         deadline="so many failures in a row",
         raises="ProcessError",
-        log="driver: 'new engines did not take the weights; another try follows'",
+        log="driver: 'new engines did not take the weights; they will be tried again'",
         outcome="repeated; then ends the run",
     ),
     Edge(

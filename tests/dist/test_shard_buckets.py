@@ -161,5 +161,5 @@ def test_the_buffer_stays_at_its_address(ranks: list[dict[str, Any]]) -> None:
 
 def test_what_one_rank_cannot_send_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["refusal"] == ranks[1]["refusal"]
-    assert "trainer rank 1 cannot tell what it shall send" in ranks[0]["refusal"]
+    assert "trainer rank 1 cannot plan its buckets" in ranks[0]["refusal"]
     assert "has no tensor model.embed_tokens.weight" in ranks[0]["refusal"]

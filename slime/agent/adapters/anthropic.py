@@ -54,7 +54,7 @@ class AnthropicAdapter(BaseAdapter):
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
         choice = (body.get("tool_choice") or {}).get("type", "auto")
         if choice not in ("auto", "none"):
-            raise AdapterError(400, f"tool_choice is {choice!r}; the policy decides itself: auto or none.")
+            raise AdapterError(400, f"tool_choice is {choice!r}; only auto and none are supported.")
         messages: list[Message] = []
         if body.get("system"):
             messages.append({"role": "system", "content": flatten_content(body["system"])})

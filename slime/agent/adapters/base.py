@@ -352,7 +352,7 @@ class BaseAdapter(ABC):
             call.cancel()
         if turn.finish_reason == "abort":
             # The tokens drawn so far are nobody's answer: the client may ask again.
-            raise AdapterError(503, "The engine aborted the turn and did not go on with it.")
+            raise AdapterError(503, "The engine aborted the turn and did not continue it.")
         return turn
 
     def _debug(

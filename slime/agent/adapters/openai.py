@@ -46,10 +46,10 @@ class OpenAIAdapter(BaseAdapter):
             raise AdapterError(400, f"n is {body['n']!r}; one answer at a time is supported.")
         wanted = (body.get("response_format") or {}).get("type", "text")
         if wanted != "text":
-            raise AdapterError(400, f"response_format is {wanted!r}; only text is drawn as the policy draws it.")
+            raise AdapterError(400, f"response_format is {wanted!r}; only text is supported.")
         choice = body.get("tool_choice")
         if choice not in (None, "auto", "none"):
-            raise AdapterError(400, f"tool_choice is {choice!r}; the policy decides itself: auto or none.")
+            raise AdapterError(400, f"tool_choice is {choice!r}; only auto and none are supported.")
         tools = [] if choice == "none" else [tool for tool in body.get("tools") or [] if tool.get("function")]
         return [self._message(message) for message in body["messages"]], tools
 

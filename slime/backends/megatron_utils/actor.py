@@ -268,7 +268,7 @@ class MegatronTrainRayActor(TrainWorker):
         """Take the optimizer steps; returns the metrics of the last one."""
         args = self.args
         if self.optimizer is None or self.scheduler is None:
-            raise ConfigError("--num-rollout is 0, so there is no optimizer, yet a rollout is to be trained on")
+            raise ConfigError("--num-rollout is 0, so there is no optimizer, but a rollout to train on")
         optimizer = self.optimizer
         last: dict[str, float] = {}
 

@@ -125,6 +125,6 @@ def _distil(args: Namespace, data: DeviceBatch) -> None:
     if student is None or teacher is None:
         raise DataError(
             f"--use-opd needs the log-probs of {'the student' if student is None else 'the teacher'}; check "
-            "--opd-type, --opd-teacher-load and the reward function that asks the teacher"
+            "--opd-type, --opd-teacher-load and the reward function that queries the teacher"
         )
     data.advantages, data.opd_reverse_kl = add_distillation(data.advantages, student, teacher, coef=args.opd_kl_coef)

@@ -317,7 +317,7 @@ def _load_optimizer(
     if "optimizer" not in common:
         raise DataError(
             f"--load: {folder} has no optimizer state (it was saved with --no-save-optim); pass --no-load-optim to "
-            "go on with a fresh optimizer"
+            "continue with a fresh optimizer"
         )
     flags_rule = not args.use_checkpoint_opt_param_scheduler
     try:
@@ -325,8 +325,8 @@ def _load_optimizer(
     except (CheckpointException, CheckpointingException, KeyError) as error:
         raise DataError(
             f"--load: the optimizer state of {folder} cannot be loaded: {_first_cause(error)}. Were other parameters "
-            "trained (--freeze-params-name-list, --only-train-params-name-list)? Pass --no-load-optim to go on with a "
-            "fresh optimizer."
+            "trained (--freeze-params-name-list, --only-train-params-name-list)? Pass --no-load-optim to continue "
+            "with a fresh optimizer."
         ) from error
     if opt_param_scheduler is not None:
         # After the optimizer: both write the learning rate, and the scheduler has the last word.

@@ -62,8 +62,8 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Dev
         if mask.numel() != length or not 0 <= length < data.total_lengths[index]:
             raise DataError(
                 f"sample {index} of this rank has {data['total_lengths'][index]} tokens, a response of {length} and a "
-                f"loss mask of {mask.numel()}; a response needs a prompt before it and a mask of its own length. Look "
-                "at the rollout function that made it"
+                f"loss mask of {mask.numel()}; a response needs a prompt before it and a mask of its own length. "
+                "Check the rollout function"
             )
     data.rollout_mask_sums = torch.as_tensor(batch.rollout_mask_sums, dtype=torch.float32, device=device)
     lengths = list(zip(data.total_lengths, data.response_lengths, strict=True))

@@ -114,7 +114,7 @@ class ChildProcess:
         if self._popen.poll() is None:
             self._popen.wait(timeout=timeout_s)
         if left:
-            raise DeadlineError(f"{self.name}: processes {left} are still there {timeout_s:g} s after SIGKILL")
+            raise DeadlineError(f"{self.name}: processes {left} are still running {timeout_s:g} s after SIGKILL")
 
 
 def read_settings() -> dict[str, Any]:

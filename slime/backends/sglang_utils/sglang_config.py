@@ -196,8 +196,8 @@ def _parse_model(raw: Any, where: str, *, hf_checkpoint: str, per_engine: int) -
         update_weights = model_path == hf_checkpoint
         if not update_weights:
             logger.warning(
-                "%s: model_path %s is not --hf-checkpoint, so its weights stay as they are; say `update_weights: "
-                "true` if the trainer shall push to it",
+                "%s: model_path %s is not --hf-checkpoint, so its weights are not updated; set `update_weights: "
+                "true` if the trainer should push to it",
                 where,
                 model_path,
             )

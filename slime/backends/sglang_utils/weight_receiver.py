@@ -209,7 +209,7 @@ class ReceivingRank:
         digests = self._digest_tables[index].run(flat)
         known = self._digests.setdefault(index, digests)
         if known is not digests and not torch.equal(known, digests):
-            raise WeightSyncError(f"bucket {index} has other bytes than when it was read before")
+            raise WeightSyncError(f"bucket {index} differs from its first read")
         return flat
 
     def _bucket(self, index: int) -> BucketEntry:
@@ -239,7 +239,7 @@ class ReceivingRank:
     def _receive_broadcast(self, model: nn.Module, bucket: BucketEntry, message: dict[str, Any]) -> Tensor:
         name = message["group_name"]
         if name not in self._channels:
-            raise WeightSyncError(f"this engine is in no weight group {name!r}; join_weight_group comes first")
+            raise WeightSyncError(f"this engine is in no weight group {name!r}; call join_weight_group first")
         flat = self._own_buffer(model, bucket.num_bytes)
         self._channels[name].broadcast(flat, message["timeout_s"])
         return flat
@@ -288,7 +288,7 @@ class ReceivingRank:
 
     def _known_manifest(self) -> Manifest:
         if self._manifest is None:
-            raise WeightSyncError("no manifest is known; begin_weight_update comes first")
+            raise WeightSyncError("no manifest is known; call begin_weight_update first")
         return self._manifest
 
     def _require_push(self, push_id: str) -> None:

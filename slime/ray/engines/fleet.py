@@ -206,9 +206,7 @@ class EngineFleet:
         self._raise_if_given_up()
         states = {state for group in self._updatable_groups for state in group.states}
         if policy == "drop" and not states - {EngineState.RETIRED}:
-            raise EngineError(
-                "no engine is left to generate with, the last were dropped (--weight-push-failure drop). " + reasons
-            )
+            raise EngineError("no engine is left; the last were excluded (--weight-push-failure drop). " + reasons)
 
     def _report_described(self, handles: Sequence[Any], event: EngineEvent, reason: str = "") -> None:
         """Report an event of those of ``handles`` that are still there."""

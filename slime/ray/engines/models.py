@@ -243,10 +243,7 @@ class ExternalGroup(EngineGroup):
         ]
 
     def _why_given_up(self, index: int, reason: str) -> str:
-        return (
-            f"the external {self.name_of(index)} at {self.info.url} is of no use any more: {reason}. Start it again, "
-            "then the job"
-        )
+        return f"the external {self.name_of(index)} at {self.info.url} has failed: {reason}. Restart it, then the job"
 
     def _shut_down(self, index: int) -> None:
         """Leave the server running: it belongs to the user."""

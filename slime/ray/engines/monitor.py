@@ -73,7 +73,7 @@ class HealthMonitor:
             try:
                 self._check()
             except Exception:  # the edge of the thread: a monitor that ends in silence protects nobody
-                logger.exception("a health check failed by itself; the next one is in %.0f s", self._interval_s)
+                logger.exception("a health check raised an error; the next one is in %.0f s", self._interval_s)
             self._stopped.wait(min(EXIT_POLL_S, self._interval_s))
 
     def _check(self) -> None:

@@ -130,7 +130,7 @@ class Ledger(NoLedger):
             )
             if found := self._recovery.describe():
                 logger.info(
-                    "The ledger %s gives %s; they are not generated again. Remove the folder to generate them anew.",
+                    "The ledger %s gives %s; they are not generated again. Remove the folder to generate them again.",
                     self._folder,
                     found,
                 )

@@ -215,7 +215,7 @@ class Recovery:
                 for entry, index in zip(group, state.indices, strict=True)
             ]
         except DataError as error:
-            logger.warning("Group %s is generated anew: %s", name, error)
+            logger.warning("Group %s is generated again: %s", name, error)
             return None
 
     def _recover_entry(self, entry: Any, state: GroupState, index: int, rollout_id: int) -> Any:

@@ -264,7 +264,7 @@ class JournalWriter:
             try:
                 frame = self._encode(item)
             except Exception:  # The objects of a sample are the user's; whatever they raise must not end the run.
-                logger.exception("The ledger could not encode a record and goes on without it.")
+                logger.exception("The ledger could not encode a record and continues without it.")
                 continue
             frames.append(frame)
             size += len(frame)
@@ -303,7 +303,7 @@ class JournalWriter:
         if time.monotonic() > deadline_s:
             self._failed(error)
             return
-        logger.warning("The ledger cannot be written to %s (%s); it is tried again.", self.folder, error)
+        logger.warning("The ledger cannot be written to %s (%s); retrying.", self.folder, error)
         time.sleep(min(RETRY_INTERVAL_S, self._timeout_s))
 
     def _failed(self, error: OSError) -> DataError:

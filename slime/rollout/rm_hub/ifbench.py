@@ -36,7 +36,7 @@ def _load_checkers(folder: Path) -> ModuleType:
         return importlib.import_module("evaluation_lib")
     except ImportError as error:
         raise ConfigError(
-            f"--rm-type ifbench needs what IFBench needs, and {error}. "
+            f"--rm-type ifbench needs the packages of IFBench: {error}. "
             f"Run: {sys.executable} -m pip install -r {folder}/requirements.txt"
         ) from error
 

@@ -120,7 +120,7 @@ class Target:
             raise ConfigError(
                 f"{self.folder} holds an unfinished conversion with other {part}"
                 + (f" ({found.get('settings')}; now {wanted['settings']})" if part == "settings" else "")
-                + "; repeat that command, choose another folder, or pass --overwrite to begin anew"
+                + "; repeat that command, choose another folder, or pass --overwrite to start over"
             )
         others = sorted(path.name for path in self.folder.iterdir() if path.name != LOCK)
         if others:

@@ -92,7 +92,7 @@ def read_header(path: Path) -> dict[str, SourceTensor]:
         dtype = TORCH_DTYPES.get(info.dtype)
         needed = info.num_bytes if dtype is None else torch.Size(info.shape).numel() * dtype.itemsize
         if stored.offset != position or info.num_bytes != needed or info.num_bytes < 0:
-            raise DataError(f"{path} gives {info.name} a wrong place or size; copy the shard again")
+            raise DataError(f"{path} gives {info.name} a wrong offset or size; copy the shard again")
         position += info.num_bytes
     if position != file_bytes:
         raise DataError(f"{path} has {file_bytes} bytes, its header says {position}; copy the shard again")
@@ -148,7 +148,7 @@ def read_rows(
     while done < size:
         got = os.preadv(descriptor, [view[done:]], stored.offset + first * info.row_bytes + done)
         if got == 0:
-            raise DataError(f"{stored.path} ended inside {info.name} while it was read; somebody changes the source")
+            raise DataError(f"{stored.path} ended inside {info.name} while it was read; the source is being changed")
         done += got
     shape = (count, *info.shape[1:]) if info.shape else ()
     return flat.view(TORCH_DTYPES[info.dtype]).view(shape)
@@ -185,5 +185,5 @@ def copy_bytes(source: int, source_offset: int, target: int, target_offset: int,
             while view:
                 view = view[os.pwrite(target, view, target_offset + done + got - len(view)) :]
         if got == 0:
-            raise DataError("a shard of the source ended while it was copied; somebody changes the source")
+            raise DataError("a shard of the source ended while it was copied; the source is being changed")
         done += got

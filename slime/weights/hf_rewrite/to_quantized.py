@@ -274,7 +274,7 @@ def _checked_block(block: Sequence[int]) -> tuple[int, int]:
     if len(block) != 2 or any(side not in BLOCK_SIDES for side in block):
         raise ConfigError(
             f"--block-size is {' '.join(map(str, block))}; give rows and columns, each one of "
-            f"{', '.join(map(str, BLOCK_SIDES))}; engines are made for 128 128"
+            f"{', '.join(map(str, BLOCK_SIDES))}; engines support 128 128"
         )
     return block[0], block[1]
 

@@ -168,6 +168,6 @@ def _one_digest_each(digests_of_ranks: Sequence[Mapping[int, int]]) -> dict[int,
             if merged.setdefault(index, digest) != digest:
                 raise WeightSyncError(
                     f"trainer rank {rank} sent other bytes as bucket {index} than the ranks before it: their copies "
-                    "of some parameter have drifted apart"
+                    "of a parameter differ"
                 )
     return merged

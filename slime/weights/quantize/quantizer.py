@@ -66,7 +66,7 @@ class Quantizer:
             return True
         if self._known_names is not None and name.endswith(SUFFIX) and name not in self._known_names:
             raise ConfigError(
-                f"the quantized --hf-checkpoint has no tensor {name}, so that nobody can tell whether engines hold it "
+                f"the quantized --hf-checkpoint has no tensor {name}, so it is unknown whether engines hold it "
                 "quantized; point --hf-checkpoint at a checkpoint with all the layers that the flags ask for "
                 "(--num-layers, --mtp-num-layers)"
             )

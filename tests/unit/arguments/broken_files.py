@@ -43,7 +43,7 @@ CHECKPOINTS = (
     Broken(
         mistake="a shell variable that is not set",
         flags="--hf-checkpoint ''",
-        says=("--hf-checkpoint is empty text", "a shell variable that is not set"),
+        says=("--hf-checkpoint is empty", "a shell variable unset"),
     ),
     Broken(
         mistake="an adapter in the place of the model",
@@ -92,7 +92,7 @@ CHECKPOINTS = (
         mistake="no reference for the KL",
         without=("--ref-load",),
         flags="--load $model --use-kl-loss",
-        says=("--use-kl-loss compares with a reference model", "--ref-load"),
+        says=("--use-kl-loss needs a reference model", "--ref-load"),
     ),
     Broken(
         mistake="a reference that was never converted",

@@ -39,7 +39,7 @@ def test_without_engines_their_flags_are_named_in_one_line_and_left_alone(comman
     args = parse_args(argv=[*command, *MODEL, *words])
     assert not hasattr(args, "sglang_nonsense")
     lines = [r.message for r in caplog.records if "not looked at" in r.message]
-    assert lines == ["No engine runs, so these flags were not looked at: --sglang-nonsense --router-policy"]
+    assert lines == ["Ignored, because no engine runs: --sglang-nonsense --router-policy"]
 
 
 def test_without_a_trainer_the_models_shape_is_not_needed(command):

@@ -49,7 +49,7 @@ def test_the_smallest_command_is_accepted(make_args):
         (["--num-steps-per-rollout", "9"], "more than the 8 samples of a rollout"),
         (["--debug-rollout-only", "--debug-train-only"], "leave nothing to run"),
         (["--debug-rollout-only", "--load-debug-rollout-data", "x"], "--load-debug-rollout-data leave nothing to run"),
-        (["--loss-type", "custom_loss"], "takes both --loss-type custom_loss and the path"),
+        (["--loss-type", "custom_loss"], "needs both --loss-type custom_loss and the path"),
         (["--save-interval", "2"], "--save-interval needs --save"),
         (["--eval-interval", "2"], "--eval-interval needs data"),
         (["--rm-type", "boxed_mth"], "--rm-type boxed_mth is no grader. Did you mean math?"),
@@ -212,7 +212,7 @@ def test_the_kl_loss_needs_a_reference(complaint, tmp_path):
     (tmp_path / "iter_0000001/x").touch()
     (tmp_path / TRACKER).write_text("1")
     text = complaint("--use-kl-loss", "--load", str(tmp_path), without=("--ref-load",))
-    assert "--use-kl-loss compares with a reference model" in text
+    assert "--use-kl-loss needs a reference model" in text
 
 
 # Data

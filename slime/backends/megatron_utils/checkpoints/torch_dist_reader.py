@@ -74,7 +74,7 @@ class TorchDistFolder:
             self.folder / "common.pt", map_location="cpu", weights_only=False, pickle_module=_TOLERANT_PICKLE
         )
         if "args" not in common:
-            raise DataError(f"{self.folder}/common.pt holds no arguments; they say what the tensors mean")
+            raise DataError(f"{self.folder}/common.pt holds no arguments, which say how to read the tensors")
         return common["args"]
 
     def slices(self) -> list[StoredSlice]:
@@ -101,7 +101,7 @@ class TorchDistFolder:
         planner = _Into(tensor)
         reader.read_data(LoadPlan(create_read_items_for_chunk_list(key, entry, [chunk])), planner).wait()
         if planner.num_read != tensor.numel():
-            raise DataError(f"{self.folder}: {key} is not whole; parts of it were never written")
+            raise DataError(f"{self.folder}: {key} is incomplete; parts of it were never written")
         return list(unstack(key, tensor, part.offsets))
 
 

@@ -289,9 +289,7 @@ def _check_replay(args: Namespace) -> None:
             "a batch as a whole; choose another one, or drop the replay."
         )
     if args.moe_router_fusion:
-        raise ConfigError(
-            f"{flag}: the kernel of --moe-router-fusion cannot be told what to choose; drop one of them."
-        )
+        raise ConfigError(f"{flag}: the kernel of --moe-router-fusion cannot replay a choice; drop one of them.")
 
 
 def _check_layers(args: Namespace) -> None:

@@ -144,7 +144,7 @@ def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) ->
     quantizer = checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=wire_dtype(config))
     if quantizer is not None and not isinstance(quantizer.format, BlockFp8):
         logger.warning(
-            "--hf-checkpoint is quantized, and not in FP8 by blocks: SGLang lays such weights out anew while it loads "
+            "--hf-checkpoint is quantized, and not in FP8 by blocks: SGLang rearranges such weights while it loads "
             "them, and an engine that is not patched to undo that (/post_process_weights) refuses every push, naming "
             "the tensors. tools/convert_hf_to_fp8.py --strategy block makes a checkpoint that needs no patch."
         )

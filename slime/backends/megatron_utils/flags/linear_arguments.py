@@ -106,7 +106,7 @@ def check_linear_flags(args: Namespace) -> None:
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     if key_heads % (tensor * context):
         raise ConfigError(
-            f"--linear-num-key-heads is {key_heads}; linear attention deals its key heads out over --tensor-model-"
+            f"--linear-num-key-heads is {key_heads}; linear attention distributes its key heads over --tensor-model-"
             f"parallel-size {tensor} x --context-parallel-size {context} = {tensor * context} ranks, which must "
             "divide them; lower one of the two."
         )

@@ -48,7 +48,7 @@ def minimax_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterator[s
     if shared != given_shared:
         yield f"--moe-shared-expert-intermediate-size is {given_shared}; shared_intermediate_size is {shared}"
     if args.moe_router_topk_scaling_factor not in (None, 1.0):
-        yield f"--moe-router-topk-scaling-factor is {args.moe_router_topk_scaling_factor}; this model scales nothing"
+        yield f"--moe-router-topk-scaling-factor is {args.moe_router_topk_scaling_factor}; this model has none"
     turning, width = config.get("rotary_dim"), config.get("head_dim")
     if turning is not None and width and turning != width * args.rotary_percent:
         yield f"--rotary-percent is {args.rotary_percent}; rotary_dim is {turning} of head_dim {width}"

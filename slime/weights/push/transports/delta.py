@@ -64,7 +64,7 @@ class DeltaTransport(DiskTransport):
         self._is_next_whole = bool(problem)
         if problem and self.ranks.rank == 0:
             logger.warning(
-                "The first weight version is whole, because --hf-checkpoint cannot be its base: %s", problem
+                "The first weight version is a full one, because --hf-checkpoint cannot be its base: %s", problem
             )
 
     def _index(self, number: int) -> dict[str, object]:
@@ -133,7 +133,7 @@ class DeltaTransport(DiskTransport):
         except WeightSyncError as error:
             push.failures.clear()
             if self.ranks.rank == 0:
-                logger.warning("No whole copy of version %d, the changes go on growing: %s", number, error)
+                logger.warning("No full copy of version %d; changes keep accumulating: %s", number, error)
             return False
         return True
 

@@ -151,7 +151,7 @@ class GatheredBuckets:
     def _check_full(self, index: int, missing: dict[str, BucketSlice]) -> None:
         if missing:
             raise WeightSyncError(
-                f"bucket {index} shall hold {next(iter(missing))}, which did not come; the model's parameters have "
+                f"bucket {index} shall hold {next(iter(missing))}, which is missing; the model's parameters have "
                 "changed since its first push"
             )
 

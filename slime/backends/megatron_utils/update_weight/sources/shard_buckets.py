@@ -153,7 +153,7 @@ class ShardBuckets:
         dist.all_gather_object(ranks, own, group=group)
         for rank, (*_, reason) in enumerate(ranks):
             if reason is not None:
-                raise WeightSyncError(f"trainer rank {rank} cannot tell what it shall send: {reason}") from failure
+                raise WeightSyncError(f"trainer rank {rank} cannot plan its buckets: {reason}") from failure
         misfits = {name: reason for _, _, found, _ in ranks for name, reason in found.items()}
         held = [[header for name, header in listed if name not in misfits] for _, listed, _, _ in ranks]
         return [stage for stage, *_ in ranks], held, misfits
