@@ -162,7 +162,7 @@ SAVES = (
     Broken(
         mistake="dumps that overwrite each other",
         flags="--save-debug-rollout-data $folder/dump.pt",
-        says=("--save-debug-rollout-data", "has no {rollout_id}", "written over"),
+        says=("--save-debug-rollout-data", "has no {rollout_id}", "overwrites"),
         error=None,
     ),
     Broken(
