@@ -6,8 +6,11 @@ transformers, PIL and qwen_vl_utils are imported by the functions that need them
 from __future__ import annotations
 
 import base64
+import functools
+import importlib.util
 import io
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,38 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PATCH_SIZE = 14
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def import_torchvision() -> bool:
+    """Import torchvision, which image processors need; return False where it is not installed or does not work.
+
+    A build for CUDA beside a torch without it lacks its operators.  They are then declared, without kernels: preparing
+    images needs none, but transformers imports no processor, and few models, beside a torchvision that fails.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return False
+    for declares in (False, True):
+        if declares:
+            _declare_operators()
+        try:
+            import torchvision  # noqa: F401
+        except (ImportError, RuntimeError, OSError):
+            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+                del sys.modules[name]
+        else:
+            return True
+    return False
+
+
+@functools.cache
+def _declare_operators() -> Any:
+    """Declare what torchvision looks up while it is imported; the library lives as long as the process."""
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
 
 
 def load_tokenizer(path: str, **kwargs: Any) -> Any:
@@ -45,6 +80,7 @@ def load_processor(path: str, **kwargs: Any) -> Any | None:
     """
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in PROCESSOR_FILES):
         return None
+    import_torchvision()
     from transformers import AutoProcessor, ProcessorMixin
 
     try:

@@ -25,6 +25,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slime.utils.processing_utils import import_torchvision
+
 FAMILIES = Path(__file__).parent / "families"
 WEIGHT_STD = 0.12
 """Standard deviation of every matrix: weights of the usual size of 0.02 hide wrong gradients."""
@@ -162,9 +164,7 @@ def hide_broken_torchvision() -> None:
     """
     if importlib.util.find_spec("torchvision") is None:
         return  # transformers sees that by itself, and may look again when SGLang brings a stand-in
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError, OSError):
+    if not import_torchvision():
         import transformers.utils
         import transformers.utils.import_utils
 

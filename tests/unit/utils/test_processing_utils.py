@@ -2,10 +2,13 @@
 
 import base64
 import io
+import subprocess
+import sys
 
 import pytest
 from PIL import Image
 
+from slime.utils import env
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import (
     build_processor_kwargs,
@@ -14,6 +17,7 @@ from slime.utils.processing_utils import (
     load_tokenizer,
     process_vision_info,
 )
+from tests.contracts.source_tree import REPO
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
@@ -54,3 +58,25 @@ def test_text_has_no_images_and_bad_images_are_named():
         process_vision_info([{"role": "user", "content": [{"type": "image", "image": "no.png"}]}], None)
     with pytest.raises(DataError, match="qwen_vl_utils"):
         process_vision_info([{"role": "user", "content": [{"type": "video", "video": "x.mp4"}]}], None)
+
+
+def run_beside_torchvision(tmp_path, source: str) -> str:
+    """What a new process prints that imports a torchvision of this source."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text(source)
+    code = "from slime.utils.processing_utils import import_torchvision; print(import_torchvision())"
+    environment = env.copy() | {"PYTHONPATH": f"{tmp_path}:{REPO}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def test_a_torchvision_made_for_another_torch_is_imported_without_its_kernels(tmp_path):
+    # As torchvision does when its compiled part could not be loaded; it raises for an operator that nobody declares.
+    source = "import torch\n@torch.library.register_fake('torchvision::nms')\ndef nms(*_): return None\n"
+    assert run_beside_torchvision(tmp_path, source) == "True"
+
+
+def test_a_torchvision_that_cannot_be_mended_counts_as_none(tmp_path):
+    assert run_beside_torchvision(tmp_path, "raise OSError('libcudart.so.13 is missing')\n") == "False"

@@ -1,6 +1,6 @@
 """What SGLang needs on a machine without CUDA: names it imports from packages that only exist for GPUs.
 
-SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``torchvision`` (image models) and ``triton`` at the
+SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``triton`` and ``torchvision`` (image models) at the
 top of its modules.  A text model on a CPU calls none of their functions: SGLang takes its native torch path.  So the
 shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  Only Mooncake's transfer
 engine is more than names, because prefill/decode disaggregation does call it.  No file of SGLang is changed, a package
@@ -31,6 +31,7 @@ from typing import Any
 from slime.backends.sglang_utils.cpu_shim._name_stubs import NameStub, StubFinder
 from slime.utils import env
 from slime.utils.errors import ConfigError
+from slime.utils.processing_utils import import_torchvision
 
 TESTED_SGLANG = "0.5.15.post1"
 """The only version whose imports the shim is known to satisfy."""
@@ -70,7 +71,7 @@ def install() -> bool:
         return False
     _check_version()
     stubbed = {"sgl_kernel"} if not _is_installed("sgl_kernel") else set()
-    if not _torchvision_works():
+    if not import_torchvision():
         stubbed.add("torchvision")
     _finder = StubFinder(frozenset(stubbed))
     sys.meta_path.insert(0, _finder)
@@ -154,19 +155,6 @@ def _name_operators() -> None:
 
     for name in OPERATORS:
         setattr(torch.ops.sgl_kernel, name, NameStub(f"torch.ops.sgl_kernel.{name}"))
-
-
-def _torchvision_works() -> bool:
-    """Return True when torchvision is installed and fits this torch; a CUDA build fails beside a CPU torch."""
-    if not _is_installed("torchvision"):
-        return False
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError, OSError):
-        for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        return False
-    return True
 
 
 def _tell_transformers() -> None:
