@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.overlay import ROLES_FLAG, load_role_overrides, set_overrides
+from slime.arguments.overlay import ROLES, ROLES_FLAG, load_role_overrides, set_overrides
 from slime.arguments.resolve import resolve
 from slime.arguments.unsupported import refuse_missing_features
 from slime.flags.checkpoint import TRACKER, has_finished_save, inspect_checkpoint, is_iteration_folder
@@ -103,6 +103,29 @@ def resolve_critic(critic: Namespace, args: Namespace) -> None:
     if "save" not in given:
         critic.save = str(Path(args.save) / FOLDER) if args.save is not None else None
     _starting_point(critic, args)
+
+
+def parse_megatron_role_args(args: Namespace, megatron_config_path: str | None, role: str) -> Namespace:
+    """Return the args of a role: a copy of ``args`` with what the file says of it laid over.
+
+    For drivers that start trainers themselves.  The roles of ``--megatron-config-path`` are complete already:
+    ``args`` are the actor's, ``args.critic_args`` the critic's.
+
+    Raises:
+        ConfigError: there is no such role, or the file is wrong.
+    """
+    if role not in ROLES:
+        raise ConfigError(f"the role {role!r} is asked for; it must be {' or '.join(ROLES)}.")
+    if role == "critic" and args.critic_args is not None and megatron_config_path == args.megatron_config_path:
+        return copy.deepcopy(args.critic_args)
+    mine = copy.deepcopy(args)
+    overrides = load_role_overrides(megatron_config_path).get(role, {}) if megatron_config_path is not None else {}
+    mine.role_overrides = set_overrides(mine, role, overrides)
+    if role == "critic":
+        for name, value in UNLESS_OVERRIDDEN.items():
+            setattr(mine, name, mine.role_overrides.get(name, value))
+        _always(mine, ALWAYS | ALWAYS_OF_ITS_MODEL)
+    return mine
 
 
 def finish_critic(critic: Namespace) -> None:

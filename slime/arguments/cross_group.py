@@ -128,6 +128,11 @@ def check_in_step_arguments(args: Namespace) -> None:
     Raises:
         ConfigError: names the flag.
     """
+    if args.eval_in_background:
+        raise ConfigError(
+            "--eval-in-background evaluates while the trainer goes on, and train.py takes one step after the other; "
+            "drop the flag, or use train_async.py."
+        )
     if args.keep_old_actor:
         raise ConfigError(
             "--keep-old-actor keeps the weights that generated a rollout while the trainer continues "

@@ -175,7 +175,6 @@ NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
 
 
 NOT_YET: dict[str, Missing] = {
-    "rollout_data_transport": Missing(reason="NIXL is not supported yet", used=lambda value: value == "nixl"),
     "qwen_gdn_backend": Missing(reason="delta nets run by fla or plain torch", used=lambda value: value != "fla"),
     "memory_recorder": Missing(reason="memory is recorded by torch only, so far", used=lambda value: value != "torch"),
     "megatron_deepgemm_forward_layers": Missing(reason=NO_ALIGNMENT, used=_is_given),

@@ -24,7 +24,7 @@ from slime.flags.cluster import check_gpus
 from slime.flags.data import check_batches, check_eval
 from slime.flags.debug import check_ci, check_dump_templates, check_modes
 from slime.flags.reward import check_reward
-from slime.flags.rollout import check_length_of_the_run, check_sampling
+from slime.flags.rollout import check_data_transport, check_length_of_the_run, check_sampling
 from slime.flags.train import check_stateless_adam, check_trained_parameters
 from slime.flags.weight_sync import check_weight_flags
 from slime.utils.errors import ConfigError
@@ -34,6 +34,7 @@ CHECKS = (
     check_gpus,
     check_length_of_the_run,
     check_batches,
+    check_data_transport,
     check_sampling,
     check_rewards,
     check_reward,

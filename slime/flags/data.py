@@ -141,6 +141,12 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "...}]}`.",
     )
     group.add_argument("--skip-eval-before-train", action="store_true", help="Do not evaluate the initial weights.")
+    group.add_argument(
+        "--eval-in-background",
+        action="store_true",
+        help="Evaluate while training goes on (train_async.py), on the engines of the model named `eval` in "
+        "--sglang-config. They get the weights when an evaluation begins.",
+    )
     group.add_argument("--eval-input-key", default=None, help="Column of the prompt in evaluation data.")
     group.add_argument("--eval-label-key", default=None, help="Column of the label in evaluation data.")
     group.add_argument("--eval-tool-key", default=None, help="Column of the tool definitions in evaluation data.")
@@ -226,5 +232,15 @@ def check_eval(args: Namespace) -> Iterator[str]:
     """Yield one message for each flag of evaluations that names no data, or names them twice."""
     if args.eval_interval is not None and not args.eval_datasets:
         yield "--eval-interval needs data: give --eval-prompt-data NAME PATH or --eval-config."
+    if args.eval_in_background:
+        if args.eval_interval is None:
+            yield "--eval-in-background says how to evaluate; say when with --eval-interval."
+        if args.update_weight_mode == "delta":
+            yield (
+                "--eval-in-background gives its engines weights when an evaluation begins, and --update-weight-mode "
+                "delta sends differences to the push before, which they do not have; use full."
+            )
+        if args.debug_rollout_only:
+            yield "--eval-in-background evaluates a trainer's weights; with --debug-rollout-only there is none."
     if args.eval_prompt_data is not None and args.eval_config is not None:
         yield "--eval-prompt-data and --eval-config both name data sets; give one of them."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -102,7 +103,7 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
         "--rollout-data-transport",
         choices=["object-store", "nixl"],
         default="object-store",
-        help="How rollout data gets to the trainer.",
+        help="How rollout data gets to the trainer: Ray's object store, or NIXL, from memory to memory.",
     )
     group.add_argument(
         "--rollout-external-engine-addrs",
@@ -183,6 +184,19 @@ def check_length_of_the_run(args: Namespace) -> Iterator[str]:
         yield (
             "--num-epoch counts passes over the data set, but --disable-rollout-global-dataset leaves none; "
             "give --num-rollout."
+        )
+
+
+def check_data_transport(args: Namespace) -> Iterator[str]:
+    """Yield a message when the package of the transport cannot be imported here; every node needs it."""
+    if args.rollout_data_transport != "nixl":
+        return
+    try:
+        importlib.import_module("nixl")
+    except ImportError as error:
+        yield (
+            f"--rollout-data-transport nixl needs the package nixl, and here {error}. Install it on every node "
+            "(pip install nixl), or leave the flag out: Ray's object store serves everywhere."
         )
 
 

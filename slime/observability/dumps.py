@@ -2,7 +2,8 @@
 
 ``--save-debug-rollout-data`` writes the samples of a rollout, ``--load-debug-rollout-data`` replays them::
 
-    {"rollout_id": int | str, "samples": [Sample.to_dict(), ...]}
+    {"rollout_id": int, "samples": [Sample.to_dict(), ...]}     and, of a background evaluation,
+                                                                "weight_versions": {data set: version or None}
 
 ``--save-debug-train-data`` writes the data that the trainer trained on, whatever its layout was::
 
@@ -11,7 +12,8 @@
      "dp_shards": [{"dp_rank", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes"}, ...],
      "raw_reward": [...]}
 
-Per-token columns are whole: tensors [response length], joined from the context-parallel ranks.
+``sample_index`` and ``data_parallel_rank`` are further names of a sample's ``position`` and ``dp_rank``.  Per-token
+columns are whole: tensors [response length], joined from the context-parallel ranks.
 
 A path is a template: ``{rollout_id}`` becomes the number (``eval_N`` for an evaluation); without it each rollout
 overwrites the last.  A dump that cannot be written (a full disk) leaves no half file behind.
@@ -37,8 +39,10 @@ logger = logging.getLogger(__name__)
 SAVE_FLAG = "--save-debug-rollout-data"
 
 
-def dump_rollout(args: Namespace, rollout_id: int, samples: Sequence[Sample], *, evaluation: bool = False) -> None:
-    """Write the dump that the flags ask for, if any.
+def dump_rollout(
+    args: Namespace, rollout_id: int, samples: Sequence[Sample], *, evaluation: bool = False, **facts: Any
+) -> None:
+    """Write the dump that the flags ask for, if any, with ``facts`` as further keys.
 
     Training does not depend on it: a run goes on without a dump that cannot be written, and logs that.  With
     ``--debug-rollout-only`` the dump is the purpose of the run, and the error ends it.
@@ -49,22 +53,24 @@ def dump_rollout(args: Namespace, rollout_id: int, samples: Sequence[Sample], *,
     if not args.save_debug_rollout_data:
         return
     try:
-        save_rollout_dump(args.save_debug_rollout_data, rollout_id, samples, evaluation=evaluation)
+        save_rollout_dump(args.save_debug_rollout_data, rollout_id, samples, evaluation=evaluation, **facts)
     except DataError as error:
         if args.debug_rollout_only:
             raise
         logger.error("%s The run goes on without this dump.", error)
 
 
-def save_rollout_dump(template: str, rollout_id: int, samples: Sequence[Sample], *, evaluation: bool = False) -> Path:
-    """Write the samples of one rollout; return the path written.
+def save_rollout_dump(
+    template: str, rollout_id: int, samples: Sequence[Sample], *, evaluation: bool = False, **facts: Any
+) -> Path:
+    """Write the samples of one rollout, with ``facts`` as further keys; return the path written.
 
     Raises:
         DataError: it cannot be written; a dump that was there before still is.
     """
     name = f"eval_{rollout_id}" if evaluation else rollout_id
     path = Path(template.format(rollout_id=name))
-    content = {"rollout_id": name, "samples": [sample.to_dict() for sample in samples]}
+    content = {"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]} | facts
     write_atomically(
         path, lambda file: torch.save(content, file), what=f"The dump of rollout {name}", flag=SAVE_FLAG, to_disk=False
     )
@@ -118,7 +124,7 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
         DataError: it cannot be written; a dump that was there before still is.
     """
     samples = [
-        {"position": position, "dp_rank": shard["dp_rank"], **columns}
+        _named(position, shard["dp_rank"]) | columns
         for shard in shards
         for position, columns in zip(shard["partition"], shard["samples"], strict=True)
     ]
@@ -127,7 +133,10 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
         "rollout_id": rollout_id,
         "rank": rank,
         "samples": sorted(samples, key=lambda sample: sample["position"]),
-        "dp_shards": [{name: shard.get(name) for name in ("dp_rank", *LAYOUT)} for shard in shards],
+        "dp_shards": [
+            {"data_parallel_rank": shard["dp_rank"]} | {name: shard.get(name) for name in ("dp_rank", *LAYOUT)}
+            for shard in shards
+        ],
         "raw_reward": shards[0].get("raw_reward"),
     }
     path = Path(template.format(rollout_id=rollout_id, rank=rank))
@@ -139,6 +148,10 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
         to_disk=False,
     )
     return path
+
+
+def _named(position: int, dp_rank: int) -> dict[str, int]:
+    return {"position": position, "sample_index": position, "dp_rank": dp_rank, "data_parallel_rank": dp_rank}
 
 
 def load_train_dump(path: str | Path) -> dict[str, Any]:

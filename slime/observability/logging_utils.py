@@ -53,6 +53,7 @@ class _Process:
     """The logging of this process, set up once."""
 
     is_logging_configured = False
+    values_of_the_run: dict[str, Any] = {}  # noqa: RUF012  one process, one run
     trackers: list[Tracker] | None = None
 
 
@@ -86,10 +87,10 @@ def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
     """Open the sinks of this process.
 
     Returns:
-        values that the other processes need and no flag gave (``wandb_run_id``, with or without wandb); the driver
-        records them: ``record_runtime(args, **init_tracking(args))``.  Empty unless primary.
+        :func:`values_of_the_run`.
     """
     shared_values = _new_run_values(args) if primary else {}
+    _Process.values_of_the_run = shared_values
     _close()
     shared = Namespace(**{**vars(args), **shared_values})
     _Process.trackers = make_trackers(shared, primary=primary)
@@ -98,6 +99,14 @@ def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
         append_record(path, {START_KEY: shared.wandb_run_id})  # so that a reader can tell a resume from a first start
     atexit.register(_close)
     return shared_values
+
+
+def values_of_the_run() -> dict[str, Any]:
+    """Return what ``init_tracking`` made up for the run in this process (``wandb_run_id``, with or without wandb).
+
+    The other processes need it; the driver records it before it starts them.  Empty unless primary.
+    """
+    return _Process.values_of_the_run
 
 
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, quantiles
 from typing import Any
 
+import torch
+
 from slime.flags.observability import MetricsConfig, metrics_config
 from slime.observability.metric_utils import (
     compute_pass_rate,
@@ -62,10 +64,24 @@ def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> 
     failed = sum("reward_error" in (sample.metadata or {}) for sample in samples)
     if failed:
         metrics["reward_failed_frac"] = failed / len(samples)
-    kept = [sample.rollout_top_p_token_ids for sample in samples if sample.rollout_top_p_token_ids is not None]
-    if kept:
-        metrics["top_p_kept_vocab_per_token"] = sum(len(ids) for ids in kept) / max(sum(lengths), 1)
-    return metrics
+    return metrics | _kept_vocabulary(samples)
+
+
+def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean number of ids that a trained token was drawn from; nothing when no engine said."""
+    spans = [sample for sample in samples if sample.rollout_top_p_token_offsets is not None]
+    if not spans:
+        return {}
+    num_ids = num_tokens = 0
+    for sample in spans:
+        if sample.remove_sample:
+            continue
+        widths = torch.as_tensor(sample.rollout_top_p_token_offsets).diff()
+        if sample.loss_mask is not None:
+            widths = widths[torch.as_tensor(sample.loss_mask).bool()]
+        num_ids += int(widths.sum())
+        num_tokens += len(widths)
+    return {"top_p_kept_vocab_per_token": num_ids / max(num_tokens, 1)}
 
 
 def _engine_figures(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, float]:

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.observability.trace_utils import TRACE_CHILDREN_KEY
-
 QUEUE_SLICE = "engine queue"
 
 
@@ -77,15 +75,13 @@ def _track(trace: Mapping[str, Any], position: int) -> Track:
             ended.end, ended.is_open = event["ts"], False
             ended.attrs |= attrs
     for parent in list(track.slices):
-        track.slices.extend(_children(parent))
+        track.slices.extend(_queueing(parent))
     track.slices.sort(key=lambda one: (one.start, one.depth))
     return track
 
 
-def _children(parent: Slice) -> Iterator[Slice]:
-    """Yield slices that a span carries in its attributes, and the queueing that an engine reported."""
-    for child in parent.attrs.pop(TRACE_CHILDREN_KEY, None) or ():
-        yield Slice(child["name"], child["start"], child["end"], parent.depth + 1, dict(child.get("attrs") or {}))
+def _queueing(parent: Slice) -> Iterator[Slice]:
+    """Yield the queueing that an engine reported."""
     queued = parent.attrs.get("queue_time")
     if isinstance(queued, int | float) and queued > 0:
         yield Slice(QUEUE_SLICE, parent.start, min(parent.start + queued, parent.end), parent.depth + 1)

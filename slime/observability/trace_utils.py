@@ -17,9 +17,10 @@ import asyncio
 import functools
 import itertools
 import logging
+import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -29,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 1
 TRACE_CHILDREN_KEY = "__trace_children__"
-"""An attribute of a span that holds finished child spans ({"name", "start", "end", "attrs"}, times in seconds)."""
+"""An attribute that holds finished child spans ({"name", "start", "end", "attrs"}, times in seconds since the epoch);
+at the end of its span they become spans of the trace.
+"""
 
 _META_ATTRS = {
     "prompt_tokens": "prompt_tokens",
@@ -118,9 +121,25 @@ def _handles(target: Any) -> list[TraceHandle]:
     return []
 
 
-def _event(kind: str, name: str, span_id: str | None, parent: str | None, attrs: dict[str, Any]) -> dict[str, Any]:
-    now = time.time()
-    return {"type": kind, "name": name, "ts": now, "span_id": span_id, "parent_span_id": parent, "attrs": attrs}
+def _event(
+    kind: str, name: str, span_id: str | None, parent: str | None, attrs: dict[str, Any], ts: float | None = None
+) -> dict[str, Any]:
+    when = time.time() if ts is None else ts
+    return {"type": kind, "name": name, "ts": when, "span_id": span_id, "parent_span_id": parent, "attrs": attrs}
+
+
+def _child_events(children: Iterable[Mapping[str, Any]], parent: str) -> list[dict[str, Any]]:
+    """Return the events of finished child spans; none when they are malformed."""
+    events: list[dict[str, Any]] = []
+    try:
+        for child in children:
+            span_id, attrs = _new_id(16), dict(child.get("attrs") or {})
+            events.append(_event("span_start", child["name"], span_id, parent, {}, float(child["start"])))
+            events.append(_event("span_end", child["name"], span_id, parent, attrs, float(child["end"])))
+    except Exception:
+        logger.debug("could not read child spans from %s", children, exc_info=True)
+        return []
+    return events
 
 
 @dataclass
@@ -187,7 +206,9 @@ class trace_span:  # noqa: N801 - used as a function
         try:
             if self._token is not None:
                 _open_spans.reset(self._token)
+            children = span.attrs.pop(TRACE_CHILDREN_KEY, None) or ()
             for handle, span_id, parent in self._opened:
+                handle.carrier["events"] += _child_events(children, span_id)
                 handle.carrier["events"].append(_event("span_end", span.name, span_id, parent, dict(span.attrs)))
         except Exception:
             logger.debug("could not close the trace span %s", span.name, exc_info=True)
@@ -266,11 +287,37 @@ def trace_function(
 def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of an engine call from its ``meta_info``: token counts, times, finish reason, request id.
 
-    With prefill-decode disaggregation (``pd_*`` keys) these are kept under their own names.
+    With prefill-decode disaggregation (``pd_*`` keys) these are kept under their own names, and the seconds that the
+    call spent in each phase become its child spans.
     """
     attrs = {ours: meta[theirs] for theirs, ours in _META_ATTRS.items() if meta.get(theirs) is not None}
     reason = meta.get("finish_reason")
     if reason is not None:
         attrs["finish_reason"] = reason.get("type") if isinstance(reason, Mapping) else reason
     attrs.update({key: value for key, value in meta.items() if key.startswith("pd_") and value is not None})
+    if children := _phases(meta, time.time()):
+        attrs[TRACE_CHILDREN_KEY] = children
     return attrs
+
+
+_PHASE = re.compile(r"pd_(prefill|decode)_(?!.*speed)(.+)_(?:duration|latency|time|s)")
+
+
+def _phases(meta: Mapping[str, Any], end: float) -> list[dict[str, Any]]:
+    """Return the phases of a disaggregated call that ended at ``end`` as child spans, one after the other.
+
+    An engine tells seconds, no moments.  Both sides get the request when it comes, so both begin with it.
+    """
+    sides: dict[str, list[tuple[str, float]]] = {"prefill": [], "decode": []}
+    for key, value in meta.items():
+        match = _PHASE.fullmatch(key)
+        if match and isinstance(value, int | float) and value > 0:
+            sides[match[1]].append((match[2], float(value)))
+    longest = max(sum(seconds for _, seconds in phases) for phases in sides.values())
+    children = []
+    for side, phases in sides.items():
+        start = end - (meta.get("e2e_latency") or longest)
+        for phase, seconds in phases:
+            children.append({"name": f"{side}: {phase}", "start": start, "end": start + seconds, "attrs": {}})
+            start += seconds
+    return children

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import logging
-import time
 from argparse import Namespace
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from slime.arguments import args_to_resume
 from slime.backends.train_worker import TrainWorker
 from slime.ray.engine_handles import UpdatableEngines
-from slime.ray.placement_group import GpuSlice, strategy_for
+from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.train_actor import remote_class, trainer_environment
-from slime.ray.utils import cluster_has_accelerators
+from slime.ray.utils import ray_transport
 from slime.ray.waiting import forget, wait_for, watch
-from slime.utils.errors import CheckpointError, WeightSyncError
+from slime.utils.errors import CheckpointError, ProcessError, WeightSyncError
 from slime.utils.misc import Box
-from slime.weights.push.participants import ExcludedEngine, Participants, PushClock
-from slime.weights.push.push import push_weights
-from slime.weights.push.state import Push
-from slime.weights.push.transports.disk import FolderTransport, WrittenVersion
-from slime.weights.versions import prune_before
+from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILED_RESENDS = 3
+"""How often, one after the other, new engines may fail to take weights before the run is given up."""
+RECOVERY_MARGIN_S = 180.0
+"""What the restart of dead engines may take beyond two starts."""
 PUSH_MARGIN_S = 120.0
 """What a push may take beyond its own deadline, for the trainers' meetings after the last engine was late."""
-RELEASE_GRACE_S = 5.0
-"""After a kill, until a driver has taken the memory of the GPU back."""
 
 
 class RayTrainGroup:
@@ -39,7 +34,7 @@ class RayTrainGroup:
 
     Args:
         args: the run's arguments (of the role, when roles differ).
-        num_nodes: nodes of the trainer.
+        num_nodes: nodes of the trainer; without any, there is no trainer, and the verbs do nothing.
         num_gpus_per_node: ranks on each of them.
         pg: the GPUs, at least as many as ranks.
         num_gpus_per_actor: the share of a GPU bundle that one rank reserves.
@@ -71,6 +66,9 @@ class RayTrainGroup:
         self._actor_cls = actor_cls
         self._manager: Any = None
         self._layouts: list[dict[str, int]] = []
+        self._failed_resends = 0
+        self.deal_external_data: Callable[[list[Any]], list[Any]] = list
+        """From a list of another role's, one entry for each of its ranks, to one for each rank here."""
         self.actors: list[Any] = []
         self.excluded: list[ExcludedEngine] = []
         """The engines that the last push excluded and that were not reported yet."""
@@ -102,6 +100,7 @@ class RayTrainGroup:
             "num_cpus": self._num_gpus_per_actor,
             "num_gpus": self._num_gpus_per_actor,
             "runtime_env": {"env_vars": trainer_environment(self.args, self.world_size)},
+            "enable_tensor_transport": ray_transport(self.args) is not None,
         }
         remote = remote_class(worker_class)
         first = remote.options(scheduling_strategy=strategy_for(self._pg, 0), **options).remote()
@@ -144,8 +143,13 @@ class RayTrainGroup:
     # Work
 
     def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
-        """Start a training step on every rank; a list of external data, or references to it, is dealt out to them."""
-        per_rank = external_data if isinstance(external_data, list) else [external_data] * len(self.actors)
+        """Start a training step on every rank; give a reference for each.
+
+        ``external_data`` is for all ranks, or a list, of what a critic's ranks return or of references to it: each
+        rank gets its own.
+        """
+        is_list = isinstance(external_data, list)
+        per_rank = self.deal_external_data(external_data) if is_list else [external_data] * len(self.actors)
         return [
             actor.train_boxed.remote(rollout_id, rollout_data, external_data=data)
             for actor, data in zip(self.actors, per_rank, strict=True)
@@ -161,6 +165,20 @@ class RayTrainGroup:
         return self._wait(refs, what=f"training on rollout {rollout_id}")
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Save the checkpoint of ``rollout_id``, and the position in the data with it, and make it count.
+
+        A driver that saves several roles as one calls the parts: :meth:`write_checkpoint` of each, then
+        :meth:`publish_checkpoint`.
+        """
+        self.write_checkpoint(rollout_id, force_sync)
+        if self._manager is not None and self.args.rollout_global_dataset:
+            # A checkpoint that counts has one.
+            self._ask_manager("save", rollout_id, timeout_s=self.args.train_timeout_s)
+        self.publish_checkpoint(rollout_id)
+        if self._manager is not None:
+            self._ask_manager("record_published", rollout_id)
+
+    def write_checkpoint(self, rollout_id: int, force_sync: bool = False) -> None:
         """Write the checkpoint of ``rollout_id``; it does not count until :meth:`publish_checkpoint`."""
         self._on_all("save_model", rollout_id, force_sync, what=f"checkpoint {rollout_id}")
 
@@ -168,13 +186,77 @@ class RayTrainGroup:
         """Make the checkpoint of ``rollout_id`` the one to resume from.  The last act of a save."""
         self._on_all("publish_checkpoint", rollout_id, what=f"publishing checkpoint {rollout_id}")
 
-    def hand_over_weights(self) -> None:
-        """Do nothing before the engines take room for weights: the trainer stays where it is."""
+    # Weights
+
+    @property
+    def restarts_engines(self) -> bool:
+        """True when engines may start while a rollout runs, and wait for weights of this trainer."""
+        return bool(self.args.use_fault_tolerance and self.world_size and not self.args.debug_train_only)
 
     def update_weights(self) -> dict[str, float]:
-        """Push the present weights to every engine that takes updates; return the metrics of the push."""
-        if self.args.debug_train_only:
+        """Give the present weights to every engine that takes updates; return the metrics of the push.
+
+        With fault tolerance dead engines are replaced first.  ``--weight-push-failure`` says what becomes of engines
+        that do not take the push.
+        """
+        if self.args.debug_train_only or not self.world_size:
             return {}
+        if self.restarts_engines:
+            # An engine that starts or takes weights answers no probe; the next rollout resumes the monitors.
+            self._ask_manager("health_monitoring_pause")
+            self._recover_engines()
+        try:
+            metrics = self.push_once()
+        except (ProcessError, WeightSyncError) as error:
+            # Once more with others in the place of those that failed; a failure of the trainer's stays one.
+            if not self.restarts_engines:
+                raise
+            was_refused = self._report_refusals()
+            if not self._ask_manager("find_dead_engines", 0.0 if was_refused else 10.0) and not was_refused:
+                raise
+            logger.warning("no engine took the push; retrying: %s", error)
+            self._recover_engines()
+            metrics = self.push_once()
+        if self._report_refusals() and self.restarts_engines:
+            # Where GPUs are shared, others must be up before the trainer takes them; elsewhere that can wait.
+            self._recover_engines()
+            self.serve_new_engines()
+        return metrics
+
+    def serve_new_engines(self) -> None:
+        """Give the weights to engines in the place of dead ones; to be called while the trainer is idle."""
+        engines = self._ask_manager("get_engines_without_weights")
+        if not engines.handles:
+            return
+        try:
+            self.resend_weights(engines)
+            self._failed_resends = 0
+        except (ProcessError, WeightSyncError) as error:
+            # It may have died as well: then its monitor reports it, and we are called again.
+            self._failed_resends += 1
+            if self._failed_resends >= MAX_FAILED_RESENDS:
+                raise
+            logger.warning("new engines did not take the weights; they will be tried again: %s", error)
+        self._report_refusals()
+
+    def _report_refusals(self) -> bool:
+        """Tell the manager which engines the last push excluded; return whether there were any.
+
+        Raises:
+            WeightSyncError: ``--weight-push-failure`` is stop.
+        """
+        excluded, self.excluded = self.excluded, []
+        if excluded:
+            self._ask_manager("push_refused", excluded)
+        return bool(excluded)
+
+    def _recover_engines(self) -> None:
+        """Restart dead engines, and wait for those that the push must meet."""
+        timeout_s = 2 * self.args.engine_start_timeout_s + RECOVERY_MARGIN_S
+        self._ask_manager("recover_updatable_engines", timeout_s=timeout_s)
+
+    def push_once(self) -> dict[str, float]:
+        """Push the present weights once; :attr:`excluded` has the engines that did not take them."""
         self.excluded = []
         engines = self._ask_manager("push_started")
         if not engines.handles:
@@ -211,10 +293,10 @@ class RayTrainGroup:
         excluded: ray.ObjectRef = self.actors[0].excluded_engines.remote()
         return wait_for(excluded, what="the engines that the push excluded", timeout_s=PUSH_MARGIN_S)
 
-    def _ask_manager(self, method: str, *arguments: Any) -> Any:
+    def _ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         ref: ray.ObjectRef = getattr(self._manager, method).remote(*arguments)
         what = f"the rollout manager ({method})"
-        return wait_for(ref, what=what, timeout_s=self.args.weight_update_timeout_s)
+        return wait_for(ref, what=what, timeout_s=timeout_s or self.args.weight_update_timeout_s)
 
     def onload(self) -> None:
         """Bring the trainer's memory back to the GPUs."""
@@ -233,80 +315,3 @@ class RayTrainGroup:
 
     def _wait(self, refs: list[ray.ObjectRef], what: str, timeout_s: float | None = None) -> list[Any]:
         return wait_for(refs, what=f"{what} ({self.role})", timeout_s=timeout_s or self.args.train_timeout_s)
-
-
-class ReleasedTrainGroup(RayTrainGroup):
-    """A trainer that is there only while it trains (``--release-train``); in between, ``actors`` is empty.
-
-        generate -> start the ranks, load the last checkpoint -> train -> save -> write the weights -> end the ranks
-                 -> the driver has the engines read them -> generate
-
-    Nothing of the trainer stays in any memory while the engines generate.
-    """
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._run_args = self.args
-        self._is_saved = False
-        """A checkpoint of this job exists; until then the ranks start as they did first."""
-        self._written: WrittenVersion | None = None
-        """Version that the trainer wrote to disk last."""
-
-    def train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> dict[str, float]:
-        """Train as the base class does; starts the ranks where they have ended."""
-        if not self.actors:
-            version = self._written.number if self._written is not None else 0
-            self.args = args_to_resume(self._run_args, weight_version=version, is_saved=self._is_saved)
-            self.create()
-        return super().train(rollout_id, rollout_data, external_data)
-
-    def publish_checkpoint(self, rollout_id: int) -> None:
-        """Publish as the base class does; the next ranks start from this checkpoint."""
-        super().publish_checkpoint(rollout_id)
-        self._is_saved = True
-
-    def hand_over_weights(self) -> None:
-        """Have the weights written to disk, and end every rank: its memory is free when this returns."""
-        if self.args.debug_train_only or not self.actors:
-            return
-        engines = self._ask_manager("get_updatable_engines")
-        # These ranks have never seen an engine; the hook after the write gets them.
-        self._on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
-        timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
-        written = self._on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)
-        self._written = written[0]
-        self.release()
-        if cluster_has_accelerators():
-            time.sleep(RELEASE_GRACE_S)
-
-    def update_weights(self) -> dict[str, float]:
-        """Have every engine that takes updates read what the trainer left; return the metrics of the push."""
-        if self.args.debug_train_only:
-            return {}
-        engines = self._ask_manager("push_started")
-        return self._deliver(engines) if engines.handles else {}
-
-    def resend_weights(self, engines: UpdatableEngines) -> None:
-        """Have engines that started late read what the others have read."""
-        self._deliver(engines)
-
-    def _deliver(self, engines: UpdatableEngines) -> dict[str, float]:
-        args = self.args
-        if self._written is None:
-            raise WeightSyncError("the trainer has written no weights to disk; call hand_over_weights first")
-        if engines.num_new:
-            self._ask_manager("clear_updatable_num_new_engines")
-        push = Push(
-            str(self._written.number),
-            Participants(engines.proxies(), PushClock(args.weight_update_timeout_s)),
-            repacks=self._written.repacks,
-            checks=args.check_weight_update_equal,
-        )
-        try:
-            report = push_weights(push, self._written, FolderTransport())
-        finally:
-            self.excluded = list(push.participants.excluded)
-        self._ask_manager("push_done", self.excluded)
-        if not args.update_weight_disk_keep_files:
-            prune_before(Path(args.update_weight_disk_dir), self._written.number)
-        return report.as_metrics()

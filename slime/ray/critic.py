@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.placement_group import GpuSlice
+from slime.ray.gpus import GpuSlice
 from slime.utils.errors import CheckpointError, ConfigError
 
 
@@ -36,6 +36,7 @@ def create_critic(args: Namespace, gpus: GpuSlice, actor: RayTrainGroup) -> RayT
             "checkpoints are not of one save. Name one that both have with --ckpt-step."
         )
     scatter_values(["" for _ in range(critic.world_size)], critic.layouts(), actor.layouts())  # fails now or never
+    actor.deal_external_data = lambda values: scatter_values(values, critic.layouts(), actor.layouts())
     return critic
 
 

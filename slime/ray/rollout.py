@@ -16,25 +16,26 @@ import ray
 
 from slime.observability.dumps import dump_rollout, load_rollout_dump
 from slime.observability.logging_utils import configure_logger, finish_tracking
+from slime.ray.background_eval import evaluation_args
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S, EngineFleet, start_fleet
-from slime.ray.placement_group import GpuSlice
+from slime.ray.gpus import GpuSlice
 from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, train_data_from_samples
 from slime.ray.rollout_logging import log_eval, log_rollout
+from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
 from slime.ray.waiting import WATCH_GROUP, Watched
-from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, eval_samples
 from slime.rollout.context import NoJournal, RunState, use_run
 from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
-from slime.utils.types import Sample
 from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DEADLINE_MARGIN_S", "RemoteRolloutManager", "RolloutManager", "create_rollout_manager"]
+__all__ = ["DEADLINE_MARGIN_S", "RemoteRolloutManager", "RolloutManager", "start_rollout_manager"]
 
 CONTROL_GROUP = "control"
 """Concurrency group of the short calls that must not queue behind a running ``generate``."""
@@ -104,7 +105,8 @@ class RolloutManager(Watched):
         train_data = train_data_from_samples(self.args, samples)
         per_rank, schedule = split_for_ranks(self.args, train_data, self._parallel)
         log_rollout(self.args, rollout_id, samples, metrics, seconds)
-        return [Box(ray.put(data)) for data in per_rank]
+        transport = ray_transport(self.args)
+        return [Box(ray.put(data, _tensor_transport=transport)) for data in per_rank]
 
     def _make_samples(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
         if self.args.load_debug_rollout_data:
@@ -135,8 +137,7 @@ class RolloutManager(Watched):
         output = self.engines.run_watched(
             lambda: call_rollout_fn(self.eval_rollout, self.args, rollout_id, self.data_source, evaluation=True)
         )
-        samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
-        dump_rollout(self.args, rollout_id, samples, evaluation=True)
+        dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True)
         return log_eval(self.args, rollout_id, output.data, output.metrics, time.monotonic() - start)
 
     # Data position
@@ -171,6 +172,16 @@ class RolloutManager(Watched):
     def get_updatable_engines(self) -> UpdatableEngines:
         """See ``EngineFleet.updatable``."""
         return self.engines.updatable()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_evaluation_engines(self) -> UpdatableEngines:
+        """See ``EngineFleet.for_evaluation``."""
+        return self.engines.for_evaluation()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_evaluation_args(self) -> Namespace:
+        """Return the args of a process whose requests go to the engines that evaluate in the background."""
+        return evaluation_args(self.args)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_engines_without_weights(self) -> UpdatableEngines:
@@ -254,10 +265,9 @@ RemoteRolloutManager = ray.remote(num_cpus=1, num_gpus=0, concurrency_groups={WA
 )
 
 
-def create_rollout_manager(args: Namespace, gpus: GpuSlice) -> Any:
+def start_rollout_manager(args: Namespace, gpus: GpuSlice) -> Any:
     """Start the rollout manager actor; its engines boot in the background until ``wait_ready`` is called."""
-    from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
-
-    return RemoteRolloutManager.options(runtime_env={"env_vars": COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES}).remote(
-        args, gpus
-    )
+    return RemoteRolloutManager.options(
+        runtime_env={"env_vars": COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES},
+        enable_tensor_transport=ray_transport(args) is not None,
+    ).remote(args, gpus)

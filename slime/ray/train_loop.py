@@ -6,7 +6,6 @@ that is printed when it is done.
 
 from __future__ import annotations
 
-import logging
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -15,62 +14,14 @@ from typing import Any
 
 import ray
 
-from slime.arguments import record_runtime
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
 from slime.observability.metrics_file import StepLine
-from slime.ray.actor_group import RayTrainGroup, ReleasedTrainGroup
-from slime.ray.critic import create_critic, scatter_values
-from slime.ray.placement_group import GpuSlice, create_placement_groups
-from slime.ray.rollout import DEADLINE_MARGIN_S, create_rollout_manager
-from slime.ray.utils import cluster_has_accelerators
-from slime.ray.waiting import forget_all, wait_for, watch
-from slime.utils.errors import ConfigError, ProcessError, WeightSyncError
+from slime.ray.background_eval import BackgroundEvaluation
+from slime.ray.gpus import create_placement_groups
+from slime.ray.rollout import DEADLINE_MARGIN_S
+from slime.ray.startup import create_rollout_manager, create_training_models
+from slime.ray.waiting import forget_all, wait_for
 from slime.utils.misc import Box, should_run_periodic_action
-
-logger = logging.getLogger(__name__)
-
-MAX_FAILED_RESENDS = 3
-"""How often, one after the other, new engines may fail to take weights before the run is given up."""
-
-
-def create_training_models(
-    args: Namespace, gpus: dict[str, GpuSlice | None], rollout_manager: Any
-) -> tuple[RayTrainGroup | None, RayTrainGroup | None]:
-    """Start the trainers and load their models.
-
-    Returns:
-        ``(actor, critic)``; no actor with ``--debug-rollout-only``, no critic unless the estimator has one.
-    """
-    if args.debug_rollout_only:
-        record_runtime(args, start_rollout_id=args.start_rollout_id or 0)
-        return None, None
-    actor_gpus = gpus["actor"]
-    assert actor_gpus is not None
-    actor = (ReleasedTrainGroup if args.release_train else RayTrainGroup)(
-        args,
-        args.actor_num_nodes,
-        args.actor_num_gpus_per_node,
-        actor_gpus,
-        role="actor",
-        with_ref=args.kl_coef != 0 or args.use_kl_loss,
-        with_opd_teacher=args.use_opd and args.opd_type == "megatron",
-    )
-    start_rollout_id = actor.create()
-    critic = None
-    if args.critic_args is not None and args.num_rollout != 0:
-        critic_gpus = gpus["critic"]
-        assert critic_gpus is not None
-        critic = create_critic(args, critic_gpus, actor)
-    if args.start_rollout_id is None:
-        record_runtime(args, start_rollout_id=start_rollout_id)
-    actor.set_rollout_manager(rollout_manager)
-    if args.rollout_global_dataset:
-        wait_for(
-            rollout_manager.load.remote(args.start_rollout_id - 1),
-            what="the position in the data to be restored",
-            timeout_s=args.train_timeout_s,
-        )
-    return actor, critic
 
 
 class TrainJob:
@@ -80,37 +31,17 @@ class TrainJob:
         configure_logger()
         self.args = args
         gpus = create_placement_groups(args)
-        record_runtime(args, **init_tracking(args))
-        self._step_line = StepLine.follow(args)
+        init_tracking(args)
         self._seconds: dict[str, float] = {}
-        self._failed_resends = 0
         rollout_gpus = gpus["rollout"]
         assert rollout_gpus is not None
-        self.manager = create_rollout_manager(args, rollout_gpus)
-        watch(self.manager, "the rollout manager")
-        self.rollouts_per_epoch: int | None = self._ask(
-            "get_num_rollout_per_epoch", what="the rollout manager to start"
-        )
-        self._resolve_num_rollout()
-        if args.offload_rollout and cluster_has_accelerators():
-            # The engines size their memory by what is free: they must be up before the trainer takes any.
-            self._wait_for_engines()
-            self.offload_engines()
+        self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus)
+        self._step_line = StepLine.follow(args)
         self.actor, self.critic = create_training_models(args, gpus, self.manager)
-        if not (args.offload_rollout and cluster_has_accelerators()):
-            self._wait_for_engines()
+        self._background: BackgroundEvaluation | None = None
+        if args.eval_in_background and not args.debug_train_only:
+            self._background = BackgroundEvaluation(args, self.manager, self.actor)
         self.push_weights()
-
-    def _resolve_num_rollout(self) -> None:
-        args = self.args
-        if args.num_rollout is None:
-            num_rollout = (self.rollouts_per_epoch or 0) * args.num_epoch
-            if num_rollout == 0:
-                raise ConfigError(
-                    f"--num-epoch {args.num_epoch} gives no rollout: the data set has fewer prompts than "
-                    f"--rollout-batch-size {args.rollout_batch_size}. Use a smaller batch, more data or --num-rollout."
-                )
-            record_runtime(args, num_rollout=num_rollout)
 
     def offload_engines(self) -> None:
         """Have the engines release weights, cache and graphs, so that the trainer fits beside them."""
@@ -126,9 +57,6 @@ class TrainJob:
         if self.args.offload_rollout and not self.args.debug_train_only:
             self._ask(method, what=f"the engines' memory ({method})", timeout_s=self.args.weight_update_timeout_s)
 
-    def _wait_for_engines(self) -> None:
-        self._ask("wait_ready", what="the engines to start", timeout_s=self.args.engine_start_timeout_s + 180)
-
     # Steps
 
     def start_generate(self, rollout_id: int) -> ray.ObjectRef:
@@ -143,30 +71,8 @@ class TrainJob:
                 what="the rollout",
                 timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
                 report_every_s=60,
-                meanwhile=self._serve_new_engines if self._restarts_engines else None,
+                meanwhile=self.actor.serve_new_engines if self.actor.restarts_engines else None,
             )
-
-    @property
-    def _restarts_engines(self) -> bool:
-        """True when engines may start while a rollout runs, and wait for weights of this job's trainer."""
-        return self.args.use_fault_tolerance and self.actor is not None and not self.args.debug_train_only
-
-    def _serve_new_engines(self) -> None:
-        """Give engines in the place of dead ones the weights; the trainer is idle while we wait for a rollout."""
-        engines = self._ask("get_engines_without_weights", what="the list of new engines")
-        if not engines.handles:
-            return
-        assert self.actor is not None
-        try:
-            self.actor.resend_weights(engines)
-            self._failed_resends = 0
-        except (ProcessError, WeightSyncError) as error:
-            # It may have died as well: then its monitor reports it, and we are called again.
-            self._failed_resends += 1
-            if self._failed_resends >= MAX_FAILED_RESENDS:
-                raise
-            logger.warning("new engines did not take the weights; they will be tried again: %s", error)
-        self._report_refusals()
 
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run rollout ``rollout_id`` and wait for its train data."""
@@ -177,13 +83,11 @@ class TrainJob:
 
         The first ``--num-critic-only-steps`` rollouts train the critic alone.
         """
-        assert self.actor is not None, "without a trainer generate() gives no train data"
         values = None
         if self.critic is not None:
             with self._timed("train_critic"):
                 values = self.critic.async_train(rollout_id, rollout_data)
                 self.critic.wait_trained(rollout_id, values)
-                values = scatter_values(values, self.critic.layouts(), self.actor.layouts())
         if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
             with self._timed("train"):
                 self.actor.train(rollout_id, rollout_data, external_data=values)
@@ -198,7 +102,7 @@ class TrainJob:
         goes on from the iteration of the actor's whatever its own says.
         """
         args = self.args
-        if self.actor is None:
+        if args.debug_rollout_only:
             return
         is_due = should_run_periodic_action(rollout_id, args.save_interval, self.rollouts_per_epoch, args.num_rollout)
         if not (is_due or args.release_train):
@@ -207,8 +111,8 @@ class TrainJob:
             is_last = args.release_train or rollout_id == args.num_rollout - 1  # of these processes
             if self.critic is not None:
                 # Not behind training's back (--async-save): the actor's might be on disk, and count, before it.
-                self.critic.save_model(rollout_id, force_sync=True)
-            self.actor.save_model(rollout_id, force_sync=is_last)
+                self.critic.write_checkpoint(rollout_id, force_sync=True)
+            self.actor.write_checkpoint(rollout_id, force_sync=is_last)
             if args.rollout_global_dataset:
                 self._ask("save", rollout_id, what="the position in the data to be saved")
             if self.critic is not None:
@@ -218,57 +122,16 @@ class TrainJob:
 
     def push_weights(self) -> None:
         """Give the engines the present weights (and, where GPUs are shared, the GPUs)."""
-        if self.actor is None:
+        args = self.args
+        if args.debug_rollout_only:
             return
-        if not self.args.offload_train:
+        if not args.offload_train:
             self.actor.clear_memory()
         with self._timed("push"):
-            if self._restarts_engines:
-                # An engine that starts or takes weights answers no probe; the next rollout resumes the monitors.
-                self._ask("health_monitoring_pause", what="the health monitors to pause")
-            self.actor.hand_over_weights()
-            self._on_shared_gpus("onload_weights")
-            if self._restarts_engines:
-                self._recover_engines()
-            self._push_to_engines()
+            if not args.release_train:  # else the trainer goes first, and has the engines take the room that it left
+                self._on_shared_gpus("onload_weights")
+            self.actor.update_weights()
             self._on_shared_gpus("onload_kv")
-
-    def _push_to_engines(self) -> None:
-        """Push once; ``--weight-push-failure`` says what becomes of engines that do not take it."""
-        assert self.actor is not None
-        try:
-            self.actor.update_weights()
-        except (ProcessError, WeightSyncError) as error:
-            # Once more with others in the place of those that failed; a failure of the trainer's stays one.
-            if not self._restarts_engines:
-                raise
-            was_refused = self._report_refusals()
-            if not self._ask("find_dead_engines", 0.0 if was_refused else 10.0, what="the state") and not was_refused:
-                raise
-            logger.warning("no engine took the push; retrying: %s", error)
-            self._recover_engines()
-            self.actor.update_weights()
-        if self._report_refusals() and self._restarts_engines:
-            # Where GPUs are shared, others must be up before the trainer takes them; elsewhere that can wait.
-            self._recover_engines()
-            self._serve_new_engines()
-
-    def _report_refusals(self) -> bool:
-        """Tell the manager which engines the last push excluded; return whether there were any.
-
-        Raises:
-            WeightSyncError: ``--weight-push-failure`` is stop.
-        """
-        assert self.actor is not None
-        excluded, self.actor.excluded = self.actor.excluded, []
-        if excluded:
-            self._ask("push_refused", excluded, what="the engines that a push excluded")
-        return bool(excluded)
-
-    def _recover_engines(self) -> None:
-        """Restart dead engines, and wait for those that the push must meet."""
-        timeout_s = 2 * self.args.engine_start_timeout_s + DEADLINE_MARGIN_S
-        self._ask("recover_updatable_engines", what="dead engines to be restarted", timeout_s=timeout_s)
 
     def evaluate(self, rollout_id: int) -> None:
         """Measure the present policy on the evaluation sets."""
@@ -277,16 +140,23 @@ class TrainJob:
                 self.manager.eval.remote(rollout_id),
                 what="the evaluation",
                 timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
-                meanwhile=self._serve_new_engines if self._restarts_engines else None,
+                meanwhile=self.actor.serve_new_engines if self.actor.restarts_engines else None,
             )
 
     def evaluate_if_due(self, rollout_id: int) -> None:
-        """Evaluate when ``--eval-interval`` says so."""
-        if should_run_periodic_action(rollout_id, self.args.eval_interval, self.rollouts_per_epoch):
+        """Evaluate when ``--eval-interval`` says so; in the background, only begin to."""
+        if not should_run_periodic_action(rollout_id, self.args.eval_interval, self.rollouts_per_epoch):
+            return
+        if self._background is None:
             self.evaluate(rollout_id)
+            return
+        with self._timed("begin_eval"):
+            self._background.begin(rollout_id)
 
     def report(self, rollout_id: int) -> None:
         """Log the driver's own times of the step and print the step's line."""
+        if self._background is not None:
+            self._background.raise_if_failed()
         seconds, self._seconds = self._seconds, {}
         metrics: dict[str, float] = {f"perf/time_{name}_s": value for name, value in seconds.items()}
         metrics["perf/time_step_s"] = sum(seconds.values())
@@ -294,7 +164,9 @@ class TrainJob:
         print(self._step_line.line(rollout_id), flush=True)
 
     def finish(self) -> None:
-        """Stop engines, routers and trainers, and close the logs."""
+        """Stop engines, routers and trainers, and close the logs; an evaluation in the background ends first."""
+        if self._background is not None:
+            self._background.finish()
         forget_all()
         self._ask("dispose", what="the engines to stop", timeout_s=self.args.shutdown_timeout_s * 2)
         for trainer in (self.critic, self.actor):

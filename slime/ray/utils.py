@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from typing import Any
 
 import ray
@@ -27,6 +28,11 @@ NOSET_VISIBLE_DEVICES = {
 
 COMMON_ACTOR_ENV = {"RAY_USE_UVLOOP": "0"}
 """SGLang installs its own event-loop policy; Ray's would get in its way."""
+
+
+def ray_transport(args: Namespace) -> str | None:
+    """Return the name of Ray's transport for the tensors of rollout data; None for its object store."""
+    return "nixl" if args.rollout_data_transport == "nixl" else None
 
 
 def cluster_has_accelerators() -> bool:

@@ -61,6 +61,11 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] | None = None
 
 
+def eval_samples(output: RolloutFnEvalOutput) -> list[Sample]:
+    """Return the samples of every data set; an evaluation function of the user's may give none."""
+    return [sample for result in output.data.values() for sample in result.get("samples") or ()]
+
+
 def call_rollout_fn(
     fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:

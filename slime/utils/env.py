@@ -59,6 +59,11 @@ def prefer_ipv6() -> bool:
     return get_bool("SLIME_PREFER_IPV6")
 
 
+def accelerator() -> str | None:
+    """Return ``SLIME_ACCELERATOR``: the kind of device to compute on, as torch names it; None chooses."""
+    return get_str("SLIME_ACCELERATOR")
+
+
 def log_dir() -> str | None:
     """Return ``SLIME_LOG_DIR``: folder for the logs of engines and routers; by default a folder in the
     system's temp.

@@ -156,8 +156,13 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each token and, on request, the entropy of each row of [T, V] logits."""
-    return vocab_parallel_log_probs(
+    """Return the log-probability of each token, [T, 1], and on request the entropy of each row of logits, [T].
+
+    Args:
+        logits: [T, V / tensor-parallel size].
+        tokens: [T].
+    """
+    log_probs, entropy = vocab_parallel_log_probs(
         logits,
         tokens,
         tp_group=tp_group,
@@ -166,3 +171,4 @@ def calculate_log_probs_and_entropy(
         entropy_grad=with_entropy_grad,
         keep=log_prob_keep_mask,
     )
+    return log_probs.unsqueeze(-1), entropy

@@ -110,13 +110,13 @@ def decode_int32(value: Any, name: str = "array") -> np.ndarray:
     return np.array(value, dtype=np.int32).reshape(-1)
 
 
-def decode_int32_meta_array(meta: Mapping[str, Any], keys: str | Sequence[str]) -> np.ndarray | None:
-    """Return the int32 array under the first of ``keys`` that ``meta`` has with a value; None when it has none of
-    them.
+def decode_int32_meta_array(meta: Mapping[str, Any], keys: str | Sequence[str]) -> Tensor | None:
+    """Return the flat int32 tensor under the first of ``keys`` that ``meta`` has with a value; None when it has none
+    of them.
     """
     for key in [keys] if isinstance(keys, str) else keys:
         if meta.get(key) is not None:
-            return decode_int32(meta[key], key)
+            return torch.from_numpy(decode_int32(meta[key], key))
     return None
 
 
@@ -249,11 +249,12 @@ def read_top_p_spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Tensor, 
         raise DataError(
             f"top-p offsets have {len(offsets)} entries for {num_tokens} new tokens; {num_tokens + 1} are needed."
         )
-    if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+    if offsets[0] != 0 or offsets[-1] != len(ids) or (offsets.diff() < 0).any():
         raise DataError(
-            f"top-p offsets run from {offsets[0]} to {offsets[-1]}; they must rise from 0 to the {len(ids)} ids sent."
+            f"top-p offsets run from {int(offsets[0])} to {int(offsets[-1])}; they must rise from 0 to the {len(ids)} "
+            "ids sent."
         )
-    return torch.from_numpy(ids), torch.from_numpy(offsets)
+    return ids, offsets
 
 
 def extend_top_p_spans(
@@ -288,12 +289,12 @@ def read_routed_experts(
         return None
     start = int(meta.get(ROUTED_EXPERTS_START_KEY) or 0)
     num_rows = max(0, num_tokens - 1 - start)
-    if flat.size != num_rows * num_layers * top_k:
+    if len(flat) != num_rows * num_layers * top_k:
         raise DataError(
-            f"meta_info['routed_experts'] has {flat.size} values; {num_tokens} tokens from position {start} on need "
+            f"meta_info['routed_experts'] has {len(flat)} values; {num_tokens} tokens from position {start} on need "
             f"{num_rows} x {num_layers} layers x {top_k} experts = {num_rows * num_layers * top_k}."
         )
-    rows = torch.from_numpy(flat).reshape(num_rows, num_layers, top_k)
+    rows = flat.reshape(num_rows, num_layers, top_k)
     if start == 0:
         return rows
     if earlier is None or earlier.shape[0] < start:

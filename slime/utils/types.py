@@ -7,6 +7,8 @@ A sample is made from a data row (``prompt``, ``label``, ``metadata``), grows in
 
 from __future__ import annotations
 
+import functools
+import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,6 +21,8 @@ from slime.utils import sglang_meta
 from slime.utils.errors import DataError
 from slime.utils.misc import copy_plain
 from slime.utils.sglang_meta import SamplePrefixCacheInfo, SampleSpecInfo
+
+logger = logging.getLogger(__name__)
 
 RolloutBatch = dict[str, Any]
 """Train data by column: ``name -> one entry per sample``; a plain dict because hooks are promised one."""
@@ -44,6 +48,31 @@ STATUS_OF_FINISH_REASON = {
     "length": SampleStatus.TRUNCATED,
     "abort": SampleStatus.ABORTED,
 }
+
+
+def _status_of(value: Any) -> SampleStatus:
+    """Return the status that ``value`` is, or is the text of.
+
+    Raises:
+        DataError: it is neither.
+    """
+    try:
+        return SampleStatus(value)
+    except ValueError as error:
+        allowed = ", ".join(status.value for status in SampleStatus)
+        raise DataError(
+            f"A sample's status is {value!r}; it must be one of {allowed}, as Sample.Status or as text."
+        ) from error
+
+
+class _StatusField:
+    """The field ``Sample.status``: text that is set becomes the status of that name, anything else is refused."""
+
+    def __get__(self, sample: Any, owner: type) -> SampleStatus:
+        return SampleStatus.PENDING if sample is None else sample.__dict__["status"]  # the class's is the default
+
+    def __set__(self, sample: Any, value: SampleStatus | str) -> None:
+        sample.__dict__["status"] = value if type(value) is SampleStatus else _status_of(value)
 
 
 @dataclass
@@ -99,7 +128,8 @@ class Sample:
     remove_sample: bool = False
     """Take part in reward normalisation, but train nothing."""
     teacher_log_probs: list[float] | None = None
-    status: SampleStatus = SampleStatus.PENDING
+    status: _StatusField = _StatusField()
+    """A ``Sample.Status``; its text may be set, too."""
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
     """Generate function of this sample; wins over ``--custom-generate-function-path``."""
@@ -140,11 +170,7 @@ class Sample:
             DataError: ``status`` is missing or is not one of ``Sample.Status``.
         """
         values = dict(data)
-        try:
-            values["status"] = SampleStatus(values["status"])
-        except (KeyError, ValueError) as error:
-            allowed = ", ".join(status.value for status in SampleStatus)
-            raise DataError(f"A sample's status is {values.get('status')!r}; it must be one of {allowed}.") from error
+        values["status"] = _status_of(values.get("status"))
         for name, kind in (
             ("spec_info", SampleSpecInfo),
             ("prefix_cache_info", SamplePrefixCacheInfo),
@@ -184,6 +210,8 @@ class Sample:
     ) -> None:
         """Extend the response, every per-token field with it.  On an error the sample is as it was before.
 
+        Lists grow in place: who holds ``sample.tokens`` or ``sample.loss_mask`` sees the new entries.
+
         Args:
             args: needed for routed experts (``num_layers``, ``moe_router_topk``) and speculative-decoding counts.
             tokens: new token ids.
@@ -198,29 +226,34 @@ class Sample:
             ValueError: the pieces do not fit each other or the response so far.
         """
         new_tokens = None if tokens is None else _list_of(int, tokens)
-        grown = self._grown_columns(new_tokens, log_probs, trainable)
+        new_entries = self._new_entries(new_tokens, log_probs, trainable)
+        replay: dict[str, Any] = {}
         if meta_info is not None:
-            grown |= self._grown_replay(args, meta_info, new_tokens or [])
+            replay = self._grown_replay(args, meta_info, new_tokens or [])
         elif new_tokens:
-            grown |= self._grown_top_p(None, len(new_tokens))
-        status = self._terminal_status(meta_info) if update_terminal_info else None
-        self._check_lengths(grown)
+            replay = self._grown_top_p(None, len(new_tokens))
+        self._check_lengths(len(new_tokens or ()), new_entries, replay)
 
-        self.__dict__.update(grown)
+        for name, (earlier, new) in new_entries.items():
+            earlier.extend(new)
+            setattr(self, name, earlier)
+        self.__dict__.update(replay)
+        self.response_length += len(new_tokens or ())
         if text:
             self.response += text
-        if status is not None and meta_info is not None:
-            self.status = status
+        reason = (meta_info or {}).get("finish_reason")
+        if update_terminal_info and reason and meta_info is not None:
+            self.status = _status_of_finish_reason(reason) or self.status
             if getattr(args, "sglang_speculative_algorithm", None):
                 self.spec_info.add(meta_info)
             self.prefix_cache_info.add(meta_info)
             if meta_info.get("weight_version") is not None:
                 self.weight_versions.append(meta_info["weight_version"])
 
-    def _grown_columns(
+    def _new_entries(
         self, tokens: list[int] | None, log_probs: Sequence[float] | None, trainable: bool
-    ) -> dict[str, Any]:
-        """Return tokens, length, mask and log-probs after ``tokens``; empty when there are none to add."""
+    ) -> dict[str, tuple[list[Any], list[Any]]]:
+        """Return, of tokens, mask and log-probs, the list so far and what it grows by; empty without ``tokens``."""
         num_new = len(tokens or ())
         if log_probs is not None and not trainable:
             raise ValueError("log_probs were given for tokens with trainable=False; only sampled tokens have them.")
@@ -241,10 +274,9 @@ class Sample:
         earlier_mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
         new_log_probs = [0.0] * num_new if log_probs is None else _list_of(float, log_probs)
         return {
-            "tokens": list(self.tokens) + tokens,
-            "response_length": self.response_length + num_new,
-            "loss_mask": list(earlier_mask) + [int(trainable)] * num_new,
-            "rollout_log_probs": list(earlier_log_probs) + new_log_probs,
+            "tokens": (_as_list(self.tokens), tokens),
+            "loss_mask": (_as_list(earlier_mask), [int(trainable)] * num_new),
+            "rollout_log_probs": (_as_list(earlier_log_probs), new_log_probs),
         }
 
     def _grown_top_p(self, new_spans: Any, num_new: int) -> dict[str, Any]:
@@ -274,26 +306,43 @@ class Sample:
             )
         return grown
 
-    def _terminal_status(self, meta: Mapping[str, Any] | None) -> SampleStatus | None:
-        """Return the status for the engine's finish reason; None while the response goes on."""
-        reason = (meta or {}).get("finish_reason")
-        if not reason:
-            return None
-        kind = reason.get("type") if isinstance(reason, Mapping) else reason
-        if kind not in STATUS_OF_FINISH_REASON:
-            raise ValueError(f"finish_reason is {reason!r}; its type must be stop, length or abort.")
-        return STATUS_OF_FINISH_REASON[kind]
-
-    def _check_lengths(self, grown: Mapping[str, Any]) -> None:
-        """Check that every per-token field has one entry per response token."""
-        after = self.__dict__ | dict(grown)
-        length = after["response_length"]
+    def _check_lengths(
+        self, num_new: int, new_entries: Mapping[str, tuple[list[Any], list[Any]]], replay: Mapping[str, Any]
+    ) -> None:
+        """Check that every per-token field will have one entry per response token."""
+        length = self.response_length + num_new
+        after = {name: len(earlier) + len(new) for name, (earlier, new) in new_entries.items()}
         for name, extra in (("loss_mask", 0), ("rollout_log_probs", 0), ("rollout_top_p_token_offsets", 1)):
-            if after[name] is not None and len(after[name]) != length + extra:
+            value = replay.get(name, getattr(self, name))
+            num_entries = after.get(name, None if value is None else len(value))
+            if num_entries is not None and num_entries != length + extra:
                 raise ValueError(
-                    f"{name} would have {len(after[name])} entries for a response of {length} tokens; "
+                    f"{name} would have {num_entries} entries for a response of {length} tokens; "
                     f"{length + extra} are needed."
                 )
+
+
+def _status_of_finish_reason(reason: Any) -> SampleStatus | None:
+    """Return the status for an engine's finish reason; None for one that is not known."""
+    kind = str(reason.get("type") if isinstance(reason, Mapping) else reason)
+    if kind not in STATUS_OF_FINISH_REASON:
+        _warn_of_finish_reason(kind)
+    return STATUS_OF_FINISH_REASON.get(kind)
+
+
+@functools.cache
+def _warn_of_finish_reason(kind: str) -> None:
+    """Log, once for each kind, that the engine's finish reason says nothing about a sample's status."""
+    logger.warning(
+        "An engine ended a response with finish_reason type %r; stop, length and abort are known. Samples that end so "
+        "keep the status that they had.",
+        kind,
+    )
+
+
+def _as_list(values: Any) -> list[Any]:
+    """Return the list itself, so that it grows in place; a list of anything else."""
+    return values if isinstance(values, list) else list(values)
 
 
 def _list_of(kind: type, values: Sequence[Any]) -> list[Any]:

@@ -43,8 +43,8 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DRIVER,
         waits="Driver for a Ray cluster to let it in",
-        code=("slime.ray.job._join",),
-        bounds=("slime.ray.job.CONNECT_TIMEOUT_S",),
+        code=("slime.ray.connect._join",),
+        bounds=("slime.ray.connect.CONNECT_TIMEOUT_S",),
         deadline="",
         raises="ConfigError",
         log="driver's last lines",
@@ -53,7 +53,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DRIVER,
         waits="Driver for the placement group: nodes that join, then GPUs that are free",
-        code=("slime.ray.placement_group._wait_for_resources", "slime.ray.placement_group._reserve"),
+        code=("slime.ray.gpus._wait_for_resources", "slime.ray.gpus._reserve"),
         bounds=("--cluster-wait-timeout-s",),
         deadline="once for the nodes, once for the GPUs",
         raises="ConfigError",
@@ -63,7 +63,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DRIVER,
         waits="Driver for the actors that tell the place of each GPU",
-        code=("slime.ray.placement_group._bundle_identities",),
+        code=("slime.ray.gpus._bundle_identities",),
         bounds=(),
         deadline="300 s",
         raises="DeadlineError",
@@ -83,7 +83,11 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DRIVER,
         waits="Driver for a rollout or an evaluation of the manager",
-        code=("slime.ray.train_loop.TrainJob.finish_generate", "slime.ray.train_loop.TrainJob.evaluate"),
+        code=(
+            "slime.ray.train_loop.TrainJob.finish_generate",
+            "slime.ray.train_loop.TrainJob.evaluate",
+            "slime.ray.background_eval.BackgroundEvaluation.finish",
+        ),
         bounds=("--rollout-timeout-s", "slime.ray.engines.fleet.DEADLINE_MARGIN_S"),
         deadline="the flag and twice the margin: the inner deadlines come first and say more",
         raises="DeadlineError",
@@ -93,7 +97,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DRIVER,
         waits="Driver for short calls of the manager (start, data position, ledger, pause of the monitors)",
-        code=("slime.ray.train_loop.TrainJob._ask", "slime.ray.train_loop.create_training_models"),
+        code=("slime.ray.train_loop.TrainJob._ask", "slime.ray.startup.create_rollout_manager"),
         bounds=("--train-timeout-s",),
         deadline="",
         raises="DeadlineError",
@@ -519,7 +523,7 @@ EDGES: tuple[Edge, ...] = (
         waits="Driver for a weight push",
         code=(
             "slime.ray.actor_group.RayTrainGroup.update_weights",
-            "slime.ray.actor_group.ReleasedTrainGroup",
+            "slime.ray.released_trainer.ReleasedTrainGroup",
         ),
         bounds=("--weight-update-timeout-s", "slime.ray.actor_group.PUSH_MARGIN_S"),
         deadline="",
@@ -530,8 +534,8 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=WEIGHTS,
         waits="Driver for new engines to take the weights during a rollout",
-        code=("slime.ray.train_loop.TrainJob._serve_new_engines",),
-        bounds=("--weight-update-timeout-s", "slime.ray.train_loop.MAX_FAILED_RESENDS"),
+        code=("slime.ray.actor_group.RayTrainGroup.serve_new_engines",),
+        bounds=("--weight-update-timeout-s", "slime.ray.actor_group.MAX_FAILED_RESENDS"),
         deadline="so many failures in a row",
         raises="ProcessError",
         log="driver: 'new engines did not take the weights; they will be tried again'",

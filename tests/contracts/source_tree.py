@@ -27,6 +27,7 @@ FACADES = (
     "slime.utils.logging_utils",
     "slime.utils.profile_utils",
     "slime.utils.external_utils.command_utils",
+    "slime.ray.placement_group",
 )
 """Old import paths that code written for slime uses; each passes on names from the code, and may import upwards."""
 

@@ -22,7 +22,11 @@ PUBLIC: dict[str, str] = {
     "slime.utils.mask_utils": "MultiTurnLossMaskGenerator get_response_lengths",
     "slime.utils.data": "Dataset get_source read_file",
     "slime.utils.eval_config": "EvalDatasetConfig build_eval_dataset_configs ensure_dataset_list",
-    "slime.utils.arguments": "parse_args get_slime_extra_args_provider reset_arg slime_validate_args",
+    "slime.utils.arguments": "parse_args get_slime_extra_args_provider reset_arg slime_validate_args "
+    "parse_megatron_role_args",
+    "slime.utils.memory_utils": "clear_memory available_memory print_memory",
+    "slime.utils.accelerator": "device_type current_device device_count set_device synchronize empty_cache "
+    "is_available memory_allocated memory_reserved mem_get_info",
     "slime.utils.ppo_utils": "compute_approx_kl compute_policy_loss compute_cispo_loss compute_opsm_mask "
     "compute_gspo_kl get_grpo_returns get_reinforce_plus_plus_returns get_reinforce_plus_plus_baseline_advantages "
     "get_advantages_and_returns_batch vanilla_gae chunked_gae chunked_discounted_returns "
@@ -79,7 +83,8 @@ PUBLIC: dict[str, str] = {
     "slime.agent.harness.common": "run_agent install_npm_cli install_node22 SingletonABCMeta",
     "slime.agent.aiohttp_threaded": "run_app_in_thread AppHandle FilteredAccessLogger",
     "slime.ray.rollout": "RolloutManager",
-    "slime.ray.placement_group": "create_placement_groups",
+    "slime.ray.placement_group": "create_placement_groups create_rollout_manager create_training_models",
+    "slime_plugins.models.hf_attention": "HuggingfaceAttention",
     "slime.ray.actor_group": "RayTrainGroup",
 }
 """Module -> the names that must be there."""
@@ -100,6 +105,13 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "num_rollout",
     ),
     "slime.utils.http_utils.post": ("url", "payload", "max_retries", "headers"),
+    "slime.utils.arguments.parse_megatron_role_args": ("args", "megatron_config_path", "role"),
+    "slime.ray.placement_group.create_placement_groups": ("args",),
+    "slime.ray.placement_group.create_rollout_manager": ("args", "pg"),
+    "slime.ray.placement_group.create_training_models": ("args", "pgs", "rollout_manager"),
+    "slime.utils.memory_utils.clear_memory": ("clear_host_memory",),
+    "slime.utils.memory_utils.print_memory": ("msg", "clear_before_print"),
+    "slime_plugins.models.hf_attention.HuggingfaceAttention": ("args", "config", "layer_number", "cp_comm_type"),
     "slime.observability.logging_utils.log": ("args", "metrics", "step_key"),
     "slime.backends.megatron_utils.cp_utils.all_gather_with_cp": ("tensor", "total_length", "response_length"),
 }

@@ -15,6 +15,7 @@ KIT = {
     "net",
     "distributed_utils",
     "accelerator",
+    "memory_utils",
     "env",
     "errors",
     "atomic_file",

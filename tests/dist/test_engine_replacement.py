@@ -22,7 +22,7 @@ from slime.ray.engines.actor import PortCursors
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import EngineEvent, EngineState
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
-from slime.ray.placement_group import GpuSlice, _reserve
+from slime.ray.gpus import GpuSlice, _reserve
 from slime.ray.waiting import WATCH_GROUP, wait_for
 from slime.utils.errors import EngineDiedError, EngineError
 from slime.utils.http_utils import close_http_client, post, set_post_transport

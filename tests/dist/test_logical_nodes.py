@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.ray.placement_group import create_placement_groups
+from slime.ray.gpus import create_placement_groups
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, EngineDiedError
 from tests.nodes.cluster import logical_nodes

@@ -8,7 +8,7 @@ import time
 import pytest
 import ray
 
-from slime.ray import placement_group, waiting
+from slime.ray import gpus, waiting
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError
 
@@ -91,11 +91,11 @@ def test_a_call_that_fails_before_the_sentinel_of_its_actor_names_the_actor():
 
 def test_too_few_gpus_is_an_error_that_says_what_to_change():
     with pytest.raises(ConfigError, match=r"needs 5 GPUs and 6 CPUs; the Ray cluster has 2 GPUs.*--rollout-num-gpus"):
-        placement_group._reserve(5, timeout_s=1)
+        gpus._reserve(5, timeout_s=1)
 
 
 def test_reserved_gpus_come_sorted_with_their_physical_indices():
-    gpus = placement_group._reserve(2, timeout_s=60)
-    assert gpus.gpu_ids == [0, 1]
-    assert sorted(gpus.bundle_indices) == [0, 1]
-    ray.util.remove_placement_group(gpus.placement_group)
+    reserved = gpus._reserve(2, timeout_s=60)
+    assert reserved.gpu_ids == [0, 1]
+    assert sorted(reserved.bundle_indices) == [0, 1]
+    ray.util.remove_placement_group(reserved.placement_group)

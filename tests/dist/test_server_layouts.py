@@ -15,7 +15,7 @@ from slime.backends.sglang_utils.external_engines import record_external_engines
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines.fleet import EngineFleet, start_fleet
-from slime.ray.placement_group import GpuSlice, _reserve
+from slime.ray.gpus import GpuSlice, _reserve
 from slime.ray.waiting import WATCH_GROUP
 from slime.utils.errors import ConfigError, EngineDiedError
 from slime.utils.http_utils import get_rollout_num_engines

@@ -220,6 +220,75 @@ def test_engines_alone_generate_without_a_trainer(task, tmp_path):
     assert len(samples) == 16 and all(sample["response_length"] > 0 for sample in samples)
 
 
+def test_a_driver_of_the_users_own_trains_actor_and_critic(task, tmp_path):
+    """Written against upstream's names alone, and run without this project's entry point."""
+    flags = grpo_flags(
+        task, tmp_path, *"--actor-num-gpus-per-node 1 --colocate --check-weight-update-equal".split(),
+        *"--advantage-estimator ppo --num-critic-only-steps 1 --rollout-max-response-len 16".split(),
+    )  # fmt: skip
+    job = Job("tests/e2e/drivers/synchronous.py", flags, tmp_path / "log.txt")
+    assert job.finish(START_S + 120) == 0, job.text()[-4000:]
+    steps = records(tmp_path, "train/pg_loss")
+    assert [step["train/step"] for step in steps] == [2, 3]  # rollout 0 trains the critic alone
+    assert steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-4  # the engines have the trainer's weights
+    assert [step["train/step"] for step in records(tmp_path, "train/critic-value_loss")] == [0, 1, 2, 3]
+    for folder in (tmp_path, tmp_path / "critic"):
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert (tmp_path / "rollout/global_dataset_state_dict_1.pt").exists()
+    versions = {
+        version
+        for rollout_id in range(2)
+        for sample in torch.load(tmp_path / f"dump/{rollout_id}.pt", weights_only=False)["samples"]
+        for version in sample["weight_versions"]
+    }
+    assert versions == {"1", "2"}
+    job.seconds_until_gone(GONE_S)
+
+
+def test_a_driver_of_the_users_own_trains_one_rollout_ahead(task, tmp_path):
+    flags = grpo_flags(
+        task, tmp_path, *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --num-rollout 3".split(),
+        *"--rollout-max-response-len 16 --check-weight-update-equal".split(),
+    )  # fmt: skip
+    job = Job("tests/e2e/drivers/one_rollout_ahead.py", flags, tmp_path / "log.txt")
+    assert job.finish(START_S + 120) == 0, job.text()[-4000:]
+    assert [step["train/step"] for step in records(tmp_path, "train/pg_loss")] == [0, 1, 2, 3, 4, 5]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    job.seconds_until_gone(GONE_S)
+
+
+def test_an_evaluation_in_the_background_stops_no_step_and_has_one_weight_version(task, tmp_path):
+    engines = tmp_path / "engines.yaml"
+    group = "[{worker_type: regular, num_gpus: 1}]"
+    engines.write_text("sglang:\n" + "".join(f"  - {{name: {n}, server_groups: {group}}}\n" for n in ("p", "eval")))
+    data = tmp_path / "eval8.jsonl"
+    data.write_text("".join((task / "task/data/eval.jsonl").read_text().splitlines(keepends=True)[:8]))
+    sets = tmp_path / "sets.yaml"
+    grader = "tests.e2e.slow_grader.reward"
+    sets.write_text(f"eval:\n  datasets:\n    - {{name: held_out, path: {data}, custom_rm_path: {grader}}}\n")
+    flags = grpo_flags(
+        task, tmp_path, *"--actor-num-gpus-per-node 1 --rollout-num-gpus 2 --num-rollout 3".split(),
+        *("--sglang-config", str(engines), "--eval-in-background", "--eval-interval", "1"),
+        *("--eval-config", str(sets)),
+        *"--rollout-max-response-len 16 --check-weight-update-equal".split(),
+    )  # fmt: skip
+    job = Job("train_async.py", flags, tmp_path / "log.txt")
+    assert job.finish(START_S + 180) == 0, job.text()[-4000:]
+    text = job.text()
+    # Rollout 1 was trained and its weights were pushed while the first evaluation ran.
+    assert "The evaluation after rollout 1 is left out: that of rollout 0 still runs" in text
+    assert [step["train/step"] for step in records(tmp_path, "train/step")] == [0, 1, 2, 3, 4, 5]
+    evaluations = records(tmp_path, "eval/held_out")
+    assert (evaluations[0]["eval/held_out"], evaluations[0]["eval/step"]) == (1.0, 0)
+    assert evaluations[0]["eval/held_out/weight_version"] == 2  # pushed after rollout 0, with later ones after it
+    dump = torch.load(tmp_path / "dump/eval_0.pt", weights_only=False)
+    assert (dump["rollout_id"], dump["weight_versions"]) == (0, {"held_out": 2})
+    assert {tuple(sample["weight_versions"]) for sample in dump["samples"]} == {("2",)}
+    differences = [row["train/train_rollout_logprob_abs_diff"] for row in records(tmp_path, "train/step")]
+    assert differences[0] < 1e-4
+    job.seconds_until_gone(GONE_S)
+
+
 @pytest.fixture
 def busy_job(task, tmp_path):
     """A job in the middle of its work, with responses long enough to be caught generating."""

@@ -16,7 +16,7 @@ from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines.actor import PortCursors
 from slime.ray.engines.group import EngineGroup
-from slime.ray.placement_group import GpuSlice, create_placement_groups
+from slime.ray.gpus import GpuSlice, create_placement_groups
 from slime.ray.waiting import forget_all, wait_for
 from tests.nodes.recorders import RecordingEngine, RecordingTrainer
 from tests.unit.arguments.broken_configurations import Broken

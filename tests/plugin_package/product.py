@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.arguments import parse_args, record_runtime
 from slime.ray.engines.fleet import EngineFleet
-from slime.ray.placement_group import GpuSlice
+from slime.ray.gpus import GpuSlice
 from slime.ray.rollout import RolloutManager
 from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, train_data_from_samples
 from slime.ray.rollout_logging import log_rollout

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ WORKER_TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
 MODEL_KEYS = frozenset(
     {"name", "model_path", "num_gpus_per_engine", "update_weights", "server_groups", "engine_groups"}
 )
+EVALUATION_MODEL = "eval"
+"""Name of the model whose engines evaluate with ``--eval-in-background``."""
 GROUP_KEYS = frozenset({"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"})
 
 
@@ -102,7 +104,12 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
         for model in config.models:
             for group in model.server_groups:
                 _check_nodes(f"{args.sglang_config}: model {model.name}", group, args.num_gpus_per_node)
-        return config
+        return _for_evaluation(config, args) if args.eval_in_background else config
+    if args.eval_in_background:
+        raise ConfigError(
+            "--eval-in-background needs engines that no rollout uses: give --sglang-config with a second model, named "
+            f"{EVALUATION_MODEL}, and GPUs of its own."
+        )
     groups: list[ServerGroupConfig] = []
     if args.prefill_num_servers is not None:
         prefill_gpus = args.prefill_num_servers * per_engine
@@ -120,6 +127,24 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
         name="default", model_path=args.hf_checkpoint, update_weights=True, server_groups=tuple(groups)
     )
     return SGLangConfig(models=(model,))
+
+
+def _for_evaluation(config: SGLangConfig, args: Namespace) -> SGLangConfig:
+    """Return the layout with the model that evaluates, which takes no part in the pushes to the others."""
+    path = args.sglang_config
+    model = next((model for model in config.models if model.name == EVALUATION_MODEL), None)
+    if model is None or model is config.models[0] or not model.num_engines:
+        raise ConfigError(
+            f"--eval-in-background: {path} has the models {', '.join(m.name for m in config.models)}; it needs one "
+            f"named {EVALUATION_MODEL} with engines, after the one that generates."
+        )
+    if model.model_path != args.hf_checkpoint:
+        raise ConfigError(
+            f"--eval-in-background: {path}: the model {EVALUATION_MODEL} has the model_path {model.model_path}, and "
+            f"gets the weights that are trained, those of --hf-checkpoint {args.hf_checkpoint}; leave the key out."
+        )
+    models = tuple(replace(m, update_weights=False) if m is model else m for m in config.models)
+    return replace(config, models=models)
 
 
 def _group(worker_type: str, num_gpus: int, per_engine: int) -> ServerGroupConfig:
@@ -178,19 +203,13 @@ def _parse_model(raw: Any, where: str, *, hf_checkpoint: str, per_engine: int) -
         raise ConfigError(f"{where}: `name` is {name!r}; it must be a word.")
     where = f"{where} ({name})"
     groups = entry.get("server_groups", entry.get("engine_groups"))
-    if not isinstance(groups, list) or not groups:
+    if not isinstance(groups, list):
         raise ConfigError(f"{where}: `server_groups` is {groups!r}; it must be a list of groups of engines.")
-    model_path = entry.get("model_path") or hf_checkpoint
     default_per_engine = _positive(entry.get("num_gpus_per_engine", per_engine), f"{where}: num_gpus_per_engine")
     parsed = tuple(
         _parse_group(group, f"{where}, group {position}", default_per_engine) for position, group in enumerate(groups)
     )
-    paths = {group.overrides["model_path"] for group in parsed if "model_path" in group.overrides}
-    if paths - {model_path}:
-        raise ConfigError(
-            f"{where}: overrides give the model_path {', '.join(sorted(map(str, paths)))}, the model has "
-            f"{model_path}; all groups of a model serve one checkpoint. Make it a model of its own."
-        )
+    model_path, parsed = _served_path(entry.get("model_path") or hf_checkpoint, parsed, where)
     update_weights = entry.get("update_weights")
     if update_weights is None:
         update_weights = model_path == hf_checkpoint
@@ -204,6 +223,25 @@ def _parse_model(raw: Any, where: str, *, hf_checkpoint: str, per_engine: int) -
     if not isinstance(update_weights, bool):
         raise ConfigError(f"{where}: `update_weights` is {update_weights!r}; it must be true or false.")
     return ModelConfig(name=name, model_path=model_path, update_weights=update_weights, server_groups=parsed)
+
+
+def _served_path(
+    model_path: str, groups: tuple[ServerGroupConfig, ...], where: str
+) -> tuple[str, tuple[ServerGroupConfig, ...]]:
+    """Return the path that all groups serve, which their overrides may give, and the groups without it.
+
+    Raises:
+        ConfigError: they serve different ones.
+    """
+    paths = [str(group.overrides.get("model_path") or model_path) for group in groups] or [model_path]
+    if len(set(paths)) > 1:
+        raise ConfigError(
+            f"{where}: its groups serve {', '.join(sorted(set(paths)))}; all groups of a model serve one checkpoint. "
+            "Give each checkpoint a model of its own."
+        )
+    rest = [{name: value for name, value in group.overrides.items() if name != "model_path"} for group in groups]
+    groups = tuple(replace(group, overrides=overrides) for group, overrides in zip(groups, rest, strict=True))
+    return paths[0], groups
 
 
 def _parse_group(raw: Any, where: str, default_per_engine: int) -> ServerGroupConfig:

@@ -18,7 +18,7 @@ import ray
 
 from slime.backends.sglang_utils.child_process import run_name
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-from slime.ray.placement_group import GpuSlice, strategy_for
+from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
 from slime.utils import env

@@ -19,12 +19,13 @@ from ray.exceptions import RayError
 
 from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.server_control import ServerControl
+from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.engines.models import RolloutServer, first_dead_engine, start_rollout_servers, wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
-from slime.ray.placement_group import GpuSlice, plan_gpus
+from slime.ray.gpus import GpuSlice, plan_gpus
 from slime.ray.utils import Lock
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, ProcessError, WeightSyncError
@@ -117,10 +118,15 @@ class EngineFleet:
         model = next((server for server in self.servers if server.config.update_weights), None)
         return [group for group in model.groups if group.config.worker_type != "encoder"] if model else []
 
-    def _describe(self, *states: EngineState) -> UpdatableEngines:
+    def for_evaluation(self) -> UpdatableEngines:
+        """Describe the engines that evaluate in the background; the trainers connect to them anew each time."""
+        groups = [group for group in self.groups if group.model.name == EVALUATION_MODEL]
+        return self._describe(*LIVE, groups=[group for group in groups if group.config.worker_type != "encoder"])
+
+    def _describe(self, *states: EngineState, groups: Sequence[EngineGroup] | None = None) -> UpdatableEngines:
         offset = plan_gpus(self.args).rollout_offset
         handles, counts, offsets, nodes, acknowledges = [], [], [], [], []
-        for group in self._updatable_groups:
+        for group in self._updatable_groups if groups is None else groups:
             for index in group.indices(*states):
                 if (engine := group.engines[index]) is not None:
                     handles.append(engine)

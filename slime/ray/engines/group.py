@@ -21,7 +21,7 @@ from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray.engines.actor import PortCursors, allocate_addresses, start_engine_actor
 from slime.ray.engines.lifecycle import LIVE, UNSETTLED, Action, EngineEvent, EngineState, next_step
-from slime.ray.placement_group import GpuSlice
+from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, ProcessError
 from slime.utils.net import format_host_port

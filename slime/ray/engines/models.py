@@ -29,7 +29,7 @@ from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupCo
 from slime.ray.engines.actor import PortCursors, start_engine_actor
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE
-from slime.ray.placement_group import GpuSlice, plan_gpus
+from slime.ray.gpus import GpuSlice, plan_gpus
 from slime.ray.waiting import wait_for
 from slime.utils.http_utils import find_available_port
 from slime.utils.net import get_current_node_ip

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS, Kind, pack_frame
-from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, snapshot, try_pickle
+from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot, try_pickle
 from slime.rollout.ledger.segments import SEGMENT_BYTES, JournalWriter
 from slime.utils.types import Sample
 
@@ -167,11 +167,10 @@ class Journal:
             if name is None or name in self.open:
                 described.append(None)
                 continue
-            samples = [snapshot(entry).samples[0] for entry in group]
-            fields = [sample.values for sample in samples]
+            fields = [issued_fields(sample) for sample in group]
             issued = Issued([values["index"] for values in fields], fields, self.writer.number)
             self.open[name] = issued
-            described.append([name, issued.indices, prompt_start(samples[0].values["prompt"]), is_recovered])
+            described.append([name, issued.indices, prompt_start(fields[0]["prompt"]), is_recovered])
         self._record(Kind.ISSUED, wanted=num_wanted, groups=described)
 
     def record_response(self, sample: Sample, entry: Any) -> None:

@@ -56,7 +56,6 @@ PACKED = {
 LISTS_OF_NUMBERS = ("tokens", "rollout_log_probs", "loss_mask", "teacher_log_probs")
 PACK_ERRORS = (struct.error, TypeError, ValueError, OverflowError, UnicodeError)
 
-
 DEFAULTS = Sample().to_dict()
 """The base of an execution that was never issued."""
 
@@ -104,6 +103,12 @@ def snapshot(entry: Sample | list[Any], *, copy_lists: bool = False, pack_now: b
         return [shape_of(part) for part in item]
 
     return Snapshots(samples, shape_of(entry))
+
+
+def issued_fields(sample: Sample) -> dict[str, Any]:
+    """Return the fields of a sample as it is issued; its lists of numbers are copied, because they grow in place."""
+    values = _snapshot_sample(sample, copy_lists=False, pack_now=False).values
+    return values | {name: values[name].copy() for name in LISTS_OF_NUMBERS if type(values.get(name)) is list}
 
 
 def _snapshot_sample(sample: Sample, copy_lists: bool, pack_now: bool) -> Snapshot:
@@ -225,11 +230,9 @@ class EntryEncoder:
             data = self._pickle(name, value)
             if data is not None and data != earlier:
                 pickled[name] = known[name] = data
-        gone: list[str] = []
-        if not values.keys() >= known.keys():
-            gone = [name for name in known if name not in values]
-            for name in gone:
-                del known[name]
+        gone = [] if values.keys() >= known.keys() else [name for name in known if name not in values]
+        for name in gone:
+            del known[name]
         data = _encode_rest(small, pickled, gone) if small or pickled or gone else b""
         chunks.append(data)
         return _summary(values) | {"packed": packed, "rest": len(data)}

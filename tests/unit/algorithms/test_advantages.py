@@ -147,6 +147,11 @@ def test_old_path_has_the_old_signatures():
         advantages, returns = gae(rewards, values, 1.0, 1.0)
         assert floats(advantages) == [[0.9, 0.8, 0.7]]
     assert [x.tolist() for x in ppo_utils.get_grpo_returns(torch.tensor([2.0]), [torch.zeros(2)])] == [[2.0, 2.0]]
-    log_prob, entropy = ppo_utils.calculate_log_probs_and_entropy(torch.zeros(1, 2), torch.tensor([0]), None)
-    assert log_prob.item() == pytest.approx(-math.log(2))
-    assert entropy is None
+    for num_tokens in (3, 1, 0):
+        logits, tokens = torch.zeros(num_tokens, 2), torch.zeros(num_tokens, dtype=torch.long)
+        log_prob, entropy = ppo_utils.calculate_log_probs_and_entropy(logits, tokens, None)
+        assert log_prob.shape == (num_tokens, 1)  # callers squeeze the last dimension
+        assert entropy is None
+        assert floats(log_prob.squeeze(-1)) == [pytest.approx(-0.6931, abs=1e-4)] * num_tokens
+        log_prob, entropy = ppo_utils.calculate_log_probs_and_entropy(logits, tokens, None, with_entropy=True)
+        assert (log_prob.shape, entropy.shape) == ((num_tokens, 1), (num_tokens,))

@@ -8,6 +8,7 @@ import pytest
 
 from slime.arguments import record_runtime, slime_validate_args
 from slime.arguments.critic import check_critic_layout
+from slime.utils.arguments import parse_megatron_role_args
 from slime.utils.errors import ConfigError
 
 PPO = ("--advantage-estimator", "ppo")
@@ -51,6 +52,22 @@ def test_every_role_starts_from_the_command_line_and_has_overrides_of_its_own(pp
     args = ppo("--lr", "3e-6", actor="lr: 1e-6", critic="lr: '1e-5', value-clip: 1")
     assert (args.lr, args.critic_args.lr, args.critic_args.value_clip, args.value_clip) == (1e-6, 1e-5, 1, 0.2)
     assert ppo("--lr", "3e-6", actor="lr: 1e-6").critic_args.lr == 3e-6
+
+
+def test_drivers_get_the_args_of_a_role(ppo, make_args, tmp_path):
+    args = ppo("--lr", "3e-6", actor="lr: 1e-6", critic="lr: 1e-5, num-nodes: 2")
+    path = args.megatron_config_path
+    actor, critic = (parse_megatron_role_args(args, path, role) for role in ("actor", "critic"))
+    assert (actor.lr, critic.lr, args.lr) == (1e-6, 1e-5, 1e-6)
+    assert critic == args.critic_args and critic is not args.critic_args and actor is not args
+    plain = make_args("--lr", "3e-6", "--kl-coef", "0.1")
+    slime_validate_args(plain)
+    assert parse_megatron_role_args(plain, None, "actor").lr == 3e-6
+    actor, critic = (parse_megatron_role_args(plain, path, role) for role in ("actor", "critic"))
+    assert (actor.lr, actor.kl_coef, critic.lr, critic.kl_coef, plain.lr) == (1e-6, 0.1, 1e-5, 0, 3e-6)
+    assert critic.untie_embeddings_and_output_weights and not critic.disable_param_buffers_cpu_backup
+    with pytest.raises(ConfigError, match="the role 'judge' is asked for; it must be actor or critic"):
+        parse_megatron_role_args(args, path, "judge")
 
 
 def test_what_a_critic_is_whatever_the_flags_say(ppo, model_folder):

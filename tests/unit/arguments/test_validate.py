@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import ModuleType
 
 import pytest
 
 from slime.arguments import slime_validate_args
+from slime.arguments.cross_group import check_in_step_arguments
 from slime.arguments.resolve import resolve
 from slime.arguments.validate import CHECKS
 from slime.flags.checkpoint import TRACKER
@@ -132,10 +135,27 @@ def test_all_impossible_combinations_are_shown_together(complaint):
     assert len(complaint("--eps-clip-c", "1", "--eval-interval", "2", "--save-hf", "x").splitlines()) == 3
 
 
+def test_evaluation_in_the_background_needs_engines_of_its_own_and_whole_pushes(complaint, make_args):
+    text = complaint("--eval-in-background", "--update-weight-mode", "delta", "--update-weight-transport", "disk")
+    for part in ("say when with --eval-interval", "use full"):
+        assert part in text
+    args = make_args("--eval-in-background")
+    args.keep_old_actor = False
+    with pytest.raises(ConfigError, match="--eval-in-background evaluates while .* use train_async.py"):
+        check_in_step_arguments(args)
+
+
+def test_nixl_is_refused_with_the_reason_where_its_package_is_not(complaint, make_args, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    assert "--rollout-data-transport nixl needs the package nixl" in complaint("--rollout-data-transport", "nixl")
+    monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
+    slime_validate_args(make_args("--rollout-data-transport", "nixl"))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--rollout-data-transport", "nixl"], "NIXL is not supported yet"),
+        (["--memory-recorder", "memray"], "memory is recorded by torch only"),
     ],
 )
 def test_features_that_do_not_exist_are_refused_and_not_ignored(complaint, words, says):

@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 import pytest
+import torch
 
 from slime.observability.rollout_metrics import (
     compute_eval_record,
@@ -72,6 +73,20 @@ def test_the_samples_of_a_fan_out_are_one_answer() -> None:
     assert pass_rates_of(fanned) == {"pass@1": 0.5, "pass@2": 1.0}
     fanned[1].reward = 0.0
     assert pass_rates_of(fanned) == {"pass@1": 0.0, "pass@2": 0.0}
+
+
+def test_the_kept_vocabulary_is_that_of_trained_tokens() -> None:
+    samples = [sample(0, 1.0, 4), sample(0, 0.0, 2), sample(0, 0.0, 1)]
+    samples[0].loss_mask = [1, 0, 0, 1]
+    samples[0].rollout_top_p_token_offsets = torch.tensor([0, 3, 10, 10, 15], dtype=torch.int32)  # 3, 7, 0, 5
+    samples[1].rollout_top_p_token_offsets = [0, 1, 5]  # 1, 4
+    samples[2].rollout_top_p_token_offsets, samples[2].remove_sample = [0, 100], True
+    for one in samples:
+        one.rollout_top_p_token_ids = torch.zeros(int(one.rollout_top_p_token_offsets[-1]), dtype=torch.int32)
+    record = compute_rollout_record(ARGS, 0, samples, None, rollout_time=1.0)
+    assert record["rollout/top_p_kept_vocab_per_token"] == (3 + 5 + 1 + 4) / 4
+    plain = compute_rollout_record(ARGS, 0, [sample(0, 1.0, 4)], None, rollout_time=1.0)
+    assert "rollout/top_p_kept_vocab_per_token" not in plain
 
 
 def test_masked_tokens_do_not_count_as_effective() -> None:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from slime.observability.trace_utils import (
+    TRACE_CHILDREN_KEY,
     bind_trace,
     build_sglang_meta_trace_attrs,
     export_trace,
@@ -83,6 +84,42 @@ def test_what_is_no_sample_is_not_traced_and_harms_nothing() -> None:
     bind_trace(sample).carrier["events"] = None  # broken on purpose
     with trace_span(sample, "still runs"):
         pass
+
+
+def test_phases_of_a_disaggregated_call_are_its_child_spans() -> None:
+    meta = {
+        "pd_prefill_bootstrap_queue_duration": 0.5,
+        "pd_prefill_forward_duration": 1.0,
+        "pd_decode_transfer_duration": 1.75,
+        "pd_decode_forward_duration": 2.0,
+        "pd_decode_retry_count": 3,
+        "pd_prefill_transfer_speed_gb_s": 9.0,
+    }
+    sample = Sample()
+    with trace_span(sample, "sglang_generate") as span:
+        span.update(build_sglang_meta_trace_attrs(meta))
+    events = sample.trace["events"]
+    (parent,) = (event for event in events if event["type"] == "span_end" and event["name"] == "sglang_generate")
+    starts = {e["name"]: e for e in events if e["type"] == "span_start" and e["parent_span_id"] == parent["span_id"]}
+    ends = {event["span_id"]: event["ts"] for event in events if event["type"] == "span_end"}
+    seconds = {name: round(ends[event["span_id"]] - event["ts"], 6) for name, event in starts.items()}
+    assert seconds == {
+        "prefill: bootstrap_queue": 0.5,
+        "prefill: forward": 1.0,
+        "decode: transfer": 1.75,
+        "decode: forward": 2.0,
+    }
+    assert starts["prefill: bootstrap_queue"]["ts"] == starts["decode: transfer"]["ts"]
+    assert starts["prefill: forward"]["ts"] == ends[starts["prefill: bootstrap_queue"]["span_id"]]
+    assert abs(ends[starts["decode: forward"]["span_id"]] - parent["ts"]) < 1.0
+    assert {name: parent["attrs"][name] for name in meta} == meta  # the metrics read them there
+
+
+def test_malformed_child_spans_cost_nothing_else() -> None:
+    sample = Sample()
+    with trace_span(sample, "turn") as span:
+        span.set(TRACE_CHILDREN_KEY, [{"name": "a", "start": 1.0, "end": 2.0}, {"start": "x"}])
+    assert [event["name"] for event in sample.trace["events"]] == ["turn", "turn"]
 
 
 def test_attributes_of_an_engine_call_come_from_its_meta_info() -> None:

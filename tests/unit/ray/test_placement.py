@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.ray.placement_group import GpuSlice, _sort_key, plan_gpus
+from slime.ray.gpus import GpuSlice, _sort_key, plan_gpus
 
 
 def arguments(**changes):

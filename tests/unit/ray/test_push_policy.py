@@ -1,4 +1,4 @@
-"""What the driver does about engines that a push excluded; the fleet acts on what it reports."""
+"""What becomes of engines that a push excluded, on the driver's side; the fleet acts on what is reported."""
 
 from __future__ import annotations
 
@@ -7,94 +7,141 @@ from typing import Any
 
 import pytest
 
-from slime.ray.train_loop import TrainJob
+from slime.ray.actor_group import RayTrainGroup
 from slime.utils.errors import WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 
 EXCLUDED = [ExcludedEngine(1, "it holds other bytes")]
 
 
-class Actor:
-    """The trainer: each push has the outcome that comes next."""
+class Group(RayTrainGroup):
+    """A trainer whose pushes have the outcomes that it is given, and a manager that only notes what it is asked."""
 
-    def __init__(self, *outcomes: str) -> None:
-        self.outcomes = list(outcomes)
-        self.excluded: list[ExcludedEngine] = []
+    def __init__(self, *outcomes: str, policy: str = "refill", tolerant: bool = True, waiting: int = 0) -> None:
+        args = Namespace(
+            weight_push_failure=policy, use_fault_tolerance=tolerant, debug_train_only=False, engine_start_timeout_s=1
+        )
+        super().__init__(args, 1, 1, pg=None)  # type: ignore[arg-type]
+        self.outcomes, self.waiting = list(outcomes), waiting
         self.pushes: list[str] = []
+        self.asked: list[tuple[Any, ...]] = []
 
-    def update_weights(self, kind: str = "update") -> None:
+    def push_once(self, kind: str = "update") -> dict[str, float]:
         self.pushes.append(kind)
         outcome = self.outcomes.pop(0) if self.outcomes else "fine"
         self.excluded = list(EXCLUDED) if outcome in ("excludes one", "excludes all") else []
         if outcome in ("excludes all", "trainer fails"):
             raise WeightSyncError(outcome)
+        return {}
 
     def resend_weights(self, engines: Any) -> None:
-        self.update_weights("resend")
+        self.push_once("resend")
 
-
-class Job(TrainJob):
-    """The loop's step, with a manager that only notes what it is asked."""
-
-    def __init__(self, actor: Actor, policy: str, *, tolerant: bool, waiting: int = 0) -> None:
-        self.args = Namespace(
-            weight_push_failure=policy, use_fault_tolerance=tolerant, debug_train_only=False, engine_start_timeout_s=1
-        )
-        self.actor, self._failed_resends, self.waiting = actor, 0, waiting
-        self.asked: list[tuple[Any, ...]] = []
-
-    def _ask(self, method: str, *arguments: Any, what: str, timeout_s: float | None = None) -> Any:
+    def _ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         self.asked.append((method, *arguments))
         if method == "get_engines_without_weights":
             return Namespace(handles=[None] * self.waiting)
         return 0
 
 
-def asked(job: Job) -> list[str]:
-    return [method for method, *_ in job.asked]
+BEFORE = ["health_monitoring_pause", "recover_updatable_engines"]
+"""With fault tolerance a push meets live engines."""
 
 
-def test_a_push_that_all_engines_take_asks_for_nothing() -> None:
-    job = Job(Actor("fine"), "refill", tolerant=True)
-    job._push_to_engines()
-    assert (job.asked, job.actor.pushes) == ([], ["update"])
+def asked(group: Group) -> list[str]:
+    return [method for method, *_ in group.asked]
+
+
+def test_a_push_that_all_engines_take_asks_for_nothing_after_it() -> None:
+    group = Group("fine")
+    group.update_weights()
+    assert (asked(group), group.pushes) == (BEFORE, ["update"])
+    group = Group("fine", tolerant=False)
+    group.update_weights()
+    assert (asked(group), group.pushes) == ([], ["update"])
 
 
 def test_an_engine_that_did_not_take_the_push_is_reported_and_the_run_goes_on() -> None:
-    job = Job(Actor("excludes one"), "drop", tolerant=False)
-    job._push_to_engines()
-    assert job.asked == [("push_refused", EXCLUDED)]
-    assert job.actor.pushes == ["update"]
+    group = Group("excludes one", policy="drop", tolerant=False)
+    group.update_weights()
+    assert group.asked == [("push_refused", EXCLUDED)]
+    assert group.pushes == ["update"]
 
 
 def test_refill_starts_another_and_gives_it_the_same_version_at_once_where_it_is_up() -> None:
-    job = Job(Actor("excludes one"), "refill", tolerant=True, waiting=1)
-    job._push_to_engines()
-    assert asked(job) == ["push_refused", "recover_updatable_engines", "get_engines_without_weights"]
-    assert job.actor.pushes == ["update", "resend"]
+    group = Group("excludes one", waiting=1)
+    group.update_weights()
+    assert asked(group) == [*BEFORE, "push_refused", "recover_updatable_engines", "get_engines_without_weights"]
+    assert group.pushes == ["update", "resend"]
 
 
 def test_when_no_engine_took_it_others_are_started_and_the_push_is_made_again() -> None:
-    job = Job(Actor("excludes all"), "refill", tolerant=True)
-    job._push_to_engines()
-    assert asked(job) == ["push_refused", "find_dead_engines", "recover_updatable_engines"]
-    assert job.actor.pushes == ["update", "update"]
+    group = Group("excludes all")
+    group.update_weights()
+    assert asked(group) == [*BEFORE, "push_refused", "find_dead_engines", "recover_updatable_engines"]
+    assert group.pushes == ["update", "update"]
 
 
 def test_a_failure_of_the_trainers_own_stays_one() -> None:
-    job = Job(Actor("trainer fails"), "refill", tolerant=True)
+    group = Group("trainer fails")
     with pytest.raises(WeightSyncError, match="trainer fails"):
-        job._push_to_engines()
-    assert job.actor.pushes == ["update"]
+        group.update_weights()
+    assert group.pushes == ["update"]
 
 
 def test_without_fault_tolerance_a_push_that_nobody_takes_ends_the_run() -> None:
-    job = Job(Actor("excludes all"), "drop", tolerant=False)
+    group = Group("excludes all", policy="drop", tolerant=False)
     with pytest.raises(WeightSyncError, match="excludes all"):
-        job._push_to_engines()
+        group.update_weights()
 
 
 def test_a_replacement_that_does_not_take_its_first_weights_either_is_replaced_again() -> None:
-    job = Job(Actor("excludes all"), "refill", tolerant=True, waiting=1)
-    job._serve_new_engines()
-    assert ("push_refused", EXCLUDED) in job.asked
+    group = Group("excludes all", waiting=1)
+    group.serve_new_engines()
+    assert ("push_refused", EXCLUDED) in group.asked
+
+
+def test_a_trainer_without_ranks_has_verbs_that_do_nothing() -> None:
+    """What a driver gets with ``--debug-rollout-only``."""
+    args = Namespace(train_timeout_s=1, rollout_global_dataset=True, debug_train_only=False, use_fault_tolerance=True)
+    group = RayTrainGroup(args, 0, 0, pg=None)  # type: ignore[arg-type]
+    assert group.async_train(0, []) == [] and group.train(0, []) == {}
+    assert group.update_weights() == {} and not group.restarts_engines
+    for verb in (group.clear_memory, group.onload, group.offload, group.release):
+        verb()
+    group.save_model(0, force_sync=True)
+
+
+class Manager:
+    """Notes its calls; each gives a reference that is the call's name."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def __getattr__(self, name: str) -> Any:
+        return Namespace(remote=lambda *arguments: self.notes.append(name) or name)
+
+
+def test_a_save_of_one_role_has_the_position_in_the_data_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    args = Namespace(train_timeout_s=1, weight_update_timeout_s=1, rollout_global_dataset=True)
+    group = RayTrainGroup(args, 1, 1, pg=None)  # type: ignore[arg-type]
+    group.actors, group._manager = [Manager(notes)], Manager(notes)
+    monkeypatch.setattr("slime.ray.actor_group.wait_for", lambda refs, **_: refs)
+    group.save_model(3)
+    assert notes == ["save_model", "save", "publish_checkpoint", "record_published"]
+
+
+def test_values_of_a_critic_reach_the_ranks_that_train_on_the_same_samples() -> None:
+    group = RayTrainGroup(Namespace(), 1, 2, pg=None)  # type: ignore[arg-type]
+    dealt: list[Any] = []
+
+    class Rank:
+        train_boxed = Namespace(remote=lambda *_, external_data: dealt.append(external_data))
+
+    group.actors = [Rank(), Rank()]
+    group.async_train(0, [], external_data=["a", "b"])
+    group.deal_external_data = lambda values: values[::-1]
+    group.async_train(0, [], external_data=["a", "b"])
+    group.async_train(0, [], external_data={"for": "all"})
+    assert dealt == ["a", "b", "b", "a", {"for": "all"}, {"for": "all"}]

@@ -1,13 +1,16 @@
 """Answers of ``/generate`` are read the fast way exactly as the ordinary way reads them."""
 
+import base64
 import json
 
 import pytest
+import torch
 
 from slime.utils.sglang_meta import (
     SHARED_IDS,
     TokenLogProbs,
     decode_generate_answer,
+    decode_int32_meta_array,
     read_output_tokens,
     share_ids,
 )
@@ -76,3 +79,13 @@ def test_shared_ids_are_equal_and_the_same_object():
     shared = share_ids(ids)
     assert shared == ids and shared[0] is shared[2] is share_ids([1000, 2])[0]
     assert share_ids([-1, 5]) == [-1, 5] and share_ids([SHARED_IDS, 5]) == [SHARED_IDS, 5] and share_ids([9]) == [9]
+
+
+def test_integer_arrays_of_an_answer_are_flat_int32_tensors():
+    raw = torch.tensor([3, -1, 2**31 - 1], dtype=torch.int32)
+    encoded = base64.b64encode(raw.numpy().tobytes()).decode()
+    for value in (encoded, raw.numpy().tobytes(), raw.tolist(), raw.numpy(), raw.reshape(3, 1)):
+        found = decode_int32_meta_array({"first": None, "second": value}, ["first", "second"])
+        assert isinstance(found, torch.Tensor) and found.dtype == torch.int32
+        assert found.tolist() == raw.tolist()
+    assert decode_int32_meta_array({}, "first") is None

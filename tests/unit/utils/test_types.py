@@ -81,11 +81,6 @@ def test_text_alone_changes_no_token_field():
         ),
         (
             Sample(),
-            {"tokens": [1], "log_probs": [-1.0], "meta_info": {"finish_reason": {"type": "error"}}},
-            "stop, length or abort",
-        ),
-        (
-            Sample(),
             {"tokens": [1], "log_probs": [-1.0], "meta_info": {"routed_experts": int32_text([])}},
             "pass args",
         ),
@@ -165,6 +160,67 @@ def test_the_finish_reason_sets_status_version_and_cache_counts(reason, status):
     assert sample.weight_versions == ["3", "3"]
     assert sample.prefix_cache_info.prefix_cache_hit_rate == 0.25
     assert sample.spec_info == Sample.SpecInfo()
+
+
+def test_an_unknown_finish_reason_leaves_the_status_and_is_warned_of_once(caplog):
+    meta = {"finish_reason": {"type": "unheard_of"}, "weight_version": "3", "cached_tokens": 2, "prompt_tokens": 8}
+    for status in (Sample.Status.PENDING, Sample.Status.ABORTED):
+        sample = Sample(tokens=[5], status=status)
+        sample.append_response_tokens(tokens=[7], log_probs=[-0.1], meta_info=meta)
+        assert (sample.status, sample.tokens, sample.weight_versions) == (status, [5, 7], ["3"])
+        assert sample.prefix_cache_info.cached_tokens == 2
+    assert [record.getMessage().count("'unheard_of'") for record in caplog.records] == [1]
+
+
+def test_lists_grow_in_place_for_whoever_holds_them():
+    """Tool loops of plug-ins keep ``loss_mask = sample.loss_mask`` and write it back at the end."""
+    sample = started()
+    held = {name: getattr(sample, name) for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")}
+    sample.append_response_tokens(tokens=[9], trainable=False)
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "3"}
+    sample.append_response_tokens(tokens=[10], log_probs=[-0.3], meta_info=meta)
+    assert held == {
+        "tokens": [5, 6, 7, 8, 9, 10],
+        "loss_mask": [1, 1, 0, 1],
+        "rollout_log_probs": [-0.1, -0.2, 0.0, -0.3],
+        "weight_versions": ["3"],
+    }
+    assert all(getattr(sample, name) is value for name, value in held.items())
+
+    mask: list[int] = []
+    empty = Sample(tokens=[5], loss_mask=mask)
+    new = [7]
+    empty.append_response_tokens(tokens=new, log_probs=[-0.1])
+    assert mask == [1] and new == [7]
+
+
+def test_lists_of_another_kind_become_lists():
+    sample = Sample(tokens=(5,), response_length=0, loss_mask=np.array([], dtype=int), rollout_log_probs=())
+    sample.append_response_tokens(tokens=[7], log_probs=[-0.1])
+    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([5, 7], [1], [-0.1])
+
+
+@pytest.mark.parametrize("status", Sample.Status)
+def test_a_status_may_be_set_as_text(status):
+    sample = Sample(status=status.value)
+    assert sample.status is status
+    sample.status = Sample.Status.PENDING
+    sample.status = status.value
+    assert sample.status is status
+    for twin in (copy.copy(sample), copy.deepcopy(sample), pickle.loads(pickle.dumps(sample))):
+        assert twin.status is status
+    assert Sample.from_dict(sample.to_dict()).status is status
+
+
+@pytest.mark.parametrize("status", ["complete", "COMPLETED", None, 3, ["completed"]])
+def test_a_status_that_is_none_is_refused_with_its_value(status):
+    sample = Sample()
+    with pytest.raises(ValueError, match=r"status is .*must be one of pending, completed") as error:
+        sample.status = status
+    assert repr(status) in str(error.value)
+    with pytest.raises(ValueError, match="must be one of"):
+        Sample(status=status)
+    assert sample.status is Sample.Status.PENDING
 
 
 def test_a_chunk_of_a_stream_leaves_the_end_to_the_last_one():

@@ -22,6 +22,8 @@ def flags(**given) -> Namespace:
         "rollout_num_gpus": 8,
         "rollout_num_gpus_per_engine": 2,
         "hf_checkpoint": "/hf",
+        "num_gpus_per_node": 8,
+        "eval_in_background": False,
     }
     return Namespace(**defaults | given)
 
@@ -74,8 +76,9 @@ GROUP = "{worker_type: regular, num_gpus: 2}"
             "must be different",
         ),
         (
-            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 2, overrides: {model_path: /b}}]}]",
-            "all groups of a model serve one checkpoint",
+            "sglang: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 2, overrides: {model_path: /b}}, "
+            "{worker_type: decode, num_gpus: 2}]}]",
+            "its groups serve /b, /hf; all groups of a model serve one checkpoint",
         ),
         (f"sglang: [{{name: a, update_weights: 3, server_groups: [{GROUP}]}}]", "must be true or false"),
     ],
@@ -83,6 +86,23 @@ GROUP = "{worker_type: regular, num_gpus: 2}"
 def test_a_malformed_file_is_refused_with_the_place(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, text)
+
+
+def test_the_groups_may_give_the_path_that_they_serve(tmp_path):
+    group = "{worker_type: %s, num_gpus: 2, overrides: {model-path: /b, context_length: 9}}"
+    (model,) = load(
+        tmp_path, f"sglang: [{{name: a, server_groups: [{group % 'prefill'}, {group % 'decode'}]}}]"
+    ).models
+    assert (model.model_path, model.update_weights) == ("/b", False)
+    assert [dict(group.overrides) for group in model.server_groups] == [{"context_length": 9}] * 2
+    (model,) = load(tmp_path, f"sglang: [{{name: a, model_path: /c, server_groups: [{group % 'regular'}]}}]").models
+    assert model.model_path == "/b"
+
+
+def test_a_model_without_groups_is_a_router_alone(tmp_path):
+    (model,) = load(tmp_path, "sglang: [{name: a, server_groups: []}]").models
+    assert (model.server_groups, model.num_gpus, model.num_engines) == ((), 0, 0)
+    assert (model.model_path, model.update_weights) == ("/hf", True)
 
 
 def test_a_missing_file_is_refused_with_the_flag():
@@ -100,6 +120,26 @@ def test_without_a_file_there_is_one_group_of_regular_engines():
 def test_no_gpus_means_a_router_without_engines():
     (model,) = resolve_sglang_config(flags(rollout_num_gpus=0)).models
     assert model.server_groups == ()
+
+
+def test_the_model_that_evaluates_takes_no_updates_of_its_own(tmp_path):
+    path = tmp_path / "engines.yaml"
+
+    def models(*entries: str) -> list:
+        path.write_text("sglang:\n" + "".join(f"  - {{{entry}}}\n" for entry in entries))
+        num_gpus = 2 * "".join(entries).count("worker_type")
+        args = flags(sglang_config=str(path), rollout_num_gpus=num_gpus, eval_in_background=True)
+        return [(model.name, model.update_weights) for model in resolve_sglang_config(args).models]
+
+    first, second = (f"name: {name}, server_groups: [{GROUP}]" for name in ("default", "eval"))
+    assert models(first, second) == [("default", True), ("eval", False)]
+    for wrong in ([first], [second, first], [first, "name: eval, server_groups: []"]):
+        with pytest.raises(ConfigError, match=r"it needs one named eval with engines, after the one"):
+            models(*wrong)
+    with pytest.raises(ConfigError, match="give --sglang-config with a second model, named eval"):
+        resolve_sglang_config(flags(eval_in_background=True))
+    with pytest.raises(ConfigError, match="the model eval has the model_path /b, and gets the weights that are tr"):
+        models(first, f"{second}, model_path: /b")
 
 
 def test_prefill_servers_leave_the_rest_for_decoding():

@@ -16,7 +16,7 @@ from slime.ray.engines.fleet import EngineFleet
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, TABLE, Action, EngineEvent, EngineState, next_step, table_as_markdown
 from slime.ray.engines.models import RolloutServer
-from slime.ray.placement_group import GpuSlice
+from slime.ray.gpus import GpuSlice
 from slime.utils.errors import EngineDiedError, EngineError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 
@@ -59,7 +59,9 @@ def at_once(monkeypatch) -> None:
     monkeypatch.setattr(group_module.threading, "Thread", AtOnce)
 
 
-def make_group(num_engines: int = 1, *, policy: str = "refill", takes_updates: bool = True, **fields: Any):
+def make_group(
+    num_engines: int = 1, *, policy: str = "refill", takes_updates: bool = True, name: str = "m", **fields: Any
+):
     args = Namespace(
         num_gpus_per_node=8, debug_rollout_only=False, engine_start_timeout_s=1.0, weight_push_failure=policy,
         offload_rollout=False, use_fault_tolerance=False, rollout_stall_timeout_s=0.0, actor_num_nodes=1,
@@ -67,7 +69,7 @@ def make_group(num_engines: int = 1, *, policy: str = "refill", takes_updates: b
         rollout_num_gpus=num_engines, use_critic=False, critic_num_nodes=0, critic_num_gpus_per_node=0,
     )  # fmt: skip
     config = ServerGroupConfig(worker_type="regular", num_gpus=num_engines, num_gpus_per_engine=1)
-    model = ModelConfig(name="m", model_path="/none", update_weights=takes_updates, server_groups=(config,))
+    model = ModelConfig(name=name, model_path="/none", update_weights=takes_updates, server_groups=(config,))
     gpus = GpuSlice(None, list(range(num_engines)), list(range(num_engines)))
     group = ScriptedGroup(
         args=args, gpus=gpus, model=model, config=config, gpu_offset=0, rank_offset=0, router=None,
@@ -183,6 +185,25 @@ def test_refill_restarts_the_engine_that_refused_a_push():
     push(fleet, REFUSAL)
     assert (group.states, group.done) == ([STATE.SERVING, STATE.UPDATING], ["kill 1", "start 1"])
     assert fleet.without_weights().handles == [group.engines[1]]
+
+
+def test_engines_that_evaluate_get_weights_when_asked_for_and_take_no_part_in_pushes():
+    generating, evaluating = make_group(2), make_group(1, takes_updates=False, name="eval")
+    servers = [RolloutServer(group.model, None, [group]) for group in (generating, evaluating)]
+    fleet = EngineFleet(generating.args, servers)
+    evaluating.all_engines[0] = "evaluator"
+    assert fleet.updatable().num_new == 2
+    fleet.connected()
+    assert fleet.updatable().num_new == 0
+    engines = fleet.for_evaluation()
+    assert (engines.handles, engines.num_new) == (["evaluator"], 1)
+    fleet.connected()
+    fleet.push_done()
+    assert evaluating.states == [STATE.SERVING]
+    after = fleet.push_started()
+    assert after.handles == generating.engines and after.num_new, "the trainers connect to the others again"
+    evaluating.states[0] = STATE.RESTARTING
+    assert fleet.for_evaluation().handles == []
 
 
 def test_drop_goes_on_without_it_until_none_is_left():

@@ -103,6 +103,17 @@ def test_a_rollout_is_taken_over_whole_and_the_next_one_where_it_stopped(tmp_pat
     assert process.generated == [4, 4], "group 2 was continued and 3 answered before the crash"
 
 
+def test_a_response_that_grew_in_place_after_its_issue_is_recovered_whole(tmp_path):
+    died_in_rollout_1(tmp_path)
+    ledger = Process(tmp_path).ledger
+    ledger.make_samples(0, lambda: pytest.fail("rollout 0 was complete"))
+    [continued] = ledger.data_source.get_samples(1)
+    assert continued[0].group_index == 2
+    for sample in continued:
+        assert sample.tokens == [7, 8, 7, 8] and sample.loss_mask == [1, 1, 1, 1]
+        assert sample.rollout_log_probs == [-0.5, -0.25] * 2 and sample.response == "abab"
+
+
 def test_a_crash_after_a_crash_loses_nothing_either(tmp_path):
     died_in_rollout_1(tmp_path)
     second = Process(tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.rollout.ledger.sample_codec import EntryEncoder, apply_entry, snapshot, to_entry
+from slime.rollout.ledger.sample_codec import EntryEncoder, apply_entry, issued_fields, snapshot, to_entry
 from slime.rollout.ledger.segments import stripped_entry
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -19,7 +19,7 @@ class Round:
 
     def __init__(self, issued: Sample, *, trust_identity: bool = True) -> None:
         self.encoder = EntryEncoder(trust_identity=trust_identity)
-        self.issued = snapshot(issued).samples[0].values
+        self.issued = issued_fields(issued)
         self.values: Any = Sample.from_dict(issued.to_dict()).to_dict()
         self.sizes: list[int] = []
 
@@ -96,7 +96,7 @@ def test_a_list_edited_in_place_is_noticed_where_user_code_runs():
 def test_applying_a_record_twice_gives_the_same():
     sample = answered(fresh(), [7, 8], "abort")
     encoder = EntryEncoder(trust_identity=True)
-    issued = snapshot(fresh()).samples[0].values
+    issued = issued_fields(fresh())
     records = []
     for more in ([9], [10, 11]):
         records.append(encoder.encode("key", snapshot(answered(sample, more, "abort")), issued))
@@ -109,7 +109,7 @@ def test_applying_a_record_twice_gives_the_same():
 def test_a_continuation_without_its_beginning_is_refused():
     sample = answered(fresh(), [7, 8], "abort")
     encoder = EntryEncoder(trust_identity=True)
-    issued = snapshot(fresh()).samples[0].values
+    issued = issued_fields(fresh())
     encoder.encode("key", snapshot(sample), issued)
     described, chunks = encoder.encode("key", snapshot(answered(sample, [9])), issued)
     with pytest.raises(DataError, match="continues"):
@@ -155,7 +155,7 @@ def test_a_fan_out_keeps_its_nesting_and_stripped_heads_have_no_bytes():
 
 def test_lists_packed_at_once_are_written_as_they_were_then():
     sample = fresh()
-    issued = snapshot(sample).samples[0].values
+    issued = issued_fields(sample)
     taken = snapshot(answered(sample, [7, 8, 9]), pack_now=True)
     later = EntryEncoder(trust_identity=False).encode("key", snapshot(sample), issued)
     sample.loss_mask[0] = 0

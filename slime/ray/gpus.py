@@ -1,0 +1,163 @@
+"""Which GPU belongs to whom.
+
+One Ray placement group holds every GPU of the job.  Its bundles are sorted by (node address, GPU index), so that
+training rank r sits on the r-th GPU of that order and an engine's GPUs are neighbours.  On a machine without GPUs the
+GPUs are logical: ``ray start --num-gpus N`` declares them and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from argparse import Namespace
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.planning.layout import GpuPlan, plan_gpus
+from slime.ray.connect import connect
+from slime.ray.utils import NOSET_VISIBLE_DEVICES
+from slime.ray.waiting import wait_for
+from slime.utils.errors import ConfigError
+
+__all__ = ["GpuPlan", "GpuSlice", "create_placement_groups", "plan_gpus", "strategy_for"]
+
+logger = logging.getLogger(__name__)
+
+
+class GpuSlice(NamedTuple):
+    """A run of GPUs: the placement group, and for each GPU its bundle and its physical index on its node."""
+
+    placement_group: PlacementGroup | None
+    bundle_indices: list[int]
+    gpu_ids: list[int]
+
+    def from_offset(self, offset: int) -> GpuSlice:
+        """Return the GPUs from ``offset`` on."""
+        return GpuSlice(self.placement_group, self.bundle_indices[offset:], self.gpu_ids[offset:])
+
+
+def create_placement_groups(args: Namespace) -> dict[str, GpuSlice | None]:
+    """Reserve every GPU of the job and hand out the parts; joins Ray where the process has not.
+
+    Returns:
+        ``{"actor", "critic", "rollout"}``; the critic shares the actor's GPUs, and is None without a critic.
+
+    Raises:
+        ConfigError: the cluster stays too small until ``--cluster-wait-timeout-s`` has passed.
+    """
+    connect(args)
+    plan = plan_gpus(args)
+    everything = _reserve(plan.num_gpus, args.cluster_wait_timeout_s)
+    return {
+        "actor": everything,
+        "critic": everything if args.use_critic else None,
+        "rollout": everything.from_offset(plan.rollout_offset),
+    }
+
+
+def _reserve(num_gpus: int, timeout_s: float) -> GpuSlice:
+    if num_gpus == 0:
+        return GpuSlice(None, [], [])
+    _wait_for_resources(num_gpus, timeout_s)
+    group = placement_group([{"GPU": 1, "CPU": 1}] * num_gpus, strategy="PACK")
+    ready, _ = ray.wait([group.ready()], timeout=timeout_s)
+    if not ready:
+        free = ray.available_resources()
+        ray.util.remove_placement_group(group)
+        raise ConfigError(
+            f"the cluster has {num_gpus} GPUs, but only {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs "
+            f"are free after {timeout_s:.0f} s: another job holds the rest. Stop it (ray list jobs) or ask for fewer "
+            "GPUs with --actor-num-gpus-per-node / --rollout-num-gpus."
+        )
+    identities = _bundle_identities(group, num_gpus)
+    order = sorted(range(num_gpus), key=lambda index: _sort_key(*identities[index]))
+    for position, index in enumerate(order):
+        logger.info("GPU %d: node %s, physical index %d, bundle %d", position, *identities[index], index)
+    return GpuSlice(group, order, [identities[index][1] for index in order])
+
+
+def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
+    """Wait until the cluster owns ``num_gpus`` bundles of one GPU and one CPU; nodes may still be joining."""
+    deadline = time.monotonic() + timeout_s
+    next_report = time.monotonic()
+    while True:
+        total = ray.cluster_resources()
+        gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
+        # The rollout manager takes one CPU beside those of the bundles.
+        if gpus >= num_gpus and cpus >= num_gpus + 1:
+            return
+        lack = (
+            f"the job needs {num_gpus} GPUs and {num_gpus + 1} CPUs; the Ray cluster has {gpus} GPUs and {cpus} CPUs"
+        )
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"{lack} after {timeout_s:.0f} s, on {_nodes_in_words()}. Add nodes (ray start --address=...), "
+                "declare more with ray start --num-gpus/--num-cpus (logical ones on a CPU machine), or ask for fewer "
+                "with --actor-num-nodes, --actor-num-gpus-per-node and --rollout-num-gpus."
+            )
+        if time.monotonic() >= next_report:
+            logger.warning("%s; waiting up to %.0f s for nodes to join", lack, deadline - time.monotonic())
+            next_report = time.monotonic() + 10
+        time.sleep(1)
+
+
+def _nodes_in_words() -> str:
+    """Describe the nodes that have joined, so that a missing one is easy to see."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    each = [f"{node['NodeManagerAddress']} with {node['Resources'].get('GPU', 0):g} GPUs" for node in alive]
+    return f"{len(alive)} node{'s' if len(alive) != 1 else ''}: {', '.join(sorted(each))}"
+
+
+class _Info:
+    def node_and_gpu(self) -> tuple[str, int]:
+        """Return the address of this actor's node and the number of its GPU."""
+        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+
+
+_InfoActor: Any = ray.remote(num_cpus=0, num_gpus=1)(_Info)
+
+
+def _bundle_identities(group: PlacementGroup, num_gpus: int) -> list[tuple[str, int]]:
+    actors = [
+        _InfoActor.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            runtime_env={"env_vars": NOSET_VISIBLE_DEVICES},
+        ).remote()
+        for index in range(num_gpus)
+    ]
+    try:
+        return wait_for(
+            [actor.node_and_gpu.remote() for actor in actors], what="the addresses of the GPUs", timeout_s=300
+        )
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _sort_key(node: str, gpu_id: int) -> tuple[list[int], int]:
+    """Return a key that sorts IPv4 addresses and known host names by numbers, other names by letters."""
+    for address in (node, _resolve(node)):
+        parts = address.split(".")
+        if len(parts) == 4 and all(part.isdigit() for part in parts):
+            return [int(part) for part in parts], gpu_id
+    return [ord(letter) for letter in node], gpu_id
+
+
+def _resolve(node: str) -> str:
+    try:
+        return socket.gethostbyname(node)
+    except OSError:
+        return node
+
+
+def strategy_for(gpus: GpuSlice, position: int) -> Any:
+    """Return the Ray strategy that puts an actor (and what it starts) on the GPU at ``position`` of the slice."""
+    return PlacementGroupSchedulingStrategy(
+        placement_group=gpus.placement_group,
+        placement_group_bundle_index=gpus.bundle_indices[position],
+        placement_group_capture_child_tasks=True,
+    )

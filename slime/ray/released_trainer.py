@@ -1,0 +1,114 @@
+"""A trainer that gives all its memory away between two steps (``--release-train``)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.arguments import args_to_resume
+from slime.ray.actor_group import PUSH_MARGIN_S, RayTrainGroup
+from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.utils import cluster_has_accelerators
+from slime.utils.errors import WeightSyncError
+from slime.utils.misc import Box
+from slime.weights.push.participants import Participants, PushClock
+from slime.weights.push.push import push_weights
+from slime.weights.push.state import Push
+from slime.weights.push.transports.disk import FolderTransport, WrittenVersion
+from slime.weights.versions import prune_before
+
+RELEASE_GRACE_S = 5.0
+"""After a kill, until a driver has taken the memory of the GPU back."""
+
+
+class ReleasedTrainGroup(RayTrainGroup):
+    """A trainer that is there only while it trains (``--release-train``); in between, ``actors`` is empty.
+
+        generate -> start the ranks, load the last checkpoint -> train -> save -> write the weights -> end the ranks
+                 -> the driver has the engines read them -> generate
+
+    Nothing of the trainer stays in any memory while the engines generate.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._run_args = self.args
+        self._is_saved = False
+        """A checkpoint of this job exists; until then the ranks start as they did first."""
+        self._written: WrittenVersion | None = None
+        """Version that the trainer wrote to disk last."""
+
+    def create(self) -> int:
+        """Start every rank as the base class does; after the first time from the last checkpoint of this job."""
+        if self._written is not None:
+            version = self._written.number
+            self.args = args_to_resume(self._run_args, weight_version=version, is_saved=self._is_saved)
+        return super().create()
+
+    def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
+        """Train as the base class does; starts the ranks where they have ended."""
+        if not self.actors:
+            self.create()
+        return super().async_train(rollout_id, rollout_data, external_data)
+
+    def publish_checkpoint(self, rollout_id: int) -> None:
+        """Publish as the base class does; the next ranks start from this checkpoint."""
+        super().publish_checkpoint(rollout_id)
+        self._is_saved = True
+
+    def update_weights(self) -> dict[str, float]:
+        """Hand the weights over, have the engines take room for them, and go on as the base class does."""
+        if self.args.debug_train_only:
+            return {}
+        self._hand_over_weights()
+        if self.args.offload_rollout:
+            self._ask_manager("onload_weights")
+        return super().update_weights()
+
+    def _hand_over_weights(self) -> None:
+        """Have the weights written to disk, and end every rank: its memory is free when this returns."""
+        if not self.actors:
+            return
+        engines = self._ask_manager("get_updatable_engines")
+        # These ranks have never seen an engine; the hook after the write gets them.
+        self._on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
+        timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
+        written = self._on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)
+        self._written = written[0]
+        self.release()
+        if cluster_has_accelerators():
+            time.sleep(RELEASE_GRACE_S)
+
+    def push_once(self) -> dict[str, float]:
+        """Have every engine that takes updates read what the trainer left; return the metrics of the push."""
+        engines = self._ask_manager("push_started")
+        return self._deliver(engines) if engines.handles else {}
+
+    def resend_weights(self, engines: UpdatableEngines) -> None:
+        """Have engines that started late read what the others have read."""
+        self._deliver(engines)
+
+    def _deliver(self, engines: UpdatableEngines) -> dict[str, float]:
+        args = self.args
+        if self._written is None:
+            raise WeightSyncError("the trainer has written no weights to disk; call update_weights first")
+        if engines.num_new:
+            self._ask_manager("clear_updatable_num_new_engines")
+        push = Push(
+            str(self._written.number),
+            Participants(engines.proxies(), PushClock(args.weight_update_timeout_s)),
+            repacks=self._written.repacks,
+            checks=args.check_weight_update_equal,
+        )
+        try:
+            report = push_weights(push, self._written, FolderTransport())
+        finally:
+            self.excluded = list(push.participants.excluded)
+        self._ask_manager("push_done", self.excluded)
+        if not args.update_weight_disk_keep_files:
+            prune_before(Path(args.update_weight_disk_dir), self._written.number)
+        return report.as_metrics()

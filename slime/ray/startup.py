@@ -1,0 +1,126 @@
+"""The parts of a job, started one after the other: the rollout manager with its engines, then the trainers.
+
+    gpus = create_placement_groups(args)
+    manager, num_rollout_per_epoch = create_rollout_manager(args, gpus["rollout"])
+    actor, critic = create_training_models(args, gpus, manager)
+    actor.update_weights()
+
+Drivers written for upstream call the same, from ``slime.ray.placement_group``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from slime.arguments import record_runtime
+from slime.observability.logging_utils import values_of_the_run
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.critic import create_critic
+from slime.ray.gpus import GpuSlice
+from slime.ray.released_trainer import ReleasedTrainGroup
+from slime.ray.rollout import start_rollout_manager
+from slime.ray.utils import cluster_has_accelerators
+from slime.ray.waiting import wait_for, watch
+from slime.utils.errors import ConfigError
+
+ENGINE_START_MARGIN_S = 180.0
+"""What the start of the engines may take beyond their own deadline."""
+
+
+def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | None]:
+    """Start the rollout manager; its engines boot behind it.
+
+    Sets ``args.num_rollout`` where only ``--num-epoch`` is given.  Where the trainer shares their GPUs, the engines
+    are up, and have given their memory away, when this returns.
+
+    Returns:
+        the manager's actor handle, and the rollouts of one pass over the prompts (None without a data set).
+
+    Raises:
+        ConfigError: ``--num-epoch`` passes over the data give no rollout.
+    """
+    record_runtime(args, **values_of_the_run())
+    manager = start_rollout_manager(args, pg)
+    watch(manager, "the rollout manager")
+    per_epoch: int | None = wait_for(
+        manager.get_num_rollout_per_epoch.remote(), what="the rollout manager to start", timeout_s=args.train_timeout_s
+    )
+    if args.num_rollout is None:
+        num_rollout = (per_epoch or 0) * args.num_epoch
+        if num_rollout == 0:
+            raise ConfigError(
+                f"--num-epoch {args.num_epoch} gives no rollout: the data set has fewer prompts than "
+                f"--rollout-batch-size {args.rollout_batch_size}. Use a smaller batch, more data or --num-rollout."
+            )
+        record_runtime(args, num_rollout=num_rollout)
+    if _engines_come_first(args):
+        # They size their memory by what is free: they must be up before the trainer takes any.
+        _wait_for_engines(args, manager)
+        wait_for(
+            manager.offload.remote(), what="the engines' memory (offload)", timeout_s=args.weight_update_timeout_s
+        )
+    return manager, per_epoch
+
+
+def create_training_models(
+    args: Namespace, pgs: Mapping[str, GpuSlice | None], rollout_manager: Any
+) -> tuple[RayTrainGroup, RayTrainGroup | None]:
+    """Start the trainers, load their models, and wait for the engines.
+
+    Sets ``args.start_rollout_id`` where no flag gives it.
+
+    Returns:
+        ``(actor, critic)``.  With ``--debug-rollout-only`` the actor has no ranks, and its verbs do nothing; there is
+        no critic unless the estimator has one.
+    """
+    actor_gpus = pgs["actor"]
+    assert actor_gpus is not None
+    if args.debug_rollout_only:
+        record_runtime(args, start_rollout_id=args.start_rollout_id or 0)
+        actor, critic = RayTrainGroup(args, 0, 0, actor_gpus), None
+    else:
+        actor, critic = _create_trainers(args, pgs, actor_gpus, rollout_manager)
+    if not _engines_come_first(args):
+        _wait_for_engines(args, rollout_manager)
+    return actor, critic
+
+
+def _create_trainers(
+    args: Namespace, pgs: Mapping[str, GpuSlice | None], actor_gpus: GpuSlice, rollout_manager: Any
+) -> tuple[RayTrainGroup, RayTrainGroup | None]:
+    actor = (ReleasedTrainGroup if args.release_train else RayTrainGroup)(
+        args,
+        args.actor_num_nodes,
+        args.actor_num_gpus_per_node,
+        actor_gpus,
+        role="actor",
+        with_ref=args.kl_coef != 0 or args.use_kl_loss,
+        with_opd_teacher=args.use_opd and args.opd_type == "megatron",
+    )
+    start_rollout_id = actor.create()
+    critic = None
+    if args.critic_args is not None and args.num_rollout != 0:
+        critic_gpus = pgs["critic"]
+        assert critic_gpus is not None
+        critic = create_critic(args, critic_gpus, actor)
+    if args.start_rollout_id is None:
+        record_runtime(args, start_rollout_id=start_rollout_id)
+    actor.set_rollout_manager(rollout_manager)
+    if args.rollout_global_dataset:
+        wait_for(
+            rollout_manager.load.remote(args.start_rollout_id - 1),
+            what="the position in the data to be restored",
+            timeout_s=args.train_timeout_s,
+        )
+    return actor, critic
+
+
+def _engines_come_first(args: Namespace) -> bool:
+    return bool(args.offload_rollout) and not args.debug_train_only and cluster_has_accelerators()
+
+
+def _wait_for_engines(args: Namespace, manager: Any) -> None:
+    timeout_s = args.engine_start_timeout_s + ENGINE_START_MARGIN_S
+    wait_for(manager.wait_ready.remote(), what="the engines to start", timeout_s=timeout_s)

@@ -1,0 +1,89 @@
+"""The accelerator that this process computes on, for plug-ins that name no kind: torch's module of it.
+
+``SLIME_ACCELERATOR`` names the kind (cuda, cpu); by default it is cuda where there is one, else cpu.  A function that
+is not here is the one of that name in torch's module (``torch.cuda``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slime.utils import env
+from slime.utils.errors import ConfigError
+
+
+def device_type() -> str:
+    """Return the kind of accelerator, as ``torch.device`` takes it.
+
+    Raises:
+        ConfigError: ``SLIME_ACCELERATOR`` names one that torch does not have.
+    """
+    kind = env.accelerator()
+    if kind is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not hasattr(getattr(torch, kind, None), "current_device"):
+        raise ConfigError(f"SLIME_ACCELERATOR is {kind!r}; torch {torch.__version__} has no module torch.{kind}.")
+    return kind
+
+
+def _module() -> Any:
+    return getattr(torch, device_type())
+
+
+def is_available() -> bool:
+    """Return True when there is an accelerator beside the CPU."""
+    return device_type() != "cpu" and bool(_module().is_available())
+
+
+def current_device() -> Any:
+    """Return what names this process's device to torch: an index, or "cpu"."""
+    return _module().current_device()
+
+
+def set_device(device: Any) -> None:
+    """Make ``device`` the one of this process."""
+    if is_available():
+        _module().set_device(device)
+
+
+def device_count() -> int:
+    """Return how many accelerators this process sees; 0 without one."""
+    return int(_module().device_count()) if is_available() else 0
+
+
+def synchronize() -> None:
+    """Wait for all work on the device."""
+    if is_available():
+        _module().synchronize()
+
+
+def empty_cache() -> None:
+    """Return the allocator's cached blocks."""
+    if is_available():
+        _module().empty_cache()
+
+
+def memory_allocated() -> int:
+    """Return bytes in tensors; 0 without an accelerator."""
+    return int(_module().memory_allocated()) if is_available() else 0
+
+
+def memory_reserved() -> int:
+    """Return bytes that the allocator holds; 0 without an accelerator."""
+    return int(_module().memory_reserved()) if is_available() else 0
+
+
+def mem_get_info() -> tuple[int, int]:
+    """Return bytes that are free, and all bytes, of the device; zeros without an accelerator."""
+    if not is_available():
+        return 0, 0
+    free, total = _module().mem_get_info()
+    return int(free), int(total)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(_module(), name)
