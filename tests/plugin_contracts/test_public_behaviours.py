@@ -79,16 +79,17 @@ def test_generate_functions_of_users_give_samples_that_train(source: str, tmp_pa
     args = bench.args()
     with bench.engine(args):
 
-        async def one_group() -> list[Any]:
-            [group] = RolloutDataSourceWithBuffer(args).get_samples(1)
-            return await generate_and_rm_group(args, group, GenerateState(args).sampling_params)
+        async def batch() -> list[Any]:
+            groups = RolloutDataSourceWithBuffer(args).get_samples(args.rollout_batch_size)
+            params = GenerateState(args).sampling_params
+            return [await generate_and_rm_group(args, group, params) for group in groups]
 
-        samples = list(leaf_samples(run(one_group())))
+        samples = list(leaf_samples(run(batch())))
     assert {sample.status for sample in samples} == {Sample.Status.COMPLETED}
     for sample in samples:
         assert len(sample.loss_mask) == sample.response_length == len(sample.rollout_log_probs) > 0
         assert sum(sample.loss_mask) > 0
-    assert len(train_data_from_samples(args, samples * args.rollout_batch_size).tokens) > 0
+    assert len(train_data_from_samples(args, samples).tokens) == len(samples)
     sys.modules.pop(name)
 
 
