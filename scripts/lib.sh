@@ -87,7 +87,7 @@ start_ray() {
             export SLIME_RAY_STARTED=1
             return
         fi
-        echo "ray: attempt ${attempt} failed; its logs stay in ${_RAY_DIR}" >&2
+        echo "ray: attempt ${attempt} failed; logs are kept in ${_RAY_DIR}" >&2
         _show_cause >&2
         _stop_ray
     done

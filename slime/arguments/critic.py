@@ -46,13 +46,13 @@ ALWAYS: dict[str, Any] = {
     "use_routing_replay": False,
     "use_rollout_routing_replay": False,
 }
-"""What a critic is whatever the flags say."""
+"""Attributes of every critic, whatever the flags say."""
 
 ALWAYS_OF_ITS_MODEL: dict[str, Any] = {"untie_embeddings_and_output_weights": True, "mtp_num_layers": None}
 """The same, set once the flags have been compared with the HF config, which describes the language model."""
 
 UNLESS_OVERRIDDEN: dict[str, Any] = {"disable_param_buffers_cpu_backup": False}
-"""What a critic is unless its overrides say otherwise: nothing else keeps its weights while it sleeps."""
+"""Attributes of a critic without overrides: nothing else keeps its weights while it sleeps."""
 
 _SCHEDULE = (
     *("micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu", "balance_data", "balance_by_flops"),

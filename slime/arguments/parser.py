@@ -44,7 +44,7 @@ GROUPS: tuple[Callable[[argparse.ArgumentParser], None], ...] = (
     add_debug_arguments,
     add_historical_arguments,
 )
-"""What declares slime's own flags, in the order of docs/flags.md."""
+"""Functions that declare slime's own flags, in the order of docs/flags.md."""
 
 ENGINE_PREFIXES = ("--sglang-", "--router-")
 """Flags of the engines and of their router; other code may not use these prefixes."""
@@ -74,7 +74,7 @@ SAID_OTHERWISE = {
 """Flags that people expect and slime does not have, because another flag says the same; how to say it."""
 
 _DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u2212]")
-"""What text processors make of a hyphen or of two."""
+"""Dashes that text processors put in place of one or two hyphens."""
 
 
 class Parser(argparse.ArgumentParser):

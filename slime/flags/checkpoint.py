@@ -20,7 +20,7 @@ from slime.utils.errors import ConfigError
 TRACKER = "latest_checkpointed_iteration.txt"
 """Written last by a save: its presence means that the save it names is complete."""
 LFS_NOTE = b"version https://git-lfs"
-"""How the note begins that git leaves in the place of a large file."""
+"""Beginning of the pointer that git-lfs leaves in place of a large file."""
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:

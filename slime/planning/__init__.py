@@ -1,4 +1,4 @@
-"""What a run will be, said before it takes a GPU: layout, memory, traffic and time, from the flags alone.
+"""The plan of a run before it takes a GPU: layout, memory, traffic and time, from the flags alone.
 
     plan = make_plan(args, hf_config, PlanOptions(...))   # make_plan.py; what a plan says is in plan.py
     print(plan_tables(plan, problems, notes))             # tables.py

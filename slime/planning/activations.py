@@ -1,4 +1,4 @@
-"""What a forward pass leaves behind for the backward pass, per layer, as the trainer's layers are written.
+"""Activations that a forward pass keeps for the backward pass, per layer, as the trainer's layers are written.
 
 Every term names the tensor and why autograd keeps it; the sum over a layer is what one micro-batch costs there.  The
 rules: a matrix product keeps its input, a norm its input, the flash kernel queries, keys, values and its output; a

@@ -1,4 +1,4 @@
-"""Where the engines live, what one of their GPUs holds, and rules of SGLang and DeepEP that they may break.
+"""Places of the engines, memory of their GPUs, and rules of SGLang and DeepEP that they may break.
 
 Rules are those that an engine would meet only when it starts; they are reported as messages, nothing is raised.
 """

@@ -1,4 +1,4 @@
-"""Where a run lies: the GPUs of the job, the parallel groups of every rank, the layers of every pipeline stage."""
+"""Layout of a run: the GPUs of the job, the parallel groups of every rank, the layers of every pipeline stage."""
 
 from __future__ import annotations
 

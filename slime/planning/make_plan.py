@@ -51,9 +51,9 @@ from slime.utils.errors import SlimeError
 
 TRAINER_ASLEEP_BYTES = int(0.8 * GIB)
 GROUPS_ASLEEP_BYTES = int(1.3 * GIB)
-"""What a sleeping trainer keeps on the card, and what it keeps more with other ranks beside it (measured)."""
+"""Memory of a sleeping trainer on the card, and the addition with more than one rank (measured)."""
 ENGINE_GROUPS_BYTES = int(1.4 * GIB)
-"""What a released engine keeps more when it spans several GPUs (measured with two)."""
+"""Additional memory of a released engine that spans several GPUs (measured with two)."""
 
 
 def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions) -> Plan:

@@ -1,4 +1,4 @@
-"""What a plan says, and the cards that a run can be planned for: one tree of frozen results."""
+"""The results of a plan, one tree of frozen dataclasses, and the cards that a run can be planned for."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Plan:
     problems: list[str]
     """Rules that the run breaks; it would not start, or not run through."""
     too_large: list[str]
-    """What does not fit into a card or a host."""
+    """Parts that do not fit into a card or a host."""
     notes: list[str]
     model: str
     num_parameters: int

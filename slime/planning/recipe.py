@@ -22,7 +22,7 @@ from slime.utils.errors import ConfigError
 
 TIMEOUT_S = 120
 PRETENDED_GPUS = 8
-"""What a script that counts the GPUs of its machine is told."""
+"""Answer to a script that counts the GPUs of its machine."""
 
 HARMLESS = (
     *("awk", "basename", "bash", "cat", "comm", "cut", "date", "dirname", "env", "expr", "false", "grep", "egrep"),
@@ -70,7 +70,7 @@ class Recipe:
     """The arguments of train.py or train_async.py."""
     environment: dict[str, str] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
-    """What the script called besides, and what was not done, in order."""
+    """Other commands of the script, and those that were not run, in order."""
 
 
 def read_recipe(script: str, more: Sequence[str], folder: Path, *, is_trusted: bool = False) -> Recipe:

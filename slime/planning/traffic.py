@@ -91,7 +91,7 @@ class PushTraffic:
     bytes_per_engine: int
     """Every engine gets the whole model once, in its own format."""
     bytes_per_trainer_rank: int
-    """What a rank puts into buckets (colocated), or the largest stage's source broadcasts."""
+    """Bytes that a rank puts into buckets (colocated), or that the largest stage's source broadcasts."""
     num_buckets: int
     """Of a rank, one behind the other."""
     way: str

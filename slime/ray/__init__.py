@@ -1,1 +1,1 @@
-"""Where things run, and when: placement, actors, the order of events.  The only package that imports ray."""
+"""Placement, actors and the order of events.  The only package that imports ray."""

@@ -22,11 +22,11 @@ from slime.weights.push.participants import ExcludedEngine
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_RESENDS = 3
-"""How often, one after the other, new engines may fail to take weights before the run is given up."""
+"""Failures in a row of new engines to take weights, after which the run ends."""
 RECOVERY_MARGIN_S = 180.0
-"""What the restart of dead engines may take beyond two starts."""
+"""Time of a restart of dead engines beyond two starts."""
 PUSH_MARGIN_S = 120.0
-"""What a push may take beyond its own deadline, for the trainers' meetings after the last engine was late."""
+"""Time of a push beyond its own deadline, for the trainers' collectives after the last engine was late."""
 
 
 class RayTrainGroup:

@@ -1,4 +1,4 @@
-"""What Ray actors of slime have in common: their environment and their node's address; a lock in the cluster."""
+"""Functions that slime's Ray actors share: their environment and their node's address; a lock in the cluster."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from slime.flags.weight_sync import add_weight_sync_arguments
 DEFAULT_RETRIES = 60
 """Repetitions of a request that no engine takes, about a second apart."""
 BAD_ANSWER_MARGIN_S = 30.0
-"""How much longer than the health monitor needs a request waits for its engine to be replaced."""
+"""Time that a request waits for the replacement of its engine, beyond that of the health monitor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 MAX_SAMPLE_ATTEMPTS = 3
-"""How often a sample that came back aborted, though nobody aborted it, is generated."""
+"""Attempts to generate a sample that comes back aborted although nobody aborted it."""
 
 _datasets: dict[Any, Dataset] = {}
 """Loaded evaluation sets: they are the same in every evaluation."""

@@ -40,7 +40,7 @@ from slime.utils.http_utils import get_rollout_num_engines
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
 
 POLL_S = 1.0
-"""How often the producer looks for a new weight version while the bound holds it back."""
+"""Interval in which the producer checks for a new weight version while the bound holds it back."""
 
 
 class AsyncRolloutWorker:

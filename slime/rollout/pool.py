@@ -37,7 +37,7 @@ POLL_S = 1.0
 STARTED_AT_ONCE = 64
 """Samples whose requests are prepared before the event loop turns to other work; 10 to 20 ms."""
 MAX_NO_PROGRESS = 3
-"""How often in a row a group may come back unfinished from the same weights."""
+"""Times in a row that a group may come back unfinished from the same weights."""
 DROPS_BEFORE_WARNING = 8
 """Batches that a filter may drop whole before the log says so."""
 

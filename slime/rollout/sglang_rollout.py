@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 FIRST_REPEAT_S = 0.1
 MAX_REPEAT_S = 3.0
 IDLE_WAIT_S = 60.0
-"""How long engines may stay busy after our last request has come back, before the rollout goes on without them."""
+"""Time that engines may stay busy after the last request has returned, before the rollout continues."""
 
 GetSamples = Callable[[int], list[Group]]
 

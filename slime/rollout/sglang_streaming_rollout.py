@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 RETRY_WAIT_S = 1.0
 ABORT_POLL_S = 0.5
 ABORT_GRACE_S = 3.0
-"""How long the engine has, once the rollout is over, to send its last event."""
+"""Time for the engine to send its last event once the rollout is over."""
 
 
 async def generate_streaming(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -1,4 +1,4 @@
-"""What a push of weights consists of: which tensors, in which buckets, where in each bucket.
+"""The contents of a push of weights: tensors, buckets, and the place of each slice.
 
 The manifest is made once for a layout and sent ahead of the bytes; the buckets themselves are flat.  A tensor may come
 in several slices (a trainer rank sends those that it holds), each stored row-major at its offset in the bucket.

@@ -1,4 +1,4 @@
-"""Where the tensors of a safetensors folder lie: file, first byte, length.
+"""Places of the tensors of a safetensors folder: file, first byte, length.
 
 The format: eight bytes with the length of a JSON header, little endian; the header; then the tensors' bytes, at the
 offsets that the header names.  Reading the headers alone is enough to map or to copy a tensor without decoding it.
@@ -26,7 +26,7 @@ STORED_DTYPES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""How the format spells torch's dtypes."""
+"""Names of torch's dtypes in the format."""
 
 
 @dataclass(frozen=True, slots=True)

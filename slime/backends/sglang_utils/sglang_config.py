@@ -1,4 +1,4 @@
-"""Which models and engines a run has: the YAML of ``--sglang-config``, or the same told by flags.  Data only.
+"""The models and engines of a run, from the YAML of ``--sglang-config`` or from flags.  Data only.
 
 sglang:                      # a list of models; each gets a router of its own
   - name: default

@@ -1,4 +1,4 @@
-"""What slime hooks into SGLang's processes, through SGLang's own plugin registry; no file of SGLang is changed.
+"""Hooks of slime in SGLang's processes, through SGLang's own plugin registry; no file of SGLang is changed.
 
 A request with ``custom_params: {"return_top_p_token_ids": true}`` gets the nuclei that its tokens were drawn from, and
 log-probs renormalised over them.  ``server_main`` registers the hooks in slime's engines; in an engine of somebody

@@ -33,7 +33,7 @@ MAX_START_ATTEMPTS = 3
 MAX_RESTARTS = 5
 """Restarts of one engine within one rollout: an engine that dies again and again has a cause that stays."""
 KILL_TIMEOUT_S = 15.0
-"""How long an engine's own actor gets to kill the server; then the actor is killed, and the server follows."""
+"""Time for an engine's actor to kill its server; then the actor is killed, and the server ends with it."""
 
 
 @dataclass

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_POLL_S = 2.0
 ACTOR_MARGIN_S = 10.0
-"""What an engine's actor gets on top of the check's own deadline, to report that it has passed."""
+"""Time for an engine's actor beyond the deadline of the check, to report that it has passed."""
 
 
 class HealthMonitor:

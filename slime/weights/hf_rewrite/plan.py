@@ -1,4 +1,4 @@
-"""What a conversion is going to write, known to the byte before it starts: shards, headers, index, size.
+"""The output of a conversion, known to the byte before it starts: shards, headers, index, size.
 
 A ``Rewrite`` says what becomes of each tensor; everything else here and in ``run.py`` is the same for all of them.
 """

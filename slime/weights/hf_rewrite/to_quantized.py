@@ -138,7 +138,7 @@ def require_plain(source: HfSource) -> None:
 
 STRATEGIES = ("block", "channel", "tensor")
 BLOCK_SIDES = tuple(2**power for power in range(4, 10))
-"""What the engines' kernels tile by."""
+"""Tile sizes of the engines' kernels."""
 UE8M0 = "ue8m0"
 NUMBERS_PER_WORD = 8
 PLAIN_IN_INT4 = {

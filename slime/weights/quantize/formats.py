@@ -37,7 +37,7 @@ from slime.weights.quantize.offline_rules import SUFFIX
 Shape = tuple[int, ...]
 PACKED = ".weight_packed"
 BESIDE_A_WEIGHT = ("_scale_inv", ".weight_scale", ".weight_shape", ".weight_zero_point")
-"""What the tensors are called that are nothing without the weight beside them."""
+"""Suffixes of tensors that belong to a weight."""
 PartHeaders = dict[str, tuple[Shape, torch.dtype]]
 """Part of a weight's name -> shape and dtype."""
 

@@ -1,4 +1,4 @@
-"""Which tensors of an unquantized checkpoint are quantized when it is converted.
+"""The tensors of an unquantized checkpoint that a conversion quantizes.
 
 What stays as it is: everything without a matrix product of its own (norms, embeddings), what decides discretely
 (routers), the vocabulary projection, and matrices that SGLang holds in plain linear layers, which cannot take a scale.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 SUFFIX = ".weight"
-"""What is quantized is called so; what becomes of it is named by what follows the dot in the quantized checkpoint."""
+"""Suffix of weights that can be quantized; in a quantized checkpoint other names follow the dot."""
 
 EXCLUDED: Mapping[str, str] = {
     # part of the name -> why

@@ -27,7 +27,7 @@ SUPPORTED = (
     "float-quantized fp8 by channel, tensor or block, dynamic activations)"
 )
 FP8_LISTS = ("modules_to_not_convert", "ignored_layers")
-"""What an fp8 config calls its list of unquantized modules."""
+"""Keys of an fp8 config with the list of unquantized modules."""
 
 Config = Mapping[str, Any]
 

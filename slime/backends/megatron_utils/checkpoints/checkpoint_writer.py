@@ -46,7 +46,7 @@ COMMON_FILE = "common.pt"
 WRITER_THREADS = 2
 
 Shards = dict[str, list[ShardedBase]]
-"""What this rank writes, by name on disk."""
+"""Tensors that this rank writes, by name on disk."""
 
 
 def write_checkpoint(

@@ -43,7 +43,7 @@ STATE_NAMES = (MASTER, *MOMENTS)
 """Per parameter: the fp32 master weight and Adam's two moments."""
 
 GROUP_NUMBERS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr")
-"""What a parameter group takes from a checkpoint; which kernel steps it is this run's business."""
+"""Settings that a parameter group takes from a checkpoint; its kernel is that of this run."""
 
 
 class ParameterRange(NamedTuple):

@@ -199,4 +199,4 @@ _TOLERANT_PICKLE: Any = SimpleNamespace(
     load=lambda file, **kwargs: _TolerantUnpickler(file, **kwargs).load(),
     __name__="pickle",
 )
-"""What ``torch.load`` takes for a pickle module."""
+"""The pickle module for ``torch.load``."""

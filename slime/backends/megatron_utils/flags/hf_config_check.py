@@ -39,10 +39,10 @@ _SIMPLE = {
 
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core's --use-rope-scaling has built in."""
+"""Constants of megatron-core's --use-rope-scaling."""
 
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Where a config.json says how many layers of multi-token prediction the model has."""
+"""Keys of config.json with the number of layers of multi-token prediction."""
 
 
 def read_config_json(path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds otherwise than a push sends it: stacked experts, parts that are not trained."""
+"""Differences between a Hugging Face folder and a push: stacked experts, parts that are not trained."""
 
 from __future__ import annotations
 

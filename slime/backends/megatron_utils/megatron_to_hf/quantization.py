@@ -1,4 +1,4 @@
-"""Which of the exported tensors engines hold quantized: as the checkpoint at ``--hf-checkpoint`` has them."""
+"""The exported tensors that engines hold quantized: those that are quantized in ``--hf-checkpoint``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How Megatron stores what Hugging Face keeps in separate tensors; each function has its inverse beside it.
+"""Layouts of Megatron's joined tensors, which Hugging Face keeps apart; each function has its inverse beside it.
 
 Shapes: G = query groups (key heads), q = query heads of a group, d = head dimension, h = hidden size.
 All functions work on whole tensors, not on tensor-parallel slices, and only move numbers: the round trip is exact.

@@ -1,4 +1,4 @@
-"""What SGLang needs on a machine without CUDA: names it imports from packages that only exist for GPUs.
+"""A shim for SGLang on a machine without CUDA: names that it imports from packages for GPUs only.
 
 SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``triton`` and ``torchvision`` (image models) at the
 top of its modules.  A text model on a CPU calls none of their functions: SGLang takes its native torch path.  So the
@@ -107,7 +107,7 @@ def ignore_pinning() -> None:
     torch.zeros = plain_zeros
 
 
-def fork_processes(after_fork: Callable[[], None]) -> None:
+def fork_processes(after_fork: Callable[[], object]) -> None:
     """Have ``multiprocessing`` fork in this process, and call ``after_fork`` in each child; with CUDA nothing happens.
 
     SGLang asks for spawn, because CUDA does not survive a fork.  Without CUDA a fork spares each of its processes
@@ -116,7 +116,7 @@ def fork_processes(after_fork: Callable[[], None]) -> None:
     if not is_needed():
         return
     multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment]
+    multiprocessing.set_start_method = lambda method, force=False: None
     os.register_at_fork(after_in_child=after_fork)
 
 

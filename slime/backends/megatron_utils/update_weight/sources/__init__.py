@@ -1,1 +1,1 @@
-"""Where the bytes of a push come from: flat buckets, filled from whole tensors or from each rank's shards."""
+"""Sources of a push: flat buckets, filled from whole tensors or from each rank's shards."""

@@ -1,4 +1,4 @@
-"""Where the elements of the HF tensors lie in the parameters that this rank holds.
+"""Places of the elements of HF tensors in the parameters that this rank holds.
 
 Nothing here knows a model family.  What an export does to a parameter is found out by exporting numbers that say where
 they came from: ``convert_to_hf`` is given, instead of the parameter, the index of every element along one dimension,

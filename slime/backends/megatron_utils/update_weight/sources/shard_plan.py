@@ -1,4 +1,4 @@
-"""Who sends which slice of which tensor, and where in which bucket it lies: worked out alike on every rank.
+"""The plan of a push: sender, bucket and offset of every slice of every tensor, computed alike on every rank.
 
 Ranks that hold the same slice (data- and context-parallel replicas, the tensor-parallel ranks of a parameter that
 is not cut, two pipeline stages with a tied embedding) share its bytes among them; none is sent twice.
