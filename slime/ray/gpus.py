@@ -1,4 +1,4 @@
-"""Which GPU belongs to whom.
+"""Assignment of GPUs to the trainer and the engines.
 
 One Ray placement group holds every GPU of the job.  Its bundles are sorted by (node address, GPU index), so that
 training rank r sits on the r-th GPU of that order and an engine's GPUs are neighbours.  On a machine without GPUs the

@@ -26,7 +26,7 @@ from slime.ray.waiting import wait_for, watch
 from slime.utils.errors import ConfigError
 
 ENGINE_START_MARGIN_S = 180.0
-"""What the start of the engines may take beyond their own deadline."""
+"""Time of the engines' start beyond their own deadline."""
 
 
 def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | None]:

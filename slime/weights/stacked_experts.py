@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 def is_stack(name: str) -> bool:
-    """True for a tensor of all experts of a layer."""
+    """Return True for a tensor of all experts of a layer."""
     return _STACK.fullmatch(name) is not None
 
 

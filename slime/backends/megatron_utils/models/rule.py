@@ -119,7 +119,7 @@ class WeightMap:
         return tuple(self.mtp_prefix(index, shape) + self.mtp_copies[name] for index in range(shape.num_mtp_layers))
 
     def is_untrained(self, hf_name: str) -> bool:
-        """True for a HF tensor of a part that the trainer does not have."""
+        """Return True for a HF tensor of a part that the trainer does not have."""
         return any(re.fullmatch(pattern, hf_name) for pattern in self.untrained)
 
     def find(self, name: str, shape: ModelDims) -> tuple[Rule, tuple[str, ...]]:
