@@ -65,7 +65,7 @@ def find_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
 
 
 def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str]:
-    """Return the names of the parameters that are not those of tensors which the engine keeps: by the message, or the last push.
+    """Return the names of the parameters of tensors that a push replaces: by its message, or by the last push.
 
     Args:
         model: an SGLang model.
