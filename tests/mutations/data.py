@@ -92,16 +92,16 @@ DATA = (
     ),
     Mutation(
         bug="what a tool wrote is trained",
-        target="slime.utils.types:Sample._grown_columns",
+        target="slime.utils.types:Sample._new_entries",
         old="[int(trainable)] * num_new",
         new="[1] * num_new",
         tests=("tests/unit/utils/test_types.py::test_tool_tokens_get_mask_zero_and_log_prob_zero",),
     ),
     Mutation(
         bug="log-probs of a continued response begin anew",
-        target="slime.utils.types:Sample._grown_columns",
-        old="list(earlier_log_probs) + new_log_probs",
-        new="new_log_probs + list(earlier_log_probs)",
+        target="slime.utils.types:Sample._new_entries",
+        old="(_as_list(earlier_log_probs), new_log_probs)",
+        new="(new_log_probs, _as_list(earlier_log_probs))",
         tests=("tests/unit/utils/test_types.py::test_tool_tokens_get_mask_zero_and_log_prob_zero",),
     ),
     Mutation(
