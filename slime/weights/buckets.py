@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights.manifest import BucketEntry, Manifest, TensorEntry, align, pack_whole
-from slime.weights.named_tensors import NamedTensors, total_bytes
 from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor
 
 Item = TypeVar("Item")
@@ -39,38 +38,6 @@ class BucketSource(Protocol):
         buffer is valid at a time: until the next step.  The same bucket may come from several ranks (each engine GPU
         then takes the one of the trainer rank beside it); its bytes are then the same on all of them.
         """
-
-
-def iter_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, together_with: TogetherWith | None = None
-) -> Iterator[NamedTensors]:
-    """Yield consecutive tensors in buckets of at most ``bucket_bytes``; a larger tensor travels alone.
-
-    The order is kept but for tensors that wait for those that they must travel with; no tensor is split, no bucket is
-    empty.  Only one bucket is held at a time.
-
-    Args:
-        named_tensors: consumed lazily.
-        bucket_bytes: the limit; ``--update-weight-buffer-size``.
-        together_with: tensors that are never parted, even when they are larger than the limit together.
-
-    Raises:
-        ConfigError: the limit is not positive.
-        WeightSyncError: the tensors end, and some wait for a partner that did not come.
-    """
-    if bucket_bytes <= 0:
-        raise ConfigError(f"--update-weight-buffer-size is {bucket_bytes}; it must be a positive number of bytes")
-    bucket: NamedTensors = []
-    size = 0
-    for unit in iter_units(named_tensors, together_with):
-        added = total_bytes(unit)
-        if bucket and size + added > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.extend(unit)
-        size += added
-    if bucket:
-        yield bucket
 
 
 def iter_units(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,11 +19,6 @@ NamedTensors = list[tuple[str, Tensor]]
 def tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
-
-
-def total_bytes(named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Return the bytes of all elements together."""
-    return sum(tensor_bytes(tensor) for _, tensor in named_tensors)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -62,23 +62,18 @@ class QuantizedRun:
     def export(self) -> tuple[float, float, str]:
         """The trainer holds the unquantized weights and exports for the quantized checkpoint: the same bytes."""
         from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
+        from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
         from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
 
         config = read_config(self.folder)
         saved = self.run.work / "saved"
         with self.run.model(self.run.bf16_folder, "--bf16") as (args, model):
             args = Namespace(**{**vars(args), "hf_checkpoint": str(self.folder)})
-            quantization = config["quantization_config"]
+            quantizer = checkpoint_quantizer(self.folder, config["quantization_config"])
+            assert quantizer is not None
             save_hf_model_to_path(args, saved, model)
-            pushed = dict(
-                iter_hf_tensors(
-                    args,
-                    model,
-                    model_name=config["model_type"],
-                    dtype=torch.bfloat16,
-                    quantization_config=quantization,
-                )
-            )
+            plain = iter_hf_tensors(args, model, model_name=config["model_type"], dtype=torch.bfloat16)
+            pushed = dict(output for name, tensor in plain for output in quantizer.quantize(name, tensor))
         assert read_config(saved) == config
         index = json.loads((saved / "model.safetensors.index.json").read_text())
         assert sorted(index["weight_map"]) == sorted(self.stored)

@@ -28,7 +28,7 @@ from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.train_step import accumulate_gradients
-from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_buckets, iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
@@ -37,8 +37,6 @@ from tests.matrix.batch import GLOBAL_BATCH_SIZE
 from tests.matrix.case import FamilyCase, read_config
 
 Chunks = list[torch.nn.Module]
-PUSH_BUCKET_BYTES = 16 * 1024
-"""Small enough that even a tiny model is pushed in several buckets."""
 
 
 def make_args(case: FamilyCase, folder: Path, *flags: object, world_size: int = 1) -> Namespace:
@@ -132,7 +130,6 @@ def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[s
 def export(
     args: Namespace, model: Sequence[torch.nn.Module], *, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a weight push, whole and named as in the checkpoint, bucket after small bucket.  Collective."""
+    """The tensors of a weight push, whole and named as in the checkpoint.  Collective."""
     model_name = read_config(Path(args.hf_checkpoint))["model_type"]
-    for bucket in iter_hf_buckets(args, model, bucket_bytes=PUSH_BUCKET_BYTES, model_name=model_name, dtype=dtype):
-        yield from bucket
+    return iter_hf_tensors(args, model, model_name=model_name, dtype=dtype)

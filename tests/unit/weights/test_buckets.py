@@ -1,42 +1,12 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from slime.utils.errors import ConfigError, WeightSyncError
-from slime.weights.buckets import iter_buckets, plan_buckets
+from slime.weights.buckets import iter_units, plan_buckets
 from slime.weights.manifest import Manifest
-from slime.weights.named_tensors import total_bytes, wire_dtype
-
-
-def tensors(*sizes: int) -> list[tuple[str, torch.Tensor]]:
-    """One tensor of so many bytes each."""
-    return [(f"t{index}", torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "limit", "expected"),
-    [
-        ((4, 4, 4), 8, [["t0", "t1"], ["t2"]]),
-        ((4, 4, 4), 12, [["t0", "t1", "t2"]]),
-        ((9, 1), 8, [["t0"], ["t1"]]),
-        ((1, 9, 1), 8, [["t0"], ["t1"], ["t2"]]),
-        ((), 8, []),
-    ],
-    ids=["two fit", "all fit exactly", "too large goes alone", "too large between", "nothing"],
-)
-def test_buckets_hold_as_much_as_fits_in_order(sizes: tuple, limit: int, expected: list) -> None:
-    assert [[name for name, _ in bucket] for bucket in iter_buckets(tensors(*sizes), limit)] == expected
-
-
-def test_only_one_bucket_is_made_ahead() -> None:
-    made = []
-
-    def source():
-        for name, tensor in tensors(4, 4, 4, 4, 4):
-            made.append(name)
-            yield name, tensor
-
-    next(iter_buckets(source(), 8))
-    assert made == ["t0", "t1", "t2"]
+from slime.weights.named_tensors import wire_dtype
 
 
 def in_pairs(name: str) -> tuple[str, ...]:
@@ -44,28 +14,26 @@ def in_pairs(name: str) -> tuple[str, ...]:
     return next((pair for pair in (("t1", "t4"), ("t5", "t6")) if name in pair), ())
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        (100, [["t0", "t2", "t3", "t1", "t4", "t5", "t6"]]),
-        (8, [["t0", "t2"], ["t3"], ["t1", "t4"], ["t5", "t6"]]),
-        (1, [["t0"], ["t2"], ["t3"], ["t1", "t4"], ["t5", "t6"]]),
-    ],
-    ids=["all fit", "one pair each", "pairs larger than a bucket"],
-)
-def test_tensors_that_belong_together_are_never_parted(limit: int, expected: list) -> None:
-    buckets = iter_buckets(tensors(*[4] * 7), limit, in_pairs)
-    assert [[name for name, _ in bucket] for bucket in buckets] == expected
+def test_tensors_that_belong_together_are_never_parted() -> None:
+    units = iter_units(((f"t{index}", index) for index in range(7)), in_pairs)
+    assert [[index for _, index in unit] for unit in units] == [[0], [2], [3], [1, 4], [5, 6]]
+
+
+def test_units_come_as_soon_as_they_are_complete() -> None:
+    made = []
+
+    def source() -> Iterator[tuple[str, int]]:
+        for index in range(7):
+            made.append(index)
+            yield f"t{index}", index
+
+    next(iter_units(source(), in_pairs))
+    assert made == [0]
 
 
 def test_a_tensor_whose_partner_never_comes_is_an_error() -> None:
     with pytest.raises(WeightSyncError, match="t1 must reach the engine together with t4"):
-        list(iter_buckets(tensors(1, 1), 8, in_pairs))
-
-
-def test_a_limit_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--update-weight-buffer-size is 0"):
-        list(iter_buckets(tensors(1), 0))
+        list(iter_units([("t0", 0), ("t1", 1)], in_pairs))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +52,6 @@ def test_the_wire_dtype_is_that_of_the_hf_config(config: dict, dtype: torch.dtyp
 def test_a_wire_dtype_that_is_no_float_is_refused() -> None:
     with pytest.raises(ConfigError, match="says dtype 'int8'"):
         wire_dtype({"dtype": "int8"})
-
-
-def test_total_bytes_counts_every_dtype() -> None:
-    named = [("w", torch.zeros(2)), ("i", torch.zeros(2, dtype=torch.int32))]
-    assert total_bytes(named) == 16
 
 
 def test_a_plan_lays_whole_tensors_out_without_passing_the_limit_or_parting_a_unit() -> None:

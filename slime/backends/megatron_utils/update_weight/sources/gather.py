@@ -1,15 +1,14 @@
-"""Shards of a Megatron model, made whole again under their HF names, one bucket at a time.
+"""Shards of a Megatron model, made whole again under their HF names, one tensor at a time.
 
 Every rank of the model must walk the iterators here to the end, in step: they gather over tensor, expert and (when
 asked) pipeline parallelism.  :func:`hf_headers` tells names, shapes and dtypes in the same order without moving a
-tensor.  Deliberately elsewhere: name conversion (``megatron_to_hf``), what happens to a bucket
-(the senders beside this file, and the HF checkpoint writer).
+tensor.  Names are converted in ``megatron_to_hf``.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +24,10 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.data import current_device
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
-from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.utils.errors import WeightSyncError
-from slime.weights.buckets import iter_buckets
-from slime.weights.named_tensors import Header, NamedTensors
-
-GLOBAL_PREFIX = "module.module."
+from slime.weights.named_tensors import Header
 
 StageHeaders = list[Header]
 """HF name, whole shape and dtype of the tensors of one pipeline stage."""
@@ -167,7 +162,6 @@ def iter_hf_tensors(
     *,
     model_name: str,
     dtype: torch.dtype | None,
-    quantization_config: Mapping[str, Any] | None = None,
     host_weights: HostWeights | None = None,
     across_stages: bool = True,
     only: Container[str] | None = None,
@@ -177,47 +171,25 @@ def iter_hf_tensors(
     Raises:
         WeightSyncError: two parameters were given the same HF name.
     """
-    seen: dict[str, str] = {}
-    dims = model_dims(args)
     tensors = iter_full_tensors(model, dtype=dtype, host_weights=host_weights, across_stages=across_stages, only=only)
+    return _in_hf_names(args, model_name, tensors)
+
+
+def _in_hf_names(
+    args: Namespace, model_name: str, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Convert whole tensors one by one; refuse two of the same HF name."""
+    source: dict[str, str] = {}
+    dims = model_dims(args)
     for name, full in tensors:
-        converted = convert_to_hf(args, model_name, GLOBAL_PREFIX + name, full, quantization_config, dims=dims)
-        for hf_name, tensor in converted:
-            if hf_name in seen:
+        for hf_name, tensor in convert_to_hf(args, model_name, name, full, dims=dims):
+            if hf_name in source:
                 raise WeightSyncError(
-                    f"{name} and {seen[hf_name]} both convert to {hf_name}; the converter of model {model_name!r} in "
-                    "slime.backends.megatron_utils.megatron_to_hf is wrong"
+                    f"{name} and {source[hf_name]} both convert to {hf_name}; the converter of model {model_name!r} "
+                    "in slime.backends.megatron_utils.megatron_to_hf is wrong"
                 )
-            seen[hf_name] = name
+            source[hf_name] = name
             yield hf_name, tensor
-
-
-def iter_hf_buckets(
-    args: Namespace,
-    model: Sequence[torch.nn.Module],
-    *,
-    bucket_bytes: int,
-    model_name: str,
-    dtype: torch.dtype | None,
-    quantization_config: Mapping[str, Any] | None = None,
-    host_weights: HostWeights | None = None,
-    across_stages: bool = True,
-) -> Iterator[NamedTensors]:
-    """Yield buckets of :func:`iter_hf_tensors`, at most ``bucket_bytes`` each, the same on every rank of the stage.
-
-    Tensors that engines fuse while they load share a bucket.
-    """
-    tensors = iter_hf_tensors(
-        args,
-        model,
-        model_name=model_name,
-        dtype=dtype,
-        quantization_config=quantization_config,
-        host_weights=host_weights,
-        across_stages=across_stages,
-    )
-    weight_map, shape = find_weight_map(model_name), model_dims(args)
-    return iter_buckets(tensors, bucket_bytes, lambda name: weight_map.together_with(name, shape))
 
 
 def hf_headers(
@@ -230,14 +202,8 @@ def hf_headers(
 ) -> list[StageHeaders]:
     """Return the headers of every pipeline stage, the same on all ranks.  Collective over the pipeline.
 
-    A tensor that several stages hold (a tied embedding) is listed by the first of them.
-
-    Args:
-        args: complete flags.
-        model: this rank's chunks.
-        model_name: chooses the name converter.
-        dtype: as :func:`iter_full_tensors` takes it.
-        only: likewise.
+    A tensor that several stages hold (a tied embedding) is listed by the first of them.  Arguments are those of
+    :func:`iter_hf_tensors`.
 
     Raises:
         WeightSyncError: two parameters of a stage convert to the same HF name.
@@ -249,25 +215,13 @@ def hf_headers(
         stages = [None] * group.size()
         dist.all_gather_object(stages, own, group=group)
     result: list[StageHeaders] = []
-    dims = model_dims(args)
     sent: set[str] = set()
     for listed in stages:
-        headers: StageHeaders = []
-        source: dict[str, str] = {}
-        for name, shape, kind in listed:
-            if name in sent:
-                continue
-            sent.add(name)
-            empty = torch.empty(shape, dtype=kind, device="meta")
-            for hf_name, tensor in convert_to_hf(args, model_name, GLOBAL_PREFIX + name, empty, dims=dims):
-                if hf_name in source:
-                    raise WeightSyncError(
-                        f"{name} and {source[hf_name]} both convert to {hf_name}; the converter of model "
-                        f"{model_name!r} in slime.backends.megatron_utils.megatron_to_hf is wrong"
-                    )
-                source[hf_name] = name
-                headers.append((hf_name, tuple(tensor.shape), tensor.dtype))
-        result.append(headers)
+        new = [header for header in listed if header[0] not in sent]
+        sent |= {name for name, _, _ in new}
+        shapes = ((name, torch.empty(shape, dtype=kind, device="meta")) for name, shape, kind in new)
+        converted = _in_hf_names(args, model_name, shapes)
+        result.append([(hf_name, tuple(tensor.shape), tensor.dtype) for hf_name, tensor in converted])
     return result
 
 
