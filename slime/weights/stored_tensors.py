@@ -7,18 +7,22 @@ offsets that the header names.  Reading the headers alone is enough to map or to
 from __future__ import annotations
 
 import json
+import math
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from slime.utils.errors import DataError
 from slime.weights.delta import Bytes
 from slime.weights.hf_files import INDEX_FILE
 
 SUFFIX = ".safetensors"
+LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 * 1024**2
 """The format's own limit."""
 STORED_DTYPES = {
@@ -27,45 +31,77 @@ STORED_DTYPES = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 """Names of torch's dtypes in the format."""
+TORCH_DTYPES = {code: getattr(torch, name) for name, code in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TensorInfo:
+    """The header entry of one tensor."""
+
+    name: str
+    dtype: str
+    """As the format spells it: ``BF16``, ``F8_E4M3``."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorInfo:
+        """Describe a tensor that is going to be written."""
+        sizes = tuple(shape)
+        code = STORED_DTYPES[str(dtype).removeprefix("torch.")]
+        return TensorInfo(name, code, sizes, math.prod(sizes) * dtype.itemsize)
+
+    @property
+    def rows(self) -> int:
+        """Slices along the first dimension; one for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one slice along the first dimension."""
+        return self.num_bytes // self.rows if self.rows else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor(TensorInfo):
     """One tensor of a file."""
 
     file: Path
     begin: int
     """First byte, counted from the start of the file."""
-    num_bytes: int
-    dtype: str
-    """As the format spells it."""
-    shape: tuple[int, ...]
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors by name, and the file's metadata.
+    """Return the tensors by name, in the order of their bytes, and the file's metadata.
 
     Raises:
-        DataError: the file is cut off, or is no safetensors file.
+        DataError: the file is missing, is no safetensors file, or is shorter or longer than its header says.
     """
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= MAX_HEADER_BYTES:
-                raise ValueError(f"its header claims {length} bytes")
-            header: dict[str, Any] = json.loads(file.read(length))
         size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+                raise ValueError(f"its header claims {length} bytes, and it has {size}")
+            header: dict[str, Any] = json.loads(file.read(length))
         metadata = header.pop("__metadata__", {})
+        position = LENGTH_BYTES + length
         tensors = {}
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            if not 0 <= begin <= end <= size - 8 - length:
-                raise ValueError(f"{name} ends at byte {8 + length + end}, and the file has {size}")
-            tensors[name] = StoredTensor(path, 8 + length + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = (LENGTH_BYTES + length + offset for offset in entry["data_offsets"])
+            stored = StoredTensor(name, entry["dtype"], tuple(entry["shape"]), end - begin, path, begin)
+            dtype = TORCH_DTYPES.get(stored.dtype)
+            needed = stored.num_bytes if dtype is None else math.prod(stored.shape) * dtype.itemsize
+            if begin != position or stored.num_bytes != needed or end < begin:
+                raise ValueError(f"it gives {name} a wrong place or size")
+            tensors[name] = stored
+            position = end
+        if position != size:
+            raise ValueError(f"it has {size} bytes, its header says {position}")
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing, though the index of its folder names it") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no whole safetensors file: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is no whole safetensors file: {error!s}; copy it again") from error
     return tensors, metadata
 
 

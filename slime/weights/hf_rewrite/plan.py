@@ -13,7 +13,8 @@ from torch import Tensor
 
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_rewrite.source import HfSource
-from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo, make_header
+from slime.weights.hf_rewrite.tensor_file import make_header
+from slime.weights.stored_tensors import StoredTensor, TensorInfo
 
 OutputRows = tuple[str, int, Tensor]
 """Name of a tensor of the result, the row from which on it is given, and these rows."""
@@ -22,11 +23,11 @@ OutputRows = tuple[str, int, Tensor]
 class RowReader(Protocol):
     """The reader through which a conversion reads the source; tensors come on the worker's device."""
 
-    def read(self, stored: SourceTensor, first: int = 0, count: int | None = None) -> Tensor:
+    def read(self, stored: StoredTensor, first: int = 0, count: int | None = None) -> Tensor:
         """Return some rows of a tensor, all by default."""
         ...
 
-    def chunks(self, stored: SourceTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, stored: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Yield a tensor in runs of rows that fit the worker's memory, all but the last a multiple of so many."""
         ...
 
@@ -35,19 +36,19 @@ class RowReader(Protocol):
 class TensorPlan:
     """The conversion of one source tensor; its outputs go to the shard that replaces the source's shard."""
 
-    source: SourceTensor
+    source: StoredTensor
     outputs: tuple[TensorInfo, ...]
     """None: the tensor is dropped."""
     convert: Callable[[RowReader], Iterator[OutputRows]] | None = None
     """Makes the outputs; None where the bytes are copied."""
 
 
-def copied(stored: SourceTensor) -> TensorPlan:
+def copied(stored: StoredTensor) -> TensorPlan:
     """Return a plan that copies the tensor as it is."""
-    return TensorPlan(stored, (stored.info,))
+    return TensorPlan(stored, (stored,))
 
 
-def dropped(stored: SourceTensor) -> TensorPlan:
+def dropped(stored: StoredTensor) -> TensorPlan:
     """Return a plan that leaves the tensor out of the result."""
     return TensorPlan(stored, ())
 
@@ -68,7 +69,7 @@ class Rewrite(Protocol):
         """
         ...
 
-    def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
+    def plan_tensor(self, source: HfSource, stored: StoredTensor) -> TensorPlan:
         """Return the conversion of one tensor."""
         ...
 
@@ -103,7 +104,7 @@ class FilePlan:
     @property
     def source_bytes(self) -> int:
         """Bytes that are read for it."""
-        return sum(tensor.source.info.num_bytes for tensor in self.tensors)
+        return sum(tensor.source.num_bytes for tensor in self.tensors)
 
 
 def make_plan(rewrite: Rewrite, source: HfSource) -> list[FilePlan]:
@@ -119,9 +120,9 @@ def make_plan(rewrite: Rewrite, source: HfSource) -> list[FilePlan]:
         planned = [rewrite.plan_tensor(source, stored) for stored in tensors]
         for tensor in planned:
             for info in tensor.outputs:
-                other = owners.setdefault(info.name, tensor.source.info.name)
-                if other != tensor.source.info.name:
-                    raise DataError(f"{info.name} would be made of {other} and of {tensor.source.info.name}")
+                other = owners.setdefault(info.name, tensor.source.name)
+                if other != tensor.source.name:
+                    raise DataError(f"{info.name} would be made of {other} and of {tensor.source.name}")
         if any(tensor.outputs for tensor in planned):
             kept.append((file, planned))
     if not kept:

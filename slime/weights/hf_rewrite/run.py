@@ -28,7 +28,7 @@ from slime.utils.errors import ConfigError
 from slime.weights.hf_rewrite.plan import FilePlan, Rewrite, TensorPlan, make_plan
 from slime.weights.hf_rewrite.source import HfSource, open_source, shown
 from slime.weights.hf_rewrite.target import Target
-from slime.weights.hf_rewrite.tensor_file import SourceTensor, copy_bytes, read_rows, write_at
+from slime.weights.hf_rewrite.tensor_file import StoredTensor, copy_bytes, read_rows, write_at
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class _Conversion:
                         return
                     shard.tensor_done()
                     with self._lock:
-                        self._bar.update(tensor.source.info.num_bytes)
+                        self._bar.update(tensor.source.num_bytes)
         except BaseException:
             self._stop.set()
             raise
@@ -253,11 +253,11 @@ class _Conversion:
         elif tensor.outputs:
             stored = tensor.source
             copy_bytes(
-                reader.descriptor(stored.path),
-                stored.offset,
+                reader.descriptor(stored.file),
+                stored.begin,
                 shard.descriptor,
                 offsets[tensor.outputs[0].name],
-                stored.info.num_bytes,
+                stored.num_bytes,
             )
         return True
 
@@ -296,14 +296,14 @@ class _Reader:
         self._files.move_to_end(path)
         return self._files[path]
 
-    def read(self, stored: SourceTensor, first: int = 0, count: int | None = None) -> Tensor:
+    def read(self, stored: StoredTensor, first: int = 0, count: int | None = None) -> Tensor:
         """Return some rows of a tensor, all by default, on the worker's device."""
-        rows = read_rows(self.descriptor(stored.path), stored, first, count, pin=self._device.type == "cuda")
+        rows = read_rows(self.descriptor(stored.file), stored, first, count, pin=self._device.type == "cuda")
         return rows.to(self._device, non_blocking=True)
 
-    def chunks(self, stored: SourceTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, stored: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Yield runs of a tensor's rows with the first row of each; all but the last are a multiple of so many."""
-        rows = stored.info.rows
-        at_once = max(1, self._chunk_bytes // max(1, multiple * stored.info.row_bytes)) * multiple
+        rows = stored.rows
+        at_once = max(1, self._chunk_bytes // max(1, multiple * stored.row_bytes)) * multiple
         for first in range(0, rows, at_once):
             yield first, self.read(stored, first, min(at_once, rows - first))

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import INDEX_FILE
-from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo, read_header
+from slime.weights.stored_tensors import StoredTensor, read_header
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,9 @@ class HfSource:
 
     folder: Path
     config: dict[str, Any]
-    shards: dict[str, list[SourceTensor]]
+    shards: dict[str, list[StoredTensor]]
     """File name to its tensors, in the order of their bytes."""
-    tensors: dict[str, SourceTensor]
-
-    def info(self, name: str) -> TensorInfo:
-        """Return name, dtype and shape of a tensor without reading its values."""
-        return self.tensors[name].info
+    tensors: dict[str, StoredTensor]
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:
@@ -48,7 +44,7 @@ class HfSource:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(stored.info.num_bytes for stored in self.tensors.values())
+        return sum(stored.num_bytes for stored in self.tensors.values())
 
 
 def open_source(folder: str | Path) -> HfSource:
@@ -81,7 +77,7 @@ def open_source(folder: str | Path) -> HfSource:
         files = sorted(file.name for file in path.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"{path} has no *.safetensors; convert the checkpoint to safetensors first")
-    headers = {name: read_header(path / name) for name in files}
+    headers = {name: read_header(path / name)[0] for name in files}
     if weight_map is not None:
         lost = [name for name, file in weight_map.items() if name not in headers[file]]
         if lost:
@@ -89,14 +85,14 @@ def open_source(folder: str | Path) -> HfSource:
                 f"{INDEX_FILE} of {path} names {len(lost)} tensors that are not in their shards: {shown(lost)}; "
                 "the index is of another checkpoint"
             )
-    shards: dict[str, list[SourceTensor]] = {name: [] for name in files}
-    tensors: dict[str, SourceTensor] = {}
+    shards: dict[str, list[StoredTensor]] = {name: [] for name in files}
+    tensors: dict[str, StoredTensor] = {}
     for file, header in headers.items():
         for name, stored in header.items():
             if weight_map is not None and weight_map.get(name, file) != file:
                 continue  # the index says which of two copies counts
             if name in tensors:
-                raise DataError(f"{name} is in {tensors[name].path.name} and in {file} of {path}; remove one of them")
+                raise DataError(f"{name} is in {tensors[name].file.name} and in {file} of {path}; remove one of them")
             tensors[name] = stored
             shards[file].append(stored)
     return HfSource(path, config, shards, tensors)

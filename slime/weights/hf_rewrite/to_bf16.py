@@ -16,11 +16,11 @@ from torch import Tensor
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_rewrite.plan import OutputRows, RowReader, TensorPlan, copied, dropped
 from slime.weights.hf_rewrite.source import HfSource, shown, without_quantization
-from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
 from slime.weights.quantize.formats import GroupInt
 from slime.weights.quantize.group_int import WORD_BITS, num_words
 from slime.weights.quantize.quantizer import read_format
+from slime.weights.stored_tensors import StoredTensor, TensorInfo
 
 FP8_CODES = ("F8_E4M3", "F8_E5M2")
 SCALE_CODES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -56,9 +56,9 @@ class Fp8ToBf16:
         for name in quantized:
             _scale_block(source, source.tensors[name])
 
-    def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
+    def plan_tensor(self, source: HfSource, stored: StoredTensor) -> TensorPlan:
         """Plan to multiply FP8 tensors out, to drop scales, and to copy everything else."""
-        name = stored.info.name
+        name = stored.name
         if _is_scale(source, name) or name.endswith(ACTIVATION_SCALES):
             return dropped(stored)
         if not _is_fp8(stored):
@@ -69,28 +69,28 @@ class Fp8ToBf16:
 
         def convert(read: RowReader) -> Iterator[OutputRows]:
             scales = read.read(scale).float()
-            if stored.info.shape[:-2]:
+            if stored.shape[:-2]:
                 for first, matrices in read.chunks(stored):
                     yield name, first, _multiply_all(matrices, scales[first : first + matrices.size(0)], block)
                 return
-            height, width = stored.info.shape
+            height, width = stored.shape
             scales = scales.reshape(num_blocks(height, width, block))
             for first, rows in read.chunks(stored, block[0] if scales.size(0) > 1 else 1):
                 scale_rows, _ = num_blocks(rows.size(0), width, block)
                 yield name, first, dequantize_block(rows, scales[first // block[0] :][:scale_rows], block)
 
-        return TensorPlan(stored, (TensorInfo.of(name, torch.bfloat16, stored.info.shape),), convert)
+        return TensorPlan(stored, (TensorInfo.of(name, torch.bfloat16, stored.shape),), convert)
 
     def config(self, source: HfSource) -> dict[str, Any]:
         """Return the source's config without quantization."""
         return without_quantization(source.config)
 
 
-def _is_fp8(stored: SourceTensor) -> bool:
-    return stored.info.dtype in FP8_CODES
+def _is_fp8(stored: StoredTensor) -> bool:
+    return stored.dtype in FP8_CODES
 
 
-def _scale_of(source: HfSource, name: str) -> SourceTensor | None:
+def _scale_of(source: HfSource, name: str) -> StoredTensor | None:
     return next((source.tensors[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in source.tensors), None)
 
 
@@ -102,24 +102,23 @@ def _is_scale(source: HfSource, name: str) -> bool:
     )
 
 
-def _scale_block(source: HfSource, stored: SourceTensor) -> tuple[int, int]:
+def _scale_block(source: HfSource, stored: StoredTensor) -> tuple[int, int]:
     """Return the rows and columns that share a scale.
 
     Raises:
         DataError: the shape of the scales fits neither the config's block, nor rows, nor the whole tensor.
     """
-    info = stored.info
-    scale = _scale_of(source, info.name)
-    assert scale is not None, info.name
+    scale = _scale_of(source, stored.name)
+    assert scale is not None, stored.name
     config = source.quantization_config or {}
     block = tuple(config.get("weight_block_size") or DEFAULT_BLOCK)
-    found = scale.info.shape
-    if scale.info.dtype not in SCALE_CODES:
-        raise DataError(f"{scale.info.name} has dtype {scale.info.dtype}; scales are {', '.join(SCALE_CODES)}")
-    if len(info.shape) < 2:
-        raise DataError(f"{info.name} has shape {list(info.shape)}; only matrices are FP8 weights")
-    rows, columns = info.shape[-2:]
-    leading = info.shape[:-2]
+    found = scale.shape
+    if scale.dtype not in SCALE_CODES:
+        raise DataError(f"{scale.name} has dtype {scale.dtype}; scales are {', '.join(SCALE_CODES)}")
+    if len(stored.shape) < 2:
+        raise DataError(f"{stored.name} has shape {list(stored.shape)}; only matrices are FP8 weights")
+    rows, columns = stored.shape[-2:]
+    leading = stored.shape[:-2]
     if found == (*leading, *num_blocks(rows, columns, block)):
         return block
     if found in ((*leading, rows, 1), (*leading, rows)):
@@ -127,7 +126,7 @@ def _scale_block(source: HfSource, stored: SourceTensor) -> tuple[int, int]:
     if not leading and found in ((), (1,), (1, 1)):
         return rows, columns
     raise DataError(
-        f"{scale.info.name} has shape {list(found)}, {info.name} has {list(info.shape)}: neither one scale per "
+        f"{scale.name} has shape {list(found)}, {stored.name} has {list(stored.shape)}: neither one scale per "
         f"{block[0]} x {block[1]} block (weight_block_size of config.json), nor per row, nor per tensor"
     )
 
@@ -180,9 +179,9 @@ class Int4ToBf16:
         if absent:
             raise DataError(f"{source.folder} lacks {len(absent)} tensors that belong to others: {shown(absent)}")
 
-    def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
+    def plan_tensor(self, source: HfSource, stored: StoredTensor) -> TensorPlan:
         """Plan to unpack and multiply out packed tensors, to drop their other parts, and to copy the rest."""
-        prefix, _, part = stored.info.name.rpartition(".")
+        prefix, _, part = stored.name.rpartition(".")
         prefix += "."
         if part in (SCALE, ZEROS, SHAPE) and prefix + PACKED in source.tensors:
             return dropped(stored)
@@ -192,14 +191,14 @@ class Int4ToBf16:
         bits = layout.num_bits
         scale = source.tensors[prefix + SCALE]
         zeros = None if layout.is_symmetric else source.tensors[prefix + ZEROS]
-        rows, words_per_row = stored.info.shape
+        rows, words_per_row = stored.shape
         columns = words_per_row * WORD_BITS // bits
         if layout.group_size is not None:
-            columns = layout.group_size * scale.info.shape[1]
-        if scale.info.shape[0] != rows or words_per_row != num_words(columns, bits):
+            columns = layout.group_size * scale.shape[1]
+        if scale.shape[0] != rows or words_per_row != num_words(columns, bits):
             raise DataError(
-                f"{scale.info.name} has shape {list(scale.info.shape)}, {stored.info.name} has "
-                f"{list(stored.info.shape)}: they do not fit {bits} bits in groups of {layout.group_size}"
+                f"{scale.name} has shape {list(scale.shape)}, {stored.name} has "
+                f"{list(stored.shape)}: they do not fit {bits} bits in groups of {layout.group_size}"
             )
         name = prefix + "weight"
 

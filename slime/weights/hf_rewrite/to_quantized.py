@@ -16,11 +16,11 @@ import torch
 from slime.utils.errors import ConfigError
 from slime.weights.hf_rewrite.plan import OutputRows, RowReader, TensorPlan, copied
 from slime.weights.hf_rewrite.source import HfSource, shown
-from slime.weights.hf_rewrite.tensor_file import SourceTensor, TensorInfo
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, WeightFormat
 from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline, modules_to_not_convert
 from slime.weights.stacked_experts import expert_names, is_stack, tensors_in
+from slime.weights.stored_tensors import StoredTensor, TensorInfo
 
 QUANTIZABLE = ("BF16", "F16", "F32")
 SHAPE_PART = "weight_shape"
@@ -47,25 +47,24 @@ class ToQuantized:
             ConfigError: naming the tensors.
         """
         require_plain(source)
-        chosen = [name for name, stored in source.tensors.items() if self._chooses(stored.info)]
-        wrong = [name for name in chosen if source.info(name).dtype not in QUANTIZABLE]
+        chosen = [name for name, stored in source.tensors.items() if self._chooses(stored)]
+        wrong = [name for name in chosen if source.tensors[name].dtype not in QUANTIZABLE]
         if wrong:
             raise ConfigError(
                 f"{len(wrong)} weights to be quantized have other dtypes than {', '.join(QUANTIZABLE)}, such as "
-                f"{source.info(wrong[0]).dtype}: {shown(wrong)}; give the unquantized checkpoint"
+                f"{source.tensors[wrong[0]].dtype}: {shown(wrong)}; give the unquantized checkpoint"
             )
         if not chosen:
             raise ConfigError(f"nothing in {source.folder} would be quantized; no name and shape fits the rules")
 
-    def plan_tensor(self, source: HfSource, stored: SourceTensor) -> TensorPlan:
+    def plan_tensor(self, source: HfSource, stored: StoredTensor) -> TensorPlan:
         """Quantize the weights of linear layers, those of stacked experts one by one; copy everything else."""
-        info = stored.info
-        if not self._chooses(info):
+        if not self._chooses(stored):
             return copied(stored)
-        if is_stack(info.name):
+        if is_stack(stored.name):
             return self._plan_stack(stored)
-        prefix = info.name.removesuffix("weight")
-        parts = self.format.outputs(info.name, info.shape)
+        prefix = stored.name.removesuffix("weight")
+        parts = self.format.outputs(stored.name, stored.shape)
         outputs = tuple(TensorInfo.of(prefix + part, dtype, shape) for part, (shape, dtype) in parts.items())
         if self.row_multiple is None:
             return TensorPlan(stored, outputs, lambda rows: self._whole(rows, stored, prefix))
@@ -73,53 +72,50 @@ class ToQuantized:
 
     def config(self, source: HfSource) -> dict[str, Any]:
         """Return the source's config with the quantization config of the result."""
-        names = [
-            name for stored in source.tensors.values() for name in tensors_in(stored.info.name, stored.info.shape)
-        ]
+        names = [name for stored in source.tensors.values() for name in tensors_in(stored.name, stored.shape)]
         return {**source.config, "quantization_config": self.quantization_config(names)}
 
-    def _chooses(self, info: TensorInfo) -> bool:
-        if is_stack(info.name) and len(info.shape) == 3:
-            return self.is_quantized(expert_names(info.name, 0)[0], info.shape[1:])
-        return self.is_quantized(info.name, info.shape)
+    def _chooses(self, stored: StoredTensor) -> bool:
+        if is_stack(stored.name) and len(stored.shape) == 3:
+            return self.is_quantized(expert_names(stored.name, 0)[0], stored.shape[1:])
+        return self.is_quantized(stored.name, stored.shape)
 
-    def _plan_stack(self, stored: SourceTensor) -> TensorPlan:
+    def _plan_stack(self, stored: StoredTensor) -> TensorPlan:
         """Give every expert tensors of its own: quantized weights have no stacked form."""
-        info = stored.info
-        num_parts = len(expert_names(info.name, 0))
-        shape = (info.shape[1] // num_parts, info.shape[2])
+        num_parts = len(expert_names(stored.name, 0))
+        shape = (stored.shape[1] // num_parts, stored.shape[2])
         outputs = [
             TensorInfo.of(f"{name.removesuffix('weight')}{part}", dtype, size)
-            for name in tensors_in(info.name, info.shape)
+            for name in tensors_in(stored.name, stored.shape)
             for part, (size, dtype) in self.format.outputs(name, shape).items()
         ]
 
         def convert(rows: RowReader) -> Iterator[OutputRows]:
-            for expert in range(info.shape[0]):
+            for expert in range(stored.shape[0]):
                 weights = rows.read(stored, expert, 1)[0].chunk(num_parts)
-                for name, weight in zip(expert_names(info.name, expert), weights, strict=True):
+                for name, weight in zip(expert_names(stored.name, expert), weights, strict=True):
                     for part, tensor in self.format.quantize(name, weight, check_finite=True).items():
                         yield f"{name.removesuffix('weight')}{part}", 0, tensor
 
         return TensorPlan(stored, tuple(outputs), convert)
 
-    def _whole(self, rows: RowReader, stored: SourceTensor, prefix: str) -> Iterator[OutputRows]:
-        parts = self.format.quantize(stored.info.name, rows.read(stored), check_finite=True)
+    def _whole(self, rows: RowReader, stored: StoredTensor, prefix: str) -> Iterator[OutputRows]:
+        parts = self.format.quantize(stored.name, rows.read(stored), check_finite=True)
         yield from ((prefix + part, 0, tensor) for part, tensor in parts.items())
 
-    def _by_rows(self, rows: RowReader, stored: SourceTensor, prefix: str) -> Iterator[OutputRows]:
-        info = stored.info
+    def _by_rows(self, rows: RowReader, stored: StoredTensor, prefix: str) -> Iterator[OutputRows]:
         multiple = self.row_multiple or 1
         # Rows that each part has for so many rows of the weight.
         per_multiple = {
-            part: shape[0] for part, (shape, _) in self.format.outputs(info.name, (multiple, *info.shape[1:])).items()
+            part: shape[0]
+            for part, (shape, _) in self.format.outputs(stored.name, (multiple, *stored.shape[1:])).items()
         }
         for first, weight in rows.chunks(stored, multiple):
-            for part, tensor in self.format.quantize(info.name, weight, check_finite=True).items():
+            for part, tensor in self.format.quantize(stored.name, weight, check_finite=True).items():
                 if part != SHAPE_PART:
                     yield prefix + part, first // multiple * per_multiple[part], tensor
         if SHAPE_PART in per_multiple:
-            yield prefix + SHAPE_PART, 0, torch.tensor(info.shape, dtype=torch.int32)
+            yield prefix + SHAPE_PART, 0, torch.tensor(stored.shape, dtype=torch.int32)
 
 
 def require_plain(source: HfSource) -> None:
