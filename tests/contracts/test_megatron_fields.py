@@ -12,7 +12,6 @@ import pytest
 from slime.arguments.parser import build_parser
 from slime.backends.megatron_utils.flags.config_flags import CONFIG_CLASSES, NOT_FLAGS, attribute_of, config_fields
 from slime.backends.megatron_utils.flags.field_table import (
-    READERS,
     REFUSED,
     WITHOUT_EFFECT,
     refuse_what_nobody_reads,
@@ -20,6 +19,7 @@ from slime.backends.megatron_utils.flags.field_table import (
 )
 from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS
 from slime.utils.errors import ConfigError
+from tests.contracts.megatron_readers import FIELDS_OF_READER
 
 FIELDS = {
     field.name
@@ -41,16 +41,16 @@ def names_read_by(module: str) -> set[str]:
 
 
 def test_every_field_stands_in_one_table_and_no_table_names_another():
-    tables = [set(READERS), set(WITHOUT_EFFECT), set(REFUSED)]
+    tables = [*map(set, FIELDS_OF_READER.values()), set(WITHOUT_EFFECT), set(REFUSED)]
     assert FIELDS - set.union(*tables) == set(), "a new field of megatron-core: who reads it here?"
     assert set.union(*tables) - FIELDS == set()
     assert sum(map(len, tables)) == len(FIELDS), "a field stands in two tables"
 
 
-@pytest.mark.parametrize("module", sorted(set(READERS.values())))
+@pytest.mark.parametrize("module", FIELDS_OF_READER)
 def test_the_reader_of_a_field_reads_it(module):
     read = names_read_by(module)
-    unread = {name for name, reader in READERS.items() if reader == module and not {name, attribute_of(name)} & read}
+    unread = {name for name in FIELDS_OF_READER[module] if not {name, attribute_of(name)} & read}
     assert unread == set()
 
 
