@@ -33,8 +33,3 @@ def get_gloo_group() -> dist.ProcessGroup:
     if "gloo" not in _GROUPS:
         raise ProcessError("The gloo group does not exist yet; call init_gloo_group() on every rank first.")
     return _GROUPS["gloo"]
-
-
-def clear_gloo_group() -> None:
-    """Forget the group; to be called when the process group of torch.distributed is destroyed."""
-    _GROUPS.pop("gloo", None)

@@ -93,13 +93,6 @@ def new_checksum(name: str) -> Checksum:
     return CHECKSUMS[name]()
 
 
-def checksum_of(name: str, data: Any) -> str:
-    """Return the checksum of one contiguous buffer, as hex digits."""
-    checksum = new_checksum(name)
-    checksum.update(data)
-    return checksum.hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class EncodedDelta:
     """The change of one tensor."""

@@ -7,7 +7,7 @@ import torch
 
 from slime.weights.digest import digest_bytes
 from slime.weights.kernels.table_items import CastItem, CopyItem
-from slime.weights.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned, digest_segments
+from slime.weights.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.unit.weights.kernels.table_cases import (
     COPY_BYTES,
@@ -125,7 +125,7 @@ def test_a_stacked_parameter_of_more_than_two_to_the_31_elements() -> None:
     flat = weight.view(-1).view(torch.uint8)
     copy.copy(flat)
     assert held[-128:].equal(weight[-128:]) and copy.count_differences(flat).item() == 0
-    assert digest_segments(flat, [0], [flat.numel()]) == [digest_bytes(flat)]
+    assert as_unsigned(DigestTable([0], [flat.numel()], "cuda").run(flat)) == [digest_bytes(flat)]
 
 
 def test_copies_and_comparisons_equal_the_torch_path() -> None:
@@ -169,7 +169,7 @@ def test_digests_equal_the_definition() -> None:
         ([], []),
     ):
         wanted = [digest_bytes(flat[begin : begin + size].cpu()) for begin, size in zip(offsets, lengths)]
-        assert digest_segments(flat, offsets, lengths) == wanted
+        assert as_unsigned(DigestTable(offsets, lengths, "cuda").run(flat)) == wanted
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that reach each other's memory")

@@ -24,7 +24,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import initialize
-from slime.utils import distributed_utils
 from slime.weights.named_tensors import wire_dtype
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data, reference_loss
@@ -53,7 +52,6 @@ def one_process_world() -> Iterator[None]:
 
 def leave_world() -> None:
     """Destroy the parallel groups and the default group, as far as there are any."""
-    distributed_utils.clear_gloo_group()
     if mpu.is_initialized():
         mpu.destroy_model_parallel()
     if dist.is_initialized():

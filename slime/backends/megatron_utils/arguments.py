@@ -14,21 +14,14 @@ from slime.backends.megatron_utils.flags.config_builders import (
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from slime.backends.megatron_utils.flags.config_flags import (
-    CONFIG_CLASSES,
-    NOT_FLAGS,
-    add_config_flags,
-    attribute_of,
-    config_fields,
-)
+from slime.backends.megatron_utils.flags.config_flags import add_config_flags
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, check_other_models
-from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS, add_own_flags
+from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
 
 __all__ = [
     "add_megatron_arguments",
     "ddp_config_from_args",
-    "list_accepted_flags",
     "optimizer_config_from_args",
     "transformer_config_from_args",
     "validate_megatron_arguments",
@@ -54,22 +47,3 @@ def validate_megatron_arguments(args: argparse.Namespace) -> None:
     if args.hf_checkpoint:
         check_hf_config(args)
         check_other_models(args)
-
-
-def list_accepted_flags() -> dict[str, str]:
-    """Return every option string of the trainer, with the config field it sets or the module that reads it."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    fields: dict[str, list[str]] = {}
-    for config_class in CONFIG_CLASSES:
-        for field, _ in config_fields(config_class):
-            if field.name not in NOT_FLAGS:
-                targets = fields.setdefault(attribute_of(field.name), [])
-                if f"TransformerConfig.{field.name}" not in targets:
-                    targets.append(f"{config_class.__name__}.{field.name}")
-    readers = {flag.attribute: [flag.reader] for flag in OWN_FLAGS}
-    accepted = {}
-    for option, action in parser._option_string_actions.items():
-        if not isinstance(action, argparse._HelpAction):
-            accepted[option] = ", ".join(readers.get(action.dest, []) + fields.get(action.dest, []))
-    return accepted

@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from slime.utils.errors import DeadlineError, EngineError, ProcessError
+from slime.utils.errors import EngineError, ProcessError
 
 CONTROL_TIMEOUT_S = 120.0
 """Deadline of a request that moves no weights."""
@@ -110,19 +110,6 @@ def num_requests_in_flight(server: ServerControl) -> int:
     """Return the requests that run or wait on the server, over its data-parallel ranks."""
     loads = server.get("/v1/loads?include=core")["loads"]
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
-
-
-def wait_idle(server: ServerControl, *, timeout_s: float, poll_s: float = 0.1) -> None:
-    """Wait until no request is in flight.
-
-    Raises:
-        DeadlineError: some still are after ``timeout_s`` seconds.
-    """
-    deadline = time.monotonic() + timeout_s
-    while (count := num_requests_in_flight(server)) > 0:
-        if time.monotonic() > deadline:
-            raise DeadlineError(f"{server.name} still has {count} requests in flight after {timeout_s:g} s")
-        time.sleep(poll_s)
 
 
 PROBE_PAYLOAD = {

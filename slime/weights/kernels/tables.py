@@ -238,14 +238,3 @@ class DigestTable:
 def as_unsigned(digests: Tensor) -> list[int]:
     """Return the digests as ``digest_bytes`` gives them; waits for the device."""
     return [value & MASK_64 for value in digests.tolist()]
-
-
-def digest_segments(flat: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Digest of each segment of the bucket, as ``digest_bytes`` gives it.
-
-    For segments that come again and again, a :class:`DigestTable` saves the making of the table.
-
-    Raises:
-        ValueError: as :class:`DigestTable`.
-    """
-    return as_unsigned(DigestTable(offsets, lengths, flat.device).run(flat))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.megatron_utils.arguments import list_accepted_flags
+from slime.backends.megatron_utils.arguments import add_megatron_arguments
 from slime.backends.megatron_utils.flags.check_arguments import check_arguments
 from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     optimizer_config_from_args,
     transformer_config_from_args,
 )
+from slime.backends.megatron_utils.flags.config_flags import CONFIG_CLASSES, NOT_FLAGS, attribute_of, config_fields
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, read_hf_config
 from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS
 from slime.utils.errors import ConfigError
@@ -64,6 +66,25 @@ def test_every_flag_of_the_scripts_makes_a_model_config() -> None:
     latent = [part for text in LATENT_FLAGS.split() for part in f"--{text}".split("=")]
     config = transformer_config_from_args(parse(*DENSE, *latent))
     assert (config.rope_type, config.rotary_scaling_factor, config.mscale_all_dim) == ("yarn", 40.0, 1.0)
+
+
+def list_accepted_flags() -> dict[str, str]:
+    """Return every option string of the trainer, with the config field it sets or the module that reads it."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    fields: dict[str, list[str]] = {}
+    for config_class in CONFIG_CLASSES:
+        for field, _ in config_fields(config_class):
+            if field.name not in NOT_FLAGS:
+                targets = fields.setdefault(attribute_of(field.name), [])
+                if f"TransformerConfig.{field.name}" not in targets:
+                    targets.append(f"{config_class.__name__}.{field.name}")
+    readers = {flag.attribute: [flag.reader] for flag in OWN_FLAGS}
+    accepted = {}
+    for option, action in parser._option_string_actions.items():
+        if not isinstance(action, argparse._HelpAction):
+            accepted[option] = ", ".join(readers.get(action.dest, []) + fields.get(action.dest, []))
+    return accepted
 
 
 def test_every_accepted_flag_has_a_reader() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from slime.weights.digest import digest_bytes
 from slime.weights.kernels.table_items import CastItem, CopyItem
-from slime.weights.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned, digest_segments
+from slime.weights.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.unit.weights.kernels.table_cases import COPY_BYTES, cast_items, check_joined_items, copy_items
 
@@ -203,17 +203,16 @@ DATA = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=torch.Generat
 def test_segments_have_the_digests_of_their_bytes():
     offsets, lengths = [0, 256, 1000, 4096], [256, 3, 3096, 0]
     wanted = [digest_bytes(DATA[begin : begin + size]) for begin, size in zip(offsets, lengths)]
-    assert digest_segments(DATA, offsets, lengths) == wanted
     assert as_unsigned(DigestTable(offsets, lengths, "cpu").run(DATA)) == wanted
     assert max(wanted) >= 1 << 63, "the case has a value that int64 wraps"
 
 
 def test_no_segments_have_no_digests():
-    assert digest_segments(DATA, [], []) == []
+    assert DigestTable([], [], "cpu").run(DATA).tolist() == []
 
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="2 offsets and 1 lengths"):
         DigestTable([0, 8], [8], "cpu")
     with pytest.raises(ValueError, match="need 4097"):
-        digest_segments(DATA, [0], [4097])
+        DigestTable([0], [4097], "cpu").run(DATA)

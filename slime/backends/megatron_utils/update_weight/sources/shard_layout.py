@@ -54,10 +54,6 @@ class RowRuns:
                 yield RowRuns(first, count, self.run, self.stride)
             begin += count
 
-    def indices(self) -> list[int]:
-        """Return the row numbers one by one, for tests and messages."""
-        return [self.first + (r // self.run) * self.stride + r % self.run for r in range(self.count)]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
