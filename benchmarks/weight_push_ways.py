@@ -315,7 +315,7 @@ def run_format(
     kind: str, args: Namespace, trained: nn.Module, engine: nn.Module, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """All pairs for one format of the engine."""
-    from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets
+    from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
     from slime.backends.megatron_utils.update_weight.sources.gather import hf_headers
     from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
     from slime.weights.quantize.offline_rules import is_quantized_offline
@@ -329,12 +329,18 @@ def run_format(
     host = None
     if options.host:
         host = {f"0.{n}": p.detach().to("cpu").pin_memory() for n, p in trained.named_parameters()}
-    common: dict[str, Any] = dict(
-        model_name=name, dtype=torch.bfloat16, quantizer=quantizer, bucket_bytes=options.bucket_mib << 20
+    weights = SentWeights(
+        args=args,
+        model=[trained],
+        get_host_weights=lambda: host,
+        model_name=name,
+        dtype=torch.bfloat16,
+        quantizer=quantizer,
+        bucket_bytes=options.bucket_mib << 20,
     )
     sources: dict[str, Callable[[], BucketSource]] = {
-        "gathered": lambda: GatheredBuckets(args, [trained], lambda: host, across_stages=True, **common),
-        "shards": lambda: ShardBuckets(args, [trained], lambda: host, **common),
+        "gathered": lambda: GatheredBuckets(weights, across_stages=True),
+        "shards": lambda: ShardBuckets(weights),
     }
     loaders: dict[str, Callable[[], Loader]] = {
         "own": lambda: OwnLoader(engine),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError, WeightSyncError
@@ -84,10 +86,15 @@ def push_again_and_again(name: str, folder: str) -> dict[str, Any]:
         original_run(self, out)
 
     CastTable.__init__, CastTable.run = counting_init, counting_run  # type: ignore[method-assign]
-    source = ShardBuckets(
-        args, model, lambda: host["weights"], model_name=model_name, dtype=torch.float32, quantizer=None,
+    weights = SentWeights(
+        args=args,
+        model=model,
+        get_host_weights=lambda: host["weights"],
+        model_name=model_name,
+        dtype=torch.float32,
         bucket_bytes=16 * 1024,
-    )  # fmt: skip
+    )
+    source = ShardBuckets(weights)
     result: dict[str, Any] = {"problems": {}, "tables": {}, "launches": {}, "addresses": []}
 
     def push(label: str) -> None:
@@ -118,10 +125,7 @@ def push_again_and_again(name: str, folder: str) -> dict[str, Any]:
         push("awake")
     quantizer = MissesATensor(BlockFp8((4, 4)), [])
     with pytest.raises(WeightSyncError) as refused:
-        ShardBuckets(
-            args, model, lambda: None, model_name=model_name, dtype=torch.float32, quantizer=quantizer,
-            bucket_bytes=16 * 1024,
-        )  # fmt: skip
+        ShardBuckets(replace(weights, quantizer=quantizer))
     result["refusal"] = str(refused.value)
     result["buckets"] = len(source.plan.buckets[torch.distributed.get_rank()])
     result["tensors"] = len(source.manifest.tensors)

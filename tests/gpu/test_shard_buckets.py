@@ -13,6 +13,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.policies import ModelSwitch
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
 from slime.utils.distributed_utils import init_gloo_group
@@ -53,9 +54,16 @@ def test_buckets_hold_what_gathering_gives(
         quantized = [n for n, t in expected.items() if t.dim() == 2 and is_quantized_offline(n)]
         quantizer = Quantizer(BlockFp8(block), quantized)
         expected = {n: t for key, tensor in expected.items() for n, t in quantizer.quantize(key, tensor)}
-    source = ShardBuckets(
-        args, model, lambda: host, model_name=name, dtype=torch.bfloat16, quantizer=quantizer, bucket_bytes=16384
+    weights = SentWeights(
+        args=args,
+        model=model,
+        get_host_weights=lambda: host,
+        model_name=name,
+        dtype=torch.bfloat16,
+        quantizer=quantizer,
+        bucket_bytes=16384,
     )
+    source = ShardBuckets(weights)
     if is_asleep:
         with torch.no_grad():
             for parameter in model[0].parameters():

@@ -30,6 +30,7 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.utils.distributed_utils import get_gloo_group, init_gloo_group
@@ -151,16 +152,15 @@ def compare_on_rank(
             quantized = [n for n, t in expected.items() if t.dim() == 2 and is_quantized_offline(n)]
             quantizer = Quantizer(form.quantized, quantized)
             expected = {n: t for key, tensor in expected.items() for n, t in quantizer.quantize(key, tensor)}
-        source = ShardBuckets(
-            args,
-            model,
-            lambda: None,
+        weights = SentWeights(
+            args=args,
+            model=model,
             model_name=model_name,
             dtype=form.dtype,
             quantizer=quantizer,
             bucket_bytes=form.bucket_bytes,
-            by_stage=form.by_stage,
         )
+        source = ShardBuckets(weights, by_stage=form.by_stage)
         for _ in range(2):  # the second push finds everything made
             problems += [f"{label}: {text}" for text in differences(source, expected)]
         if form.by_stage:

@@ -56,6 +56,11 @@ class Quantizer:
         self._known_names = None if known_names is None else frozenset(known_names)
         self._check_finite = check_finite
 
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None for a format of which slices cannot be made on their own."""
+        return self.format.block if isinstance(self.format, BlockFp8) else None
+
     def is_quantized(self, name: str) -> bool:
         """Return True when the engines hold the HF tensor ``name`` quantized.
 

@@ -20,7 +20,7 @@ from slime.backends.megatron_utils import memory, sglang
 from slime.backends.megatron_utils.hf_to_megatron.tensors import untrained_tensors
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.utils.errors import HookError, WeightSyncError
@@ -161,26 +161,26 @@ class WeightUpdater:
 
     def make_plain_source(self) -> GatheredBuckets:
         """Return whole tensors, gathered: right for every model, layout and engine; collective."""
-        return GatheredBuckets(**self._source_options(), across_stages=not self.transport.by_stage)
+        return GatheredBuckets(self._sent_weights(), across_stages=not self.transport.by_stage)
 
     def _slices(self) -> BucketSource:
         """Return what each rank holds; by stage it is joined on the stage's source, one collective for each bucket."""
         if not self.transport.by_stage:
-            return ShardBuckets(**self._source_options())
+            return ShardBuckets(self._sent_weights())
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        return CollectedBuckets(ShardBuckets(**self._source_options(), by_stage=True), group)
+        return CollectedBuckets(ShardBuckets(self._sent_weights(), by_stage=True), group)
 
-    def _source_options(self) -> dict[str, Any]:
+    def _sent_weights(self) -> SentWeights:
         args, dtype = self.args, wire_dtype(self._hf_config)
-        return {
-            "args": args,
-            "model": self._model,
-            "weights_getter": self._weights_getter,
-            "model_name": model_name(args, self._hf_config),
-            "dtype": dtype,
-            "quantizer": checkpoint_quantizer(args.hf_checkpoint, self._quantization, dtype=dtype),
-            "bucket_bytes": args.update_weight_buffer_size,
-        }
+        return SentWeights(
+            args=args,
+            model=self._model,
+            get_host_weights=self._weights_getter,
+            model_name=model_name(args, self._hf_config),
+            dtype=dtype,
+            quantizer=checkpoint_quantizer(args.hf_checkpoint, self._quantization, dtype=dtype),
+            bucket_bytes=args.update_weight_buffer_size,
+        )
 
     @property
     def _quantization(self) -> dict[str, Any] | None:

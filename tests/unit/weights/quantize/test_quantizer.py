@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.quantize import make_quantizer, quantized_names, read_format
+from slime.weights.quantize import Quantizer, make_quantizer, quantized_names, read_format
 from slime.weights.quantize.block_fp8 import quantize_block
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, logical_names, read_weight
 from slime.weights.quantize.quantizer import IgnoredModules, warn_of_unlisted_weights
@@ -53,6 +53,11 @@ def test_integer_scales_have_the_dtype_of_the_engine():
 
 def test_blocks_have_powers_of_two_where_the_device_wants_them():
     assert read_format(DEEPSEEK_V3, ue8m0=True) == BlockFp8((128, 128), ue8m0=True)
+
+
+def test_only_fp8_blocks_can_be_made_of_slices():
+    assert Quantizer(BlockFp8((128, 64)), ["w.weight"]).block == (128, 64)
+    assert Quantizer(ChannelFp8(), ["w.weight"]).block is None
 
 
 @pytest.mark.parametrize(("config", "what"), [

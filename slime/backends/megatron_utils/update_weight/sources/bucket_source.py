@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,42 +34,47 @@ from slime.weights.named_tensors import Header, dtype_name
 from slime.weights.quantize import Quantizer
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentWeights:
+    """The weights of a push, and the form in which engines take them."""
+
+    args: Namespace
+    """Complete flags."""
+    model: Sequence[torch.nn.Module]
+    """This rank's chunks."""
+    get_host_weights: Callable[[], HostWeights | None] = lambda: None
+    """Gives host copies of the parameters to read instead of the live ones; None reads these."""
+    model_name: str
+    """Chooses the name converter."""
+    dtype: torch.dtype
+    """Of floating-point tensors that are not quantised."""
+    quantizer: Quantizer | None = None
+    """What the engines hold quantised; None for nothing."""
+    bucket_bytes: int
+    """``--update-weight-buffer-size``: no bucket of several tensors is larger."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return next(iter(self.model[0].parameters())).device
+
+
 class GatheredBuckets:
     """Whole tensors, gathered, converted and quantised one after the other, then laid into flat buffers.
 
     With ``across_stages`` every rank has every bucket; otherwise the ranks of each pipeline stage have that stage's.
 
     Args:
-        args: complete flags.
-        model: this rank's chunks.
-        weights_getter: host copies of the parameters to read instead of the live ones; None reads these.
-        model_name: chooses the name converter.
-        dtype: of floating-point tensors that are not quantised.
-        quantizer: what the engines hold quantised; None for nothing.
-        bucket_bytes: ``--update-weight-buffer-size``; a larger tensor has a bucket of its own.
+        weights: what to send; a tensor larger than ``bucket_bytes`` has a bucket of its own.
         across_stages: all ranks get the tensors of all pipeline stages.
         only: names of the parameters to send (``Shard.name``), the same on all ranks; None for all.
     """
 
-    def __init__(
-        self,
-        args: Namespace,
-        model: Sequence[torch.nn.Module],
-        weights_getter: Callable[[], HostWeights | None],
-        *,
-        model_name: str,
-        dtype: torch.dtype,
-        quantizer: Quantizer | None,
-        bucket_bytes: int,
-        across_stages: bool,
-        only: Container[str] | None = None,
-    ) -> None:
-        self._args, self._model, self._weights_getter = args, model, weights_getter
-        self._model_name, self._dtype, self._quantizer = model_name, dtype, quantizer
+    def __init__(self, weights: SentWeights, *, across_stages: bool, only: Container[str] | None = None) -> None:
+        self._weights, self._quantizer = weights, weights.quantizer
         self._across_stages, self._only = across_stages, only
-        self._device = next(iter(model[0].parameters())).device
-        weight_map, shape = find_weight_map(model_name), model_dims(args)
-        stages = hf_headers(args, model, model_name=model_name, dtype=dtype, only=only)
+        weight_map, shape = find_weight_map(weights.model_name), model_dims(weights.args)
+        stages = hf_headers(weights.args, weights.model, model_name=weights.model_name, dtype=weights.dtype, only=only)
         present = {name for headers in stages for name, _, _ in headers}
 
         def together(name: str) -> tuple[str, ...]:
@@ -82,7 +88,7 @@ class GatheredBuckets:
         buckets: list[BucketEntry] = []
         turns: list[range] = []
         for headers in stages:
-            planned_tensors, planned_buckets = plan_buckets(self._planned(headers), bucket_bytes)
+            planned_tensors, planned_buckets = plan_buckets(self._planned(headers), weights.bucket_bytes)
             turns.append(range(len(buckets), len(buckets) + len(planned_buckets)))
             tensors += planned_tensors
             buckets += planned_buckets
@@ -113,7 +119,7 @@ class GatheredBuckets:
         index, entry, places, flat = NO_BUCKET, BucketEntry(0, ()), {}, None
         # One for all buckets: an engine keeps what it has mapped until the push ends, and so would one for each.
         size = max((self._manifest.buckets[bucket].num_bytes for bucket in self._turn), default=0)
-        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._weights.device)
         for name, tensor in self._tensors():
             if name not in places:
                 if flat is not None:
@@ -131,12 +137,13 @@ class GatheredBuckets:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of the tensors to send, in the order of the plan."""
+        weights = self._weights
         converted = iter_hf_tensors(
-            self._args,
-            self._model,
-            model_name=self._model_name,
-            dtype=self._dtype,
-            host_weights=self._weights_getter(),
+            weights.args,
+            weights.model,
+            model_name=weights.model_name,
+            dtype=weights.dtype,
+            host_weights=weights.get_host_weights(),
             across_stages=self._across_stages,
             only=self._only,
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import re
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,11 +24,10 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, GatheredBuckets
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, GatheredBuckets, SentWeights
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
     PlannedBucket,
-    QuantizedBlocks,
     ShardPlan,
     SliceHeader,
     plan_shards,
@@ -39,9 +37,7 @@ from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import SlimeError, WeightSyncError
 from slime.weights.kernels.tables import CastTable
 from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, align
-from slime.weights.quantize import Quantizer
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
-from slime.weights.quantize.formats import BlockFp8
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +50,8 @@ class ShardBuckets:
     """A source of buckets, as ``bucket_source.BucketSource`` describes them.  Made on all ranks at once.
 
     Args:
-        args: complete flags.
-        model: this rank's chunks.
-        weights_getter: host copies of the parameters to read instead of the live ones; None reads these.
-        model_name: chooses the name converter.
-        dtype: of floating-point tensors that are not quantised.
-        quantizer: what the engines hold quantised; None for nothing.
-        bucket_bytes: ``--update-weight-buffer-size``: the largest bucket of a rank, or with ``by_stage`` the most that
-            the buckets of a turn have together.
+        weights: what to send; its ``bucket_bytes`` are the largest bucket of a rank, or with ``by_stage`` the most
+            that the buckets of a turn have together.
         by_stage: one pipeline stage sends after the other, and the buckets of its ranks are joined on one of them
             (:class:`CollectedBuckets`); otherwise all ranks send at the same time.
 
@@ -69,25 +59,11 @@ class ShardBuckets:
         WeightSyncError: a rank cannot tell what to send, or the ranks do not hold every tensor once and whole.
     """
 
-    def __init__(
-        self,
-        args: Namespace,
-        model: Sequence[torch.nn.Module],
-        weights_getter: Callable[[], HostWeights | None],
-        *,
-        model_name: str,
-        dtype: torch.dtype,
-        quantizer: Quantizer | None,
-        bucket_bytes: int,
-        by_stage: bool = False,
-    ) -> None:
-        self._weights_getter = weights_getter
-        self._dtype = dtype
-        self._device = next(iter(model[0].parameters())).device
-        self._blocks = quantized_blocks(quantizer)
+    def __init__(self, weights: SentWeights, *, by_stage: bool = False) -> None:
+        self._weights = weights
         failure: SlimeError | None = None
         try:
-            self._slices = ShardSlices(args, model, model_name=model_name, dtype=dtype, blocks=self._blocks)
+            self._slices = ShardSlices(weights)
         except SlimeError as error:  # the other ranks may find nothing wrong with theirs, and would wait
             failure = error
         stages, held, self.misfits = self._exchange(by_stage, failure)
@@ -95,8 +71,8 @@ class ShardBuckets:
         groups = [[rank for rank, stage in enumerate(stages) if stage == turn] for turn in sorted(set(stages))]
         self.plan: ShardPlan = plan_shards(
             held,
-            bucket_bytes=share_of(bucket_bytes, max(map(len, groups))) if by_stage else bucket_bytes,
-            blocks=self._blocks,
+            bucket_bytes=share_of(weights.bucket_bytes, max(map(len, groups))) if by_stage else weights.bucket_bytes,
+            quantizer=weights.quantizer,
             groups=groups,
         )
         self.group_ranks = next(ranks for ranks in self.plan.groups if dist.get_rank() in ranks)
@@ -105,17 +81,7 @@ class ShardBuckets:
         self._manifest = self.plan.manifest
         self._gathered: GatheredBuckets | None = None
         if self.misfits:
-            self._gathered = GatheredBuckets(
-                args,
-                model,
-                weights_getter,
-                model_name=model_name,
-                dtype=dtype,
-                quantizer=quantizer,
-                bucket_bytes=bucket_bytes,
-                across_stages=not by_stage,
-                only=frozenset(self.misfits),
-            )
+            self._gathered = GatheredBuckets(weights, across_stages=not by_stage, only=frozenset(self.misfits))
             rest = self._gathered.manifest
             self._manifest = Manifest(
                 (*self.plan.manifest.tensors, *rest.tensors), (*self.plan.manifest.buckets, *rest.buckets)
@@ -168,7 +134,7 @@ class ShardBuckets:
     @torch.no_grad()
     def iter_turns(self) -> Iterator[tuple[PlannedBucket | None, Tensor]]:
         """Yield this rank's own buckets, one in each turn of its group, and the filled part of the buffer."""
-        host_weights = self._weights_getter()
+        host_weights = self._weights.get_host_weights()
         self._refresh_tables(host_weights)
         buffer = self.buffer()
         for turn in range(self.plan.num_turns(self.group_ranks)):
@@ -194,7 +160,7 @@ class ShardBuckets:
     def buffer(self) -> Tensor:
         """Return the rank's one buffer; it stays at its address until :meth:`release`."""
         if self._buffer is None:
-            self._buffer = torch.empty(self.plan.buffer_bytes, dtype=torch.uint8, device=self._device)
+            self._buffer = torch.empty(self.plan.buffer_bytes, dtype=torch.uint8, device=self._weights.device)
         return self._buffer
 
     def release(self) -> None:
@@ -206,13 +172,13 @@ class ShardBuckets:
         pointers = [*map(Tensor.data_ptr, self._slices.tensors(host_weights))]
         if pointers == self._pointers:
             return
-        block = self._blocks.block if self._blocks is not None and self._blocks.block is not None else DEFAULT_BLOCK
+        quantizer = self._weights.quantizer
         self._tables = [
             CastTable(
                 self._slices.items(bucket.slices, host_weights),
-                self._dtype,
-                block,
-                device=self._device,
+                self._weights.dtype,
+                (quantizer and quantizer.block) or DEFAULT_BLOCK,
+                device=self._weights.device,
                 segments=self.plan.manifest.segments(bucket.index),
             )
             for bucket in self._own
@@ -223,18 +189,6 @@ class ShardBuckets:
 def share_of(num_bytes: int, num_ranks: int) -> int:
     """Return the bytes that each of ``num_ranks`` ranks may put into a bucket, a multiple of the alignment."""
     return max(num_bytes // num_ranks // ALIGNMENT * ALIGNMENT, min(num_bytes, ALIGNMENT))
-
-
-def quantized_blocks(quantizer: Quantizer | None) -> QuantizedBlocks | None:
-    """Return the parts of the quantizer that the planning of slices needs; None without one."""
-    if quantizer is None:
-        return None
-    kind = quantizer.format
-    if isinstance(kind, BlockFp8):
-        return QuantizedBlocks(
-            quantizer.is_quantized, quantizer.outputs, kind.block, "fp8_block_ue8m0" if kind.ue8m0 else "fp8_block"
-        )
-    return QuantizedBlocks(quantizer.is_quantized, quantizer.outputs, None)
 
 
 def describe_misfits(misfits: Mapping[str, str]) -> list[str]:

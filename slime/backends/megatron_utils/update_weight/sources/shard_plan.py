@@ -7,15 +7,15 @@ is not cut, two pipeline stages with a tied embedding) share its bytes among the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from slime.utils.errors import ConfigError, WeightSyncError
-from slime.weights.kernels.table_items import Kind
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align
 from slime.weights.named_tensors import Header, dtype_name
+from slime.weights.quantize import Quantizer
 from slime.weights.tensor_slice import TensorSlice
 
 MIN_SLICE_BYTES = 1 << 20
@@ -61,18 +61,6 @@ class PlannedBucket:
     slices: tuple[PlannedSlice, ...]
 
 
-@dataclass(frozen=True)
-class QuantizedBlocks:
-    """The tensors that travel as eight-bit floats with one scale per block."""
-
-    is_quantized: Callable[[str], bool]
-    outputs: Callable[[str, tuple[int, ...]], list[Header]]
-    """Name and shape of a tensor to what it travels as: the matrix, then its scales."""
-    block: tuple[int, int] | None
-    """Rows and columns; None when they are quantised in a way that slices are not."""
-    kind: Kind = "fp8_block"
-
-
 @dataclass
 class _Share:
     """The slices assigned to one rank so far."""
@@ -109,7 +97,7 @@ def plan_shards(
     held: Sequence[Sequence[SliceHeader]],
     *,
     bucket_bytes: int,
-    blocks: QuantizedBlocks | None = None,
+    quantizer: Quantizer | None = None,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> ShardPlan:
     """Share the slices among the ranks and lay each rank's into buckets.
@@ -117,7 +105,7 @@ def plan_shards(
     Args:
         held: slices of every rank.
         bucket_bytes: the largest bucket; ``--update-weight-buffer-size``.
-        blocks: what is quantized; None for nothing.
+        quantizer: what is quantized; None for nothing.
         groups: ranks that send at the same time, in the order in which the groups send; None for all at once.  Buckets
             are numbered by group, turn and rank.
 
@@ -127,7 +115,7 @@ def plan_shards(
     """
     if bucket_bytes <= 0:
         raise ConfigError(f"--update-weight-buffer-size is {bucket_bytes}; it must be a positive number of bytes")
-    sizes = _Sizes(blocks)
+    sizes = _Sizes(quantizer)
     shares = _share(held, sizes, bucket_bytes)
     drafts = [list(_pack(own, share.parts, sizes, bucket_bytes)) for own, share in zip(held, shares, strict=True)]
     groups = (tuple(range(len(held))),) if groups is None else tuple(map(tuple, groups))
@@ -153,18 +141,18 @@ def plan_shards(
 class _Sizes:
     """Bytes of rows of slices."""
 
-    def __init__(self, blocks: QuantizedBlocks | None) -> None:
-        self._blocks = blocks
+    def __init__(self, quantizer: Quantizer | None) -> None:
+        self._quantizer = quantizer
 
     def is_quantized(self, header: SliceHeader) -> bool:
         """Return True for a slice that travels quantized."""
-        return self._blocks is not None and self._blocks.is_quantized(header.name)
+        return self._quantizer is not None and self._quantizer.is_quantized(header.name)
 
     def outputs(self, header: SliceHeader) -> list[Header]:
         """Return name, shape and dtype of the tensors that the slice's HF tensor is sent as."""
-        if self._blocks is None or not self.is_quantized(header):
+        if self._quantizer is None or not self.is_quantized(header):
             return [(header.name, header.whole_shape, header.dtype)]
-        return self._blocks.outputs(header.name, header.whole_shape)
+        return self._quantizer.outputs(header.name, header.whole_shape)
 
     def slices(self, header: SliceHeader, begin: int, end: int) -> list[tuple[str, torch.dtype, TensorSlice]]:
         """Return name, dtype and slice of what rows ``begin .. end`` become: the matrix, and its scales."""
@@ -172,8 +160,8 @@ class _Sizes:
         (name, _, dtype), *scales = self.outputs(header)
         result = [(name, dtype, rows)]
         for scale_name, _, scale_dtype in scales:
-            assert self._blocks is not None and self._blocks.block is not None
-            result.append((scale_name, scale_dtype, rows.in_blocks(self._blocks.block)))
+            assert self._quantizer is not None and self._quantizer.block is not None
+            result.append((scale_name, scale_dtype, rows.in_blocks(self._quantizer.block)))
         return result
 
     def num_bytes(self, header: SliceHeader, begin: int, end: int) -> int:
@@ -187,8 +175,8 @@ class _Sizes:
         """
         num_rows = header.slice.sizes[0]
         least = 1
-        if self._blocks is not None and self._blocks.block is not None and self.is_quantized(header):
-            least = self._blocks.block[0]
+        if self._quantizer is not None and self._quantizer.block is not None and self.is_quantized(header):
+            least = self._quantizer.block[0]
         unit = math.lcm(least, header.row_unit)
         if header.row_unit % least == 0 and self.num_bytes(header, 0, min(unit, num_rows)) > max_bytes:
             unit = least

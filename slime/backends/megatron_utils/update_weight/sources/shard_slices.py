@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, is_gate_up, sent_dtype
 from slime.backends.megatron_utils.update_weight.sources.shard_layout import (
     RowRuns,
@@ -23,9 +23,10 @@ from slime.backends.megatron_utils.update_weight.sources.shard_layout import (
     ShardSlice,
     TensorSplit,
 )
-from slime.backends.megatron_utils.update_weight.sources.shard_plan import PlannedSlice, QuantizedBlocks, SliceHeader
+from slime.backends.megatron_utils.update_weight.sources.shard_plan import PlannedSlice, SliceHeader
 from slime.weights.kernels.table_items import CastItem, Kind
 from slime.weights.quantize.block_fp8 import num_blocks
+from slime.weights.quantize.formats import BlockFp8
 
 SCALE_BYTES = 4
 
@@ -45,35 +46,23 @@ class ShardSlices:
     """This rank's slices, in the order of its parameters.
 
     Args:
-        args: complete flags.
-        model: this rank's chunks.
-        model_name: chooses the name converter.
-        dtype: of floating-point tensors that are not quantised.
-        blocks: what is quantised, and how; None for nothing.
+        weights: what the push sends.
     """
 
-    def __init__(
-        self,
-        args: Namespace,
-        model: Sequence[torch.nn.Module],
-        *,
-        model_name: str,
-        dtype: torch.dtype,
-        blocks: QuantizedBlocks | None,
-    ) -> None:
-        self._dtype, self._blocks = dtype, blocks
+    def __init__(self, weights: SentWeights) -> None:
+        self._dtype, self._quantizer = weights.dtype, weights.quantizer
         self.misfits: dict[str, str] = {}
         """:attr:`Shard.name` of the parameters that this rank cannot send by itself, and why."""
         self._held: list[_Held] = []
         self._live: dict[str, Tensor] = {}
-        layout = ShardLayout(args, model_name)
-        config = unwrap_model(model[0]).config
+        layout = ShardLayout(weights.args, weights.model_name)
+        config = unwrap_model(weights.model[0]).config
         num_local, expert_rank = 0, 0
         if config.num_moe_experts is not None:
             num_local = config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
             expert_rank = mpu.get_expert_model_parallel_rank()
         seen: set[str] = set()
-        for shard in iter_shards(model):
+        for shard in iter_shards(weights.model):
             name = shard.global_name(num_local, expert_rank)
             if name in seen:  # chunks may share a parameter: the first one's counts
                 continue
@@ -90,7 +79,7 @@ class ShardSlices:
 
     def _take(self, shard: Shard, part: ShardSlice) -> None:
         held = shard.tensor.dtype
-        is_quantized = self._blocks is not None and self._blocks.is_quantized(part.name)
+        is_quantized = self._quantizer is not None and self._quantizer.is_quantized(part.name)
         if is_quantized and (reason := self._misfit(held, part)):
             self.misfits[shard.name] = reason
             return
@@ -98,8 +87,8 @@ class ShardSlices:
 
     def _misfit(self, held: torch.dtype, part: ShardSlice) -> str | None:
         """Return the reason why this rank cannot quantize a slice by itself; None when it can."""
-        assert self._blocks is not None
-        block = self._blocks.block
+        assert self._quantizer is not None
+        block = self._quantizer.block
         if block is None:
             return f"{part.name} is not quantized by blocks"
         if held != self._dtype:
@@ -146,10 +135,12 @@ class ShardSlices:
         row_bytes = part.num_columns * held.dtype.itemsize
         scale_row_bytes, block_rows = 0, 1
         if held.is_quantized:
-            assert self._blocks is not None and self._blocks.block is not None
-            kind, row_bytes = self._blocks.kind, part.num_columns
-            block_rows = self._blocks.block[0]
-            scale_row_bytes = num_blocks(1, part.num_columns, self._blocks.block)[1] * SCALE_BYTES
+            assert self._quantizer is not None
+            form = self._quantizer.format
+            assert isinstance(form, BlockFp8)
+            kind, row_bytes = "fp8_block_ue8m0" if form.ue8m0 else "fp8_block", part.num_columns
+            block_rows = form.block[0]
+            scale_row_bytes = num_blocks(1, part.num_columns, form.block)[1] * SCALE_BYTES
         done = 0
         for rows in part.rows:
             scale_offset = None

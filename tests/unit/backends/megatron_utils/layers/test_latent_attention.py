@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.rotary import LatentRotary, rotate_pairs, zigzag_positions
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.parameters import iter_global_parameters
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets
+from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
 from slime.weights.quantize.block_fp8 import dequantize_block
 from tests.matrix.case import load_cases, read_tensors, write_tensors
 from tests.matrix.references.kimi_k2 import KimiK2
@@ -212,16 +212,10 @@ def test_what_sglang_fuses_travels_in_one_bucket(checkpoint: tuple[list[str], Pa
     model, args = build(checkpoint)
     num_layers = args.num_layers
     for bucket_bytes in (1, 4000, 20_000):
-        source = GatheredBuckets(
-            args,
-            [model],
-            lambda: None,
-            model_name="deepseek_v3",
-            dtype=torch.float32,
-            quantizer=None,
-            bucket_bytes=bucket_bytes,
-            across_stages=True,
+        weights = SentWeights(
+            args=args, model=[model], model_name="deepseek_v3", dtype=torch.float32, bucket_bytes=bucket_bytes
         )
+        source = GatheredBuckets(weights, across_stages=True)
         buckets = [[part.name for part in bucket.slices] for bucket in source.manifest.buckets]
         together = [
             sum(name.endswith(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")) for name in bucket)

@@ -10,7 +10,6 @@ import torch
 
 from slime.backends.megatron_utils.update_weight.sources import shard_plan
 from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
-    QuantizedBlocks,
     ShardPlan,
     SliceHeader,
     plan_shards,
@@ -88,8 +87,7 @@ def test_runs_that_are_larger_than_a_bucket_are_cut_all_the_same() -> None:
 
 def test_a_matrix_and_its_scales_share_a_bucket() -> None:
     quantizer = Quantizer(BlockFp8((16, 16)), ["w.weight"])
-    blocks = QuantizedBlocks(quantizer.is_quantized, quantizer.outputs, (16, 16))
-    plan = plan_shards([[whole("w.weight", 72, 40), whole("norm", 40)]], bucket_bytes=2048, blocks=blocks)
+    plan = plan_shards([[whole("w.weight", 72, 40), whole("norm", 40)]], bucket_bytes=2048, quantizer=quantizer)
     assert [(t.name, t.shape, t.dtype) for t in plan.manifest.tensors] == [
         ("w.weight", (72, 40), "float8_e4m3fn"),
         ("w.weight_scale_inv", (5, 3), "float32"),
