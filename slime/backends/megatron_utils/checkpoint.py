@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import re
 import shutil
 import time
@@ -31,7 +30,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils.checkpoints.checkpoint_fit import check_fit, saved_shapes
-from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave, sync_folder, write_checkpoint
+from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave, write_checkpoint
 from slime.backends.megatron_utils.checkpoints.optimizer_state import (
     load_optimizer_state,
     optimizer_state,
@@ -40,6 +39,7 @@ from slime.backends.megatron_utils.checkpoints.optimizer_state import (
 from slime.backends.megatron_utils.checkpoints.rng_state import load_rng_state, rng_state
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
 from slime.backends.megatron_utils.layers.value_head import find_value_head, take_out_unsaved_head
+from slime.utils.atomic_file import write_atomically
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 
@@ -174,14 +174,8 @@ def make_empty_folder(folder: Path) -> None:
 
 def publish_checkpoint(save_dir: str | Path, iteration: int | str) -> None:
     """Make ``iteration`` the checkpoint that counts: the tracker file is replaced atomically.  For one rank only."""
-    root = Path(save_dir)
-    temporary = root / f".{TRACKER_FILE}.{os.getpid()}"
-    with open(temporary, "w") as file:
-        file.write(str(iteration))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, root / TRACKER_FILE)
-    sync_folder(root)
+    content = str(iteration).encode()
+    write_atomically(Path(save_dir, TRACKER_FILE), lambda file: file.write(content), what="Which checkpoint counts")
 
 
 def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:

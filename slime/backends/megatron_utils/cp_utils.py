@@ -79,9 +79,8 @@ def local_masks(
     loss_masks: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Tensor]:
     """Return this rank's part of each loss mask."""
-    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     return [
-        context_parallel.slice_response(mask, total, response, cp_rank=cp_rank, cp_size=cp_size)
+        slice_log_prob_with_cp(mask, total, response)
         for mask, total, response in zip(loss_masks, total_lengths, response_lengths, strict=True)
     ]
 
@@ -145,13 +144,11 @@ def zigzag_from_contiguous(
     mine = torch.stack(list(columns))
     place_R = torch.cat(places).to(mine.device)
     whole = _SumOverContextRanks.apply(mine.new_zeros(len(columns), start).index_add(1, place_R, mine))
-    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    lengths = list(zip(total_lengths, response_lengths, strict=True))
     return [
         [
-            context_parallel.slice_response(values, total, response, cp_rank=cp_rank, cp_size=cp_size)
-            for values, total, response in zip(
-                column.split(list(response_lengths)), total_lengths, response_lengths, strict=True
-            )
+            slice_log_prob_with_cp(values, *length)
+            for values, length in zip(column.split(list(response_lengths)), lengths, strict=True)
         ]
         for column in whole
     ]

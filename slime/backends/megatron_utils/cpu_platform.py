@@ -1,7 +1,7 @@
 """Let megatron-core run on CPU tensors.  Importing this module is the whole interface.
 
 megatron-core 0.16.1 asks ``torch.cuda`` for devices, streams and random states in the middle of plain tensor code.  On
-a machine without CUDA the replacements below (:data:`REPLACEMENTS` is the full list, with reasons) answer instead.
+a machine without CUDA the replacements below, each with its reason, answer instead.
 They reach only modules of ``megatron.core``, whose global name ``torch`` is exchanged for a facade when they are
 imported; the two methods of ``torch.Tensor`` are the exception.  On a machine with CUDA nothing at all happens here.
 
@@ -31,42 +31,11 @@ SUPPORTED_VERSION = "0.16.1"
 
 CPU = torch.device("cpu")
 
-REPLACEMENTS: tuple[tuple[str, str, str], ...] = (
-    # name seen by megatron.core, what it becomes, why
-    ("torch.cuda.current_device", "torch.device('cpu')", "is passed on as device= to tensor factories"),
-    ("torch.cuda.device_count", "1", "is used to number local ranks"),
-    ("torch.cuda.get_device_capability", "(0, 0)", "is compared to choose a CUDA kernel"),
-    ("torch.cuda.set_device", "nothing", "there is one device"),
-    ("torch.cuda.synchronize, empty_cache", "nothing", "CPU operations are done when they return"),
-    ("torch.cuda.Stream, Event, stream, current_stream, ...", "_NoStream", "there is one stream"),
-    ("torch.cuda.manual_seed, get_rng_state, set_rng_state", "the CPU generator", "is the generator in use"),
-    ("torch.zeros, empty, ... with device='cuda'", "device='cpu'", "device literals, e.g. optimizer/clip_grads.py"),
-    ("torch.zeros, empty, ... with pin_memory=True", "pin_memory dropped", "pinning needs a CUDA context"),
-    ("torch.Tensor.cuda", "identity", "models/common/embeddings/rope_utils.py, dist_checkpointing"),
-    (
-        "torch.Tensor.type",
-        "a str equal to its torch.cuda name too",
-        "optimizers compare it with 'torch.cuda.FloatTensor'",
-    ),
-    ("megatron.core.jit.jit_fuser", "identity", "torch.compile needs a C++ compiler on CPU and gains nothing here"),
-    ("tensor_parallel.random._get_cuda_rng_state", "torch.get_rng_state", "dropout and recompute of parallel regions"),
-    ("tensor_parallel.random._set_cuda_rng_state", "torch.set_rng_state", "the same"),
-    (
-        "transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
-        "also turns CPU tensors into numpy arrays",
-        "all_to_all needs its split sizes as plain integers",
-    ),
-    (
-        "torch.distributed.all_gather, reduce_scatter in tensor_parallel.mappings",
-        "the same over parts padded to one size",
-        "gloo refuses parts of different sizes, which experts cut by tensor parallelism exchange",
-    ),
-)
-
 _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
 )
+"""Called with device literals (optimizer/clip_grads.py), or with pin_memory, which needs a CUDA context."""
 
 
 class _NoStream:
@@ -134,9 +103,9 @@ def _torch_facade() -> _Facade:
     stream = _NoStream()
     cuda = _Facade(
         torch.cuda,
-        current_device=lambda: CPU,
-        device_count=lambda: 1,
-        get_device_capability=lambda *args: (0, 0),
+        current_device=lambda: CPU,  # is passed on as device= to tensor factories
+        device_count=lambda: 1,  # numbers local ranks
+        get_device_capability=lambda *args: (0, 0),  # is compared to choose a CUDA kernel
         set_device=lambda device: None,
         synchronize=lambda *args: None,
         empty_cache=lambda: None,
@@ -155,10 +124,13 @@ def _torch_facade() -> _Facade:
 
 
 def _patch_jit(module: types.ModuleType) -> None:
+    """Fuse nothing: torch.compile needs a C++ compiler on a CPU and gains nothing here."""
     module.jit_fuser = module.noop_decorator  # type: ignore[attr-defined]
 
 
 def _patch_random(module: types.ModuleType) -> None:
+    """Take the CPU generator for dropout and for the recomputation of parallel regions."""
+
     def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -170,6 +142,8 @@ def _patch_random(module: types.ModuleType) -> None:
 
 
 def _patch_moe_utils(module: types.ModuleType) -> None:
+    """Turn CPU tensors into arrays too: all_to_all needs its split sizes as plain integers."""
+
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -199,6 +173,7 @@ def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], group: Any 
 
 
 def _patch_mappings(module: types.ModuleType) -> None:
+    """Let parts differ in size, as experts cut by tensor parallelism do: gloo refuses that."""
     distributed = _Facade(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
     vars(module)["torch"] = _Facade(module.torch, distributed=distributed)
 
@@ -212,7 +187,10 @@ _MODULE_PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
 
 
 def _patch_tensor_methods() -> None:
-    """Replace the two methods that cannot be confined to megatron.core."""
+    """Replace the two methods that cannot be confined to megatron.core.
+
+    Optimizers compare ``type()`` with 'torch.cuda.FloatTensor'; rope_utils.py and dist_checkpointing call ``cuda()``.
+    """
     original_type = torch.Tensor.type
 
     @functools.wraps(original_type)

@@ -13,7 +13,6 @@ threads of this process.  The files are the same.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 
+from slime.utils.atomic_file import sync_to_disk
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 
@@ -126,17 +126,8 @@ def _write(
     dcp.save(mcore_to_pyt_state_dict(shards, False), storage_writer=writer, planner=planner, process_group=group)
     if dist.get_rank() == 0:
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-        sync_folder(folder)
+        sync_to_disk(folder)
     dist.barrier(group=group)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder as lasting as the files behind them."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class BackgroundSave:
