@@ -8,50 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 from typing import Any
 
 import aiohttp
 
 from slime.rollout.config import RolloutConfig
 from slime.utils.errors import EngineError, ProcessError
+from slime.utils.http_utils import LoopSessions
 
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 30.0
 
 
-class LoopSessions:
-    """One aiohttp session for each event loop, made on its first request: a connection belongs to its loop."""
+def control_sessions(*, max_connections: int, timeout_s: float) -> LoopSessions:
+    """Return sessions with connections of their own.  Proxies of the environment are not used."""
 
-    def __init__(self, *, max_connections: int, timeout_s: float) -> None:
-        self._max_connections = max_connections
-        self._timeout_s = timeout_s
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
-            weakref.WeakKeyDictionary()
+    def make() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=max_connections),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            trust_env=False,
         )
 
-    def current(self) -> aiohttp.ClientSession:
-        """Return the session of the running loop.  Proxies of the environment are not used."""
-        loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
-        if session is None or session.closed:
-            session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._max_connections),
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-                trust_env=False,
-            )
-            self._sessions[loop] = session
-        return session
-
-    async def close(self) -> None:
-        """Close the session of the running loop; the next request opens a new one."""
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.close()
+    return LoopSessions(make)
 
 
-_control = LoopSessions(max_connections=0, timeout_s=CONTROL_TIMEOUT_S)
+_control = control_sessions(max_connections=0, timeout_s=CONTROL_TIMEOUT_S)
 
 
 async def control_get(url: str) -> Any:

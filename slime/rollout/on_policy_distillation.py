@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from slime.flags.reward import reward_config
-from slime.rollout.control_client import LoopSessions
+from slime.rollout.control_client import control_sessions
 from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json
 from slime.utils.processing_utils import encode_image_for_rollout_engine
@@ -39,7 +39,7 @@ REQUEST_TIMEOUT_S = 600.0
 MAX_ATTEMPTS = 10
 MAX_WAIT_S = 30.0
 
-_sessions = LoopSessions(max_connections=MAX_CONNECTIONS, timeout_s=REQUEST_TIMEOUT_S)
+_sessions = control_sessions(max_connections=MAX_CONNECTIONS, timeout_s=REQUEST_TIMEOUT_S)
 
 
 async def close_teacher_client() -> None:

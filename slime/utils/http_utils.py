@@ -11,9 +11,10 @@ import asyncio
 import json
 import logging
 import time
+import weakref
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -84,11 +85,33 @@ class _Client:
     max_connections: int = 0
     """0 is no limit."""
     transport: PostTransport | None = None
-    sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = field(default_factory=dict)
-    """A connection belongs to the event loop that made it."""
 
 
 _CLIENT = _Client()
+
+
+class LoopSessions:
+    """One aiohttp session for each event loop, made on its first request: a connection belongs to its loop."""
+
+    def __init__(self, make: Callable[[], aiohttp.ClientSession]) -> None:
+        self._make = make
+        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def current(self) -> aiohttp.ClientSession:
+        """Return the session of the running loop."""
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None or session.closed:
+            session = self._sessions[loop] = self._make()
+        return session
+
+    async def close(self) -> None:
+        """Close the session of the running loop; the next request opens a new one."""
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
 
 
 def get_rollout_num_engines(args: Namespace) -> int:
@@ -110,30 +133,23 @@ def set_post_transport(transport: PostTransport | None) -> None:
     _CLIENT.transport = transport
 
 
-def _session() -> aiohttp.ClientSession:
-    """Return the client of the running loop, made on its first request."""
-    loop = asyncio.get_running_loop()
-    session = _CLIENT.sessions.get(loop)
-    if session is None or session.closed:
-        for dead_loop in [other for other in _CLIENT.sessions if other.is_closed()]:
-            del _CLIENT.sessions[dead_loop]
-        limit = _CLIENT.max_connections + HEADROOM if _CLIENT.max_connections else 0
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            read_bufsize=READ_BUFFER_BYTES,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            trust_env=False,
-        )
-        _CLIENT.sessions[loop] = session
-    return session
+def _new_session() -> aiohttp.ClientSession:
+    limit = _CLIENT.max_connections + HEADROOM if _CLIENT.max_connections else 0
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        read_bufsize=READ_BUFFER_BYTES,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        trust_env=False,
+    )
+
+
+_SESSIONS = LoopSessions(_new_session)
 
 
 async def close_http_client() -> None:
     """Close the connections that belong to the running loop; the next request opens new ones."""
-    session = _CLIENT.sessions.pop(asyncio.get_running_loop(), None)
-    if session is not None:
-        await session.close()
+    await _SESSIONS.close()
 
 
 async def post(
@@ -196,7 +212,7 @@ async def post_for_events(
     try:
         async with (
             asyncio.timeout(timeout_s),
-            _session().request("POST", url, data=encode_json(payload), headers=headers) as response,
+            _SESSIONS.current().request("POST", url, data=encode_json(payload), headers=headers) as response,
         ):
             if response.status >= 400:
                 body = await response.read()
@@ -274,7 +290,7 @@ async def _request(
 async def _attempt(
     method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None, decode: Decoder
 ) -> Any:
-    async with _session().request(method, url, data=body, headers=headers) as response:
+    async with _SESSIONS.current().request(method, url, data=body, headers=headers) as response:
         answer = await response.read()
         if response.status >= 400:
             raise HttpStatusError(method, url, response.status, answer.decode(errors="replace"))

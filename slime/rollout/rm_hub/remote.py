@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from slime.flags.reward import reward_config
-from slime.rollout.control_client import LoopSessions
+from slime.rollout.control_client import control_sessions
 from slime.utils.errors import ConfigError, GraderError
 from slime.utils.types import Sample
 
@@ -21,7 +21,7 @@ MAX_CONNECTIONS = 64
 TIMEOUT_S = 120.0
 MAX_WAIT_S = 30.0
 
-_sessions = LoopSessions(max_connections=MAX_CONNECTIONS, timeout_s=TIMEOUT_S)
+_sessions = control_sessions(max_connections=MAX_CONNECTIONS, timeout_s=TIMEOUT_S)
 
 
 async def close_remote_rm_client() -> None:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slime.utils.errors import DataError
@@ -134,38 +135,17 @@ def _intervals(entry: TensorStorageMetadata, axes: int) -> list[list[tuple[int, 
     return intervals
 
 
-class _Into(LoadPlanner):
+class _Into(DefaultLoadPlanner):
     """Puts what is read into one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
         self.num_read = 0
         self._tensor = tensor
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: there is nothing to prepare."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Refuse: the plan is made elsewhere."""
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plan of the only process unchanged."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Refuse: only tensors are read."""
-        raise NotImplementedError
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the view that a stored chunk is read into."""
-        part = self._tensor
-        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(axis, start, length)
-        return part
+    def lookup_tensor(self, index: Any) -> Tensor:
+        """Return the tensor, into whose slice a stored chunk is then read."""
+        return self._tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Count the elements of a chunk, which was read in place."""
