@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.backends.megatron_utils.layers.rotary import cumulative_lengths
+
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Scores of one block of rows: at 2^27 half a gigabyte."""
 
@@ -135,8 +137,7 @@ class PackedStream:
         """Return the stream of a micro-batch; made once and kept on megatron-core's description of it."""
         cached = vars(packed_seq_params).get("packed_stream")
         if cached is None:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            cached = cls.from_offsets(packed_seq_params.cu_seqlens_q if padded is None else padded)
+            cached = cls.from_offsets(cumulative_lengths(packed_seq_params))
             packed_seq_params.packed_stream = cached
         return cached
 

@@ -47,8 +47,9 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
+from slime.backends.megatron_utils.layers.rotary import cumulative_lengths
 from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule
-from slime_plugins.models.qwen3_next.packed_rows import PackedRows, cumulative_lengths, rows_or_zeros
+from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
 
 _CUT_OVER_TENSOR_RANKS = ("conv_weight", "A_log", "dt_bias")
 """Parameters of the layer itself, all cut along their first dimension."""

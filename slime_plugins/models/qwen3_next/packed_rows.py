@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.backends.megatron_utils.layers.rotary import cumulative_lengths
+
 CHUNK = 64
 """Tokens of a chunk: what is quadratic in it stays small beside the products with the state."""
 
@@ -90,12 +92,6 @@ class PackedRows:
             cached = cls.from_offsets(cu.tolist(), conv_width=conv_width, device=cu.device)
             packed_seq_params.packed_rows = cached
         return cached
-
-
-def cumulative_lengths(packed_seq_params: Any) -> Tensor:
-    """Return [S + 1] over all context-parallel ranks; padding is a sequence of its own."""
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return packed_seq_params.cu_seqlens_q if padded is None else padded
 
 
 def rows_or_zeros(x: Tensor, index: Tensor) -> Tensor:

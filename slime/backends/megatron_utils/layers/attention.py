@@ -38,7 +38,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, rotary_tables
+from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, rotary_tables
 from slime.utils.errors import ConfigError
 
 megatron_wheel.mend_missing_transformer_engine()
@@ -91,8 +91,7 @@ class PackedAttention(MegatronModule):
             [t, 1, h * d] when packed, else [s, b, h * d].
         """
         if packed_seq_params is not None:
-            cu = packed_seq_params.cu_seqlens_q_padded
-            cu = packed_seq_params.cu_seqlens_q if cu is None else cu
+            cu = cumulative_lengths(packed_seq_params)
             out = self._attend_packed(query, key, value, cu, int(packed_seq_params.max_seqlen_q))
             return out.reshape(out.size(0), 1, -1)
         length, batch = query.shape[:2]

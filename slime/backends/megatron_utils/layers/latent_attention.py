@@ -41,8 +41,8 @@ from slime.backends.megatron_utils.layers.norm import Norm
 from slime.backends.megatron_utils.layers.rotary import (
     LatentRotary,
     cumulative_lengths,
+    packed_positions,
     rotate_pairs,
-    zigzag_positions,
 )
 
 megatron_wheel.mend_missing_transformer_engine()
@@ -254,7 +254,7 @@ class LatentAttention(MegatronModule):
             cu = torch.tensor([0, num_local * cp_group.size()], device=rotary_key.device)
         else:
             cu = cumulative_lengths(packed_seq_params)
-        positions = zigzag_positions(cu, num_local, cp_rank=cp_group.rank(), cp_size=cp_group.size())
+        positions = packed_positions(cu, num_local, cp_rank=cp_group.rank(), cp_size=cp_group.size())
         cosines, sines = (table[:, None, None] for table in self.rotary.tables(positions))
         if packed_seq_params is not None:
             packed_seq_params.latent_rotary_tables = (cosines, sines)

@@ -28,6 +28,12 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
 
+def cumulative_lengths(packed_seq_params: Any) -> Tensor:
+    """Return the packing's cumulative lengths [S + 1] over all context-parallel ranks, padding included."""
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded
+
+
 def packed_positions(cu_seqlens: Tensor, num_tokens: int, *, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
     """Return the position of each token of this rank in its own sequence, int64 [num_tokens].
 
@@ -68,8 +74,7 @@ def rotary_tables(
     kept: Any = params
     tables: RotaryTables | None = getattr(kept, "rotary_tables", None)
     if tables is None:
-        cu_seqlens = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-        positions = packed_positions(cu_seqlens, num_tokens, cp_rank=cp_rank, cp_size=cp_size)
+        positions = packed_positions(cumulative_lengths(params), num_tokens, cp_rank=cp_rank, cp_size=cp_size)
         angles = freqs.flatten(1)
         angles = angles[:, ::2] if interleaved else angles[:, : angles.size(1) // 2]
         # Padding behind the last sequence may lie beyond the longest one: its angle does not matter.
@@ -218,30 +223,3 @@ def rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     first, second = x[..., 0::2], x[..., 1::2]
     turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
     return turned.to(x.dtype)
-
-
-def zigzag_positions(cu_seqlens: Tensor, num_local: int, *, cp_rank: int, cp_size: int) -> Tensor:
-    """Return the position of each of this rank's tokens in its own sequence: int64 [num_local].
-
-    Args:
-        cu_seqlens: cumulative lengths over all context-parallel ranks, each length a multiple of 2 * cp_size where
-            cp_size is above 1.
-        num_local: tokens of this rank.
-        cp_rank, cp_size: this rank holds chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of every sequence.
-    """
-    starts = cu_seqlens.long() // cp_size
-    token = torch.arange(num_local, device=cu_seqlens.device)
-    # The sequence of a token is that whose end is the first one behind it.
-    sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp(max=starts.numel() - 2)
-    offset = token - starts[sequence]
-    if cp_size == 1:
-        return offset
-    chunk = starts.diff()[sequence] // 2
-    is_second = offset >= chunk
-    return torch.where(is_second, (2 * cp_size - 2 - cp_rank) * chunk, cp_rank * chunk) + offset
-
-
-def cumulative_lengths(packed_seq_params: PackedSeqParams) -> Tensor:
-    """Return the packing's cumulative lengths, padding included."""
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return packed_seq_params.cu_seqlens_q if padded is None else padded

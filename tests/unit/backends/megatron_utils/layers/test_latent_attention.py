@@ -18,7 +18,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.layers.rotary import LatentRotary, rotate_pairs, zigzag_positions
+from slime.backends.megatron_utils.layers.rotary import LatentRotary, rotate_pairs
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.parameters import iter_global_parameters
 from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
@@ -119,24 +119,6 @@ def test_a_pair_of_neighbours_turns_by_its_angle() -> None:
     turned = rotate_pairs(torch.tensor([[1.0, 0.0, 0.0, 2.0]]), angle.cos(), angle.sin())
     expected = [math.cos(0.3), -2 * math.sin(1.1), math.sin(0.3), 2 * math.cos(1.1)]
     assert turned[0].tolist() == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("rank", "size", "expected"),
-    [
-        (0, 1, [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]),
-        (0, 2, [0, 3, 0, 1, 6, 7]),
-        (1, 2, [1, 2, 2, 3, 4, 5]),
-    ],
-)
-def test_positions_follow_the_zigzag_of_each_sequence(rank: int, size: int, expected: list[int]) -> None:
-    cu = torch.tensor([0, 4, 12], dtype=torch.int32)
-    assert zigzag_positions(cu, 12 // size, cp_rank=rank, cp_size=size).tolist() == expected
-
-
-def test_empty_sequences_have_no_positions() -> None:
-    cu = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32)
-    assert zigzag_positions(cu, 5, cp_rank=0, cp_size=1).tolist() == [0, 1, 2, 0, 1]
 
 
 # The module
