@@ -63,18 +63,22 @@ class Verb:
 def verb(
     *, endpoint: str = "", loads: bool = False, on_all_nodes: bool = False, in_loader: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Mark a method of :class:`EngineVerbs`; the meaning of the arguments is that of :class:`Verb`."""
+    """Mark a method of :class:`EngineVerbs`, which has no body; the arguments mean what they mean in :class:`Verb`."""
 
     def mark(method: Callable[..., Any]) -> Any:
-        vars(method)["options"] = {
+        @wraps(method)
+        def declared(*_: Any, **__: Any) -> Any:
+            raise NotImplementedError(f"this engine does not implement {method.__name__}")
+
+        vars(declared)["options"] = {
             "endpoint": endpoint, "loads": loads, "on_all_nodes": on_all_nodes, "in_loader": in_loader,
         }  # fmt: skip
-        return method
+        return declared
 
     return mark
 
 
-class EngineVerbs:
+class EngineVerbs(Protocol):
     """Declaration of the verbs; the engine's actor implements them and blocks until the engine has answered.
 
     A push in two phases is ``begin_weight_update``, ``receive_*``, ``acknowledge_weight_update``,
@@ -87,17 +91,14 @@ class EngineVerbs:
     @verb()
     def pause_generation(self) -> None:
         """Abort running requests and accept no step until ``continue_generation``."""
-        raise NotImplementedError
 
     @verb()
     def continue_generation(self) -> None:
         """Serve again; refused while a push was begun and not committed."""
-        raise NotImplementedError
 
     @verb()
     def flush_cache(self) -> None:
         """Drop the prefix cache, which new weights make stale."""
-        raise NotImplementedError
 
     # A push in two phases, through our loader inside the engine
 
@@ -110,7 +111,6 @@ class EngineVerbs:
         Raises:
             WeightSyncError: its model has no place for a tensor, or a place that no tensor fills.
         """
-        raise NotImplementedError
 
     @verb(in_loader=True)
     def receive_weight_bucket(self, push_id: str, bucket_index: int, group_name: str) -> None:
@@ -126,7 +126,6 @@ class EngineVerbs:
         Raises:
             WeightSyncError: another push was begun since, or none.
         """
-        raise NotImplementedError
 
     @verb(in_loader=True)
     def receive_weight_buckets(self, push_id: str, payloads: dict[int, list[str]]) -> None:
@@ -142,12 +141,10 @@ class EngineVerbs:
         Raises:
             WeightSyncError: another push was begun since, or none.
         """
-        raise NotImplementedError
 
     @verb(in_loader=True)
     def receive_weight_folder(self, push_id: str, folder: str) -> None:
         """Load all buckets of the push from the safetensors files in ``folder``, as the engine's hosts see it."""
-        raise NotImplementedError
 
     @verb(in_loader=True)
     def acknowledge_weight_update(self, push_id: str) -> dict[str, Any]:
@@ -157,7 +154,6 @@ class EngineVerbs:
         ``combine`` over the digests of its slices, in the manifest's order), "" for one that did not arrive.
         ``problems``: what keeps the engine from serving these weights, one sentence each, over all its ranks.
         """
-        raise NotImplementedError
 
     @verb()
     def commit_weight_update(self, push_id: str, weight_version: str) -> None:
@@ -166,7 +162,6 @@ class EngineVerbs:
         Raises:
             WeightSyncError: it is not complete and acknowledged; the version stays what it was.
         """
-        raise NotImplementedError
 
     @verb(in_loader=True)
     def join_weight_group(
@@ -177,12 +172,10 @@ class EngineVerbs:
         Raises:
             WeightSyncError: not all joined within ``--weight-update-timeout-s``.
         """
-        raise NotImplementedError
 
     @verb(in_loader=True)
     def leave_weight_group(self, group_name: str) -> None:
         """Leave the group; one that the engine does not know is no error."""
-        raise NotImplementedError
 
     @verb(on_all_nodes=True)
     def pull_weights(self, target_version: int, rebuild: bool = False) -> str:
@@ -197,7 +190,6 @@ class EngineVerbs:
         Raises:
             WeightSyncError: the version cannot be reached, or its bytes are not what their checksums say.
         """
-        raise NotImplementedError
 
     # SGLang's own endpoints
 
@@ -206,12 +198,10 @@ class EngineVerbs:
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
         """Join a process group as ranks ``rank_offset ...``; rank 0 is the trainer that sends."""
-        raise NotImplementedError
 
     @verb(endpoint="/destroy_weights_update_group")
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave the group; one that the server does not know (it may have been restarted) is no error."""
-        raise NotImplementedError
 
     @verb(endpoint="/update_weights_from_tensor", loads=True)
     def update_weights_from_tensor(
@@ -228,7 +218,6 @@ class EngineVerbs:
         Raises:
             WeightSyncError: the check found problems; the message has them.
         """
-        raise NotImplementedError
 
     @verb(endpoint="/update_weights_from_distributed", loads=True)
     def update_weights_from_distributed(
@@ -242,26 +231,22 @@ class EngineVerbs:
         flush_cache: bool = False,
     ) -> None:
         """Load tensors that rank 0 of ``group_name`` broadcasts next, in this order."""
-        raise NotImplementedError
 
     @verb(endpoint="/update_weights_from_disk", loads=True)
     def update_weights_from_disk(
         self, model_path: str, weight_version: str | None = None, load_format: str | None = None
     ) -> None:
         """Load an HF checkpoint folder that the engine's node can read."""
-        raise NotImplementedError
 
     @verb(endpoint="/post_process_weights")
     def post_process_weights(
         self, restore_weights_before_load: bool = False, post_process_quantization: bool = False
     ) -> None:
         """Undo or redo the engine's own repacking of quantised weights (needs a patched SGLang)."""
-        raise NotImplementedError
 
     @verb()
     def get_weight_version(self) -> str | None:
         """Return the version of the weights that the engine holds; ``"default"`` before the first update."""
-        raise NotImplementedError
 
     @verb()
     def check_weights(self, action: str) -> None:
@@ -270,7 +255,6 @@ class EngineVerbs:
         Raises:
             WeightSyncError: ``compare`` found differences.
         """
-        raise NotImplementedError
 
 
 def verbs_of(declaration: type) -> dict[str, Verb]:
