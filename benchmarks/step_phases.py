@@ -72,8 +72,9 @@ from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.observability.logging_utils import configure_logger, finish_tracking  # noqa: E402
-from slime.ray.rollout_data import check_fan_out, flatten, schedule_config_of, train_data_from_samples  # noqa: E402
+from slime.ray.rollout_data import check_fan_out, schedule_config_of, train_data_from_samples  # noqa: E402
 from slime.ray.rollout_logging import log_rollout  # noqa: E402
+from slime.rollout.base_types import leaf_samples  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.rm_hub import async_rm  # noqa: E402
 from slime.rollout.sglang_rollout import GenerateState, abort, generate_rollout  # noqa: E402
@@ -160,7 +161,7 @@ class RolloutSide:
             else:
                 with self.watch.time(variant):
                     run(self._post_all(self._urls[variant]), TIMEOUT_S)
-        generated = sum(sample.response_length for sample in flatten(groups))
+        generated = sum(sample.response_length for sample in leaf_samples(groups))
         assert generated == self.num_tokens, (generated, self.num_tokens)
         with self.watch.time("abort"):
             run(abort(self.args, repeat, timeout_s=TIMEOUT_S), TIMEOUT_S)
@@ -190,7 +191,7 @@ def measure_between(args: Namespace, actor: Any, watch: Stopwatch, repeat: int, 
         run(reward_all(), TIMEOUT_S)
     with watch.time("convert"):
         check_fan_out(groups)
-        samples = flatten(groups)
+        samples = list(leaf_samples(groups))
         train_data = train_data_from_samples(args, samples)
     with watch.time("schedule"):
         schedule = build_dp_schedule(

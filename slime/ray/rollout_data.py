@@ -21,17 +21,6 @@ from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 
-def flatten(groups: Iterable[Any]) -> list[Sample]:
-    """Return the samples of arbitrarily nested groups, in order."""
-    flat: list[Sample] = []
-    for item in groups:
-        if isinstance(item, Sample):
-            flat.append(item)
-        else:
-            flat.extend(flatten(item))
-    return flat
-
-
 def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
     """Check that samples of one execution of a prompt share a rollout id.
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.observability.rollout_metrics import compute_eval_record
-from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, train_data_from_samples
+from slime.ray.rollout_data import check_fan_out, split_for_ranks, train_data_from_samples
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
@@ -50,7 +50,7 @@ def check_reward(args: Namespace, reward: Any) -> None:
 def check_trainable(args: Namespace, groups: list[Any]) -> None:
     """Groups go all the way to the data of one trainer rank."""
     check_fan_out(groups)
-    samples = flatten(groups)
+    samples = list(leaf_samples(groups))
     for sample in samples:
         check_sample(args, sample)
         if args.custom_reward_post_process_path is None:
@@ -98,23 +98,23 @@ def data_source(findings: Findings, bench: Bench, flag: str, path: str) -> None:
         expect(len(groups) == 5, f"asked for 3 and 2 groups it gave {len(groups)}")
         sizes = {len(group) for group in groups}
         expect(sizes == {GROUP_SIZE}, f"groups have {sizes} samples; --n-samples-per-prompt is {GROUP_SIZE}")
-        samples = flatten(groups)
+        samples = list(leaf_samples(groups))
         expect(all(isinstance(sample, Sample) for sample in samples), "a group holds something else than samples")
         indices = [sample.index for sample in samples]
         expect(None not in indices and len(set(indices)) == len(indices), f"sample.index is not unique: {indices}")
         expect(len({id(sample) for sample in samples}) == len(samples), "samples are the same object; copy them")
     with findings.step("add_samples takes groups back, and get_samples gives them again"):
         source.add_samples(groups[1:3])
-        again = {sample.index for sample in flatten(source.get_samples(3))}
-        given = {sample.index for sample in flatten(groups[1:3])}
+        again = {sample.index for sample in leaf_samples(source.get_samples(3))}
+        given = {sample.index for sample in leaf_samples(groups[1:3])}
         expect(given <= again, f"samples {sorted(given)} were given back and did not come again: {sorted(again)}")
     with findings.step("save and load go on where it stood"):
         source.save(0)
-        expected = [sample.index for sample in flatten(source.get_samples(2))]
+        expected = [sample.index for sample in leaf_samples(source.get_samples(2))]
         args.load = args.save
         fresh = load_function(path)(args)
         fresh.load(0)
-        found = [sample.index for sample in flatten(fresh.get_samples(2))]
+        found = [sample.index for sample in leaf_samples(fresh.get_samples(2))]
         expect(found == expected, f"after load(0) came samples {found}; without a restart {expected}")
     with findings.step("len() is the number of prompts in an epoch"):
         expect(isinstance(len(source), int), "len() is no number")
@@ -232,7 +232,7 @@ def sample_filter(findings: Findings, bench: Bench, flag: str, path: str) -> Non
         shape = [len(group) for group in groups]
         load_function(path)(args, groups)
         expect([len(group) for group in groups] == shape, "it took samples out; set sample.remove_sample instead")
-        expect(all(isinstance(s.remove_sample, bool) for s in flatten(groups)), "remove_sample is no bool")
+        expect(all(isinstance(s.remove_sample, bool) for s in leaf_samples(groups)), "remove_sample is no bool")
         check_trainable(args, groups)
 
 
@@ -246,7 +246,7 @@ def reward_post_process(findings: Findings, bench: Bench, flag: str, path: str) 
     args = bench.args(flag, path)
     for num_groups in (2, 1):
         with findings.step(f"raw and final rewards of {num_groups * GROUP_SIZE} samples"):
-            samples = flatten(bench.groups(args, num_groups))
+            samples = list(leaf_samples(bench.groups(args, num_groups)))
             raw, final = load_function(path)(args, samples)
             for name, values in (("raw rewards", raw), ("rewards", final)):
                 expect(len(values) == len(samples), f"{len(values)} {name} for {len(samples)} samples")
@@ -256,7 +256,7 @@ def reward_post_process(findings: Findings, bench: Bench, flag: str, path: str) 
 def convert(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path)
     with findings.step("the columns can be split among trainer ranks"):
-        data = load_function(path)(args, flatten(bench.groups(args, 2)))
+        data = load_function(path)(args, list(leaf_samples(bench.groups(args, 2))))
         expect(isinstance(data, dict), f"it returned {type(data).__name__}, no dict")
         split_for_ranks(args, TrainBatch.from_dict(data), ONE_RANK)
 
@@ -265,12 +265,12 @@ def rollout_log(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path)
     for metrics in (None, {"rollout/groups/kept": 2}):
         with findings.step(f"it logs a rollout whose metrics are {'absent' if metrics is None else 'a dict'}"):
-            load_function(path)(0, args, flatten(bench.groups(args, 2)), metrics, 1.5)
+            load_function(path)(0, args, list(leaf_samples(bench.groups(args, 2))), metrics, 1.5)
 
 
 def eval_log(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path)
-    samples = flatten(bench.groups(args, 1))
+    samples = list(leaf_samples(bench.groups(args, 1)))
     data = {"sums": {"rewards": [1.0, 0.0, 1.0, 0.0], "truncated": [False] * 4, "samples": samples}}
     for metrics in (None, {"x": 1}):
         with findings.step(f"it logs an evaluation whose metrics are {'absent' if metrics is None else 'a dict'}"):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from slime.ray.rollout_data import flatten, split_for_ranks, train_data_from_samples
+from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
+from slime.rollout.base_types import leaf_samples
 from slime.utils.misc import load_function
 from tests.plugin_contracts.bench import Bench
 from tests.plugin_contracts.findings import Findings, expect
@@ -16,7 +17,9 @@ from tests.plugin_contracts.rollout_contracts import ONE_RANK
 
 def rank_data(args: Namespace, bench: Bench) -> dict[str, Any]:
     """One rank's rollout data as the hooks after the advantages see it."""
-    per_rank, _ = split_for_ranks(args, train_data_from_samples(args, flatten(bench.groups(args, 2))), ONE_RANK)
+    per_rank, _ = split_for_ranks(
+        args, train_data_from_samples(args, list(leaf_samples(bench.groups(args, 2)))), ONE_RANK
+    )
     data = per_rank[0].to_dict()
     data["loss_masks"] = [torch.as_tensor(mask) for mask in data["loss_masks"]]
     lengths = data["response_lengths"]

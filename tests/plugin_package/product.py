@@ -10,8 +10,9 @@ from slime.arguments import parse_args, record_runtime
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.gpus import GpuSlice
 from slime.ray.rollout import RolloutManager
-from slime.ray.rollout_data import check_fan_out, flatten, split_for_ranks, train_data_from_samples
+from slime.ray.rollout_data import check_fan_out, split_for_ranks, train_data_from_samples
 from slime.ray.rollout_logging import log_rollout
+from slime.rollout.base_types import leaf_samples
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import run
@@ -64,7 +65,7 @@ class Product:
         self.manager.engines.begin_rollout()
         groups, self.metrics = self.manager._make_samples(rollout_id)
         check_fan_out(groups)
-        self.samples = flatten(groups)
+        self.samples = list(leaf_samples(groups))
         log_rollout(self.args, rollout_id, self.samples, self.metrics, 1.0)
         return groups
 

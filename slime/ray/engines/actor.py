@@ -70,23 +70,13 @@ def start_engine_actor(gpus: GpuSlice | None, position: int, *arguments: Any, **
 
 @dataclass(kw_only=True)
 class EngineAddress:
-    """The addresses of one engine actor."""
+    """The addresses of one engine actor, named as the arguments of ``SGLangEngine.init``."""
 
     host: str
     port: int
     nccl_port: int
     dist_init_addr: str | None = None
     disaggregation_bootstrap_port: int | None = None
-
-    def as_init_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``SGLangEngine.init``."""
-        return {
-            "host": self.host,
-            "port": self.port,
-            "nccl_port": self.nccl_port,
-            "dist_init_addr": self.dist_init_addr,
-            "disaggregation_bootstrap_port": self.disaggregation_bootstrap_port,
-        }
 
 
 @dataclass

@@ -11,7 +11,7 @@ import threading
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
@@ -185,7 +185,7 @@ class EngineGroup:
             self.bootstrap_ports[index] = address.disaggregation_bootstrap_port
         return [
             engine.init.remote(
-                **address.as_init_arguments(),
+                **asdict(address),
                 router_ip=self.router.host if self.router else None,
                 router_port=self.router.port if self.router else None,
                 timeout_s=self.args.engine_start_timeout_s,
