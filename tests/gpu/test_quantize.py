@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slime.weights.quantize.block_fp8 import transform_scale_ue8m0
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, WeightFormat
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -46,3 +47,11 @@ def test_every_format_has_the_same_bytes_on_both_devices(name: str, dtype: torch
             assert torch.equal(found.cpu().view(torch.uint8), tensor.view(torch.uint8)), (part, tuple(weight.shape))
         restored = how.dequantize(NAME, on_gpu)
         assert torch.equal(restored.cpu(), how.dequantize(NAME, on_cpu))
+
+
+def test_packed_exponents_are_the_same_on_both_devices() -> None:
+    scale = torch.exp2(torch.arange(-20, 20).float()).view(8, 5)
+    on_gpu = transform_scale_ue8m0(scale.cuda(), mn=1000)
+    on_cpu = transform_scale_ue8m0(scale, mn=1000)
+    assert on_gpu.stride() == on_cpu.stride()
+    assert torch.equal(on_gpu.cpu(), on_cpu)

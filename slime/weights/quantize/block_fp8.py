@@ -7,8 +7,8 @@
 even, so that every path (this one, the Triton kernels, the offline tool, CPU and GPU) gives the same bytes.  A block
 of zeros gets the scale 1e-10 / 448 and stays zeros.
 
-With ``ue8m0=True`` each scale is rounded up to a power of two, which is all that UE8M0, a byte that holds an fp32
-exponent and nothing else, can say: DeepGEMM's on Blackwell are such.
+With ``ue8m0=True`` each scale is rounded up to a power of two, which is all that UE8M0, a byte that
+holds an fp32 exponent and nothing else, can say; :func:`transform_scale_ue8m0` packs them as DeepGEMM reads them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ MIN_ABSMAX = 1e-10
 DEFAULT_BLOCK = (128, 128)
 PANEL_ELEMENTS = 1 << 24
 """Elements worked on at a time, which bounds the fp32 scratch memory to a few times 64 MiB."""
+SCALES_PER_WORD = 4
+"""Exponents in one int32, those of neighbouring blocks along the input dimension, the first in the lowest byte."""
+TMA_ALIGNMENT_BYTES = 16
+"""What the rows of the packed scales are padded to: the tensor memory accelerator copies no less."""
 
 
 def num_blocks(rows: int, columns: int, block: tuple[int, int] = DEFAULT_BLOCK) -> tuple[int, int]:
@@ -194,3 +198,38 @@ def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     # A mantissa that is not zero carries into the exponent.
     rounded = ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(torch.isfinite(scale), rounded, scale)
+
+
+def is_power_of_two(scale: Tensor) -> Tensor:
+    """Return a mask of the fp32 scales that are powers of two, elementwise."""
+    return (scale.view(torch.int32) & 0x007FFFFF) == 0
+
+
+def transform_scale_ue8m0(scale: Tensor, *, mn: int, block_rows: int = 128) -> Tensor:
+    """Return scales as DeepGEMM takes them on Blackwell: one row per row of the weight, four exponents a word.
+
+    Args:
+        scale: ``[ceil(mn / block_rows), K]`` fp32, powers of two.
+        mn: rows of the weight.
+        block_rows: rows of a block.
+
+    Returns:
+        int32 of shape ``[mn, ceil(K / 4)]``, column-major, its columns 16 bytes aligned.
+
+    Raises:
+        ValueError: a scale is no power of two, or there are too few.
+    """
+    if scale.dim() != 2 or scale.size(0) != -(-mn // block_rows):
+        raise ValueError(f"{list(scale.shape)} scales for {mn} rows in blocks of {block_rows}")
+    if not bool(is_power_of_two(scale.float().contiguous()).all()):
+        raise ValueError("only powers of two have an eight-bit exponent form; quantize with ue8m0=True")
+    exponents = (scale.float().contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    words = -(-scale.size(1) // SCALES_PER_WORD)
+    padded = torch.zeros(scale.size(0), words * SCALES_PER_WORD, dtype=torch.uint8, device=scale.device)
+    padded[:, : scale.size(1)] = exponents
+    per_row = padded.view(torch.int32).repeat_interleave(block_rows, 0)[:mn]
+    step = TMA_ALIGNMENT_BYTES // 4
+    aligned_mn = -(-mn // step) * step
+    packed = torch.zeros(words, aligned_mn, dtype=torch.int32, device=scale.device)
+    packed[:, :mn] = per_row.T
+    return packed.T[:mn]

@@ -7,11 +7,14 @@ other direction.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import tensor_names
+from slime.backends.megatron_utils.megatron_to_hf.quantization import quantize_params
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.models.rule import to_hf
 from slime.backends.megatron_utils.models.weight_layouts import unpad_vocabulary
@@ -25,6 +28,8 @@ def convert_to_hf(
     model_name: str,
     name: str,
     param: Tensor,
+    quantization_config: Mapping[str, Any] | None = None,
+    transform_ue8m0: bool = True,
     dims: ModelDims | None = None,
 ) -> list[tuple[str, Tensor]]:
     """Convert one whole Megatron parameter to its HF tensors.
@@ -35,6 +40,10 @@ def convert_to_hf(
         name: name in the whole model, layers counted over all pipeline stages; leading ``module.`` are ignored.
         param: the parameter, gathered over tensor parallelism, in the dtype in which it travels; vocabulary padding is
             cut off here.
+        quantization_config: of the config of ``--hf-checkpoint``, whose quantized weights are quantized here too;
+            None gives plain tensors.
+        transform_ue8m0: give the scales of FP8 blocks the layout in which an engine's DeepGEMM holds them, on GPUs
+            where it does (Blackwell); False for files.
         dims: of the model, where the caller has them; None reads them from ``args``.
 
     Returns:
@@ -43,7 +52,7 @@ def convert_to_hf(
         MTP layers.
 
     Raises:
-        ConfigError: the architecture is not known.
+        ConfigError: the architecture is not known, or weights cannot be quantized as ``--hf-checkpoint`` is.
         KeyError: the family has no such parameter.
     """
     weight_map = find_weight_map(model_name)
@@ -56,4 +65,7 @@ def convert_to_hf(
     if copies and args.hf_checkpoint:
         in_source = tensor_names(str(args.hf_checkpoint))
         copies = tuple(copy for copy in copies if copy in in_source)
-    return [*to_hf(weight_map, name, param, shape), *((copy, param) for copy in copies)]
+    tensors = [*to_hf(weight_map, name, param, shape), *((copy, param) for copy in copies)]
+    if not quantization_config:
+        return tensors
+    return quantize_params(args, name, tensors, quantization_config, transform_ue8m0)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names, tensor_names
 from slime.utils.errors import ConfigError
+from slime.weights.named_tensors import NamedTensors
 from slime.weights.quantize import Quantizer, make_quantizer, quantized_names, read_format
+from slime.weights.quantize.block_fp8 import transform_scale_ue8m0
 from slime.weights.quantize.formats import BlockFp8
 from slime.weights.quantize.quantizer import warn_of_unlisted_weights
 
@@ -51,3 +55,55 @@ def checkpoint_quantizer(
         dtype=dtype,
         ue8m0=isinstance(weight_format, BlockFp8) and sglang.wants_ue8m0_scales(weight_format.block),
     )
+
+
+_last: tuple[str, Mapping[str, Any], torch.dtype, Quantizer | None] | None = None
+"""The quantizer used last: conversion goes parameter by parameter, and reading a checkpoint's names takes a while."""
+
+
+def quantize_params(
+    args: Namespace,
+    megatron_name: str,
+    converted_named_params: NamedTensors,
+    quantization_config: Mapping[str, Any],
+    transform_ue8m0: bool = True,
+) -> NamedTensors:
+    """Return the HF tensors of one Megatron parameter, quantized where the checkpoint has them so.
+
+    Args:
+        args: ``hf_checkpoint`` is read.
+        megatron_name: of the parameter, for messages.
+        converted_named_params: HF names and whole tensors, in the dtype in which they would travel unquantized.
+        quantization_config: of the config of ``--hf-checkpoint``.
+        transform_ue8m0: lay scales out as DeepGEMM holds them, where the engines' device needs that; not for files.
+
+    Raises:
+        ConfigError: as :func:`checkpoint_quantizer`, or the checkpoint does not have one of the tensors.
+    """
+    global _last
+    folder = str(args.hf_checkpoint)
+    dtype = next((tensor.dtype for _, tensor in converted_named_params if tensor.dim() == 2), None)
+    if dtype is None:
+        return converted_named_params  # norms and biases are never quantized
+    if _last is None or _last[0] != folder or _last[1] is not quantization_config or _last[2] != dtype:
+        _last = (folder, quantization_config, dtype, checkpoint_quantizer(folder, quantization_config, dtype=dtype))
+    quantizer = _last[3]
+    if quantizer is None:
+        return converted_named_params
+    block = quantizer.block
+    result: NamedTensors = []
+    for name, tensor in converted_named_params:
+        try:
+            outputs = quantizer.quantize(name, tensor)
+        except ConfigError as error:
+            raise ConfigError(f"{megatron_name} cannot be quantized: {error}") from error
+        if transform_ue8m0 and len(outputs) == 2 and block is not None and _is_packed_by_engine(block, tensor):
+            (_, weight), (scale_name, scale) = outputs
+            outputs = [(name, weight), (scale_name, transform_scale_ue8m0(scale, mn=weight.size(0)))]
+        result += outputs
+    return result
+
+
+def _is_packed_by_engine(block: tuple[int, int], weight: Tensor) -> bool:
+    """Return True when the engine multiplies this matrix with DeepGEMM, which takes aligned matrices only."""
+    return sglang.wants_ue8m0_scales(block) and weight.size(0) % 64 == 0 and weight.size(1) % 128 == 0

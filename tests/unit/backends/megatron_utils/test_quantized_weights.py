@@ -24,7 +24,7 @@ from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint
 from slime.backends.megatron_utils.models import MAPS
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.quantize.block_fp8 import FP8, quantize_block
+from slime.weights.quantize.block_fp8 import FP8, is_power_of_two, quantize_block
 from slime.weights.quantize.offline_rules import is_quantized_offline
 from tests.matrix.case import load_cases
 from tests.matrix.quantized import RECIPES, check_quantized
@@ -97,25 +97,22 @@ def checkpoint(folder: Path, config: dict[str, object] | None = None) -> Namespa
     )
 
 
-def convert(args: Namespace, name: str, param: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    quantizer = checkpoint_quantizer(args.hf_checkpoint, BLOCKS)
-    assert quantizer is not None
-    plain = convert_to_hf(args, "qwen3", name, param)
-    return [output for hf_name, tensor in plain for output in quantizer.quantize(hf_name, tensor)]
+def convert(args: Namespace, name: str, param: torch.Tensor, config: dict[str, object], **more: bool):
+    return convert_to_hf(args, "qwen3", name, param, config, **more)
 
 
 def test_a_parameter_is_split_and_each_of_its_tensors_quantized(tmp_path: Path) -> None:
     args = checkpoint(tmp_path)
     qkv = torch.randn(24, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     plain = convert_to_hf(args, "qwen3", QKV, qkv)
-    result = convert(args, QKV, qkv)
+    result = convert(args, QKV, qkv, BLOCKS)
     assert [name for name, _ in plain] == [Q, K, V]
     assert [name for name, _ in result] == [n for name in (Q, K, V) for n in (name, f"{name}_scale_inv")]
     for index, (_, tensor) in enumerate(plain):
         quantized, scale = quantize_block(tensor)
         assert torch.equal(result[2 * index][1].view(torch.uint8), quantized.view(torch.uint8))
         assert torch.equal(result[2 * index + 1][1], scale)
-    ((name, norm),) = convert(args, "decoder.final_layernorm.weight", torch.ones(8))
+    ((name, norm),) = convert(args, "decoder.final_layernorm.weight", torch.ones(8), BLOCKS)
     assert name == "model.norm.weight"
     assert norm.dtype == torch.float32
 
@@ -125,25 +122,35 @@ def test_the_cast_to_the_dtype_that_travels_comes_before_the_quantization(tmp_pa
     args = checkpoint(tmp_path)
     exact = torch.full((24, 8), 1.0)
     exact[0, 0] = 1.0 + 2.0**-9
-    from_fp32 = dict(convert(args, QKV, exact))
-    from_bf16 = dict(convert(args, QKV, exact.to(torch.bfloat16)))
+    from_fp32 = dict(convert(args, QKV, exact, BLOCKS))
+    from_bf16 = dict(convert(args, QKV, exact.to(torch.bfloat16), BLOCKS))
     assert from_fp32[f"{Q}_scale_inv"] > from_bf16[f"{Q}_scale_inv"]
 
 
 def test_a_model_with_layers_that_the_quantized_checkpoint_lacks_is_refused(tmp_path: Path) -> None:
     args = checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="no tensor model.layers.1.self_attn.q_proj.weight"):
-        convert(args, QKV.replace("layers.0", "layers.1"), torch.ones(24, 8))
+        convert(args, QKV.replace("layers.0", "layers.1"), torch.ones(24, 8), BLOCKS)
 
 
-def test_scales_are_powers_of_two_where_the_engines_multiply_by_such(
+def test_scales_are_laid_out_for_deep_gemm_only_where_engines_want_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = checkpoint(tmp_path)
+    args.hidden_size, args.kv_channels = 256, 64
+    qkv = torch.randn(384, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    assert dict(convert(args, QKV, qkv, dict(BLOCKS)))[f"{Q}_scale_inv"].shape == (1, 2)
     monkeypatch.setattr(sglang, "wants_ue8m0_scales", lambda block: block == (128, 128))
-    qkv = torch.randn(24, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    scale = dict(convert(args, QKV, qkv))[f"{Q}_scale_inv"]
-    assert (torch.frexp(scale).mantissa == 0.5).all()
+    config = dict(BLOCKS)
+    packed = dict(convert(args, QKV, qkv, config))
+    stored = dict(convert(args, QKV, qkv, config, transform_ue8m0=False))
+    assert packed[f"{Q}_scale_inv"].dtype == torch.int32
+    assert packed[f"{Q}_scale_inv"].shape == (128, 1)
+    scale = stored[f"{Q}_scale_inv"]
+    assert is_power_of_two(scale).all()
+    exponents = packed[f"{Q}_scale_inv"].flatten().view(torch.uint8)[:4].float() - 127
+    assert torch.equal(torch.exp2(exponents[:2]), scale[0])
+    assert torch.equal(packed[Q].view(torch.uint8), stored[Q].view(torch.uint8))
 
 
 # Checkpoints that cannot be right
