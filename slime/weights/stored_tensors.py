@@ -93,7 +93,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             dtype = TORCH_DTYPES.get(stored.dtype)
             needed = stored.num_bytes if dtype is None else math.prod(stored.shape) * dtype.itemsize
             if begin != position or stored.num_bytes != needed or end < begin:
-                raise ValueError(f"it gives {name} a wrong place or size")
+                raise ValueError(f"it gives {name} a wrong offset or size")
             tensors[name] = stored
             position = end
         if position != size:

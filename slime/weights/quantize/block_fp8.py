@@ -28,7 +28,7 @@ PANEL_ELEMENTS = 1 << 24
 SCALES_PER_WORD = 4
 """Exponents in one int32, those of neighbouring blocks along the input dimension, the first in the lowest byte."""
 TMA_ALIGNMENT_BYTES = 16
-"""What the rows of the packed scales are padded to: the tensor memory accelerator copies no less."""
+"""Padding of the rows of packed scales, which the tensor memory accelerator needs."""
 
 
 def num_blocks(rows: int, columns: int, block: tuple[int, int] = DEFAULT_BLOCK) -> tuple[int, int]:
