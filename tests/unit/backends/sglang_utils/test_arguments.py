@@ -25,7 +25,9 @@ def parser():
     parser.add_argument("--num-gpus-per-node", type=int, default=8)
     parser.add_argument("--hf-checkpoint", default="model")
     parser.add_argument("--rollout-external-engine-addrs", nargs="+", default=None)
-    parser.set_defaults(use_rollout_routing_replay=False, rollout_external=False, rollout_top_p=1.0)
+    parser.set_defaults(
+        use_rollout_routing_replay=False, rollout_external=False, rollout_top_p=1.0, eval_in_background=False
+    )
     add_sglang_arguments(parser)
     return parser
 
