@@ -11,7 +11,10 @@ FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
         *("context_parallel_size", "hierarchical_context_parallel_sizes", "expert_model_parallel_size"),
         *("expert_tensor_parallel_size", "num_distributed_optimizer_instances", "deterministic_mode"),
     ),
-    f"{_SLIME}.model_provider": ("rotary_base", "rotary_percent"),
+    f"{_SLIME}.model_provider": ("rotary_base", "rotary_percent", "fp8"),
+    f"{_SLIME}.layers.fp8_linear": (
+        *("fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    ),
     f"{_SLIME}.layers.value_head": ("init_method_std",),
     f"{_SLIME}.layers.attention": (
         *("softmax_type", "kv_channels", "attention_dropout", "window_size", "attention_backend"),

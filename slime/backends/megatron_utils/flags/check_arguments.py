@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.flags.linear_arguments import check_linear_fl
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.flags.sparse_arguments import check_sparse_flags
 from slime.backends.megatron_utils.layers.attention import check_attention_config
+from slime.backends.megatron_utils.layers.fp8_linear import check_fp8_flags
 from slime.backends.megatron_utils.model_provider import load_spec
 from slime.utils.errors import ConfigError
 
@@ -44,6 +45,7 @@ def check_arguments(args: Namespace) -> None:
     check_expert_arguments(args)
     check_sparse_flags(args)
     check_linear_flags(args)
+    check_fp8_flags(args)
     config = transformer_config_from_args(args)
     check_attention_config(config)
     if args.spec:

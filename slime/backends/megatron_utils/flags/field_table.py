@@ -67,16 +67,19 @@ WITHOUT_EFFECT: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("fp8_recipe", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo"),
-            *("fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red"),
-            *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp4_recipe"),
+            *("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red"),
+            *("fp8_dot_product_attention", "fp8_multi_head_attention", "fp4_recipe"),
         ),
-        "parameters and products are not quantized",
+        "FP8 scales are those of the tensors at hand, and attention itself is not quantized",
+    ),
+    **dict.fromkeys(
+        ("fp8_param", "fp8_param_gather"),
+        "parameters are kept and gathered in their own dtype, and quantized for each product: the same numbers",
     ),
 }
 """Field -> what happens instead of what its flag asks for."""
 
-_FP8 = "training in fp8 or fp4 needs TransformerEngine's layers, which slime has not"
+_FP8 = "it belongs to TransformerEngine's layers, which slime has not"
 _OFFLOAD = "offloading of activations needs TransformerEngine's layers; use --recompute-granularity"
 _DELAY = "delayed weight gradients need TransformerEngine's layers"
 _MUON = "the optimizer is Adam"
@@ -85,8 +88,8 @@ _QK_CLIP = "packed attention does not clip its logits"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("fp8", "fp8_param", "fp8_quantizer_factory", "fp8_param_gather", "fp4", "fp4_param"),
-            *("fp4_quantizer_factory", "use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
+            *("fp8_wgrad", "fp8_quantizer_factory", "fp4", "fp4_param", "fp4_quantizer_factory"),
+            *("use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
             *("disable_parameter_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"),
             *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
         ),

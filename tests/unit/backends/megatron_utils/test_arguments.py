@@ -210,14 +210,15 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
         ("--num-query-groups 2", "without --group-query-attention"),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups is 3.*divide --num-attention-heads 4"),
         ("--attention-dropout 0.1", "--attention-dropout is 0.1"),
-        ("--fp8-format e4m3", "--fp8 is given: .* needs TransformerEngine"),
+        ("--fp8-format e4m3", "--fp8-recipe delayed; .* --fp8-format e4m3 --fp8-recipe blockwise"),
+        ("--fp8-format hybrid --fp8-recipe blockwise", "--fp8-format is hybrid"),
         ("--decoder-last-pipeline-num-layers 1", "need --pipeline-model-parallel-size"),
         ("--expert-model-parallel-size 1 --padded-vocab-size 99", "--padded-vocab-size is 99"),
         ("--linear-attention-freq 4", "--linear-attention-freq is 4 without --spec"),
         ("--linear-key-head-dim 64", "--linear-key-head-dim without --linear-attention-freq"),
         ("--lr-warmup-iters 8 --lr-decay-iters 8", "warms up for 8 of 8 optimizer steps"),
         ("--optimizer sgd", "--optimizer is 'sgd'"),
-        ("--qk-l2-norm --fp8-param", "--fp8-param is given"),
+        ("--qk-l2-norm --fp8-quantizer-factory a.b", "--fp8-quantizer-factory is given"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "the warm-up has one length"),
         (
             "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --mtp-num-layers 1 "

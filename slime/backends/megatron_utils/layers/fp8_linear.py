@@ -1,0 +1,248 @@
+"""Matrix products of the layers in FP8 by blocks (``--fp8-format e4m3 --fp8-recipe blockwise``).
+
+    y  = q(x) q(W)^T          x by 1 x 128 along its row,       W by 128 x 128
+    dx = q(dy) q(W)           dy by 1 x 128 along its row,      W by 128 x 128
+    dW = q(dy^T) q(x^T)^T     both by 1 x 128 along the tokens
+
+q is ``slime.weights.quantize.block_fp8``: a weight gets the bytes and scales that the push quantizer gives an engine,
+a row of activations those that SGLang gives it before its product.  Gradients go straight through q.  Parameters,
+their gradients and everything between two products keep their dtype.
+
+On Hopper the products are cuBLAS's block-scaled ones (torch >= 2.10, CUDA >= 12.9), where both sides of the weight are
+multiples of 128.  Everywhere else the quantized numbers are multiplied as plain ones (in fp32 on a CPU, in the
+activations' dtype on a GPU): the same q, other rounding of the sum.
+
+Shapes: T = tokens, N = outputs, K = inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from slime.backends.megatron_utils.layers.experts import StackedLinear
+from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
+from slime.utils.errors import ConfigError
+from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, quantize_block
+
+logger = logging.getLogger(__name__)
+
+BLOCK = DEFAULT_BLOCK[0]
+ROW = (1, BLOCK)
+
+
+def rounded(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return q(matrix) as numbers: fp32 on a CPU, in the matrix's dtype on a GPU."""
+    quantized, scale = quantize_block(matrix, block)
+    return dequantize_block(quantized, scale, block, dtype=matrix.dtype if matrix.is_cuda else torch.float32)
+
+
+class Fp8Product(torch.autograd.Function):
+    """``x @ weight.T`` of x [T, K] and weight [N, K], all three products of the module's docstring."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if kernels := kernels_for(x, weight):
+            return kernels.by_weight(x, weight)
+        return (rounded(x, ROW) @ rounded(weight, DEFAULT_BLOCK).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        kernels = kernels_for(x, weight)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            if kernels:
+                grad_x = kernels.by_transposed_weight(grad, weight)
+            else:
+                grad_x = (rounded(grad, ROW) @ rounded(weight, DEFAULT_BLOCK)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            if kernels:
+                grad_weight = kernels.over_tokens(grad, x)
+            else:
+                over_tokens = rounded(grad.t().contiguous(), ROW) @ rounded(x.t().contiguous(), ROW).t()
+                grad_weight = over_tokens.to(weight.dtype)
+        return grad_x, grad_weight
+
+
+def kernels_for(x: Tensor, weight: Tensor) -> ModuleType | None:
+    """Return the kernels where they apply: Hopper, bf16, both sides of the weight multiples of 128."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not len(x):
+        return None
+    if any(size % BLOCK for size in weight.shape):
+        return None
+    try:
+        from slime.backends.megatron_utils.layers import fp8_kernels
+    except ImportError:
+        return None
+    return fp8_kernels if fp8_kernels.are_proven(x.device) else None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The matrices that an engine quantizes for themselves and Megatron holds as one.
+
+    Gates and ups, or queries, keys and values, are different matrices of the checkpoint; a block of 128 rows that lay
+    across two of them would have a scale that no engine has.
+    """
+
+    parts: tuple[int, ...] = ()
+    """Rows of each, in order; () for one matrix."""
+    order: Tensor | None = None
+    """[N]: row of Megatron's matrix that is the row of the checkpoint's; None where the order is the same."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return ``x @ weight.T``, [T, N], the columns in Megatron's order."""
+        if self.order is not None:
+            weight = weight.index_select(0, self.order.to(weight.device))
+        if any(part % BLOCK for part in self.parts[:-1]):
+            y = torch.cat([Fp8Product.apply(x, part) for part in weight.split(self.parts)], dim=-1)
+        else:
+            y = Fp8Product.apply(x, weight)
+        return y if self.order is None else y.index_select(1, self.order.argsort().to(y.device))
+
+
+def linear(
+    rows: Rows,
+    input: Tensor,  # noqa: A002 - the names are Megatron's
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    allreduce_dgrad: bool = False,
+    sequence_parallel: bool = False,
+    tp_group: Any = None,
+    **unused: Any,
+) -> Tensor:
+    """Take the place of a Megatron linear layer's ``_forward_impl``; the gathered input is kept for the backward."""
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+    elif allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    y = rows.product(input.flatten(0, -2), weight).unflatten(0, input.shape[:-1])
+    return y if bias is None else y + bias
+
+
+def experts_linear(rows: Rows, module: StackedLinear, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """Take the place of ``StackedLinear.forward``: one product an expert, which needs the counts on the host."""
+    counts = tokens_per_expert.tolist()
+    pairs = zip(x.split(counts), module.weight.unbind(0), strict=True)
+    return torch.cat([rows.product(tokens, matrix) for tokens, matrix in pairs])
+
+
+def replicated_linear(module: ReplicatedLinear, x: Tensor) -> Tensor:
+    """Take the place of ``ReplicatedLinear.forward``."""
+    return Fp8Product.apply(x.flatten(0, -2), module.weight).unflatten(0, x.shape[:-1])
+
+
+def check_fp8_flags(args: Namespace) -> None:
+    """Refuse FP8 of another kind than ours.
+
+    Raises:
+        ConfigError: with the flags to give.
+    """
+    if args.fp8 and (args.fp8 != "e4m3" or args.fp8_recipe != "blockwise"):
+        raise ConfigError(
+            f"--fp8-format is {args.fp8} and --fp8-recipe {args.fp8_recipe}; slime trains in FP8 with the scales of "
+            "FP8 checkpoints: --fp8-format e4m3 --fp8-recipe blockwise."
+        )
+    if args.fp8 and args.fp16:
+        raise ConfigError("--fp8-format is given with --fp16; what is not quantized is bf16: give --bf16.")
+
+
+def use_fp8(model: torch.nn.Module, args: Namespace) -> int:
+    """Let the matrices of the model's layers be multiplied in FP8; return how many.
+
+    Embedding, vocabulary projection, routers, norms and what joins an MTP layer to the model stay as they are, and so
+    do the layers of ``--first-last-layers-bf16``.
+    """
+    count = 0
+    for layer in model.modules():
+        if isinstance(layer, TransformerLayer) and not _stays(layer, args):
+            for owner, name, module in _matrices(layer):
+                rows = _rows_of(owner, name, module)
+                forward: Callable[..., Tensor]
+                if isinstance(module, StackedLinear):
+                    forward = partial(experts_linear, rows, module)
+                elif isinstance(module, ReplicatedLinear):
+                    forward = partial(replicated_linear, module)
+                else:
+                    vars(module)["_forward_impl"] = partial(linear, rows)
+                    count += 1
+                    continue
+                vars(module)["forward"] = forward
+                count += 1
+    logger.info("%d matrices are multiplied in FP8 by blocks", count)
+    return count
+
+
+def _stays(layer: TransformerLayer, args: Namespace) -> bool:
+    if not args.first_last_layers_bf16:
+        return False
+    number, last = layer.layer_number, layer.config.num_layers
+    return number <= args.num_layers_at_start_in_bf16 or number > last - args.num_layers_at_end_in_bf16
+
+
+def _matrices(layer: TransformerLayer) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Yield (owner, name, module) of the layer's linear modules; subclasses have a forward pass of their own."""
+    for owner in layer.modules():
+        for name, module in owner.named_children():
+            if type(module) in (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear):
+                yield owner, name, module
+
+
+def _rows_of(owner: torch.nn.Module, name: str, module: torch.nn.Module) -> Rows:
+    assert isinstance(module.weight, Tensor)
+    num_rows = module.weight.shape[-2]
+    is_gated = getattr(module, "is_gated", False)
+    if isinstance(owner, MLP) and name == "linear_fc1":
+        is_gated = owner.config.gated_linear_unit
+    if is_gated:
+        return Rows((num_rows // 2, num_rows // 2))
+    if isinstance(owner, SelfAttention) and name == "linear_qkv":
+        return qkv_rows(owner.config, num_rows)
+    return Rows()
+
+
+def qkv_rows(config: TransformerConfig, num_rows: int) -> Rows:
+    """Return the rows of queries, keys and values, which Megatron interleaves by group of heads.
+
+    Args:
+        config: heads, groups and their width.
+        num_rows: of this rank.
+    """
+    width = config.kv_channels
+    assert width is not None
+    if width % BLOCK == 0:
+        return Rows()  # a block lies in one head, wherever that stands
+    groups = config.num_query_groups or config.num_attention_heads
+    per_group = config.num_attention_heads // groups * width
+    index = torch.arange(num_rows).view(-1, num_rows // _local_groups(num_rows, per_group + 2 * width))
+    parts: Sequence[Tensor] = index.split([index.size(1) - 2 * width, width, width], dim=1)
+    return Rows(tuple(part.numel() for part in parts), torch.cat([part.flatten() for part in parts]))
+
+
+def _local_groups(num_rows: int, rows_per_group: int) -> int:
+    return max(1, num_rows // rows_per_group)
