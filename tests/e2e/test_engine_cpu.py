@@ -22,7 +22,7 @@ import requests
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.server_control import ServerControl, num_requests_in_flight
+from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.errors import WeightSyncError
 from slime.weights.push.verbs import COMPARE, FILL_WITH_NAN, FIND_NAN
@@ -289,6 +289,12 @@ def test_a_push_from_disk_replaces_the_weights(running: Running) -> None:
     running.engine.update_weights_from_disk(str(running.folders[1]), "3")
     assert running.error_against(1) < 1e-5
     assert running.engine.get_weight_version() == "3"
+
+
+def num_requests_in_flight(server: ServerControl) -> int:
+    """Return the requests that run or wait on the server, over its data-parallel ranks."""
+    loads = server.get("/v1/loads?include=core")["loads"]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
 @pytest.mark.parametrize("verb", ["abort_all", "pause_generation"])

@@ -106,12 +106,6 @@ def flush_cache(server: ServerControl, *, tries: int = 60, wait_s: float = 1.0) 
         time.sleep(wait_s)
 
 
-def num_requests_in_flight(server: ServerControl) -> int:
-    """Return the requests that run or wait on the server, over its data-parallel ranks."""
-    loads = server.get("/v1/loads?include=core")["loads"]
-    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
-
-
 PROBE_PAYLOAD = {
     "input_ids": [1],
     "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},

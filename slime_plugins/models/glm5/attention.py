@@ -22,10 +22,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, ColumnParallelLinear, checkpoint
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -169,12 +166,6 @@ class SparseLatentAttention(LatentAttention):
         weight = self.linear_kv_up_proj().unflatten(0, (self.num_heads, -1))
         key_weight, value_weight = weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
         return key_weight, value_weight
-
-    def _over_tensor_ranks(self, x: Tensor) -> Tensor:
-        """Gather [t, ...] on every tensor-parallel rank; its gradient is summed: each rank serves its own heads."""
-        if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(x, group=self.tp_group)
-        return copy_to_tensor_model_parallel_region(x, group=self.tp_group)
 
     # The choice of keys
 

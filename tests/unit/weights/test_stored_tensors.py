@@ -95,5 +95,5 @@ def test_a_bucket_takes_no_other_tensor_than_the_manifests(tmp_path, stored):
     entries, bucket = pack_whole([("weight", (2, 3), torch.float32)])
     save_file({"weight" if stored is not None else "other": torch.zeros(1) if stored is None else stored},
               tmp_path / "model.safetensors")  # fmt: skip
-    with pytest.raises(WeightSyncError, match=r"weight shall be float32 \[2, 3\], and on disk is"):
+    with pytest.raises(WeightSyncError, match=r"weight should be float32 \[2, 3\], and on disk is"):
         read_bucket(read_layout(tmp_path), bucket, Manifest(tuple(entries), (bucket,)))

@@ -219,11 +219,13 @@ class LatentAttention(MegatronModule):
             query_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
         combined = self.linear_kv_down_proj(hidden_states)
         kv_latent, rotary_key = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        return query_latent, self.kv_layernorm(kv_latent), self._over_tensor_ranks(rotary_key)
+
+    def _over_tensor_ranks(self, x: Tensor) -> Tensor:
+        """Gather [t, ...] on every tensor-parallel rank; its gradient is summed: each rank serves its own heads."""
         if self.config.sequence_parallel:
-            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp_group)
-        else:
-            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self.tp_group)
-        return query_latent, self.kv_layernorm(kv_latent), rotary_key
+            return gather_from_sequence_parallel_region(x, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(x, group=self.tp_group)
 
     def expand(
         self, query_latent: Tensor, kv_latent: Tensor, rotary_key: Tensor, cosines: Tensor, sines: Tensor

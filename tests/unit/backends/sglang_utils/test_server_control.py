@@ -9,7 +9,6 @@ import pytest
 from slime.backends.sglang_utils.server_control import (
     ServerControl,
     flush_cache,
-    num_requests_in_flight,
     probe_answer,
 )
 from slime.utils.errors import EngineError
@@ -43,11 +42,6 @@ def scripted():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", answers, asked
     server.shutdown()
-
-
-def loads(*counts: tuple[int, int]) -> tuple[int, str]:
-    rows = [{"num_running_reqs": running, "num_waiting_reqs": waiting} for running, waiting in counts]
-    return 200, json.dumps({"loads": rows})
 
 
 def test_json_is_parsed_and_text_is_given_as_it_is(scripted):
@@ -86,13 +80,6 @@ def test_flushing_gives_up_with_the_servers_reason(scripted):
     answers += [(400, "busy")] * 2
     with pytest.raises(EngineError, match="busy"):
         flush_cache(ServerControl(url), tries=2, wait_s=0)
-
-
-def test_requests_in_flight_are_summed_over_ranks(scripted):
-    url, answers, asked = scripted
-    answers.append(loads((2, 1), (0, 4)))
-    assert num_requests_in_flight(ServerControl(url)) == 7
-    assert asked[0][1] == "/v1/loads?include=core"
 
 
 def one_token(log_prob: str = "-0.5", finish: str = '{"type": "length"}', items: str | None = None) -> str:
