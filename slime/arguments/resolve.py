@@ -13,6 +13,7 @@ from slime.flags.checkpoint import derive_starting_point
 from slime.flags.cluster import derive_cluster, derive_distributed_backend
 from slime.flags.data import derive_batch_sizes
 from slime.flags.debug import derive_debug_modes
+from slime.flags.observability import derive_observability
 from slime.flags.reward import derive_reward
 from slime.flags.rollout import derive_lengths
 from slime.flags.train import derive_precision
@@ -94,6 +95,7 @@ STEPS = (
     derive_lengths,
     _hook_lists,
     derive_reward,
+    derive_observability,
     _eval,
     derive_starting_point,
 )

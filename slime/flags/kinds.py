@@ -69,6 +69,14 @@ def non_negative_int(text: str) -> int:
     return value
 
 
+def port_number(text: str) -> int:
+    """Return the number of a TCP port."""
+    value = _whole(text)
+    if not 1 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; ports are 1 to 65535")
+    return value
+
+
 def positive_float(text: str) -> float:
     """Return a number above 0."""
     value = _number(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from slime.flags.checkpoint import add_checkpoint_arguments
 from slime.flags.cluster import add_cluster_arguments
 from slime.flags.config import read_config
 from slime.flags.data import add_eval_arguments
+from slime.flags.kinds import port_number
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 
@@ -130,3 +132,19 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     metrics.add_argument(
         "--log-correct-samples", action="store_true", help="Log statistics of the samples with reward 1."
     )
+    metrics.add_argument(
+        "--log-expert-load", action="store_true", help="Log how evenly tokens are spread over each layer's experts."
+    )
+    metrics.add_argument(
+        "--prometheus-port",
+        type=port_number,
+        default=None,
+        help="Serve one Prometheus page of the whole job at this port of the driver's machine: what is logged, the "
+        "state of the engines, and the pages of engines and routers. Turns --log-expert-load on.",
+    )
+
+
+def derive_observability(args: Namespace) -> None:
+    """Turn on what the job's Prometheus page shows."""
+    if args.prometheus_port is not None:
+        args.log_expert_load = True

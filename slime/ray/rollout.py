@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from slime.observability.dumps import dump_rollout, load_rollout_dump
+from slime.observability.job_state import JobState
 from slime.observability.logging_utils import configure_logger, finish_tracking
 from slime.ray.background_eval import evaluation_args
 from slime.ray.distributed_post import start_distributed_post
@@ -167,6 +168,11 @@ class RolloutManager(Watched):
     def wait_ready(self) -> None:
         """See ``EngineFleet.wait_ready``."""
         self.engines.wait_ready()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_job_state(self) -> JobState:
+        """See ``EngineFleet.job_state``."""
+        return self.engines.job_state()
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_updatable_engines(self) -> UpdatableEngines:

@@ -10,18 +10,25 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slime.observability.job_state import JobState
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
-from slime.observability.metrics_file import StepLine
+from slime.observability.metrics_file import StepLine, metrics_path
 from slime.ray.background_eval import BackgroundEvaluation
 from slime.ray.gpus import create_placement_groups
 from slime.ray.rollout import DEADLINE_MARGIN_S
 from slime.ray.startup import create_rollout_manager, create_training_models
 from slime.ray.waiting import forget_all, wait_for
 from slime.utils.misc import Box, should_run_periodic_action
+
+if TYPE_CHECKING:
+    from slime.observability.prometheus_page import MetricsPage
+
+JOB_STATE_TIMEOUT_S = 5.0
+"""For a scrape of the Prometheus page; what the manager does not say then is left out."""
 
 
 class TrainJob:
@@ -37,11 +44,22 @@ class TrainJob:
         assert rollout_gpus is not None
         self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus)
         self._step_line = StepLine.follow(args)
+        self._metrics_page = self._serve_metrics() if args.prometheus_port is not None else None
         self.actor, self.critic = create_training_models(args, gpus, self.manager)
         self._background: BackgroundEvaluation | None = None
         if args.eval_in_background and not args.debug_train_only:
             self._background = BackgroundEvaluation(args, self.manager, self.actor)
         self.push_weights()
+
+    def _serve_metrics(self) -> MetricsPage:
+        from slime.observability.prometheus_page import LoggedMetrics, MetricsPage
+
+        names = [dataset.name for dataset in self.args.eval_datasets or ()]
+        logged = LoggedMetrics(metrics_path(self.args), names)
+        return MetricsPage(self.args.prometheus_port, logged, self._job_state)
+
+    def _job_state(self) -> JobState:
+        return self._ask("get_job_state", what="the engines' state", timeout_s=JOB_STATE_TIMEOUT_S)
 
     def offload_engines(self) -> None:
         """Have the engines release weights, cache and graphs, so that the trainer fits beside them."""
@@ -168,6 +186,8 @@ class TrainJob:
         if self._background is not None:
             self._background.finish()
         forget_all()
+        if self._metrics_page is not None:
+            self._metrics_page.stop()
         self._ask("dispose", what="the engines to stop", timeout_s=self.args.shutdown_timeout_s * 2)
         for trainer in (self.critic, self.actor):
             if trainer is not None:

@@ -669,6 +669,7 @@ EDGES: tuple[Edge, ...] = (
 )
 
 OUTSIDE = {
+    "slime.observability.prometheus_page": "a page for people: an engine has SCRAPE_TIMEOUT_S, the run never waits",
     "slime.utils.misc": "exec_command is a helper for plug-ins and tools; its caller gives the deadline",
     "slime.planning.recipe": "a plan is no run: a recipe with recorders for commands has TIMEOUT_S to print its flags",
     "slime.planning.sandbox": "a program of its own, which slime.planning.recipe ends after TIMEOUT_S",

@@ -53,6 +53,7 @@ def main(checkpoint: str, out: str) -> None:
     facts = {
         "engine_url": engine.get_url(),
         "router_url": router.url,
+        "router_metrics_url": router.metrics_url,
         "owner_pid": os.getpid(),
         "roots": [engine.process.pid, router.process.pid],
         "start_s": time.monotonic() - started,

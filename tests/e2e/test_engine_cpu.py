@@ -51,6 +51,7 @@ class Running:
     start_s: float
     models: dict[int, Any]
     folders: dict[int, Path]
+    router_metrics_url: str
 
     def generate(self, num_tokens: int = 16, url: str | None = None, **sampling: Any) -> dict[str, Any]:
         """One response through the router, greedy unless told otherwise."""
@@ -139,7 +140,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         facts = json.loads(out.read_text())
         engine = SGLangEngine(engine_args(str(folders[0])), rank=0)
         engine.connect(facts["engine_url"])
-        yield Running(engine, facts["router_url"], owner, facts["roots"], facts["start_s"], models, folders)
+        urls = facts["router_url"], facts["router_metrics_url"]
+        yield Running(engine, urls[0], owner, facts["roots"], facts["start_s"], models, folders, urls[1])
     finally:
         owner.kill()
         owner.wait(timeout=30)
@@ -157,6 +159,20 @@ def test_log_probs_through_the_router_are_those_of_transformers(running: Running
     assert running.error_against(0) < 1e-5
     assert running.error_against(1) > 0.1
     print(f"\nengine start {running.start_s:.1f} s", file=sys.stderr)
+
+
+def test_the_engine_shows_its_metrics_and_its_loads(running: Running) -> None:
+    running.generate(4)
+    url = running.engine.get_url()
+    with requests.Session() as session:
+        session.trust_env = False
+        loads, page = (session.get(f"{url}/{path}", timeout=30) for path in ("v1/loads", "metrics"))
+        router_page = session.get(running.router_metrics_url, timeout=30)
+    assert (loads.status_code, page.status_code, router_page.status_code) == (200, 200, 200)
+    assert "smg_http_responses_total" in router_page.text
+    shown = {line.split("{")[0] for line in page.text.splitlines() if line.startswith("sglang:")}
+    assert shown >= {"sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:gen_throughput"}
+    assert 'endpoint="/v1/loads"' in page.text
 
 
 def test_a_push_through_shared_memory_replaces_the_weights(running: Running) -> None:

@@ -22,6 +22,7 @@ from slime.backends.megatron_utils import checkpoint, initialize, memory, reload
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
+from slime.backends.megatron_utils.expert_load import ExpertLoad
 from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
 from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
@@ -76,6 +77,8 @@ class MegatronTrainRayActor(TrainWorker):
             if role == "actor":
                 self._policies.load(with_ref=with_ref, with_teacher=with_opd_teacher)
         self._routing = RoutingReplay(args, self.model) if args.use_routing_replay and role == "actor" else None
+        has_load = args.log_expert_load and args.num_experts and role == "actor"
+        self._expert_load = ExpertLoad(self.model, args.num_layers, args.num_experts) if has_load else None
         self._profiler = TrainProfiler(args, rank=self.rank)
         self._reports = TrainReports(args, role, world_size=self.world_size)
         self._last_rollout_id: int | None = None
@@ -276,6 +279,8 @@ class MegatronTrainRayActor(TrainWorker):
             if not result.is_applied:
                 logger.warning("Rollout %d, step %d was skipped: its gradient is not finite.", rollout_id, step_id)
             changed = self._routing.take_metrics() if self._routing is not None else {}
+            if self._expert_load is not None:
+                changed |= self._expert_load.take_metrics()
             rates = [group["lr"] for group in optimizer.param_groups]
             last.update(self._reports.step(rollout_id, step_id, result, changed, learning_rates=rates, data=data))
 

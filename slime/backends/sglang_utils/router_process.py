@@ -28,6 +28,13 @@ class RouterHandle:
     """As written in a URL: IPv6 in brackets."""
     port: int
     process: ChildProcess | None = None
+    metrics_port: int | None = None
+    """Port of its Prometheus page, when the router is ours."""
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Its Prometheus page; None for a router that the user runs."""
+        return f"http://{self.host}:{self.metrics_port}/metrics" if self.metrics_port is not None else None
 
     @property
     def url(self) -> str:
@@ -78,7 +85,7 @@ def start_router(
         args, host=host, port=port, prometheus_port=prometheus_port, pd_disaggregation=pd_disaggregation
     )
     process = ChildProcess(MODULE, settings, name=f"router {format_host_port(host, port)}", extra_environment={})
-    router = RouterHandle(format_host(host), port, process)
+    router = RouterHandle(format_host(host), port, process, prometheus_port)
     server = ServerControl(router.url, name=process.name)
     deadline = time.monotonic() + timeout_s
     while not server.answers("/health", timeout_s=5.0):

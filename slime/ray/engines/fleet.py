@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -20,6 +21,7 @@ from ray.exceptions import RayError
 from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
+from slime.observability.job_state import JobState
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
@@ -84,6 +86,12 @@ class EngineFleet:
     def engines(self) -> list[Any]:
         """The engines of every model that are there."""
         return [engine for server in self.servers for engine in server.engines]
+
+    def job_state(self) -> JobState:
+        """Return what the Prometheus page of the job says of engines and routers, and where theirs are."""
+        pages = [page for server in self.servers for page in server.metrics_pages()]
+        states = Counter(state.value for group in self.groups for state in group.states)
+        return JobState(pages, states, sum(group.num_evictions for group in self.groups))
 
     def wait_ready(self) -> None:
         """Wait until every engine serves.

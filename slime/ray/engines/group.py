@@ -72,6 +72,8 @@ class EngineGroup:
         self.shutting_down: list[ray.ObjectRef] = []
         """References that resolve once the engines of a group that was stopped have ended."""
         self._num_restarts: Counter[int] = Counter()
+        self.num_evictions = 0
+        """Of engines of this group, since the job began."""
         self._changed = threading.Condition()
         self._check_placement()
 
@@ -245,6 +247,7 @@ class EngineGroup:
     def _evict(self, index: int, event: EngineEvent, reason: str) -> None:
         """Free the engine's GPUs, for another engine (in the background) or for good."""
         self._num_restarts[index] += 1
+        self.num_evictions += 1
         if event is EngineEvent.PUSH_REFUSED and self.args.weight_push_failure == "drop":
             self._kill(index)
             self.report(index, EngineEvent.DROPPED, "the run goes on without it")

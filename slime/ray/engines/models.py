@@ -26,6 +26,7 @@ from slime.backends.sglang_utils.router_process import (
 )
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
+from slime.observability.job_state import PageSource
 from slime.ray.engines.actor import PortCursors, start_engine_actor
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE
@@ -57,6 +58,18 @@ class RolloutServer:
     def has_live_engine(self) -> bool:
         """True when the server of some engine of the model is up."""
         return any(group.indices(*LIVE) for group in self.groups)
+
+    def metrics_pages(self) -> list[PageSource]:
+        """Return the Prometheus pages of the router and of the engines that are up."""
+        pages = []
+        if self.router is not None and self.router.metrics_url is not None:
+            pages.append(PageSource(self.router.metrics_url, {"router": self.config.name}))
+        for group in self.groups:
+            for index in group.indices(*LIVE):
+                labels = {"engine": str(group.rank_offset + index), "worker_type": group.config.worker_type}
+                if (url := group.urls[index]) is not None:
+                    pages.append(PageSource(f"{url}/metrics", {**labels, "slime_model": self.config.name}))
+        return pages
 
     def restart_router(self, args: Namespace) -> None:
         """Start the router again at its old address and tell it of the engines that it knew.

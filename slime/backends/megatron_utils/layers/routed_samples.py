@@ -52,12 +52,12 @@ def part_of_tensor_rank(values_T: Tensor, num_tokens: int) -> Tensor:
 
 
 def routers_need_samples(args: Namespace) -> bool:
-    """Return True when the routers depend on more than the single token: balancing losses, a moving bias."""
+    """Return True when the routers look at more than the single token: balancing losses, a moving bias, the load."""
     if not args.num_experts:
         return False
     coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
     moves_bias = args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate
-    return bool(any(coefficients) or args.moe_z_loss_coeff or moves_bias)
+    return bool(any(coefficients) or args.moe_z_loss_coeff or moves_bias or args.log_expert_load)
 
 
 def attach_routed_samples(

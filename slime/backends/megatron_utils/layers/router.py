@@ -58,6 +58,9 @@ class Router(TopKRouter):
         self.samples: RoutedSamples | None = None
         self.replayed_layer: int | None = None
         """The layer whose choices are replayed here; None leaves the router out of it (MTP layers)."""
+        self.counts_load = False
+        self.load: Tensor | None = None
+        """[E] tokens sent to each expert in training passes, with ``counts_load``; None before the first."""
 
     def take(self, inputs: RouterInputs) -> None:
         """Set the inputs of the next pass."""
@@ -121,13 +124,19 @@ class Router(TopKRouter):
         )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Any = None) -> None:
-        """Count the tokens of every expert, once per token and without padding, for the bias update of the step."""
-        if self.enable_expert_bias and self._is_training():
+        """Count the tokens of every expert, once per token and without padding: for the bias update of the step, and
+        for ``counts_load``.
+        """
+        if (self.enable_expert_bias or self.counts_load) and self._is_training():
             with torch.no_grad():
                 if self.samples is not None:
                     is_real = self.samples.of_tensor_rank(len(routing_map)) < len(self.samples.lengths)
                     routing_map = routing_map & is_real[:, None]
-                self.local_tokens_per_expert += routing_map.sum(dim=0)
+                counts = routing_map.sum(dim=0)
+                if self.enable_expert_bias:
+                    self.local_tokens_per_expert += counts
+                if self.counts_load:
+                    self.load = counts if self.load is None else self.load + counts
 
     def _is_training(self) -> bool:
         """Return False in log-prob passes, and in the first pass over a layer that is recomputed."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray.engines import group as group_module
 from slime.ray.engines.actor import PortCursors
@@ -204,6 +205,22 @@ def test_engines_that_evaluate_get_weights_when_asked_for_and_take_no_part_in_pu
     assert after.handles == generating.engines and after.num_new, "the trainers connect to the others again"
     evaluating.states[0] = STATE.RESTARTING
     assert fleet.for_evaluation().handles == []
+
+
+def test_the_metrics_page_learns_of_engines_that_serve_and_of_evictions():
+    fleet, group = make_fleet(3, "refill")
+    group.urls[:] = ["http://a:1", "http://b:1", "http://c:1"]
+    fleet.servers[0].router = RouterHandle("r", 2, None, 9)
+    push(fleet, REFUSAL)
+    group.report(2, EVENT.DIED, "it is gone")
+    group.states[2] = STATE.RESTARTING  # as long as it takes
+    state = fleet.job_state()
+    assert [(page.url, dict(page.labels)) for page in state.pages] == [
+        ("http://r:9/metrics", {"router": "m"}),
+        ("http://a:1/metrics", {"engine": "0", "worker_type": "regular", "slime_model": "m"}),
+        ("http://b:1/metrics", {"engine": "1", "worker_type": "regular", "slime_model": "m"}),
+    ]
+    assert (state.engine_states, state.num_evictions) == ({"serving": 1, "updating": 1, "restarting": 1}, 2)
 
 
 def test_drop_goes_on_without_it_until_none_is_left():

@@ -14,6 +14,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 
+from slime.backends.megatron_utils.expert_load import ExpertLoad, load_metrics
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.routed_samples import RoutedSamples, routers_need_samples
 from slime.backends.megatron_utils.layers.router import Router
@@ -171,6 +172,35 @@ def test_the_bias_counts_real_tokens_once_and_moves_towards_the_unloaded() -> No
     assert torch.equal(layer.expert_bias, 0.25 * (counts.mean() - counts).sign())
 
 
+@pytest.mark.parametrize("flags", [SOFTMAX, BIAS], ids=["without a bias", "with one"])
+def test_the_load_of_a_step_is_that_of_its_real_tokens(flags: tuple[Any, ...]) -> None:
+    layer = router(*flags)
+    load = ExpertLoad([torch.nn.ModuleDict({"layer": layer, "mtp": router(*flags)})], num_layers=2, num_experts=6)
+    layer.samples = samples(WEIGHTS)
+    with torch.no_grad():
+        layer(tokens())  # a log-prob pass, or the first pass over a recomputed layer
+    counts = sum(layer(tokens())[1][: sum(LENGTHS)].sum(0).double() for _ in range(2))
+    metrics = load.take_metrics()
+    assert metrics["expert_load/layer_1/max_over_mean"] == pytest.approx(float(counts.max() / counts.mean()))
+    assert metrics["expert_load/layer_1/idle"] == int((counts == 0).sum()) / NUM_EXPERTS
+    assert not any("layer_2" in name for name in metrics)
+    assert load.take_metrics() == {}  # each step counts by itself
+
+
+def test_the_balance_of_the_layers_by_hand() -> None:
+    counts = torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0], [0, 0, 0, 0], [4, 3, 1, 0]])
+    assert load_metrics(counts) == {
+        "expert_load/layer_1/max_over_mean": 1.0,
+        "expert_load/layer_1/idle": 0.0,
+        "expert_load/layer_2/max_over_mean": 4.0,
+        "expert_load/layer_2/idle": 0.75,
+        "expert_load/layer_4/max_over_mean": 2.0,
+        "expert_load/layer_4/idle": 0.25,
+        "expert_load/worst_max_over_mean": 4.0,
+        "expert_load/worst_idle": 0.75,
+    }
+
+
 def test_a_rate_of_zero_leaves_every_bit_of_the_bias() -> None:
     layer = router(*BIAS, "--moe-router-bias-update-rate", 0)
     bias = torch.randn(NUM_EXPERTS)
@@ -197,6 +227,7 @@ def test_the_bias_stays_fp32_when_the_model_becomes_bf16() -> None:
         (FLAGS_OF["z_loss"], True),
         ((*BIAS, "--moe-router-bias-update-rate", 0), False),
         ((*BIAS, "--moe-router-bias-update-rate", 1e-3), True),
+        (("--log-expert-load",), True),
     ],
 )
 def test_routers_are_told_of_samples_only_where_it_matters(flags: tuple[Any, ...], needed: bool) -> None:

@@ -1,0 +1,219 @@
+"""One Prometheus page for the whole job: ``GET /metrics`` at ``--prometheus-port`` of the driver's machine.
+
+It has the latest value of every metric that any process of the job logged (``metrics.jsonl``), the state of the
+engines, and the pages of engines and routers with a label that says whose they are.  Names: ``rollout/raw_reward`` is
+``slime_rollout_raw_reward``; what names a layer, a data set or a reason becomes a label; counts of one rollout are
+summed, too, under a name that ends in ``_total``.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from slime.observability.job_state import JobState, PageSource
+from slime.observability.metrics_file import read_new_records
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SCRAPE_TIMEOUT_S = 5.0
+"""For one engine's or router's page."""
+NUM_SCRAPERS = 16
+SHUTDOWN_TIMEOUT_S = 5.0
+LARGEST_PAGE = 1 << 24
+
+COUNTS = re.compile(
+    r"rollout/(groups/(issued|kept|dropped|discarded)|dynamic_filter/drop_.+"
+    r"|staleness/(groups_regenerated|tokens_discarded|groups_masked|samples_masked))$|perf/weight_push_bytes$"
+)
+"""Metrics that count what happened in one rollout."""
+_LABELS = (
+    (re.compile(r"/layer_(?P<value>\d+)(?=/|$)"), "layer"),
+    (re.compile(r"(?<=/drop)_(?P<value>.+)$"), "reason"),
+    (re.compile(r"(?<=/error_cat)/(?P<value>.+)$"), "category"),
+)
+
+
+class LoggedMetrics:
+    """The metrics that a run has logged since this object was made: latest values, and sums of counts."""
+
+    def __init__(self, path: Path | None, eval_names: Iterable[str] = ()) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path is not None and path.exists() else 0
+        self._eval_names = sorted(eval_names, key=len, reverse=True)
+        self._latest: dict[str, float] = {}
+        self._totals: dict[str, float] = defaultdict(float)
+
+    def read(self) -> None:
+        """Take in what was logged since the last call."""
+        if self._path is None:
+            return
+        records, self._offset = read_new_records(self._path, self._offset)
+        for record in records:
+            for key, value in record.items():
+                number = _number(value)
+                if number is not None:
+                    self._latest[key] = number
+                    if COUNTS.match(key):
+                        self._totals[key] += number
+
+    def families(self) -> Iterator[Metric]:
+        """Yield one family for each name, its samples in the order in which they were first logged."""
+        found: dict[str, Metric] = {}
+        for kind, values, suffix in (("gauge", self._latest, ""), ("counter", self._totals, "_total")):
+            for key, value in values.items():
+                name, labels = self._name(key)
+                family = found.setdefault(name + suffix, Metric(name, _help(key, kind), kind))
+                family.add_sample(name + suffix, labels, value)
+        yield from found.values()
+
+    def _name(self, key: str) -> tuple[str, dict[str, str]]:
+        labels: dict[str, str] = {}
+        if key == "time":
+            return "slime_last_record_timestamp_seconds", labels
+        for name in self._eval_names:
+            if key == f"eval/{name}" or key.startswith((f"eval/{name}/", f"eval/{name}-")):
+                key, labels["dataset"] = f"eval/{key.removeprefix(f'eval/{name}')[1:] or 'reward'}", name
+                break
+        for pattern, label in _LABELS:
+            if (match := pattern.search(key)) is not None:
+                key, labels[label] = key[: match.start()] + key[match.end() :], match["value"]
+        return "slime_" + re.sub(r"[^a-zA-Z0-9_]", "_", key), labels
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    return float(value) if value in ("nan", "inf", "-inf") else None
+
+
+def _help(key: str, kind: str) -> str:
+    return f"{key} of docs/metrics.md, {'latest' if kind == 'gauge' else 'summed since the job began'}"
+
+
+def state_families(state: JobState) -> Iterator[Metric]:
+    """Yield what the manager knows of its engines."""
+    engines = Metric("slime_engines", "Engines by the state of their life", "gauge")
+    for name, count in state.engine_states.items():
+        engines.add_sample("slime_engines", {"state": name}, count)
+    yield engines
+    evictions = Metric("slime_engine_evictions", "Engines that were given up or restarted", "counter")
+    evictions.add_sample("slime_engine_evictions_total", {}, state.num_evictions)
+    yield evictions
+
+
+def scraped_families(sources: Sequence[PageSource]) -> Iterator[Metric]:
+    """Yield the families of all pages, those of one name as one; and which pages answered."""
+    found: dict[str, Metric] = {}
+    answered = Metric("slime_scrape_success", "1 where an engine or router showed its metrics", "gauge")
+    with ThreadPoolExecutor(NUM_SCRAPERS, thread_name_prefix="scrape") as pool:
+        for source, families in zip(sources, pool.map(_scrape, sources), strict=True):
+            answered.add_sample("slime_scrape_success", {"source": source.name}, float(families is not None))
+            for family in families or ():
+                known = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    known.samples.append(sample._replace(labels={**sample.labels, **source.labels}))
+    yield from found.values()
+    yield answered
+
+
+def _scrape(source: PageSource) -> list[Metric] | None:
+    """Return the families of a page; None where it does not answer."""
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(source.url, timeout=SCRAPE_TIMEOUT_S) as answer:
+            text = answer.read(LARGEST_PAGE).decode()
+        return list(text_string_to_metric_families(text))
+    except (OSError, ValueError) as error:
+        logger.debug("%s shows no metrics: %s", source.url, error)
+        return None
+
+
+class MetricsPage:
+    """The server of the page; it answers from a thread of its own until :meth:`stop`."""
+
+    def __init__(self, port: int, logged: LoggedMetrics, state: Callable[[], JobState]) -> None:
+        """Serve at ``port`` of every address of this machine; 0 takes a free one, see ``port``.
+
+        Args:
+            port: a TCP port.
+            logged: the metrics of the run.
+            state: asked at every scrape; when it fails, the page has the logged metrics alone.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        self._logged, self._state = logged, state
+        self._lock = threading.Lock()
+        family, both = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
+        try:
+            listening = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        except OSError as error:
+            raise ConfigError(
+                f"--prometheus-port is {port}, which cannot be opened here ({error.strerror}); choose a free port."
+            ) from error
+        self.port: int = listening.getsockname()[1]
+        self._server = ThreadingHTTPServer(("", self.port), _handler(self), bind_and_activate=False)
+        self._server.socket.close()
+        self._server.socket = listening
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics-page", daemon=True)
+        self._thread.start()
+        logger.info("metrics of the whole job: http://%s:%d/metrics", socket.gethostname(), self.port)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family of the page."""
+        with self._lock:
+            self._logged.read()
+            logged = list(self._logged.families())
+        yield from logged
+        try:
+            state = self._state()
+        except Exception as error:  # the edge of a thread: the manager may be ending, and the rest of the page is due
+            logger.debug("the page has no engines: %s", error)
+            return
+        yield from state_families(state)
+        yield from scraped_families(state.pages)
+
+    def text(self) -> bytes:
+        """Return the page, in Prometheus' text format."""
+        return generate_latest(self)  # type: ignore[arg-type]  # it calls collect() and nothing else
+
+    def stop(self) -> None:
+        """Close the page."""
+        self._server.shutdown()
+        self._thread.join(SHUTDOWN_TIMEOUT_S)
+        self._server.server_close()
+
+
+def _handler(page: MetricsPage) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802  # the name is http.server's
+            if self.path.split("?")[0] != "/metrics":
+                self.send_error(404, "the page is /metrics")
+                return
+            text = page.text()
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Log no request: Prometheus makes one every few seconds."""
+
+    return Handler

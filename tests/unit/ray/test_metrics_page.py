@@ -1,0 +1,40 @@
+"""The driver's Prometheus page: what was logged, and the state of the engines as the manager tells it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.observability.job_state import JobState
+from slime.observability.metrics_file import append_record
+from slime.ray.train_loop import TrainJob
+from slime.utils.net import get_free_port
+from tests.unit.observability.test_prometheus_page import fetch, samples
+
+
+class Job(TrainJob):
+    """The part of a driver that serves the page, with a manager of its own."""
+
+    def __init__(self, save: Path) -> None:
+        names = [Namespace(name="aime")]
+        self.args = Namespace(save=str(save), prometheus_port=get_free_port(33000), eval_datasets=names)
+        self.asked: list[tuple[str, float | None]] = []
+
+    def _ask(self, method: str, *arguments: Any, what: str, timeout_s: float | None = None) -> Any:
+        self.asked.append((method, timeout_s))
+        return JobState((), {"serving": 4}, 1)
+
+
+def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(tmp_path):
+    job = Job(tmp_path)
+    page = job._serve_metrics()
+    try:
+        append_record(tmp_path / "metrics.jsonl", {"rollout/step": 3, "rollout/raw_reward": 0.5, "eval/aime": 0.25})
+        found = samples(fetch(page))
+    finally:
+        page.stop()
+    assert page.port == job.args.prometheus_port
+    assert found["slime_rollout_raw_reward"] == 0.5 and found['slime_eval_reward{dataset="aime"}'] == 0.25
+    assert found['slime_engines{state="serving"}'] == 4 and found["slime_engine_evictions_total"] == 1
+    assert job.asked == [("get_job_state", 5.0)]
