@@ -191,7 +191,7 @@ class MetricsPage:
 
     def text(self) -> bytes:
         """Return the page, in Prometheus' text format."""
-        return generate_latest(self)  # type: ignore[arg-type]  # it calls collect() and nothing else
+        return generate_latest(self)
 
     def stop(self) -> None:
         """Close the page."""
