@@ -49,7 +49,7 @@ def _declare_operators() -> Any:
     """Declare what torchvision looks up while it is imported; the library lives as long as the process."""
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return library

@@ -227,7 +227,7 @@ def test_drop_goes_on_without_it_until_none_is_left():
     fleet, group = make_fleet(2, "drop")
     push(fleet, REFUSAL)
     assert (group.states, group.done) == ([STATE.SERVING, STATE.RETIRED], ["kill 1"])
-    with pytest.raises(EngineError, match="no engine is left .*--weight-push-failure drop.* engine 0: late"):
+    with pytest.raises(EngineError, match="no engine is left; .*--weight-push-failure drop.* engine 0: late"):
         push(fleet, ExcludedEngine(0, "late"))
 
 
