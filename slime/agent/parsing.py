@@ -42,7 +42,7 @@ _LEFT_OVER = re.compile(r"</?tool_call>|<function=|</function>|<arg_key>|<parame
 
 
 class ParsedTools(NamedTuple):
-    """Tool calls and what is left beside them."""
+    """Calls of tools that were offered, and what is left beside them."""
 
     text: str
     """The text without the calls."""
@@ -73,13 +73,16 @@ def check_parsers(tool_parser_name: str | None, reasoning_parser_name: str | Non
 
 
 def parse_tool_uses(
-    text: str, *, tools_schema: Sequence[Mapping[str, Any]] | None, tool_parser_name: str | None = None
+    text: str, tools_schema: Sequence[Mapping[str, Any]] | None, tool_parser_name: str | None = None
 ) -> ParsedTools:
     """Parse the calls in ``text``; a conversation without tools has none."""
     if not tools_schema:
         return ParsedTools(text, [], False)
     parsed = _sglang_tool_uses(text, tools_schema, tool_parser_name) if tool_parser_name else None
-    return parse_xml_tool_uses(text, tools_schema) if parsed is None else parsed
+    if parsed is not None:
+        return parsed
+    rest, uses = parse_xml_tool_uses(text, tools_schema)
+    return ParsedTools(rest, uses, _LEFT_OVER.search(rest) is not None)
 
 
 def parse_model_output(
@@ -106,7 +109,7 @@ def parse_model_output(
         if split is not None:
             reasoning, rest = split
             unfinished = bool(reasoning) and not rest.strip() and THINK_END not in raw
-    tools = parse_tool_uses(rest, tools_schema=tools_schema, tool_parser_name=tool_parser_name)
+    tools = parse_tool_uses(rest, tools_schema, tool_parser_name)
     return ParsedModelOutput(
         reasoning=reasoning, text=tools.text, tool_uses=tools.tool_uses, ill_formed=unfinished or tools.ill_formed
     )
@@ -139,29 +142,33 @@ def tool_schemas(tools_schema: Sequence[Mapping[str, Any]] | None) -> dict[str, 
     return schemas
 
 
-def parse_xml_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]] | None = None) -> ParsedTools:
-    """Parse the calls in ``text``, in any of the module's formats.
+def parse_xml_tool_uses(
+    text: str, tools_schema: Sequence[Mapping[str, Any]] | None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Parse the calls of offered tools in ``text``, in any of the module's formats.
 
-    Values in the two formats without JSON are strings; ``tools_schema`` says which of them mean numbers, booleans,
-    arrays or objects.
+    Args:
+        text: what the model drew, without reasoning.
+        tools_schema: the tools that were offered.  In the two formats without JSON it also says which of the values
+            mean numbers, booleans, arrays or objects; the others are strings.
+
+    Returns:
+        ``(text without the calls, [{"name": str, "input": dict}])``; calls that cannot be read, and calls of tools
+        that were not offered, stay in the text.
     """
     schemas = tool_schemas(tools_schema)
     uses: list[dict[str, Any]] = []
-    ill_formed = False
 
     def take(body: str, whole: str) -> str:
-        nonlocal ill_formed
         use = _read_call(body.strip(), schemas)
-        if use is None:
-            ill_formed = True
+        if use is None or use["name"] not in schemas:
             return whole
-        ill_formed = ill_formed or bool(schemas) and use["name"] not in schemas
         uses.append(use)
         return ""
 
     rest = _CALL.sub(lambda match: take(match[1], match[0]), text)
     rest = _BARE_FUNCTION.sub(lambda match: take(match[0], match[0]), rest)
-    return ParsedTools(rest.strip() if uses else rest, uses, ill_formed or _LEFT_OVER.search(rest) is not None)
+    return rest.strip() if uses else rest, uses
 
 
 def _read_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -273,9 +280,10 @@ def _sglang_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]], name
         logger.info("Tool-call parser %s: %s: %s", name, type(error).__name__, error)
         return ParsedTools(text, [], True)
     uses = [{"name": call_name, "input": arguments} for call_name, arguments in found]
-    unknown = {use["name"] for use in uses} - {tool.function.name for tool in tools}
+    offered = {tool.function.name for tool in tools}
+    known = [use for use in uses if use["name"] in offered]
     unread = parser.has_tool_call(rest) if uses else parser.has_tool_call(text)
-    return ParsedTools(rest.strip() if uses else rest, uses, bool(unknown) or unread)
+    return ParsedTools(rest.strip() if known else text, known, len(known) < len(uses) or unread)
 
 
 def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:

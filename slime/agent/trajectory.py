@@ -30,9 +30,11 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 DEFAULT_FORK_THRESHOLD_TOKENS = 1024
+_NO_MESSAGE = ""
+"""In the place of a message's key; no message has it."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TurnRecord:
     """One call of the engine, or several that continued each other after an abort.
 
@@ -44,10 +46,10 @@ class TurnRecord:
     """Drawn ids, the stop token included."""
     output_log_probs: list[float]
     """In nats, under the weights that drew the token."""
-    text: str = ""
-    """The drawn ids as text, without the stop token."""
     finish_reason: str = "stop"
     """``stop``, ``length`` or ``abort``."""
+    text: str = ""
+    """The drawn ids as text; without one, the adapter decodes them."""
     weight_spans: list[tuple[str | None, int]] = field(default_factory=list)
     """(weight version, number of tokens), one for each call of the engine."""
     meta_infos: list[dict[str, Any]] = field(default_factory=list)
@@ -208,7 +210,7 @@ class TrajectoryManager:
         *,
         turn: TurnRecord,
         prompt_messages: Sequence[Message],
-        response_message: Message,
+        response_message: Message | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Record one turn.
@@ -217,11 +219,15 @@ class TrajectoryManager:
             sid: the session.
             turn: what the engine was given and what it drew.
             prompt_messages: the conversation that ``turn.prompt_ids`` renders.
-            response_message: the assistant's message that was made of the drawn ids.
+            response_message: the assistant's message that was made of the drawn ids; None when there is none, and the
+                next turn is known by its ids alone.
             metadata: facts about the turn; ``use_tool``, ``ill_formed`` and ``truncated`` reach the sample.
         """
-        messages = [*prompt_messages, response_message]
+        messages = list(prompt_messages)
         keys = [message_key(message) for message in messages]
+        if response_message is not None:
+            messages.append(response_message)
+        keys.append(_NO_MESSAGE if response_message is None else message_key(response_message))
         with self._lock:
             chains = self._chains.setdefault(sid, [])
             chain = self._chain_before(chains, turn, keys[:-1])
@@ -266,7 +272,7 @@ class TrajectoryManager:
         max_sample_tokens: int = 0,
         mask_off_policy: bool = False,
     ) -> list[Sample]:
-        """Return the session's samples, one for each chain, in the order in which the chains began.
+        """Return the session's samples, one for each chain, in the order in which the chains began, and forget it.
 
         Each carries the whole ``reward`` and the ``rollout_id`` of the base sample, so that the trainer counts them as
         one rollout.  Their status is COMPLETED; ``metadata["truncated"]`` says that a limit ended them.
@@ -280,7 +286,7 @@ class TrajectoryManager:
             mask_off_policy: train only tokens drawn under the newest weight version of their sample.
         """
         with self._lock:
-            chains = list(self._chains.get(sid, []))
+            chains = self._chains.pop(sid, [])
             samples = [_sample_of(chain, base_sample, max_sample_tokens, mask_off_policy) for chain in chains]
             cut = sum(chain.tokens_cut for chain in chains)
         if cut:

@@ -595,7 +595,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=OTHERS,
         waits="Agent adapter for a turn of the engine, its continuations after aborts included",
-        code=("slime.agent.adapters.common.call_sglang_generate", "slime.agent.adapters.base.BaseAdapter._draw"),
+        code=("slime.agent.adapters.engine.call_sglang_generate", "slime.agent.adapters.common.BaseAdapter._draw"),
         bounds=("slime.utils.http_utils.POST_TIMEOUT_S",),
         deadline="or the adapter's generate_timeout_s",
         raises="TimeoutError",
@@ -605,8 +605,8 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=OTHERS,
         waits="Adapter for turns in flight when a session closes",
-        code=("slime.agent.adapters.common.SessionBook.shut",),
-        bounds=("slime.agent.adapters.common.CANCEL_WAIT_S",),
+        code=("slime.agent.adapters.sessions.SessionBook.shut",),
+        bounds=("slime.agent.adapters.sessions.CANCEL_WAIT_S",),
         deadline="wait_timeout first, then the constant after they were cancelled",
         raises="",
         log="manager: how many turns were in flight",

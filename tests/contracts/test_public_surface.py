@@ -74,13 +74,13 @@ PUBLIC: dict[str, str] = {
     "slime.backends.megatron_utils.megatron_to_hf": "convert_to_hf",
     "slime.agent.adapters": "AnthropicAdapter BaseAdapter OpenAIAdapter",
     "slime.agent.adapters.common": "TurnRecord Session Reply flatten_content tool_call_dict manager_finish_reason "
-    "sid_from_bearer sid_from_body call_sglang_generate",
+    "sid_from_bearer sid_from_body call_sglang_generate BaseAdapter",
     "slime.agent.trajectory": "TrajectoryManager",
     "slime.agent.parsing": "parse_model_output ParsedModelOutput parse_tool_uses parse_xml_tool_uses",
     "slime.agent.sandbox": "Sandbox E2BSandbox exec_and_wait ensure_agent_user EXIT_TIME_BUDGET_EXCEEDED ExecResult "
     "FileContent",
     "slime.agent.harness": "BaseHarness HarnessContext ClaudeCodeHarness CodexHarness",
-    "slime.agent.harness.common": "run_agent install_npm_cli install_node22 SingletonABCMeta",
+    "slime.agent.harness.common": "BaseHarness run_agent install_npm_cli install_node22 SingletonABCMeta",
     "slime.agent.aiohttp_threaded": "run_app_in_thread AppHandle FilteredAccessLogger",
     "slime.ray.rollout": "RolloutManager",
     "slime.ray.placement_group": "create_placement_groups create_rollout_manager create_training_models",
@@ -113,6 +113,15 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "slime.utils.memory_utils.print_memory": ("msg", "clear_before_print"),
     "slime_plugins.models.hf_attention.HuggingfaceAttention": ("args", "config", "layer_number", "cp_comm_type"),
     "slime.observability.logging_utils.log": ("args", "metrics", "step_key"),
+    "slime.agent.adapters.common.call_sglang_generate": ("sglang_url", "prompt_ids", "sampling_params", "session_id"),
+    "slime.agent.adapters.common.manager_finish_reason": ("tool_uses", "raw_finish"),
+    "slime.agent.adapters.common.Reply": ("manager_message", "wire"),
+    "slime.agent.adapters.common.TurnRecord": ("prompt_ids", "output_ids", "output_log_probs"),
+    "slime.agent.harness.HarnessContext": ("workdir", "session_id", "adapter_url", "model_label"),
+    "slime.agent.harness.common.run_agent": ("sb", "workdir", "start_cmd", "env", "time_budget_sec"),
+    "slime.agent.harness.common.install_npm_cli": ("sb", "node_runtime", "npm_package", "check_cmd"),
+    "slime.agent.parsing.parse_tool_uses": ("text", "tools_schema", "tool_parser_name"),
+    "slime.agent.parsing.parse_xml_tool_uses": ("text", "tools_schema"),
     "slime.backends.megatron_utils.cp_utils.all_gather_with_cp": ("tensor", "total_length", "response_length"),
 }
 """Function -> the parameters it must have, in this order; more may follow."""

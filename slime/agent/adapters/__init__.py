@@ -1,7 +1,7 @@
 """Servers in front of SGLang that speak the protocols of agent programs and write down what is drawn."""
 
 from slime.agent.adapters.anthropic import AnthropicAdapter
-from slime.agent.adapters.base import BaseAdapter
+from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.openai import OpenAIAdapter
 
 __all__ = ["AnthropicAdapter", "BaseAdapter", "OpenAIAdapter"]

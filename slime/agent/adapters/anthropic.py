@@ -9,17 +9,16 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.adapters.base import BaseAdapter
 from slime.agent.adapters.common import (
     AdapterError,
-    EventStream,
+    BaseAdapter,
     Reply,
     flatten_content,
     manager_finish_reason,
-    pieces,
     sid_from_bearer,
     tool_call_dict,
 )
+from slime.agent.adapters.event_stream import EventStream, pieces
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
 
@@ -41,7 +40,7 @@ class AnthropicAdapter(BaseAdapter):
     stop_keys: ClassVar[tuple[str, ...]] = ("stop_sequences",)
 
     def _register_routes(self, app: web.Application) -> None:
-        app.router.add_post("/v1/messages", self._handle_turn)
+        app.router.add_post("/v1/messages", self._run_turn)
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
@@ -55,32 +54,11 @@ class AnthropicAdapter(BaseAdapter):
         choice = (body.get("tool_choice") or {}).get("type", "auto")
         if choice not in ("auto", "none"):
             raise AdapterError(400, f"tool_choice is {choice!r}; only auto and none are supported.")
-        messages: list[Message] = []
-        if body.get("system"):
-            messages.append({"role": "system", "content": flatten_content(body["system"])})
-        for message in body["messages"]:
-            messages += self._messages(message)
+        system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+        messages = [one for message in _turns([*system, *body["messages"]]) for one in _messages(message)]
         offered = [] if choice == "none" else body.get("tools") or []
         # Tools with a type of their own (web search) run at Anthropic's servers: the policy is not told of them.
         return messages, [_function_tool(tool) for tool in offered if tool.get("input_schema") is not None]
-
-    def _messages(self, message: Any) -> list[Message]:
-        """Return one message as one or more: each result of a tool becomes a message of its own."""
-        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-            raise AdapterError(400, f"A message is {str(message)[:200]}; its role must be user or assistant.")
-        content = message.get("content")
-        if isinstance(content, str):
-            return [{"role": message["role"], "content": content}]
-        blocks = [{"type": "text", "text": b} if isinstance(b, str) else b for b in content or []]
-        if message["role"] == "assistant":
-            return [_assistant_message(blocks)]
-        results: list[Message] = []
-        for block in blocks:
-            if block.get("type") == "tool_result":
-                text = flatten_content(block.get("content"))
-                results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id", "")})
-        rest = [block for block in blocks if block.get("type") != "tool_result"]
-        return [*results, {"role": message["role"], "content": flatten_content(rest)}] if rest else results
 
     def _build_reply(
         self, parsed: ParsedModelOutput, raw_finish: str, translated: list[Message], tools: list[dict[str, Any]]
@@ -92,8 +70,8 @@ class AnthropicAdapter(BaseAdapter):
             blocks.append({"type": "text", "text": parsed.text})
         for use in parsed.tool_uses:
             blocks.append({"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", **use})
-        finish = _STOP_REASONS[manager_finish_reason(raw_finish, parsed.tool_uses)]
-        return Reply(message=_assistant_message(blocks), finish_reason=finish, content=blocks)
+        finish = _STOP_REASONS[manager_finish_reason(parsed.tool_uses, raw_finish)]
+        return Reply(_assistant_message(blocks), blocks, finish)
 
     async def _respond(
         self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
@@ -103,7 +81,7 @@ class AnthropicAdapter(BaseAdapter):
             "type": "message",
             "role": "assistant",
             "model": body.get("model", "slime"),
-            "content": reply.content,
+            "content": reply.wire,
             "stop_reason": reply.finish_reason,
             "stop_sequence": None,
             "usage": {"input_tokens": in_tok, "output_tokens": out_tok},
@@ -117,6 +95,46 @@ class AnthropicAdapter(BaseAdapter):
 
     def _event_stream(self) -> EventStream:
         return EventStream(named=True, keep_alive={"type": "ping"})
+
+
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    """Return a message's content as blocks."""
+    parts = [content] if isinstance(content, str) else content or []
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def _turns(messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the messages with blocks as content, neighbours of one role as one message, as Anthropic's server does.
+
+    A system message inside the conversation (Claude Code reminds its model so) becomes part of the user's turn: most
+    chat templates refuse it there.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise AdapterError(400, f"A message is {str(message)[:200]}; its role must be user or assistant.")
+        role, last = message["role"], turns[-1]["role"] if turns else "system"
+        if role == "system" != last:
+            role = "user"
+        if turns and role == last:
+            turns[-1]["content"] += _blocks(message.get("content"))
+        else:
+            turns.append({"role": role, "content": _blocks(message.get("content"))})
+    return turns
+
+
+def _messages(message: dict[str, Any]) -> list[Message]:
+    """Return one turn as messages of a chat template: each result of a tool becomes a message of its own."""
+    role, blocks = message["role"], message["content"]
+    if role == "assistant":
+        return [_assistant_message(blocks)]
+    results: list[Message] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            text = flatten_content(block.get("content"))
+            results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id", "")})
+    rest = [block for block in blocks if block.get("type") != "tool_result"]
+    return [*results, {"role": role, "content": flatten_content(rest)}] if rest else results
 
 
 def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:

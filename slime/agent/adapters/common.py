@@ -1,6 +1,8 @@
-"""Shared by both protocols: the call of the engine, small translations, sessions and server-sent events.
+"""One turn of an agent, whatever the protocol: admit, translate, draw, parse, write down, answer.
 
-``call_sglang_generate`` is looked up here at every turn, so replacing it replaces the engine.
+A subclass knows the protocol; this class knows sessions, deadlines and errors.  The application may run in another
+thread than the code that opens and finishes sessions (``aiohttp_threaded``).  ``call_sglang_generate`` is looked up
+here at every turn, so replacing it replaces the engine.
 """
 
 from __future__ import annotations
@@ -8,23 +10,34 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 import time
-import uuid
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.trajectory import Message, TurnRecord
-from slime.utils.errors import EngineError
-from slime.utils.http_utils import POST_TIMEOUT_S, post
-from slime.utils.sglang_meta import read_output_tokens
+from slime.agent.adapters.engine import call_sglang_generate
+from slime.agent.adapters.event_stream import EventStream
+from slime.agent.adapters.messages import (
+    Reply,
+    flatten_content,
+    manager_finish_reason,
+    sid_from_bearer,
+    sid_from_body,
+    tool_call_dict,
+)
+from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
+from slime.agent.parsing import ParsedModelOutput, check_parsers, parse_model_output
+from slime.agent.stitching import build_prompt_ids
+from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
+from slime.utils.errors import ProcessError, SlimeError
+from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError
+from slime.utils.types import Sample
 
 __all__ = [
     "AdapterError",
+    "BaseAdapter",
     "Reply",
     "Session",
     "TurnRecord",
@@ -36,345 +49,346 @@ __all__ = [
     "tool_call_dict",
 ]
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_SID = "default"
-MAX_RESUMES = 6
-"""Continuations of one turn after aborts; each weight update may cause one."""
-RESUME_WAIT_S = 1.0
-CONNECT_RETRIES = 60
-"""One second apart: an engine that is restarted is back by then, and a dead one is reported."""
-_FIXED_SAMPLING_PARAMS = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+"""The session of requests that name none."""
+MAX_BODY_BYTES = 64 << 20
+KEEP_ALIVE_S = 10.0
+"""A streaming client hears something at least this often, so that its own read timeout does not strike."""
+POLL_S = 0.2
+CLIENT_GONE = 499
+_ERROR_TYPES = {400: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_exceeded"}
 
 
-class AdapterError(Exception):
-    """A request that gets an error as its answer, in the words of the protocol."""
-
-    def __init__(self, status: int, message: str, *, code: str | None = None, may_retry: bool = True) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        """A finer name of the error, where the protocol has one."""
-        self.may_retry = may_retry
-        """False tells the official clients not to try the same again."""
-
-
-@dataclass(kw_only=True)
-class Session:
-    """One agent's conversation, or its several ones."""
-
-    sid: str
-    sampling_defaults: dict[str, Any] = field(default_factory=dict)
-    sampling_overrides: dict[str, Any] = field(default_factory=dict)
-    max_context_tokens: int = 0
-    """Prompt and response of a turn together; 0: the engine's own limit."""
-    num_turns: int = 0
-    """Turns begun, those in flight included."""
-    is_closed: bool = False
-    hit_context_limit: bool = False
-    in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
-
-
-@dataclass(kw_only=True)
-class Reply:
-    """One turn's answer."""
-
-    message: Message
-    """As the chat template gets it when the conversation goes on."""
-    finish_reason: str
-    """In the protocol's words."""
-    content: Any = None
-    """In the protocol's form: Anthropic's content blocks, OpenAI's message."""
-
-
-async def call_sglang_generate(
-    sglang_url: str,
-    input_ids: Sequence[int],
-    sampling_params: Mapping[str, Any],
-    *,
-    session_id: str | None = None,
-    tokenizer: Any = None,
-    timeout_s: float = POST_TIMEOUT_S,
-    max_resumes: int = MAX_RESUMES,
-) -> TurnRecord:
-    """Generate one turn.
-
-    A turn that is aborted (weights were updated, a rollout ended) continues from the tokens it has; the record says
-    which weights drew which tokens.  Cancelling the coroutine closes the connection, on which SGLang ends the request.
+class BaseAdapter(ABC):
+    """A server in front of SGLang that records the turns of agents.
 
     Args:
-        sglang_url: of the router or an engine, with or without ``/generate``.
-        input_ids: the prompt.
-        sampling_params: SGLang's.
-        session_id: sent as routing key, so that a session's turns can share an engine's prefix cache.
-        tokenizer: decodes the drawn ids; without one the engine's text is taken.
-        timeout_s: deadline of the whole turn in seconds.
-        max_resumes: continuations after an abort before the turn ends with finish reason ``abort``.
-
-    Raises:
-        EngineError: the engine cannot be reached, refuses, or does not answer in time.
+        tokenizer: of the model, with its chat template.
+        sglang_url: of the router or an engine.
+        tool_parser: SGLang's name of the model's tool-call format; None reads the common ones.
+        reasoning_parser: SGLang's name of the model's reasoning format; None reads ``<think>`` blocks.
+        max_turns_per_sid: further turns of a session are refused (429); None: no limit.
+        fork_threshold_tokens: see ``TrajectoryManager``.
+        debug_callback: called for each turn with ``(sid, turn, prompt_messages, response_message, metadata)``, which
+            the manager records; what it raises is logged.
+        generate_timeout_s: deadline of one turn of the engine, its continuations after aborts included.
+        chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
     """
-    url = f"{sglang_url.rstrip('/').removesuffix('/generate')}/generate"
-    headers = {"X-SMG-Routing-Key": session_id} if session_id else {}
-    params: dict[str, Any] = {**_FIXED_SAMPLING_PARAMS, **sampling_params}
-    began_s = time.monotonic()
-    ids: list[int] = []
-    log_probs: list[float] = []
-    texts: list[str] = []
-    spans: list[tuple[str | None, int]] = []
-    metas: list[dict[str, Any]] = []
-    reason: Mapping[str, Any] = {}
-    for attempt in range(max_resumes + 1):
-        if attempt:
-            await asyncio.sleep(RESUME_WAIT_S)
-        left = dict(params)
-        if left.get("max_new_tokens") is not None:
-            left["max_new_tokens"] -= len(ids)
-            if left["max_new_tokens"] <= 0:
-                reason = {"type": "length"}
-                break
-        remaining_s = timeout_s - (time.monotonic() - began_s)
-        if remaining_s <= 0:
-            raise TimeoutError(f"A turn was aborted {attempt} times and did not end within {timeout_s:.0f} s.")
-        payload = {"input_ids": [*input_ids, *ids], "sampling_params": left, "return_logprob": True}
-        payload["rid"] = uuid.uuid4().hex
-        output = await post(url, payload, CONNECT_RETRIES, headers, timeout_s=remaining_s)
-        meta = _meta_of(output)
-        new_ids, new_log_probs = read_output_tokens(meta)
-        ids += new_ids
-        log_probs += new_log_probs
-        texts.append(output.get("text") or "")
-        version = meta.get("weight_version")
-        spans.append((None if version is None else str(version), len(new_ids)))
-        metas.append({key: value for key, value in meta.items() if not key.endswith("_logprobs")})
-        reason = meta["finish_reason"]
-        if reason.get("type") != "abort":
-            break
-    return TurnRecord(
-        prompt_ids=list(input_ids),
-        output_ids=ids,
-        output_log_probs=log_probs,
-        text=_text_of(ids, texts, reason, tokenizer),
-        finish_reason=str(reason.get("type")),
-        weight_spans=spans,
-        meta_infos=metas,
-        began_s=began_s,
-        ended_s=time.monotonic(),
-    )
 
+    logger: ClassVar[logging.Logger] = logging.getLogger(__name__)
+    log_prefix: ClassVar[str] = "adapter"
+    max_token_keys: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    """Keys of the body that limit the response, the first one present counts."""
+    stop_keys: ClassVar[tuple[str, ...]] = ("stop",)
 
-def _meta_of(output: Any) -> dict[str, Any]:
-    meta = output.get("meta_info") if isinstance(output, dict) else None
-    if not isinstance(meta, dict) or not isinstance(meta.get("finish_reason"), dict):
-        raise EngineError(
-            f"The engine answered a turn with {str(output)[:300]!r}; /generate must give an object with 'text' and "
-            "'meta_info', whose finish_reason is an object. Look at the log of the engine or the router."
-        )
-    if "output_token_logprobs" not in meta and meta.get("completion_tokens"):
-        raise EngineError("The engine's answer has tokens without log-probs, which cannot be trained on.")
-    return meta
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        sglang_url: str,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        max_turns_per_sid: int | None = None,
+        fork_threshold_tokens: int | None = None,
+        debug_callback: Callable[[str, TurnRecord, list[Message], Message, dict[str, Any]], Any] | None = None,
+        generate_timeout_s: float = POST_TIMEOUT_S,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_parsers(tool_parser, reasoning_parser)  # here, not in the event loop at the first turn
+        self.tokenizer = tokenizer
+        self.sglang_url = sglang_url
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self.debug_callback = debug_callback
+        self.generate_timeout_s = generate_timeout_s
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.manager = TrajectoryManager(fork_threshold_tokens=fork_threshold_tokens)
+        self._sessions = SessionBook(max_turns_per_sid)
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app.router.add_get("/healthz", self._healthz)
+        self.app.router.add_get("/v1/models", self._models)
+        self._register_routes(self.app)
 
+    # Sessions, for the code that runs agents.
 
-def _text_of(ids: list[int], texts: list[str], reason: Mapping[str, Any], tokenizer: Any) -> str:
-    """Return the drawn text without its stop token.  An interrupted turn may be split inside a character: decode it
-    whole.
-    """
-    text = "".join(texts)
-    if tokenizer is not None and len(texts) > 1:
-        text = tokenizer.decode(ids, skip_special_tokens=False)
-    matched = reason.get("matched")
-    if isinstance(matched, int) and tokenizer is not None:
-        matched = tokenizer.decode([matched], skip_special_tokens=False)
-    return text.removesuffix(matched) if isinstance(matched, str) and matched else text
+    def open_session(
+        self,
+        sid: str,
+        *,
+        sampling_defaults: Mapping[str, Any] | None = None,
+        max_context_tokens: int = 0,
+        sampling_overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin a session.  A request of a session that was not opened opens it without any settings.
 
-
-def flatten_content(content: Any) -> str:
-    """Return the text of a message's content: a string, or a list of parts; a part without text becomes a mark."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Mapping):
-        content = [content]
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif part.get("type") == "tool_result":
-            texts.append(flatten_content(part.get("content")))
-        else:
-            texts.append(f"[{part.get('type', 'part')} omitted]")
-    return "\n".join(text for text in texts if text)
-
-
-def tool_call_dict(name: str, args: Any, call_id: str | None = None) -> dict[str, Any]:
-    """Return a tool call as chat templates expect it: arguments as an object, also when they come as JSON text."""
-    if isinstance(args, str):
-        try:
-            args = json.loads(args or "{}")
-        except json.JSONDecodeError:
-            pass  # the client wrote it; the template shows it as it is
-    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": {} if args is None else args}}
-    return {"id": call_id, **call} if call_id else call
-
-
-def manager_finish_reason(raw_finish: str, tool_uses: Sequence[Any] | None = None) -> str:
-    """Return the engine's finish reason, or ``tool_calls`` where the turn ended by itself with a call of a tool."""
-    return "tool_calls" if tool_uses and raw_finish == "stop" else raw_finish
-
-
-def sid_from_bearer(request: web.BaseRequest) -> str | None:
-    """Return the session named by the header ``Authorization: Bearer``; agents send their API key there."""
-    kind, _, value = request.headers.get("Authorization", "").partition(" ")
-    return value.strip() or None if kind.lower() == "bearer" else None
-
-
-def sid_from_body(body: Mapping[str, Any]) -> str | None:
-    """Return the session named by ``metadata.session_id`` or ``user`` of the body."""
-    metadata = body.get("metadata")
-    found = metadata.get("session_id") if isinstance(metadata, Mapping) else None
-    found = found or body.get("user")
-    return str(found) if found else None
-
-
-# Sessions
-
-
-POLL_S = 0.05
-CANCEL_WAIT_S = 5.0
-"""For a cancelled request to send its error."""
-REMEMBERED_CLOSED = 100_000
-"""Closed sessions whose late requests are told apart from those of new sessions."""
-
-
-class SessionBook:
-    """The sessions of one adapter.  Invariant: an id is open, closed or unknown; it never opens twice."""
-
-    def __init__(self, max_turns_per_sid: int | None = None) -> None:
-        self.max_turns_per_sid = max_turns_per_sid
-        self._open: dict[str, Session] = {}
-        self._closed: OrderedDict[str, None] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, session: Session) -> None:
-        """Open a session.  ValueError when its id is, or was, in use."""
-        with self._lock:
-            if session.sid in self._open or session.sid in self._closed:
-                raise ValueError(f"Session {session.sid!r} exists already; every session needs an id of its own.")
-            self._open[session.sid] = session
-
-    def admit(self, sid: str) -> Session:
-        """Count one more turn of the session and return it; an unknown id is opened.
+        Args:
+            sid: what the agent sends as its API key.
+            sampling_defaults: SGLang sampling parameters for what a request leaves out; ``max_new_tokens`` also limits
+                what a request may ask for.
+            max_context_tokens: longest prompt and response together; 0: the engine's limit.
+            sampling_overrides: parameters that no request can change, such as the temperature that is trained at.
 
         Raises:
-            AdapterError: the session is closed (503) or has used its turns (429).
+            ValueError: the session exists, or existed.
         """
-        with self._lock:
-            session = None if sid in self._closed else self._open.setdefault(sid, Session(sid=sid))
-            if session is None or session.is_closed:
-                raise AdapterError(503, f"Session {sid!r} is closed.", may_retry=False)
-            if self.max_turns_per_sid is not None and session.num_turns >= self.max_turns_per_sid:
-                message = f"Session {sid!r} has used its {self.max_turns_per_sid} turns."
-                raise AdapterError(429, message, code="turn_limit", may_retry=False)
-            session.num_turns += 1
-            return session
+        session = Session(
+            sid=sid,
+            sampling_defaults=dict(sampling_defaults or {}),
+            sampling_overrides=dict(sampling_overrides or {}),
+            max_context_tokens=max_context_tokens,
+        )
+        self._sessions.add(session)
 
-    async def shut(self, sid: str, wait_timeout: float) -> Session | None:
-        """Refuse further requests of ``sid``, wait for those in flight, cancel what is left; None: it is not open."""
-        session = self._open.get(sid)
+    async def finish_session(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: float | dict[str, Any] = 0.0,
+        extra_metadata: Mapping[str, Any] | None = None,
+        wait_timeout: float = 5.0,
+        mask_off_policy: bool = False,
+    ) -> list[Sample]:
+        """Close the session and give its samples; empty when it is not open (any more).
+
+        Turns in flight get ``wait_timeout`` seconds, then they are cancelled and not part of the samples.  Further
+        arguments as in ``TrajectoryManager.get_trajectory``.
+        """
+        session = await self._sessions.close(sid, wait_timeout)
         if session is None:
-            return None
-        session.is_closed = True
-        deadline = time.monotonic() + wait_timeout
-        while session.in_flight and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
-        leftover = list(session.in_flight)
-        for task in leftover:
-            loop = task.get_loop()
-            if loop.is_closed():
-                session.in_flight.discard(task)
-            else:
-                loop.call_soon_threadsafe(task.cancel)
-        if leftover:
-            logger.warning("Session %s was closed with %d turn(s) in flight.", sid, len(leftover))
-        give_up = time.monotonic() + CANCEL_WAIT_S
-        while session.in_flight and time.monotonic() < give_up:
-            await asyncio.sleep(POLL_S)
-        return session
+            return []
+        samples = self.manager.get_trajectory(
+            sid,
+            base_sample=base_sample,
+            reward=reward,
+            extra_metadata=extra_metadata,
+            max_sample_tokens=session.max_context_tokens,
+            mask_off_policy=mask_off_policy,
+        )
+        for sample in samples:
+            response_ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+            sample.response = self.tokenizer.decode(response_ids, skip_special_tokens=False)
+            sample.metadata["truncated"] = sample.metadata["truncated"] or session.hit_context_limit
+        return samples
 
-    async def close(self, sid: str, wait_timeout: float) -> Session | None:
-        """Shut and forget the session; the second caller gets None."""
-        with self._lock:
-            if sid not in self._open or sid in self._closed:
-                return None
-            self._closed[sid] = None
-            while len(self._closed) > REMEMBERED_CLOSED:
-                self._closed.popitem(last=False)
-        session = await self.shut(sid, wait_timeout)
-        self._open.pop(sid, None)
-        return session
+    async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """Close the session and forget what it drew."""
+        await self._sessions.close(sid, wait_timeout)
+        self.manager.drop_session(sid)
+
+    async def shutdown_session(self, sid: str, *, wait_timeout: float = 0.0) -> None:
+        """Close the session to further requests and end those in flight; what it drew stays until it is dropped."""
+        await self._sessions.shut(sid, wait_timeout)
+
+    # What a protocol provides.
+
+    @abstractmethod
+    def _register_routes(self, app: web.Application) -> None:
+        """Add the protocol's routes; those that generate call ``_run_turn``."""
+
+    @abstractmethod
+    def _session_id(self, request: web.BaseRequest, body: dict[str, Any]) -> str | None:
+        """Return the session that a request names."""
+
+    def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Change the body before anything reads it; by default it stays as it is."""
+        return body
+
+    @abstractmethod
+    def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+        """Return ``(messages, tools)`` as chat templates take them.  AdapterError for what is not supported."""
+
+    @abstractmethod
+    def _build_reply(
+        self, parsed: ParsedModelOutput, raw_finish: str, translated: list[Message], tools: list[dict[str, Any]]
+    ) -> Reply:
+        """Return the answer in the protocol's form."""
+
+    @abstractmethod
+    async def _respond(
+        self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
+    ) -> web.StreamResponse:
+        """Send the answer."""
+
+    def _error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
+        """Return an error in the protocol's form; by default OpenAI's."""
+        kind = _ERROR_TYPES.get(status, "server_error")
+        return {"error": {"message": message, "type": kind, "param": None, "code": code or str(status)}}
+
+    def _event_stream(self) -> EventStream:
+        """Return the form of keep-alives and errors in a stream; by default OpenAI's."""
+        return EventStream(named=False)
+
+    # The turn.
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": "slime", "object": "model", "type": "model", "display_name": "slime", "created": 0}
+        model |= {"created_at": "1970-01-01T00:00:00Z", "owned_by": "slime"}
+        body = {"object": "list", "data": [model], "has_more": False, "first_id": "slime", "last_id": "slime"}
+        return web.json_response(body)
+
+    async def _run_turn(self, request: web.Request) -> web.StreamResponse:
+        """Serve one request from its body to its answer."""
+        sid = DEFAULT_SID
+        try:
+            body = self._preprocess_body(await self._read_body(request))
+            sid = self._session_id(request, body) or DEFAULT_SID
+            session = self._sessions.admit(sid)
+            return await self._turn(request, body, session)
+        except AdapterError as error:
+            self.logger.info("%s: session %s: %d: %s", self.log_prefix, sid, error.status, error)
+            return await self._send_error(request, error)
+        except Exception as error:
+            self.logger.exception("%s: session %s failed.", self.log_prefix, sid)
+            return await self._send_error(request, AdapterError(500, f"{type(error).__name__}: {error}"))
+
+    async def _read_body(self, request: web.Request) -> dict[str, Any]:
+        try:
+            body = await request.json()
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise AdapterError(400, f"The body is not JSON: {error}.") from error
+        except web.HTTPRequestEntityTooLarge as error:
+            raise AdapterError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.") from error
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise AdapterError(400, "The body must be an object with a list 'messages' of at least one message.")
+        return body
+
+    async def _turn(self, request: web.Request, body: dict[str, Any], session: Session) -> web.StreamResponse:
+        task = asyncio.current_task()
+        assert task is not None
+        session.in_flight.add(task)
+        try:
+            messages, tools = self._translate(body)
+            known = self.manager.known_prefix(session.sid, messages)
+            if known is not None:
+                messages = [*known.messages, *messages[len(known.messages) :]]
+            prompt_ids = self._prompt_ids(messages, tools, known)
+            params = session.sampling_params(body, len(prompt_ids), self.max_token_keys, self.stop_keys)
+            stream = _wants_stream(request, body)
+            turn = await self._draw(request, session, prompt_ids, params, stream)
+            turn.text = self._text_of(turn)
+            parsed = parse_model_output(
+                turn.text,
+                tools_schema=tools,
+                tool_parser_name=self.tool_parser,
+                reasoning_parser_name=self.reasoning_parser,
+            )
+            facts = {"use_tool": bool(parsed.tool_uses), "ill_formed": parsed.ill_formed}
+            reply = self._build_reply(parsed, turn.finish_reason, messages, tools)
+            if _is_gone(request):
+                raise AdapterError(CLIENT_GONE, "The client closed the connection.")
+            self.manager.record_turn(
+                session.sid,
+                turn=turn,
+                prompt_messages=messages,
+                response_message=reply.manager_message,
+                metadata=facts,
+            )
+            self._debug(session.sid, turn, messages, reply.manager_message, facts)
+            return await self._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)
+        except asyncio.CancelledError:
+            if not session.is_closed:
+                raise
+            raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False) from None
+        except ConnectionResetError as error:
+            raise AdapterError(CLIENT_GONE, "The client closed the connection.") from error
+        finally:
+            session.in_flight.discard(task)
+
+    def _prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]], known: Any) -> list[int]:
+        try:
+            return build_prompt_ids(self.tokenizer, messages, tools, known, template_kwargs=self.chat_template_kwargs)
+        except Exception as error:  # a template raises whatever it likes about messages it does not take
+            message = f"The chat template cannot render the messages: {type(error).__name__}: {error}"
+            raise AdapterError(400, message) from error
+
+    async def _draw(
+        self,
+        request: web.Request,
+        session: Session,
+        prompt_ids: list[int],
+        params: dict[str, Any],
+        stream: bool,
+    ) -> TurnRecord:
+        """Generate the engine's turn while the client is connected; failures become errors of the protocol."""
+        drawing = call_sglang_generate(self.sglang_url, prompt_ids, params, session_id=session.sid)
+        call = asyncio.ensure_future(drawing)
+        deadline = time.monotonic() + self.generate_timeout_s
+        spoken_at = time.monotonic()
+        try:
+            while not call.done():
+                await asyncio.wait([call], timeout=POLL_S)
+                now = time.monotonic()
+                if _is_gone(request):
+                    raise AdapterError(CLIENT_GONE, "The client closed the connection.")
+                if now > deadline:
+                    raise AdapterError(504, f"The engine did not answer within {self.generate_timeout_s:.0f} s.")
+                if stream and now - spoken_at > KEEP_ALIVE_S and not call.done():
+                    spoken_at = now
+                    await self._event_stream().keep_alive(request)
+            turn = call.result()
+        except HttpStatusError as error:
+            if error.status == 400 and "context" in error.body:
+                session.hit_context_limit = True
+                message = f"prompt is too long: {error.body[:500]}"
+                raise AdapterError(400, message, code="context_length_exceeded") from error
+            # The engine refused this very request: a retry would not help.
+            raise AdapterError(502, str(error), may_retry=error.status >= 500) from error
+        except (ProcessError, TimeoutError) as error:
+            late = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+            raise AdapterError(504 if late else 502, str(error) or "The engine did not answer in time.") from error
+        except SlimeError as error:
+            raise AdapterError(502, str(error)) from error
+        finally:
+            call.cancel()
+        if turn.finish_reason == "abort":
+            # The tokens drawn so far are nobody's answer: the client may ask again.
+            raise AdapterError(503, "The engine aborted the turn and did not continue it.")
+        return turn
+
+    def _text_of(self, turn: TurnRecord) -> str:
+        """Return the drawn text without its stop token or stop string."""
+        text = turn.text or self.tokenizer.decode(turn.output_ids, skip_special_tokens=False)
+        reason = turn.meta_infos[-1].get("finish_reason") if turn.meta_infos else None
+        matched = (reason or {}).get("matched")
+        if reason is None and turn.finish_reason == "stop" and turn.output_ids[-1:] == [self.tokenizer.eos_token_id]:
+            matched = turn.output_ids[-1]
+        if isinstance(matched, int):
+            matched = self.tokenizer.decode([matched], skip_special_tokens=False)
+        return text.removesuffix(matched or "")
+
+    def _debug(
+        self,
+        sid: str,
+        turn: TurnRecord,
+        prompt_messages: list[Message],
+        response_message: Message,
+        metadata: dict[str, Any],
+    ) -> None:
+        if self.debug_callback is None:
+            return
+        try:
+            self.debug_callback(sid, turn, prompt_messages, response_message, metadata)
+        except Exception:
+            self.logger.exception("%s: debug_callback failed.", self.log_prefix)
+
+    async def _send_error(self, request: web.Request, error: AdapterError) -> web.StreamResponse:
+        body = self._error_body(error.status, str(error), error.code)
+        if EventStream.of(request) is not None:  # the stream has begun: its status cannot be changed any more
+            return await self._event_stream().fail(request, body)
+        headers = {} if error.may_retry else {"x-should-retry": "false"}
+        return web.json_response(body, status=error.status, headers=headers)
 
 
-# Server-sent events
+def _wants_stream(request: web.BaseRequest, body: dict[str, Any]) -> bool:
+    """Return ``stream`` of the body; where it is not given, the header ``Accept`` decides."""
+    wanted = body.get("stream")
+    return "text/event-stream" in request.headers.get("Accept", "") if wanted is None else bool(wanted)
 
 
-_STREAM = web.RequestKey("slime_event_stream", web.StreamResponse)
-
-
-class EventStream:
-    """Events of one protocol.
-
-    Args:
-        named: each event has a line with its type (Anthropic), not only data (OpenAI).
-        keep_alive: an event to send while the engine works; None sends a comment, which clients skip.
-    """
-
-    def __init__(self, *, named: bool, keep_alive: dict[str, Any] | None = None) -> None:
-        self._named = named
-        self._keep_alive = keep_alive
-
-    @staticmethod
-    def of(request: web.BaseRequest) -> web.StreamResponse | None:
-        """Return the stream of ``request``, when it has begun."""
-        return request.get(_STREAM)
-
-    async def begin(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Return the stream of ``request``, and begin it when it has not begun."""
-        stream = self.of(request)
-        if stream is None:
-            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-            stream = web.StreamResponse(headers=headers)
-            request[_STREAM] = stream
-            await stream.prepare(request)
-        return stream
-
-    async def keep_alive(self, request: web.BaseRequest) -> None:
-        """Tell the client that its request is being worked on."""
-        stream = await self.begin(request)
-        await stream.write(b": working\n\n" if self._keep_alive is None else self.encode(self._keep_alive))
-
-    async def send(self, request: web.BaseRequest, events: list[dict[str, Any]], *, end: bytes = b"") -> Any:
-        """Send ``events`` and end the stream."""
-        stream = await self.begin(request)
-        await stream.write(b"".join(self.encode(event) for event in events) + end)
-        await stream.write_eof()
-        return stream
-
-    async def fail(self, request: web.BaseRequest, error: dict[str, Any]) -> Any:
-        """End the stream with an error."""
-        return await self.send(request, [{"type": "error", **error} if self._named else error])
-
-    def encode(self, event: dict[str, Any]) -> bytes:
-        """Return one event as it is sent."""
-        head = f"event: {event['type']}\n" if self._named else ""
-        return f"{head}data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
-
-
-def pieces(text: str, size: int = 512) -> list[str]:
-    """Cut ``text`` into deltas of a stream."""
-    return [text[start : start + size] for start in range(0, len(text), size)]
+def _is_gone(request: web.BaseRequest) -> bool:
+    """Return True when the client has closed its connection."""
+    return request.transport is None or request.transport.is_closing()

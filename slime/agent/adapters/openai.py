@@ -10,22 +10,19 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.adapters.base import BaseAdapter
 from slime.agent.adapters.common import (
     AdapterError,
-    EventStream,
+    BaseAdapter,
     Reply,
     flatten_content,
     manager_finish_reason,
-    pieces,
     sid_from_bearer,
     sid_from_body,
     tool_call_dict,
 )
+from slime.agent.adapters.event_stream import pieces
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
-
-_ERROR_TYPES = {400: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_exceeded"}
 
 
 class OpenAIAdapter(BaseAdapter):
@@ -33,10 +30,9 @@ class OpenAIAdapter(BaseAdapter):
 
     logger: ClassVar[logging.Logger] = logging.getLogger(__name__)
     log_prefix: ClassVar[str] = "openai"
-    max_token_keys: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")
 
     def _register_routes(self, app: web.Application) -> None:
-        app.router.add_post("/v1/chat/completions", self._handle_turn)
+        app.router.add_post("/v1/chat/completions", self._run_turn)
 
     def _session_id(self, request: web.BaseRequest, body: dict[str, Any]) -> str | None:
         return sid_from_bearer(request) or sid_from_body(body)
@@ -82,7 +78,7 @@ class OpenAIAdapter(BaseAdapter):
             wire["tool_calls"] = [_wire_call(call_id, use) for call_id, use in uses]
         elif wire["content"] is None:
             wire["content"] = ""
-        return Reply(message=message, finish_reason=manager_finish_reason(raw_finish, parsed.tool_uses), content=wire)
+        return Reply(message, wire, manager_finish_reason(parsed.tool_uses, raw_finish))
 
     async def _respond(
         self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
@@ -93,15 +89,8 @@ class OpenAIAdapter(BaseAdapter):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             chunks = _chunks(head, reply, usage if with_usage else None)
             return await self._event_stream().send(request, chunks, end=b"data: [DONE]\n\n")
-        choice = {"index": 0, "message": reply.content, "finish_reason": reply.finish_reason, "logprobs": None}
+        choice = {"index": 0, "message": reply.wire, "finish_reason": reply.finish_reason, "logprobs": None}
         return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
-
-    def _error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
-        kind = _ERROR_TYPES.get(status, "server_error")
-        return {"error": {"message": message, "type": kind, "param": None, "code": code or str(status)}}
-
-    def _event_stream(self) -> EventStream:
-        return EventStream(named=False)
 
 
 def _wire_call(call_id: str, use: dict[str, Any]) -> dict[str, Any]:
@@ -113,9 +102,9 @@ def _chunks(head: dict[str, Any], reply: Reply, usage: dict[str, int] | None) ->
     """Return the answer as the chunks of a stream."""
     head = {**head, "object": "chat.completion.chunk"}
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{"reasoning_content": piece} for piece in pieces(reply.content.get("reasoning_content") or "")]
-    deltas += [{"content": piece} for piece in pieces(reply.content.get("content") or "")]
-    for index, call in enumerate(reply.content.get("tool_calls") or []):
+    deltas += [{"reasoning_content": piece} for piece in pieces(reply.wire.get("reasoning_content") or "")]
+    deltas += [{"content": piece} for piece in pieces(reply.wire.get("content") or "")]
+    for index, call in enumerate(reply.wire.get("tool_calls") or []):
         opened = {**call, "index": index, "function": {"name": call["function"]["name"], "arguments": ""}}
         deltas.append({"tool_calls": [opened]})
         for piece in pieces(call["function"]["arguments"]):

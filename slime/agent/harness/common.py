@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 from abc import ABCMeta, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,16 +21,20 @@ logger = logging.getLogger(__name__)
 INSTALL_TIMEOUT_S = 600.0
 NODE_HOME = "/opt/node22"
 NODE_PATH = f"{NODE_HOME}/bin:$PATH"
-
-NodeRuntime = Callable[[Sandbox], Awaitable[None]]
+HOME = f"/home/{AGENT_USER}"
+MODEL_LABEL = "slime"
 
 
 class SingletonABCMeta(SingletonMeta, ABCMeta):
     """Metaclass of abstract classes whose concrete subclasses have one instance per process."""
 
 
-async def install_node22(sb: Sandbox) -> None:
-    """Install Node 22 from the tarball ``SLIME_AGENT_NODE_TARBALL`` of this machine, unless the sandbox has it.
+async def install_node22(sb: Sandbox, node_runtime: Path | None = None) -> None:
+    """Install Node 22, unless the sandbox has it.
+
+    Args:
+        sb: the sandbox.
+        node_runtime: Node's tarball on this machine; by default the file that ``SLIME_AGENT_NODE_TARBALL`` names.
 
     Raises:
         ConfigError: the image has no Node of version 22 and there is no tarball.
@@ -37,9 +42,9 @@ async def install_node22(sb: Sandbox) -> None:
     check = (
         f'export PATH="{NODE_PATH}"; node -e "process.exit(+process.versions.node.split(\\".\\")[0] >= 22 ? 0 : 1)"'
     )
-    if (await sb.exec(check)).code == 0:
+    if await _succeeds(sb, check):
         return
-    tarball = _tarball("NODE_TARBALL")
+    tarball = Path(node_runtime) if node_runtime else _tarball("NODE_TARBALL")
     if tarball is None:
         raise ConfigError(
             "The sandbox's image has no Node 22. Put it into the image, or set SLIME_AGENT_NODE_TARBALL to the "
@@ -51,19 +56,21 @@ async def install_node22(sb: Sandbox) -> None:
     await sb.exec(f"{unpack} && {link} && rm -f /tmp/node22.tar", timeout=INSTALL_TIMEOUT_S, check=True)
 
 
-async def install_npm_cli(sb: Sandbox, *, node_runtime: NodeRuntime, npm_package: str | Path, check_cmd: str) -> None:
+async def install_npm_cli(
+    sb: Sandbox, *, node_runtime: Path | None = None, npm_package: str | Path, check_cmd: str
+) -> None:
     """Install a command from npm, unless ``check_cmd`` succeeds already.
 
     Args:
         sb: the sandbox.
-        node_runtime: installs Node, such as ``install_node22``.
-        npm_package: a package's name, or a tarball of this machine (for sandboxes without network).
+        node_runtime: Node's tarball on this machine, see ``install_node22``.
+        npm_package: a tarball of this machine (for sandboxes without network), or a package's name.
         check_cmd: succeeds when the command is there.
     """
     check = f'export PATH="{NODE_PATH}"; {check_cmd}'
-    if (await sb.exec(check)).code == 0:
+    if await _succeeds(sb, check):
         return
-    await node_runtime(sb)
+    await install_node22(sb, node_runtime)
     source = str(npm_package)
     if isinstance(npm_package, Path):
         source = "/tmp/npm-package.tgz"
@@ -77,54 +84,57 @@ async def install_npm_cli(sb: Sandbox, *, node_runtime: NodeRuntime, npm_package
 async def run_agent(
     sb: Sandbox,
     *,
-    name: str,
-    cmd: str,
     workdir: str,
-    session_id: str,
-    time_budget_sec: float,
+    start_cmd: str,
     env: Mapping[str, str] | None = None,
+    time_budget_sec: float,
+    tag: str = "agent",
     user: str = AGENT_USER,
 ) -> int:
-    """Run an agent's command to its end; its exit code, or ``EXIT_TIME_BUDGET_EXCEEDED``."""
-    tag = f"{name}-{''.join(c if c.isalnum() else '-' for c in session_id)}"
+    """Run an agent's command to its end; its exit code, or ``EXIT_TIME_BUDGET_EXCEEDED``.
+
+    Args:
+        sb: the sandbox.
+        workdir: where it runs.
+        start_cmd: a line of bash.
+        env: its variables.
+        time_budget_sec: then it is killed.
+        tag: names it in files and in the log.
+        user: who runs it.
+    """
     code, output = await exec_and_wait(
         sb,
-        cmd=f'export PATH="{NODE_PATH}"; {cmd}',
+        cmd=f'export PATH="{NODE_PATH}"; {start_cmd}',
         time_budget_sec=time_budget_sec,
-        tag=tag,
+        tag="".join(c if c.isalnum() else "-" for c in tag),
         user=user,
         env=env,
         workdir=workdir,
-        want_output=True,
     )
     if code != 0:
-        logger.warning("%s of session %s ended with code %d: ...%s", name, session_id, code, output[-1000:])
+        logger.warning("%s in sandbox %s ended with code %d: ...%s", tag, sb.sandbox_id, code, output[-1000:])
     return code
 
 
-def extra_args(name: str) -> str:
-    """Return the words of ``SLIME_AGENT_<name>``, quoted for a shell."""
-    return shlex.join(shlex.split(agent_setting(name) or ""))
+async def _succeeds(sb: Sandbox, cmd: str) -> bool:
+    code, _, _ = await sb.exec(cmd)
+    return code == 0
 
 
 def extra_envs(name: str) -> dict[str, str]:
-    """Return the variables of ``SLIME_AGENT_<name>``, written as ``A=1 B='two words'``.
+    """Return the variables of ``SLIME_AGENT_<name>``, a JSON object such as ``{"A": "1"}``.
 
     Raises:
-        ConfigError: a word has no ``=``.
+        ConfigError: it is no JSON object.
     """
-    variables = {}
-    for word in shlex.split(agent_setting(name) or ""):
-        key, equals, value = word.partition("=")
-        if not key or not equals:
-            raise ConfigError(f"SLIME_AGENT_{name} has {word!r}; it must be a list of NAME=value.")
-        variables[key] = value
-    return variables
-
-
-def npm_source(tarball_setting: str, package: str) -> str | Path:
-    """Return the tarball that ``SLIME_AGENT_<tarball_setting>`` names, else the package's name."""
-    return _tarball(tarball_setting) or package
+    text = agent_setting(name) or "{}"
+    try:
+        variables = json.loads(text)
+    except json.JSONDecodeError:
+        variables = None
+    if not isinstance(variables, dict):
+        raise ConfigError(f'SLIME_AGENT_{name} is {text!r}; it must be a JSON object such as {{"A": "1"}}.')
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in variables.items()}
 
 
 def _tarball(name: str) -> Path | None:
@@ -137,10 +147,10 @@ def _tarball(name: str) -> Path | None:
     return path
 
 
-# The base class
+# Harnesses
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HarnessContext:
     """Arguments of one run of an agent program."""
 
@@ -150,6 +160,8 @@ class HarnessContext:
     """Sent as its API key, by which the adapter knows its turns."""
     adapter_url: str
     """``http://host:port`` of the adapter, as the sandbox reaches it."""
+    model_label: str = MODEL_LABEL
+    """The model's name in requests and logs; the adapter serves one model whatever the name."""
 
 
 class BaseHarness(metaclass=SingletonABCMeta):
@@ -196,3 +208,45 @@ class BaseHarness(metaclass=SingletonABCMeta):
         code = await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
         logger.info("%s: session %s ended with code %d in sandbox %s.", self.name, session_id, code, sb.sandbox_id)
         return code
+
+
+class NpmHarness(BaseHarness):
+    """The harness of a program from npm.
+
+    Its settings are ``SLIME_AGENT_<setting>_TARBALL``, an npm tarball for sandboxes without network, and
+    ``SLIME_AGENT_<setting>_EXTRA_ARGS`` and ``..._EXTRA_ENVS``, added to its command and environment.
+    """
+
+    setting: str
+    """The part of the settings' names that is the program's."""
+    npm_package: str
+    check_cmd: str
+    """Succeeds when the program is installed."""
+
+    @abstractmethod
+    def environment(self, ctx: HarnessContext) -> dict[str, str]:
+        """Return the variables that point the program at the adapter."""
+
+    @abstractmethod
+    def start_cmd(self, extra_args: str) -> str:
+        """Return the command; the prompt is its standard input."""
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        """Install Node and the package, unless the program runs already."""
+        package = _tarball(f"{self.setting}_TARBALL") or self.npm_package
+        await install_npm_cli(sb, npm_package=package, check_cmd=self.check_cmd)
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
+        """Run the program with the prompt from a file, so that no shell reads it."""
+        prompt_file = f"{HOME}/.slime-prompt"
+        await sb.write_file(prompt_file, prompt, user=AGENT_USER)
+        extra_args = shlex.join(shlex.split(agent_setting(f"{self.setting}_EXTRA_ARGS") or ""))
+        variables = {"HOME": HOME, "NO_PROXY": "*", **self.environment(ctx)}
+        return await run_agent(
+            sb,
+            workdir=ctx.workdir,
+            start_cmd=f"{self.start_cmd(extra_args)} < {prompt_file}",
+            env=variables | extra_envs(f"{self.setting}_EXTRA_ENVS"),
+            time_budget_sec=time_budget_sec,
+            tag=f"{self.name}-{ctx.session_id}",
+        )

@@ -125,9 +125,19 @@ class E2BSandbox:
         await self._retried(f"write {path}", lambda: files.write(path, data, user=user), deadline_s)
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """Return the text of a file."""
+        """Return the text of a file; "" when it does not exist."""
         files = self._entered().files
-        return str(await self._retried(f"read {path}", lambda: files.read(path, user=user), RPC_TIMEOUT_S))
+
+        async def read() -> str:
+            try:
+                return str(await files.read(path, user=user))
+            except Exception as error:
+                # E2B's FileNotFoundException, in older clients NotFoundException, known by name without the package.
+                if type(error).__name__ in ("FileNotFoundException", "NotFoundException"):
+                    return ""
+                raise
+
+        return await self._retried(f"read {path}", read, RPC_TIMEOUT_S)
 
     def _entered(self) -> Any:
         if self._box is None:

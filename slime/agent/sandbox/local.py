@@ -88,9 +88,11 @@ class LocalSandbox:
         target.write_bytes(data.encode() if isinstance(data, str) else data)
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """Return the text of a file."""
+        """Return the text of a file; "" when it does not exist."""
         try:
             return (self._entered() / path).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
         except OSError as error:
             raise SandboxError(f"{path} cannot be read: {error}.") from error
 

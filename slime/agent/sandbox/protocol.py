@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shlex
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -54,8 +55,8 @@ class Sandbox(Protocol):
         timeout: float = 120,
         check: bool = False,
         idempotent: bool = True,
-    ) -> ExecResult:
-        """Run a shell command.
+    ) -> tuple[int, str, str]:
+        """Run a shell command; returns ``(exit code, output, errors)``, plain or as an ``ExecResult``.
 
         Args:
             cmd: a line of bash.
@@ -73,7 +74,7 @@ class Sandbox(Protocol):
         """Write a file; folders on the way are made."""
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """Return the text of a file.  SandboxError when it does not exist."""
+        """Return the text of a file; "" when it does not exist."""
 
 
 def checked(result: ExecResult, cmd: str, check: bool) -> ExecResult:
@@ -97,6 +98,10 @@ POLL_TIMEOUT_S = 60.0
 MAX_LOST_POLLS = 5
 """Polls in a row that may fail before the sandbox counts as gone."""
 MAX_OUTPUT_BYTES = 10_000_000
+FAILED_OUTPUT_BYTES = 4000
+"""Kept of a failed job's output when nobody asked for it."""
+SPAWN_CHECK_S = 1.0
+"""For a job whose start got no answer to show that it runs."""
 
 
 async def exec_and_wait(
@@ -122,12 +127,13 @@ async def exec_and_wait(
         env: variables of the job.
         workdir: where it runs.
         out_file: gets standard output and error; by default a file in /tmp.
-        want_output: give the end of that file, else "".
+        want_output: give the end of that file; else "", or a few last lines when the job failed.
 
     Raises:
         SandboxError: the sandbox is gone.
     """
-    stem = f"/tmp/slime-job-{tag}"
+    # A name that no other job had: what lies under it was written by this one.
+    stem = f"/tmp/slime-job-{tag}-{uuid.uuid4().hex[:8]}"
     out_file = out_file or f"{stem}.out"
     script, code_file, group_file = f"{stem}.sh", f"{stem}.code", f"{stem}.pgid"
     lines = ["#!/bin/bash", *(f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items())]
@@ -136,10 +142,8 @@ async def exec_and_wait(
     wrapper = f"bash {script} > {shlex.quote(out_file)} 2>&1 < /dev/null; echo $? > {code_file}.tmp; "
     wrapper += f"mv {code_file}.tmp {code_file}"
     # setsid makes the job a process group of its own, which can be killed as a whole.
-    start = f"rm -f {code_file} {group_file}; "
-    start += f"setsid bash -c {shlex.quote(f'echo $$ > {group_file}; {wrapper}')} > /dev/null 2>&1 < /dev/null &"
-    await sb.exec(start, user=user, timeout=POLL_TIMEOUT_S, check=True, idempotent=False)
-
+    start = f"setsid bash -c {shlex.quote(f'echo $$ > {group_file}; {wrapper}')} > /dev/null 2>&1 < /dev/null &"
+    await _spawn(sb, start, group_file, user)
     deadline = time.monotonic() + time_budget_sec
     code = await _wait_for_code(sb, code_file, user, deadline)
     if code is None:
@@ -147,10 +151,29 @@ async def exec_and_wait(
         await sb.exec(f"({kill}) 2> /dev/null; true", user=user, timeout=POLL_TIMEOUT_S)
         logger.info("Sandbox %s: job %s was ended after %.0f s.", sb.sandbox_id, tag, time_budget_sec)
         code = EXIT_TIME_BUDGET_EXCEEDED
-    if not want_output:
+    if code == 0 and not want_output:
         return code, ""
-    tail = await sb.exec(f"tail -c {MAX_OUTPUT_BYTES} {shlex.quote(out_file)}", user=user, timeout=POLL_TIMEOUT_S)
-    return code, tail.out
+    kept_bytes = MAX_OUTPUT_BYTES if want_output else FAILED_OUTPUT_BYTES
+    try:
+        read = f"tail -c {kept_bytes} {shlex.quote(out_file)}"
+        _, output, _ = await sb.exec(read, user=user, timeout=POLL_TIMEOUT_S)
+    except SandboxError as error:
+        if want_output:
+            raise
+        output = f"(the output cannot be read: {error})"
+    return code, output
+
+
+async def _spawn(sb: Sandbox, start: str, group_file: str, user: str) -> None:
+    """Start a job once.  When the answer is lost, look whether it runs; a second start would be a second job."""
+    try:
+        await sb.exec(start, user=user, timeout=POLL_TIMEOUT_S, check=True, idempotent=False)
+    except SandboxError as error:
+        logger.info("Sandbox %s: the start of a job was not answered: %s", sb.sandbox_id, error)
+        await asyncio.sleep(SPAWN_CHECK_S)
+        _, group, _ = await sb.exec(f"cat {group_file} 2> /dev/null || true", user=user, timeout=POLL_TIMEOUT_S)
+        if not group.strip():
+            raise
 
 
 async def _wait_for_code(sb: Sandbox, code_file: str, user: str, deadline: float) -> int | None:
@@ -158,10 +181,10 @@ async def _wait_for_code(sb: Sandbox, code_file: str, user: str, deadline: float
     wait_s, lost = POLL_FIRST_S, 0
     while True:
         try:
-            answer = await sb.exec(f"cat {code_file} 2> /dev/null || true", user=user, timeout=POLL_TIMEOUT_S)
+            _, said, _ = await sb.exec(f"cat {code_file} 2> /dev/null || true", user=user, timeout=POLL_TIMEOUT_S)
             lost = 0
-            if answer.out.strip():
-                return int(answer.out)
+            if said.strip():
+                return int(said)
         except SandboxError as error:
             lost += 1
             if lost >= MAX_LOST_POLLS:

@@ -13,14 +13,14 @@ from slime.agent.adapters import OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness, HarnessContext
 from slime.agent.harness.common import extra_envs, install_node22, install_npm_cli, run_agent
-from slime.agent.sandbox import ExecResult, LocalSandbox
+from slime.agent.sandbox import LocalSandbox
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 from tests.unit.agent.talking_engine import TalkingEngine
 
 
 class NoteTaking:
-    """A sandbox where every command succeeds unless ``fails`` names a part of it."""
+    """A sandbox where every command succeeds unless ``fails`` names a part of it; gives plain tuples."""
 
     sandbox_id = "notes"
 
@@ -33,15 +33,20 @@ class NoteTaking:
         self.ran.append((user, cmd))
         failed = any(part in cmd for part in self.fails)
         if failed and not check:
-            return ExecResult(1, "", "")
+            return (1, "", "")
         self.fails = [part for part in self.fails if part not in cmd]
-        return ExecResult(0, "0\n" if cmd.startswith("cat /tmp/slime-job") else "", "")
+        return (0, "0\n" if cmd.startswith("cat /tmp/slime-job") else "", "")
 
     async def write_file(self, path, content, *, user="root"):
         self.files[path] = content
 
     async def read_file(self, path, *, user="root"):
         return self.files[path]
+
+    def script(self, tag):
+        """What the job of this tag runs."""
+        (found,) = [text for path, text in self.files.items() if path.startswith(f"/tmp/slime-job-{tag}-")]
+        return found
 
 
 def run(harness, sb, **change):
@@ -51,11 +56,12 @@ def run(harness, sb, **change):
 
 def test_claude_code_is_pointed_at_the_adapter(monkeypatch):
     monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ARGS", "--max-turns 3")
-    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", "A=1 B='two words'")
+    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", '{"A": 1, "B": "two words"}')
     sb = NoteTaking()
     assert run(ClaudeCodeHarness(), sb) == 0
-    script = sb.files["/tmp/slime-job-claude-code-s-1.sh"]
+    script = sb.script("claude-code-s-1")
     assert "export ANTHROPIC_BASE_URL=http://host:1\n" in script
+    assert "export CLAUDE_CODE_ATTRIBUTION_HEADER=0\n" in script
     assert "export ANTHROPIC_AUTH_TOKEN=s/1\n" in script
     assert "export B='two words'\n" in script
     assert "claude -p --dangerously-skip-permissions --output-format json --max-turns 3" in script
@@ -71,8 +77,22 @@ def test_codex_gets_a_provider_that_is_the_adapter():
     config = tomllib.loads(sb.files["/home/agent/.codex/config.toml"])
     provider = config["model_providers"][config["model_provider"]]
     assert (provider["base_url"], provider["wire_api"]) == ("http://host:1/v1", "chat")
-    script = sb.files["/tmp/slime-job-codex-s-1.sh"]
+    script = sb.script("codex-s-1")
     assert f"export {provider['env_key']}=s/1\n" in script and "codex exec" in script
+
+
+def test_the_context_is_given_by_position_and_names_the_model():
+    ctx = HarnessContext("/w", "s/1", "http://host:1", "my-model")
+    assert (ctx.workdir, ctx.session_id, ctx.adapter_url, ctx.model_label) == (
+        "/w",
+        "s/1",
+        "http://host:1",
+        "my-model",
+    )
+    assert ClaudeCodeHarness().environment(ctx)["ANTHROPIC_MODEL"] == "my-model"
+    sb = NoteTaking()
+    asyncio.run(CodexHarness().write_config(sb, ctx))
+    assert tomllib.loads(sb.files["/home/agent/.codex/config.toml"])["model"] == "my-model"
 
 
 def test_a_harness_is_one_object():
@@ -82,20 +102,23 @@ def test_a_harness_is_one_object():
         BaseHarness()
 
 
-def test_node_and_the_package_come_from_tarballs_of_this_machine(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by_setting", [True, False])
+def test_node_and_the_package_come_from_tarballs_of_this_machine(tmp_path, monkeypatch, by_setting):
     node, package = tmp_path / "node.tar.xz", tmp_path / "cli.tgz"
     node.write_bytes(b"node")
     package.write_bytes(b"cli")
-    monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", str(node))
+    if by_setting:
+        monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", str(node))
+    given = {} if by_setting else {"node_runtime": node}
     sb = NoteTaking("tool --version", "node -e")
-    asyncio.run(install_npm_cli(sb, node_runtime=install_node22, npm_package=package, check_cmd="tool --version"))
+    asyncio.run(install_npm_cli(sb, npm_package=package, check_cmd="tool --version", **given))
     assert (sb.files["/tmp/node22.tar"], sb.files["/tmp/npm-package.tgz"]) == (node, package)
     assert any("npm install -g" in cmd and "/tmp/npm-package.tgz" in cmd for _, cmd in sb.ran)
 
 
 def test_what_is_there_is_not_installed():
     sb = NoteTaking()
-    asyncio.run(install_npm_cli(sb, node_runtime=install_node22, npm_package="x", check_cmd="tool --version"))
+    asyncio.run(install_npm_cli(sb, npm_package="x", check_cmd="tool --version"))
     assert len(sb.ran) == 1
 
 
@@ -108,9 +131,10 @@ def test_an_image_without_node_says_what_to_set(monkeypatch):
         asyncio.run(install_node22(NoteTaking("node -e")))
 
 
-def test_extra_variables_must_be_assignments(monkeypatch):
-    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", "JUST_A_NAME")
-    with pytest.raises(ConfigError, match="JUST_A_NAME"):
+@pytest.mark.parametrize("text", ["A=1", '["A"]'])
+def test_extra_variables_must_be_a_json_object(monkeypatch, text):
+    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", text)
+    with pytest.raises(ConfigError, match="SLIME_AGENT_CC_EXTRA_ENVS"):
         extra_envs("CC_EXTRA_ENVS")
 
 
@@ -139,8 +163,7 @@ class ScriptHarness(BaseHarness):
         await sb.write_file("task", prompt)
         command = f"{sys.executable} agent.py < task"
         env = {"KEY": ctx.session_id, "URL": ctx.adapter_url, "NO_PROXY": "*"}
-        budget = {"session_id": ctx.session_id, "time_budget_sec": time_budget_sec}
-        return await run_agent(sb, name=self.name, cmd=command, workdir=ctx.workdir, env=env, **budget)
+        return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)
 
 
 def test_a_program_in_a_shell_becomes_a_sample(tokenizer):

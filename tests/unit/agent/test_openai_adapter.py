@@ -9,8 +9,7 @@ import time
 import openai
 import pytest
 
-from slime.agent.adapters import OpenAIAdapter, common
-from slime.agent.adapters import base as adapters_base
+from slime.agent.adapters import OpenAIAdapter, common, engine
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
@@ -154,7 +153,7 @@ def test_a_stream_says_the_same_as_an_answer_in_one_piece(setup):
 
 
 def test_a_waiting_stream_is_kept_alive(setup, monkeypatch):
-    monkeypatch.setattr(adapters_base, "KEEP_ALIVE_S", 0.3)
+    monkeypatch.setattr(common, "KEEP_ALIVE_S", 0.3)
     world = setup(lambda prompt: "at last", script={"faults": [Fault(kind="slow", seconds=1.5)]})
     client = world.client()
     url = f"http://127.0.0.1:{world.server.port}/v1/chat/completions"
@@ -166,7 +165,7 @@ def test_a_waiting_stream_is_kept_alive(setup, monkeypatch):
 
 
 def test_an_error_after_the_stream_has_begun_is_an_event(setup, monkeypatch):
-    monkeypatch.setattr(adapters_base, "KEEP_ALIVE_S", 0.3)
+    monkeypatch.setattr(common, "KEEP_ALIVE_S", 0.3)
     world = setup(script={"faults": [Fault(kind="hang")]}, generate_timeout_s=1.5)
     with pytest.raises(openai.APIError, match="failed|answer"):
         list(ask(world.client(), [{"role": "user", "content": "hi"}], stream=True))
@@ -238,7 +237,7 @@ def test_sampling_comes_from_the_session_then_the_request_then_what_the_session_
 
 
 def test_an_aborted_turn_goes_on_and_says_which_weights_drew_what(setup, monkeypatch):
-    monkeypatch.setattr(common, "RESUME_WAIT_S", 0.05)
+    monkeypatch.setattr(engine, "RESUME_WAIT_S", 0.05)
     world = setup(lambda prompt: "a long answer", script={"hold_after": 5, "holds": 1})
 
     def update():
@@ -263,9 +262,9 @@ def test_an_aborted_turn_goes_on_and_says_which_weights_drew_what(setup, monkeyp
 
 
 def test_a_turn_that_is_aborted_for_good_is_no_answer(setup, monkeypatch):
-    monkeypatch.setattr(common, "RESUME_WAIT_S", 0.0)
+    monkeypatch.setattr(engine, "RESUME_WAIT_S", 0.0)
     monkeypatch.setattr(
-        common.call_sglang_generate, "__kwdefaults__", {**common.call_sglang_generate.__kwdefaults__, "max_resumes": 1}
+        engine.call_sglang_generate, "__kwdefaults__", {**engine.call_sglang_generate.__kwdefaults__, "max_resumes": 1}
     )
     world = setup(lambda prompt: "never", script={"hold_after": 0})
     done = threading.Event()
@@ -353,10 +352,11 @@ def test_other_requests_are_served(setup):
 def test_the_debug_callback_sees_every_turn_and_may_fail(setup):
     seen = []
 
-    def look(event):
-        seen.append(event["sid"])
+    def look(sid, turn, prompt_messages, response_message, metadata):
+        said = (prompt_messages[-1]["content"], response_message["content"])
+        seen.append((sid, turn.text, said, metadata["use_tool"]))
         raise RuntimeError("broken callback")
 
     world = setup(lambda prompt: "ok", debug_callback=look)
     ask(world.client(), [{"role": "user", "content": "hi"}])
-    assert seen == ["s1"]
+    assert seen == [("s1", "ok", ("hi", "ok"), False)]

@@ -47,14 +47,19 @@ USE = {"name": "add", "input": {"a": 1, "note": "7"}}
     "text", [HERMES, CODER, GLM, CODER.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")]
 )
 def test_calls_are_read_in_every_common_format(text):
-    parsed = parse_xml_tool_uses(f"Let me see.\n{text}", TOOLS)
-    assert (parsed.text, parsed.tool_uses, parsed.ill_formed) == ("Let me see.", [USE], False)
+    assert parse_xml_tool_uses(f"Let me see.\n{text}", TOOLS) == ("Let me see.", [USE])
+    assert parse_tool_uses(f"Let me see.\n{text}", TOOLS) == ("Let me see.", [USE], False)
 
 
 @pytest.mark.parametrize(("name", "text"), [("qwen25", HERMES), ("qwen3_coder", CODER), ("glm45", GLM)])
 def test_sglangs_parsers_give_the_same_as_the_built_in_ones(sglang, name, text):
-    theirs = parse_tool_uses(f"Hm.\n{text}", tools_schema=TOOLS, tool_parser_name=name)
+    theirs = parse_tool_uses(f"Hm.\n{text}", TOOLS, name)
     assert (theirs.text, theirs.tool_uses, theirs.ill_formed) == ("Hm.", [USE], False)
+
+
+def test_sglangs_parsers_take_no_tool_that_was_not_offered(sglang):
+    parsed = parse_tool_uses(HERMES.replace('"add"', '"subtract"'), TOOLS, "qwen25")
+    assert (parsed.tool_uses, parsed.ill_formed) == ([], True)
 
 
 def test_sglangs_reasoning_parser_is_used_by_its_name(sglang):
@@ -72,7 +77,7 @@ def test_without_sglang_the_built_in_parsers_take_over(monkeypatch):
 
 def test_a_parser_that_does_not_exist_is_named(sglang):
     with pytest.raises(ConfigError, match="qwen25"):
-        parse_tool_uses("x", tools_schema=TOOLS, tool_parser_name="nobody")
+        parse_tool_uses("x", TOOLS, "nobody")
     with pytest.raises(ConfigError, match="qwen3"):
         parse_model_output("x", reasoning_parser_name="nobody")
 
@@ -87,7 +92,8 @@ def test_a_parser_that_does_not_exist_is_named(sglang):
     ],
 )
 def test_broken_calls_and_unknown_tools_are_ill_formed(text):
-    assert parse_xml_tool_uses(text, TOOLS).ill_formed
+    assert parse_xml_tool_uses(text, TOOLS) == (text, [])
+    assert parse_tool_uses(text, TOOLS) == (text, [], True)
 
 
 @pytest.mark.parametrize(
@@ -110,5 +116,5 @@ def test_a_call_where_no_tool_was_offered_is_text():
 
 def test_values_take_the_type_of_the_schema_and_stay_text_where_they_do_not_fit():
     text = "<function=add><parameter=a>many</parameter><parameter=deep>True</parameter></function>"
-    (use,) = parse_xml_tool_uses(text, TOOLS).tool_uses
+    _, (use,) = parse_xml_tool_uses(text, TOOLS)
     assert use["input"] == {"a": "many", "deep": True}

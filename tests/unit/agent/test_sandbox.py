@@ -15,6 +15,7 @@ from slime.agent.sandbox import (
     SandboxError,
     ensure_agent_user,
     exec_and_wait,
+    protocol,
 )
 from slime.agent.sandbox import e2b as e2b_module
 from slime.utils.errors import ConfigError
@@ -40,8 +41,9 @@ def test_commands_and_files_of_the_local_sandbox(tmp_path):
                 await sb.exec("exit 3", check=True)
             with pytest.raises(SandboxError, match="within 0 s"):
                 await sb.exec("sleep 30", timeout=0.2)
-            with pytest.raises(SandboxError, match="nothing"):
-                await sb.read_file("nothing")
+            assert await sb.read_file("nothing") == ""
+            with pytest.raises(SandboxError, match="deep"):
+                await sb.read_file("deep")
             return sb.folder
 
     folder = asyncio.run(play())
@@ -72,6 +74,56 @@ def test_a_long_job_gives_its_code_and_output_and_ends_at_its_budget(tmp_path):
             assert not marker.exists()  # its children ended with it
 
     asyncio.run(play())
+
+
+class LosesTheAnswer(LocalSandbox):
+    """Starts a job and loses the connection before, or after, the command has run."""
+
+    def __init__(self, reached):
+        super().__init__()
+        self.reached, self.starts = reached, 0
+
+    async def exec(self, cmd, **kwargs):
+        if not cmd.startswith("setsid"):
+            return await super().exec(cmd, **kwargs)
+        self.starts += 1
+        assert kwargs["idempotent"] is False
+        if self.reached:
+            await super().exec(cmd, **kwargs)
+        raise SandboxError("the connection broke")
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_job_is_not_started_again_when_the_answer_is_lost(tmp_path, monkeypatch, reached):
+    monkeypatch.setattr(protocol, "SPAWN_CHECK_S", 0.3)
+
+    async def play():
+        async with LosesTheAnswer(reached) as sb:
+            try:
+                return await exec_and_wait(sb, cmd=f"echo once >> {tmp_path}/log", time_budget_sec=20, tag="lost")
+            finally:
+                assert sb.starts == 1
+
+    if reached:
+        assert asyncio.run(play()) == (0, "")
+        assert (tmp_path / "log").read_text() == "once\n"
+    else:
+        with pytest.raises(SandboxError, match="connection broke"):
+            asyncio.run(play())
+
+
+def test_the_last_words_of_a_failed_job_are_kept():
+    async def play(cmd):
+        async with LocalSandbox() as sb:
+            return await exec_and_wait(sb, cmd=cmd, time_budget_sec=20, tag="failed")
+
+    code, output = asyncio.run(play("seq 100000; echo no such model; exit 3"))
+    assert code == 3 and output.endswith("99999\n100000\nno such model\n") and len(output) == 4000
+    assert asyncio.run(play("echo fine")) == (0, "")
+
+
+class NotFoundException(Exception):
+    """As E2B's client names it."""
 
 
 class Service:
@@ -109,6 +161,8 @@ class Service:
         self.stored[path] = data
 
     async def read(self, path, user):
+        if path not in self.stored:
+            raise NotFoundException(f"{path} does not exist")
         return self.stored[path]
 
     async def kill(self):
@@ -136,7 +190,7 @@ def test_e2b_is_asked_as_its_client_wants(monkeypatch):
             with pytest.raises(SandboxError, match="code 1"):
                 await sb.exec("false", check=True)
             await sb.write_file("/f", "text")
-            assert await sb.read_file("/f") == "text"
+            assert (await sb.read_file("/f"), await sb.read_file("/nothing")) == ("text", "")
             service.failures = 2
             assert (await sb.exec("true")).code == 0
             service.failures = 1

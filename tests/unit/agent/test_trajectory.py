@@ -133,6 +133,23 @@ def test_time_between_turns_is_time_of_tools():
     assert sample.non_generation_time == 3.0
 
 
+def test_a_turn_without_a_message_is_continued_by_its_ids_alone():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], None, [1, 2], [3])
+    assert manager.known_prefix("s", [user("a")]) is None
+    record(manager, [user("a"), assistant("?"), user("c")], assistant("d"), [1, 2, 3, 4], [5])
+    (sample,) = manager.get_trajectory("s", base_sample=BASE)
+    assert (sample.tokens, sample.loss_mask) == ([1, 2, 3, 4, 5], [1, 0, 1])
+
+
+def test_the_samples_of_a_session_are_given_once():
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b"), [1], [2])
+    assert len(manager.get_trajectory("s", base_sample=BASE)) == 1
+    assert not manager.has_session("s") and manager.turn_count("s") == 0
+    assert manager.get_trajectory("s", base_sample=BASE) == []
+
+
 def test_a_dropped_session_is_gone():
     manager = TrajectoryManager()
     record(manager, [user("a")], assistant("b"), [1], [2])
@@ -142,8 +159,9 @@ def test_a_dropped_session_is_gone():
 
 
 def test_a_turn_whose_parts_do_not_fit_is_refused():
+    assert TurnRecord([1], [2], [0.0], "length").finish_reason == "length"
     with pytest.raises(DataError, match="2 log-probs for 1"):
-        TurnRecord(prompt_ids=[1], output_ids=[2], output_log_probs=[0.0, 0.0])
+        TurnRecord([1], [2], [0.0, 0.0])
     with pytest.raises(DataError, match="do not cover"):
         turn([1], [2], weight_spans=[("1", 5)])
 

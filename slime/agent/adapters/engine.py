@@ -1,0 +1,103 @@
+"""One turn of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.agent.trajectory import TurnRecord
+from slime.utils.errors import EngineError
+from slime.utils.http_utils import post
+from slime.utils.sglang_meta import read_output_tokens
+
+MAX_RESUMES = 6
+"""Continuations of one turn after aborts; each weight update may cause one."""
+RESUME_WAIT_S = 1.0
+CONNECT_RETRIES = 60
+"""One second apart: an engine that is restarted is back by then, and a dead one is reported."""
+_FIXED_SAMPLING_PARAMS = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+
+
+async def call_sglang_generate(
+    sglang_url: str,
+    prompt_ids: Sequence[int],
+    sampling_params: Mapping[str, Any],
+    session_id: str | None = None,
+    *,
+    max_resumes: int = MAX_RESUMES,
+) -> TurnRecord:
+    """Generate one turn.
+
+    A turn that is aborted (weights were updated, a rollout ended) continues from the tokens it has; the record says
+    which weights drew which tokens.  Cancelling the coroutine closes the connection, on which SGLang ends the request.
+
+    Args:
+        sglang_url: of the router or an engine, with or without ``/generate``.
+        prompt_ids: the prompt.
+        sampling_params: SGLang's.
+        session_id: sent as routing key, so that a session's turns can share an engine's prefix cache.
+        max_resumes: continuations after an abort before the turn ends with finish reason ``abort``.
+
+    Raises:
+        EngineError: the engine cannot be reached, refuses, or does not answer in time.
+    """
+    url = f"{sglang_url.rstrip('/').removesuffix('/generate')}/generate"
+    headers = {"X-SMG-Routing-Key": session_id} if session_id else {}
+    params: dict[str, Any] = {**_FIXED_SAMPLING_PARAMS, **sampling_params}
+    began_s = time.monotonic()
+    ids: list[int] = []
+    log_probs: list[float] = []
+    spans: list[tuple[str | None, int]] = []
+    metas: list[dict[str, Any]] = []
+    reason: Mapping[str, Any] = {}
+    text = ""
+    for attempt in range(max_resumes + 1):
+        if attempt:
+            await asyncio.sleep(RESUME_WAIT_S)
+        left = dict(params)
+        if left.get("max_new_tokens") is not None:
+            left["max_new_tokens"] -= len(ids)
+            if left["max_new_tokens"] <= 0:
+                reason = {"type": "length"}
+                break
+        payload = {"input_ids": [*prompt_ids, *ids], "sampling_params": left, "return_logprob": True}
+        payload["rid"] = uuid.uuid4().hex
+        output = await post(url, payload, CONNECT_RETRIES, headers)
+        meta = _meta_of(output)
+        # Texts of several calls may be cut within a character: the ids are to be decoded as a whole.
+        text = "" if attempt else output.get("text") or ""
+        new_ids, new_log_probs = read_output_tokens(meta)
+        ids += new_ids
+        log_probs += new_log_probs
+        version = meta.get("weight_version")
+        spans.append((None if version is None else str(version), len(new_ids)))
+        metas.append({key: value for key, value in meta.items() if not key.endswith("_logprobs")})
+        reason = meta["finish_reason"]
+        if reason.get("type") != "abort":
+            break
+    return TurnRecord(
+        prompt_ids=list(prompt_ids),
+        output_ids=ids,
+        output_log_probs=log_probs,
+        finish_reason=str(reason.get("type")),
+        text=text,
+        weight_spans=spans,
+        meta_infos=metas,
+        began_s=began_s,
+        ended_s=time.monotonic(),
+    )
+
+
+def _meta_of(output: Any) -> dict[str, Any]:
+    meta = output.get("meta_info") if isinstance(output, dict) else None
+    if not isinstance(meta, dict) or not isinstance(meta.get("finish_reason"), dict):
+        raise EngineError(
+            f"The engine answered a turn with {str(output)[:300]!r}; /generate must give an object with 'text' and "
+            "'meta_info', whose finish_reason is an object. Look at the log of the engine or the router."
+        )
+    if "output_token_logprobs" not in meta and meta.get("completion_tokens"):
+        raise EngineError("The engine's answer has tokens without log-probs, which cannot be trained on.")
+    return meta

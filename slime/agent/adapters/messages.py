@@ -1,0 +1,75 @@
+"""Parts of requests and answers that both protocols translate alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from slime.agent.trajectory import Message
+
+
+@dataclass
+class Reply:
+    """One turn's answer."""
+
+    manager_message: Message
+    """As the chat template gets it when the conversation goes on."""
+    wire: Any = None
+    """In the protocol's form: Anthropic's content blocks, OpenAI's message."""
+    finish_reason: str = "stop"
+    """In the protocol's words."""
+
+
+def flatten_content(content: Any) -> str:
+    """Return the text of a message's content: a string, or a list of parts; a part without text becomes a mark."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Mapping):
+        content = [content]
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif part.get("type") == "tool_result":
+            texts.append(flatten_content(part.get("content")))
+        else:
+            texts.append(f"[{part.get('type', 'part')} omitted]")
+    return "\n".join(text for text in texts if text)
+
+
+def tool_call_dict(name: str, args: Any, call_id: str | None = None) -> dict[str, Any]:
+    """Return a tool call as chat templates expect it: arguments as an object, also when they come as JSON text."""
+    if isinstance(args, str):
+        try:
+            args = json.loads(args or "{}")
+        except json.JSONDecodeError:
+            pass  # the client wrote it; the template shows it as it is
+    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": {} if args is None else args}}
+    return {"id": call_id, **call} if call_id else call
+
+
+def manager_finish_reason(tool_uses: Sequence[Any] | None, raw_finish: str) -> str:
+    """Return the engine's finish reason, or ``tool_calls`` where the turn ended by itself with a call of a tool."""
+    return "tool_calls" if tool_uses and raw_finish == "stop" else raw_finish
+
+
+def sid_from_bearer(request: web.BaseRequest) -> str | None:
+    """Return the session named by the header ``Authorization: Bearer``; agents send their API key there."""
+    kind, _, value = request.headers.get("Authorization", "").partition(" ")
+    return value.strip() or None if kind.lower() == "bearer" else None
+
+
+def sid_from_body(body: Mapping[str, Any]) -> str | None:
+    """Return the session named by ``metadata.session_id`` or ``user`` of the body."""
+    metadata = body.get("metadata")
+    found = metadata.get("session_id") if isinstance(metadata, Mapping) else None
+    found = found or body.get("user")
+    return str(found) if found else None

@@ -1,0 +1,160 @@
+"""The sessions of an adapter: who may draw a turn, and how the turns in flight end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_NEW_TOKENS = 4096
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+POLL_S = 0.05
+CANCEL_WAIT_S = 5.0
+"""For a cancelled request to send its error."""
+REMEMBERED_CLOSED = 100_000
+"""Closed sessions whose late requests are told apart from those of new sessions."""
+
+
+class AdapterError(Exception):
+    """A request that gets an error as its answer, in the words of the protocol."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, may_retry: bool = True) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        """A finer name of the error, where the protocol has one."""
+        self.may_retry = may_retry
+        """False tells the official clients not to try the same again."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One agent's conversation, or its several ones."""
+
+    sid: str
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    sampling_overrides: dict[str, Any] = field(default_factory=dict)
+    max_context_tokens: int = 0
+    """Prompt and response of a turn together; 0: the engine's own limit."""
+    num_turns: int = 0
+    """Turns begun, those in flight included."""
+    is_closed: bool = False
+    hit_context_limit: bool = False
+    in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def sampling_params(
+        self, body: Mapping[str, Any], num_prompt: int, max_token_keys: Sequence[str], stop_keys: Sequence[str]
+    ) -> dict[str, Any]:
+        """Merge the session's defaults, the request's parameters and the session's overrides, in this order.
+
+        Args:
+            body: of the request.
+            num_prompt: tokens of the prompt.
+            max_token_keys: keys of the body that limit the response; the first one present counts.
+            stop_keys: keys of the body with stop strings; the first one present counts.
+
+        Raises:
+            AdapterError: the limit is no positive number, or the prompt leaves no room (400).
+        """
+        params = dict(self.sampling_defaults)
+        params |= {key: body[key] for key in _SAMPLING_KEYS if body.get(key) is not None}
+        limit_key = next((key for key in max_token_keys if body.get(key) is not None), "max_new_tokens")
+        settings = (self.sampling_defaults, self.sampling_overrides)
+        limits = [body.get(limit_key), *(each.get("max_new_tokens") for each in settings)]
+        stop = next((body[key] for key in stop_keys if body.get(key)), None)
+        if stop is not None:
+            given = [stop] if isinstance(stop, str) else list(stop)
+            own = params.get("stop") or []
+            params["stop"] = [*given, *([own] if isinstance(own, str) else own)]
+        params |= self.sampling_overrides
+        known_limits = [limit for limit in limits if limit is not None]
+        if any(not isinstance(limit, int) or limit < 1 for limit in known_limits):
+            raise AdapterError(400, f"{limit_key} is {known_limits[0]!r}; it must be a positive integer.")
+        params["max_new_tokens"] = min(known_limits, default=DEFAULT_MAX_NEW_TOKENS)
+        if self.max_context_tokens:
+            room = self.max_context_tokens - num_prompt
+            if room <= 0:
+                self.hit_context_limit = True
+                # In the words that agents look for to compact their history.
+                message = f"prompt is too long: {num_prompt} tokens > {self.max_context_tokens} maximum"
+                raise AdapterError(400, message, code="context_length_exceeded")
+            params["max_new_tokens"] = min(params["max_new_tokens"], room)
+        return params
+
+
+class SessionBook:
+    """The sessions of one adapter.  Invariant: an id is open, closed or unknown; it never opens twice."""
+
+    def __init__(self, max_turns_per_sid: int | None = None) -> None:
+        self.max_turns_per_sid = max_turns_per_sid
+        self._open: dict[str, Session] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, session: Session) -> None:
+        """Open a session.  ValueError when its id is, or was, in use."""
+        with self._lock:
+            if session.sid in self._open or session.sid in self._closed:
+                raise ValueError(f"Session {session.sid!r} exists already; every session needs an id of its own.")
+            self._open[session.sid] = session
+
+    def admit(self, sid: str) -> Session:
+        """Count one more turn of the session and return it; an unknown id is opened.
+
+        Raises:
+            AdapterError: the session is closed (503) or has used its turns (429).
+        """
+        with self._lock:
+            session = None if sid in self._closed else self._open.setdefault(sid, Session(sid=sid))
+            if session is None or session.is_closed:
+                raise AdapterError(503, f"Session {sid!r} is closed.", may_retry=False)
+            if self.max_turns_per_sid is not None and session.num_turns >= self.max_turns_per_sid:
+                message = f"Session {sid!r} has used its {self.max_turns_per_sid} turns."
+                raise AdapterError(429, message, code="turn_limit", may_retry=False)
+            session.num_turns += 1
+            return session
+
+    async def shut(self, sid: str, wait_timeout: float) -> Session | None:
+        """Refuse further requests of ``sid``, wait for those in flight, cancel what is left; None: it is not open."""
+        session = self._open.get(sid)
+        if session is None:
+            return None
+        session.is_closed = True
+        deadline = time.monotonic() + wait_timeout
+        while session.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        leftover = list(session.in_flight)
+        for task in leftover:
+            loop = task.get_loop()
+            if loop.is_closed():
+                session.in_flight.discard(task)
+            else:
+                loop.call_soon_threadsafe(task.cancel)
+        if leftover:
+            logger.warning("Session %s was closed with %d turn(s) in flight.", sid, len(leftover))
+        give_up = time.monotonic() + CANCEL_WAIT_S
+        while session.in_flight and time.monotonic() < give_up:
+            await asyncio.sleep(POLL_S)
+        return session
+
+    async def close(self, sid: str, wait_timeout: float) -> Session | None:
+        """Shut and forget the session; the second caller gets None."""
+        with self._lock:
+            if sid not in self._open or sid in self._closed:
+                return None
+            self._closed[sid] = None
+            while len(self._closed) > REMEMBERED_CLOSED:
+                self._closed.popitem(last=False)
+        session = await self.shut(sid, wait_timeout)
+        self._open.pop(sid, None)
+        return session
