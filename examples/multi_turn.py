@@ -21,8 +21,8 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.types import Sample
 
-Environment = Callable[[str], Awaitable[str | None]]
-"""Text of a turn -> the observation; None when the turn asks for nothing, and is the answer."""
+Environment = Callable[[str], Awaitable[str | tuple[str, str] | None]]
+"""Text of a turn -> the observation, or (role, observation); None when the turn is the answer."""
 
 _PROBE = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
 
@@ -45,7 +45,7 @@ async def play(
 
     Args:
         environment: called once for each finished turn, without the end-of-turn token.
-        role: of the observations in the model's chat template.
+        role: of the observations in the model's chat template, where the environment does not say.
     """
     tokenizer = GenerateState(args).tokenizer
     if not sample.tokens:
@@ -67,7 +67,8 @@ async def play(
         sample.non_generation_time += time.monotonic() - began
         if observation is None:
             return sample
-        text = observation_text(tokenizer, observation, role)
+        said_by, observed = observation if isinstance(observation, tuple) else (role, observation)
+        text = observation_text(tokenizer, observed, said_by)
         tokens = tokenizer.encode(text, add_special_tokens=False)
         # What follows an observation needs room for a token at least; without it the observation is of no use either.
         if sample.metadata["round_number"] >= max_turns or sample.response_length + len(tokens) >= limit:

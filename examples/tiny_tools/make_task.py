@@ -4,7 +4,8 @@
 
 writes ``facts.txt`` (what is searched), ``search.jsonl``, ``python.jsonl`` and ``sums.jsonl`` (prompt and label), for
 each ``*_eval.jsonl`` (held out) and ``*_eval.yaml`` (how those are sampled), and ``sft.jsonl``: conversations of a
-weak teacher, for examples/tiny_tools/warm-start.sh.  The files depend on ``--seed`` alone.
+weak teacher, for examples/tiny_tools/warm-start.sh.  With ``--task agents``: ``sft.jsonl``, ``calls.jsonl``,
+``orders.jsonl`` and ``code.jsonl``.  The files depend on ``--seed`` alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny_arithmetic import task as sums  # noqa: E402
-from examples.tiny_tools import task  # noqa: E402
+from examples.tiny_tools import agents, task  # noqa: E402
 
 SFT_ROWS = {"search": 5120, "python": 5120, "judge": 2560, "sums": 2560}
 """The data of the warm start; the sums keep up what the model has learned already."""
+AGENT_SFT_ROWS = 5120
+"""Of each of the three kinds of examples/tiny_tools/agents.py."""
 NUM_PROMPTS = 1024
 NUM_EVAL_PROMPTS = 128
 SFT_SUMS = sums.Demonstrations(num_rows=SFT_ROWS["sums"], worked_share=0.4, slip_rate=0.08)
@@ -89,9 +92,24 @@ def make_task(output: Path, seed: int) -> dict[str, int]:
         "sums": sums.prompt_rows(operands["rl"]),
         "sums_eval": sums.prompt_rows(operands["eval"]),
     }
+    return _write(output, files, EVALS)
+
+
+def make_agents(output: Path, seed: int) -> dict[str, int]:
+    """Write the folder of examples/strands, tau-bench and coding_agent_rl; gives the rows of each file."""
+    rng = random.Random(seed)
+    files = {"sft": agents.sft_rows(AGENT_SFT_ROWS, rng)}
+    for name, rows in agents.prompt_rows(NUM_PROMPTS + NUM_EVAL_PROMPTS // 2, rng).items():
+        files[name] = rows[NUM_EVAL_PROMPTS // 2 :]
+        files[f"{name}_eval"] = rows[: NUM_EVAL_PROMPTS // 2]
+    return _write(output, files, {"calls": ("false", 1), "orders": ("true", 1), "code": ("false", 1)})
+
+
+def _write(output: Path, files: dict[str, list[dict]], evals: dict[str, tuple[str, int]]) -> dict[str, int]:
+    output.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         _write_rows(output / f"{name}.jsonl", rows)
-    for name, (template, samples) in EVALS.items():
+    for name, (template, samples) in evals.items():
         path = (output / f"{name}_eval.jsonl").absolute()
         config = EVAL_CONFIG.format(name=name, path=path, template=template, samples=samples)
         (output / f"{name}_eval.yaml").write_text(config)
@@ -103,8 +121,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=7, help="of everything that is drawn")
+    parser.add_argument("--task", choices=["tools", "agents"], default="tools", help="which questions")
     options = parser.parse_args()
-    print(f"task: wrote {options.output}: rows {make_task(options.output, options.seed)}")
+    make = make_agents if options.task == "agents" else make_task
+    print(f"task: wrote {options.output}: rows {make(options.output, options.seed)}")
 
 
 if __name__ == "__main__":

@@ -2,20 +2,23 @@
 # What the examples with tools start from: the warm start of the demo, taught a weak use of search, Python and judgement.
 #
 #   examples/tiny_tools/warm-start.sh [FLAG...]
+#   WARM_START=agents examples/tiny_tools/warm-start.sh       of calls of tools, orders and code instead
 #
-# TINY_DIR (runs/tiny): output of `make demo`.  The result is in TINY_DIR/tools; a minute or two on two cores.
+# TINY_DIR (runs/tiny): output of `make demo`.  The result is in TINY_DIR/tools (TINY_DIR/agents); a minute or two on
+# two cores.
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 
 TINY_DIR="${TINY_DIR:-runs/tiny}"
-TOOLS_DIR="${TINY_DIR}/tools"
+WARM_START="${WARM_START:-tools}"
+TOOLS_DIR="${TINY_DIR}/${WARM_START}"
 ROWS_PER_STEP=64
 
 if [[ -f "${TOOLS_DIR}/sft/done" ]]; then
     echo "${TOOLS_DIR}/sft is there already"
     exit 0
 fi
-python3 examples/tiny_tools/make_task.py --output "${TOOLS_DIR}"
+python3 examples/tiny_tools/make_task.py --task "${WARM_START}" --output "${TOOLS_DIR}"
 NUM_STEPS=$(($(wc -l <"${TOOLS_DIR}/sft.jsonl") / ROWS_PER_STEP))
 
 start_ray 1

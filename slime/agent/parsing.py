@@ -281,9 +281,9 @@ def _sglang_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]], name
         return ParsedTools(text, [], True)
     uses = [{"name": call_name, "input": arguments} for call_name, arguments in found]
     offered = {tool.function.name for tool in tools}
-    known = [use for use in uses if use["name"] in offered]
+    taken = [use for use in uses if use["name"] in offered]
     unread = parser.has_tool_call(rest) if uses else parser.has_tool_call(text)
-    return ParsedTools(rest.strip() if known else text, known, len(known) < len(uses) or unread)
+    return ParsedTools(rest.strip() if taken else text, taken, len(taken) < len(uses) or unread)
 
 
 def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:

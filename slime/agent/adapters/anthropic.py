@@ -19,6 +19,7 @@ from slime.agent.adapters.common import (
     tool_call_dict,
 )
 from slime.agent.adapters.event_stream import EventStream, pieces
+from slime.agent.adapters.messages import messages_of
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
 
@@ -55,7 +56,7 @@ class AnthropicAdapter(BaseAdapter):
         if choice not in ("auto", "none"):
             raise AdapterError(400, f"tool_choice is {choice!r}; only auto and none are supported.")
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-        messages = [one for message in _turns([*system, *body["messages"]]) for one in _messages(message)]
+        messages = [one for message in _turns([*system, *messages_of(body)]) for one in _messages(message)]
         offered = [] if choice == "none" else body.get("tools") or []
         # Tools with a type of their own (web search) run at Anthropic's servers: the policy is not told of them.
         return messages, [_function_tool(tool) for tool in offered if tool.get("input_schema") is not None]

@@ -252,8 +252,8 @@ class BaseAdapter(ABC):
             raise AdapterError(400, f"The body is not JSON: {error}.") from error
         except web.HTTPRequestEntityTooLarge as error:
             raise AdapterError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.") from error
-        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-            raise AdapterError(400, "The body must be an object with a list 'messages' of at least one message.")
+        if not isinstance(body, dict):
+            raise AdapterError(400, "The body must be an object.")
         return body
 
     async def _turn(self, request: web.Request, body: dict[str, Any], session: Session) -> web.StreamResponse:

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.agent.adapters.sessions import AdapterError
 from slime.agent.trajectory import Message
 
 
@@ -22,6 +23,14 @@ class Reply:
     """In the protocol's form: Anthropic's content blocks, OpenAI's message."""
     finish_reason: str = "stop"
     """In the protocol's words."""
+
+
+def messages_of(body: Mapping[str, Any]) -> list[Any]:
+    """Return ``messages`` of a body.  AdapterError when it is no list, or empty."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise AdapterError(400, "The body must have a list 'messages' of at least one message.")
+    return messages
 
 
 def flatten_content(content: Any) -> str:

@@ -21,6 +21,7 @@ from slime.agent.adapters.common import (
     tool_call_dict,
 )
 from slime.agent.adapters.event_stream import pieces
+from slime.agent.adapters.messages import messages_of
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
 
@@ -47,7 +48,7 @@ class OpenAIAdapter(BaseAdapter):
         if choice not in (None, "auto", "none"):
             raise AdapterError(400, f"tool_choice is {choice!r}; only auto and none are supported.")
         tools = [] if choice == "none" else [tool for tool in body.get("tools") or [] if tool.get("function")]
-        return [self._message(message) for message in body["messages"]], tools
+        return [self._message(message) for message in messages_of(body)], tools
 
     def _message(self, message: Any) -> Message:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):

@@ -34,12 +34,12 @@ def test_a_prompt_that_repeats_the_ids_goes_on_in_the_same_sample():
     manager = TrajectoryManager()
     record(manager, [user("a")], assistant("b"), [1, 2], [3, 4])
     record(manager, [user("a"), assistant("b"), user("c")], assistant("d"), [1, 2, 3, 4, 5, 6], [7])
+    assert (manager.has_session("s"), manager.turn_count("s")) == (True, 2)
     (sample,) = manager.get_trajectory("s", base_sample=BASE, reward=1.0)
     assert sample.tokens == [1, 2, 3, 4, 5, 6, 7]
     assert sample.loss_mask == [1, 1, 0, 0, 1]
     assert sample.rollout_log_probs == pytest.approx([-0.3, -0.4, 0.0, 0.0, -0.7])
     assert (sample.index, sample.group_index, sample.rollout_id, sample.reward) == (4, 2, 0, 1.0)
-    assert (manager.has_session("s"), manager.turn_count("s")) == (True, 2)
 
 
 def test_a_small_rewriting_cuts_the_chain_back_and_a_large_one_forks():

@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import pytest
 
+from examples import agent_session
 from examples.agent_calculator import generate as example
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 from slime.utils.types import Sample
@@ -23,11 +24,10 @@ def policy(prompt):
 
 
 @pytest.fixture
-def args(tmp_path, monkeypatch):
+def args(tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     engine = TalkingEngine(make_tokenizer(), policy)
     engine.start()
-    monkeypatch.setattr(example, "_SERVERS", [])
     GenerateState.clear_instances()
     yield Namespace(
         hf_checkpoint=str(tmp_path),
@@ -52,8 +52,7 @@ def args(tmp_path, monkeypatch):
         n_samples_per_prompt=1,
         sglang_dp_size=1,
     )
-    for _, handle in example._SERVERS:
-        handle.stop()
+    agent_session.stop_servers()
     engine.stop()
     GenerateState.clear_instances()
 

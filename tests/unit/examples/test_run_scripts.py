@@ -16,6 +16,7 @@ import yaml
 
 from examples.eval_multi_task.make_data import make_data
 from examples.tiny_arithmetic.make_task import make_task
+from examples.tiny_tools.make_task import make_agents
 from examples.tiny_tools.make_task import make_task as make_tools
 from slime.arguments import parse_args, parse_flags
 from slime.arguments.cross_group import check_async_arguments
@@ -33,6 +34,9 @@ def tiny(tmp_path):
     (tmp_path / "tools/sft").mkdir(parents=True)
     (tmp_path / "tools/sft/done").touch()
     make_tools(tmp_path / "tools", seed=7)
+    (tmp_path / "agents/sft").mkdir(parents=True)
+    (tmp_path / "agents/sft/done").touch()
+    make_agents(tmp_path / "agents", seed=7)
     (tmp_path / "task/hf").mkdir(parents=True)
     (tmp_path / "task/hf/config.json").touch()
     data = tmp_path / "tools/sums.jsonl"
@@ -95,6 +99,7 @@ def test_what_a_tiny_script_submits_passes_every_check(script, loop, tiny, monke
     for copy in (
         "sft",
         "tools/sft",
+        "agents/sft",
         "grpo-seed1",
         "grpo-seed1/hf/9",
     ):  # any model folder will do where a trained one belongs

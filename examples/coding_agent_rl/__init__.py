@@ -1,0 +1,1 @@
+"""Coding agents in sandboxes, graded by the tests of their task."""

@@ -1,0 +1,71 @@
+"""``--custom-generate-function-path examples.coding_agent_rl.generate.generate``: a coding agent in a sandbox.
+
+A row's metadata says what there is to do::
+
+    question    the task, as the agent gets it (default: the prompt)
+    files       {path: text}, written before the agent starts and once more before the tests
+    test        a command; the reward is 1 when it succeeds after the agent
+    image       of the sandbox, for agents in E2B
+    workdir     the folder in the image
+
+Settings, by ``--custom-config-path``: ``coding_agent`` (``tiny``, ``claude-code`` or ``codex``),
+``coding_agent_host`` (this machine, as sandboxes reach it), ``coding_agent_time_s``, ``coding_agent_sandboxes``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from argparse import Namespace
+from typing import Any
+
+from examples.agent_session import play
+from examples.coding_agent_rl.tiny_agent import TinyAgentHarness
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
+from slime.agent.harness import ClaudeCodeHarness, CodexHarness
+from slime.agent.sandbox import E2BSandbox, LocalSandbox, Sandbox
+from slime.utils.types import Sample
+
+AGENTS = {
+    "tiny": (TinyAgentHarness, OpenAIAdapter),
+    "claude-code": (ClaudeCodeHarness, AnthropicAdapter),
+    "codex": (CodexHarness, OpenAIAdapter),
+}
+TEST_TIMEOUT_S = 300.0
+
+
+async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
+    """Let the agent work; each of its conversations is a sample, with the tests' verdict as reward."""
+    harness_class, adapter_class = AGENTS[getattr(args, "coding_agent", "tiny")]
+    facts = sample.metadata
+
+    async def work(url: str, sid: str) -> float:
+        async with _free(getattr(args, "coding_agent_sandboxes", 8), id(asyncio.get_running_loop())):
+            async with E2BSandbox(facts["image"]) if "image" in facts else LocalSandbox() as sb:
+                workdir = facts.get("workdir") or str(getattr(sb, "folder", "/work"))
+                await _write(sb, workdir, facts)
+                await harness_class().run(
+                    sb,
+                    workdir=workdir,
+                    session_id=sid,
+                    adapter_url=url,
+                    time_budget_sec=getattr(args, "coding_agent_time_s", 600),
+                    prompt=str(facts.get("question", sample.prompt)),
+                )
+                await _write(sb, workdir, facts)  # whatever the agent did to its tests
+                code, _, _ = await sb.exec(f"cd {workdir} && {facts['test']}", timeout=TEST_TIMEOUT_S)
+                return float(code == 0)
+
+    host = getattr(args, "coding_agent_host", "127.0.0.1")
+    return await play(args, sample, sampling_params, work, adapter_class=adapter_class, host=host)
+
+
+@functools.cache
+def _free(count: int, loop: int) -> asyncio.Semaphore:
+    """Return what bounds the sandboxes of one event loop."""
+    return asyncio.Semaphore(count)
+
+
+async def _write(sb: Sandbox, workdir: str, facts: dict[str, Any]) -> None:
+    for path, text in (facts.get("files") or {}).items():
+        await sb.write_file(f"{workdir}/{path}", text)

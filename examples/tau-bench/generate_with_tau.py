@@ -1,0 +1,61 @@
+"""``--custom-generate-function-path generate_with_tau.generate``: an agent between a user and a database.
+
+A turn with a call of a tool that the environment offers is that action; any other turn is said to the user.  The task
+is ``metadata["task_index"]`` of the sample.  Settings, by ``--custom-config-path``: ``tau_env`` and
+``tau_env_settings`` (for ``get_env``), ``tau_max_turns``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+import tau_env
+
+from examples.multi_turn import play
+from slime.agent.parsing import parse_model_output
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.types import Sample
+
+MAX_TURNS = 8
+
+
+async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Play one task; the reward is the environment's, 0 when a limit ended the conversation."""
+    env, action_class = tau_env.get_env(getattr(args, "tau_env", "orders"), **getattr(args, "tau_env_settings", {}))
+    # A simulated user may be a model behind HTTP: its calls must not hold up the event loop.
+    begun = await asyncio.to_thread(env.reset, task_index=int(sample.metadata["task_index"]))
+    if not sample.tokens:
+        messages = [{"role": "system", "content": env.wiki}] if env.wiki else []
+        messages.append({"role": "user", "content": begun.observation})
+        sample.prompt = GenerateState(args).tokenizer.apply_chat_template(
+            messages, tools=env.tools_info, tokenize=False, add_generation_prompt=True
+        )
+    reward = 0.0
+    actions = sample.metadata.setdefault("actions", [])
+    for name, arguments in actions:  # a sample that was interrupted: bring the environment to where it was
+        await asyncio.to_thread(env.step, action_class(name=name, kwargs=arguments))
+
+    async def environment(turn: str) -> tuple[str, str] | None:
+        nonlocal reward
+        parsed = parse_model_output(
+            turn,
+            tools_schema=env.tools_info,
+            tool_parser_name=getattr(args, "sglang_tool_call_parser", None),
+            reasoning_parser_name=getattr(args, "sglang_reasoning_parser", None),
+        )
+        use = parsed.tool_uses[0] if parsed.tool_uses else None
+        name, arguments = (use["name"], use["input"]) if use else (tau_env.RESPOND, {"content": parsed.text})
+        response = await asyncio.to_thread(env.step, action_class(name=name, kwargs=arguments))
+        actions.append((name, arguments))
+        if response.done:
+            reward = float(response.reward)
+            return None
+        return ("tool" if use else "user"), response.observation
+
+    max_turns = getattr(args, "tau_max_turns", MAX_TURNS)
+    sample = await play(args, sample, sampling_params, environment, max_turns=max_turns)
+    if sample.status is not Sample.Status.ABORTED:
+        sample.reward = reward
+    return sample

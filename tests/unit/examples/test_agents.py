@@ -1,0 +1,167 @@
+"""The agents of examples/strands, tau-bench and coding_agent_rl, with an engine that talks."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import random
+import sys
+
+import pytest
+
+from examples import agent_session
+from examples.coding_agent_rl import generate as coding
+from examples.tiny_arithmetic.tokenizer import build_tokenizer
+from examples.tiny_tools import agents
+from slime.rollout.sglang_rollout import generate_and_rm
+from slime.utils.types import Sample
+
+
+@pytest.fixture(autouse=True)
+def no_servers():
+    yield
+    agent_session.stop_servers()
+
+
+@pytest.fixture
+def tau(monkeypatch):
+    """The modules of examples/tau-bench, whose folder is no package."""
+    monkeypatch.syspath_prepend("examples/tau-bench")
+    for name in ("tau_env", "generate_with_tau"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("generate_with_tau")
+
+
+def turns_of(prompt):
+    """Role and text of each message of a rendered prompt."""
+    return [turn.partition("<|im_end|>")[0].partition("\n")[::2] for turn in prompt.split("<|im_start|>")[1:-1]]
+
+
+def test_demonstrations_are_what_the_agents_do():
+    rows = agents.sft_rows(50, random.Random(1))
+    assert len(rows) == 150
+    for row in rows:
+        assert [message["role"] for message in row["messages"]][0] == "user"
+        assert row["messages"][-1]["role"] in ("assistant", "user")
+        text = build_tokenizer().apply_chat_template(row["messages"], tokenize=False)
+        assert len(build_tokenizer().encode(text)) < 256
+    prompts = agents.prompt_rows(20, random.Random(1))
+    assert {name: len(rows) for name, rows in prompts.items()} == {"calls": 20, "orders": 20, "code": 20}
+
+
+# tau-bench
+
+
+def clerk(prompt):
+    """Looks the orders up, cancels the last one, says so."""
+    said = turns_of(prompt)
+    if said[-1][0] == "user":
+        return agents.call("get_orders", user=said[-1][1].rpartition(" ")[2])
+    return "done" if said[-1][1] == "ok" else agents.call("cancel_order", order=int(said[-1][1].split()[-1]))
+
+
+def careless_clerk(prompt):
+    return clerk(prompt) if turns_of(prompt)[-1][0] == "user" or " " not in turns_of(prompt)[-1][1] else "done"
+
+
+@pytest.mark.parametrize(("policy", "reward"), [(clerk, 1.0), (careless_clerk, 0.0)])
+def test_a_task_ends_with_the_verdict_of_the_database(talk, tau, policy, reward):
+    args, engine = talk(policy, custom_generate_function_path="generate_with_tau.generate")
+    sample = Sample(index=0, prompt="any", metadata={"task_index": 3})
+    sample = asyncio.run(generate_and_rm(args, sample, {"max_new_tokens": 300}))
+    name, orders = agents.order_task(3)
+    assert (sample.reward, sample.status) == (reward, Sample.Status.COMPLETED)
+    assert sample.metadata["actions"][0] == ("get_orders", {"user": name})
+    assert sample.metadata["actions"][-1] == ("respond", {"content": "done"})
+    assert sample.prompt == f"<|im_start|>user\ncancel last order of {name}<|im_end|>\n<|im_start|>assistant\n"
+    observations = "".join(
+        character
+        for character, on in zip(
+            (build_tokenizer().decode([token]) for token in sample.tokens[-sample.response_length :]), sample.loss_mask
+        )
+        if not on
+    )
+    assert " ".join(map(str, orders)) in observations and "done" not in observations
+
+
+def test_a_conversation_without_an_end_is_worth_nothing(talk, tau):
+    args, _ = talk(lambda prompt: agents.call("get_orders", user="nobody"), tau_max_turns=2)
+    sample = asyncio.run(tau.generate(args, Sample(index=0, metadata={"task_index": 0}), {"max_new_tokens": 300}))
+    assert (sample.status, sample.reward) == (Sample.Status.TRUNCATED, 0.0)
+
+
+def test_an_interrupted_task_goes_on_where_it_was(talk, tau):
+    args, engine = talk(clerk)
+    name, orders = agents.order_task(3)
+    done = [("get_orders", {"user": name}), ("cancel_order", {"order": orders[-1]})]
+    begin = f"<|im_start|>user\ncancel last order of {name}<|im_end|>\n<|im_start|>assistant\n"
+    rest = "looked<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = build_tokenizer()
+    tokens = tokenizer.encode(begin + rest)
+    sample = Sample(index=0, prompt=begin, tokens=tokens, response=rest, metadata={"task_index": 3, "actions": done})
+    sample.response_length = len(tokens) - len(tokenizer.encode(begin))
+    sample.loss_mask = [1] * sample.response_length
+    sample.rollout_log_probs = [0.0] * sample.response_length
+    sample.metadata["turn_start"] = len(rest)
+    sample = asyncio.run(tau.generate(args, sample, {"max_new_tokens": 300}))
+    assert sample.reward == 1.0 and len(sample.metadata["actions"]) == 3
+
+
+def test_the_environment_refuses_what_it_does_not_know(tau):
+    env, action = importlib.import_module("tau_env").get_env("orders")
+    env.reset(task_index=1)
+    assert env.step(action("get_orders", {"user": "nobody"})).observation == "no such user"
+    assert env.step(action("cancel_order", {"order": 5})).observation == "no such order"
+    assert env.step(action("refund")).observation == "no such tool: refund"
+    ended = env.step(action("respond", {"content": "bye"}))
+    assert (ended.done, ended.reward) == (True, 0.0)
+
+
+# coding_agent_rl
+
+
+def programmer(prompt):
+    """Wrong at first, right when the tests have spoken."""
+    question = turns_of(prompt)[0][1]
+    if turns_of(prompt)[-1] == ("user", agents.WRONG):
+        return f"```python\ndef f(a): return {question.removeprefix('f(a)=')}\n```"
+    return agents.program(2, 1, "-")
+
+
+@pytest.mark.parametrize(("policy", "reward"), [(programmer, 1.0), (lambda prompt: "no idea", 0.0)])
+def test_a_coding_agent_is_graded_by_the_tests_of_its_task(talk, policy, reward):
+    args, engine = talk(policy, custom_generate_function_path="examples.coding_agent_rl.generate.generate")
+    row = agents.code_row(7, 3, "+")
+    sample = Sample(index=4, prompt="any", metadata=row["metadata"])
+    (sample,) = asyncio.run(generate_and_rm(args, sample, {"max_new_tokens": 100}))
+    assert (sample.reward, sample.metadata["num_turns"], sample.rollout_id) == (reward, 2, 4)
+    first, second = [payload["input_ids"] for payload in engine.payloads]
+    assert sample.tokens[: len(second)] == second and second[: len(first)] == first
+    assert 0 in sample.loss_mask and sample.loss_mask[-1] == 1
+
+
+def test_every_agent_has_a_harness_and_a_protocol():
+    for harness, adapter in coding.AGENTS.values():
+        assert harness() is harness() and adapter.log_prefix in ("openai", "anthropic")
+
+
+# strands
+
+
+def caller(prompt):
+    said = turns_of(prompt)
+    if said[-1][0] == "tool":
+        return f"\\boxed{{{said[-1][1]}}}"
+    a, _, b = said[-1][1].partition("*")
+    return agents.call("multiply", a=int(a), b=int(b))
+
+
+@pytest.mark.parametrize(("label", "reward"), [("9716", 1.0), ("1", 0.0)])
+def test_a_strands_agent_calls_its_tool_and_answers(talk, label, reward):
+    pytest.importorskip("strands", reason="the extra `strands` is not installed")
+    args, engine = talk(caller, custom_generate_function_path="examples.strands.generate_with_strands.generate")
+    sample = Sample(index=2, prompt="any", label=label, metadata={"question": "347*28"})
+    (sample,) = asyncio.run(generate_and_rm(args, sample, {"max_new_tokens": 100}))
+    assert (sample.reward, sample.metadata["num_turns"]) == (reward, 2)
+    assert sample.tokens[: len(engine.payloads[1]["input_ids"])] == engine.payloads[1]["input_ids"]
+    assert sample.response.endswith("9716<|im_end|>\n<|im_start|>assistant\n\\boxed{9716}<|im_end|>")
