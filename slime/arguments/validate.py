@@ -13,7 +13,6 @@ from slime.arguments.cross_group import advise, check_delta_checksum, check_rewa
 from slime.arguments.hook_checks import check_hooks_on_driver
 from slime.arguments.validate_files import check_files
 from slime.flags.algorithm import (
-    check_distillation,
     check_loss,
     check_off_policy,
     check_reference,
@@ -23,6 +22,7 @@ from slime.flags.checkpoint import check_saves
 from slime.flags.cluster import check_gpus
 from slime.flags.data import check_batches, check_eval
 from slime.flags.debug import check_ci, check_dump_templates, check_modes
+from slime.flags.distillation import check_distillation
 from slime.flags.reward import check_reward
 from slime.flags.rollout import check_data_transport, check_length_of_the_run, check_sampling
 from slime.flags.train import check_stateless_adam, check_trained_parameters

@@ -17,6 +17,7 @@ from typing import Any
 
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
+from slime.flags.distillation import trainer_teachers
 from slime.flags.reward import BOXED_PREFIX
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.utils.errors import ConfigError, DataError
@@ -184,8 +185,11 @@ def _check_reference(args: Namespace) -> None:
 
 
 def _check_teacher(args: Namespace) -> None:
-    if args.opd_teacher_load is not None and not args.debug_rollout_only:
-        inspect_checkpoint(args.opd_teacher_load, "--opd-teacher-load", step=args.opd_teacher_ckpt_step)
+    if args.debug_rollout_only:
+        return
+    flag = "--opd-teacher-load" if args.opd_teachers is None else "--opd-teachers"
+    for folder in trainer_teachers(args).values():
+        inspect_checkpoint(folder, flag, step=args.opd_teacher_ckpt_step)
 
 
 def _check_replay(args: Namespace) -> None:

@@ -164,32 +164,6 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the distillation group to ``parser``."""
-    group = parser.add_argument_group("distillation", "On-policy distillation from a teacher.")
-    group.add_argument(
-        "--use-opd",
-        action="store_true",
-        help="On-policy distillation: add the reverse KL to a teacher to the advantages.",
-    )
-    group.add_argument(
-        "--opd-type",
-        choices=["sglang", "megatron"],
-        default=None,
-        help="Where the teacher runs: in an engine or in the trainer.",
-    )
-    group.add_argument("--opd-kl-coef", type=float, default=1.0, help="Weight of the teacher's reverse KL.")
-    group.add_argument(
-        "--opd-teacher-load", default=None, metavar="DIR", help="Checkpoint of the teacher (--opd-type megatron only)."
-    )
-    group.add_argument(
-        "--opd-teacher-ckpt-step",
-        type=non_negative_int,
-        default=None,
-        help="Iteration of the teacher's checkpoint. Default: the latest.",
-    )
-
-
 def derive_critic(args: Namespace) -> None:
     """Give an estimator that needs values (PPO) a critic, of the actor's size."""
     args.use_critic = get_estimator(args.advantage_estimator).needs_values
@@ -254,32 +228,6 @@ def check_off_policy(args: Namespace) -> Iterator[str]:
         yield "use_rs of --custom-config-path rejects by what --custom-tis-function-path says; give that path."
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; the bounds are swapped."
-
-
-def check_distillation(args: Namespace) -> Iterator[str]:
-    """Yield one message for each distillation flag that is missing or without effect."""
-    if not args.use_opd:
-        for flag in ("opd_type", "opd_teacher_load", "opd_teacher_ckpt_step"):
-            if getattr(args, flag) is not None:
-                yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --use-opd."
-        return
-    if not args.compute_advantages_and_returns or args.loss_type == "sft_loss":
-        yield "--use-opd changes the advantages, and there are none: drop --disable-compute-advantages-and-returns."
-    if args.opd_type is None:
-        yield "--use-opd needs --opd-type: sglang for a teacher behind --rm-url, megatron for one in the trainer."
-    elif args.opd_type == "megatron":
-        if args.opd_teacher_load is None:
-            yield "--opd-type megatron loads the teacher in the trainer; name its checkpoint: --opd-teacher-load."
-    else:
-        for flag in ("opd_teacher_load", "opd_teacher_ckpt_step"):
-            if getattr(args, flag) is not None:
-                yield (
-                    f"--{flag.replace('_', '-')} is {getattr(args, flag)}, but with --opd-type sglang the teacher's "
-                    "server loads it; drop the flag, or use --opd-type megatron."
-                )
-        own = "slime.rollout.on_policy_distillation.reward_func"
-        if args.custom_rm_path == own and args.rm_url is None:
-            yield f"--custom-rm-path {own} asks the teacher at --rm-url, which is not given."
 
 
 def check_reference(args: Namespace) -> Iterator[str]:

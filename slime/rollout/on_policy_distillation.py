@@ -4,6 +4,8 @@
     --custom-rm-path slime.rollout.on_policy_distillation.reward_func
     --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
 
+Several teachers: ``--opd-teachers math=http://A/generate code=http://B/generate`` in place of ``--rm-url``.
+
 The "reward" of a sample is the teacher's answer to its tokens, with the log-prob of each; the second function makes
 ``sample.teacher_log_probs`` of it.  The trainer then adds ``-opd_kl_coef * (student - teacher)`` to the advantages
 (``slime.algorithms.advantages.distillation``).  Evaluation needs a grader of its own: name it in ``--eval-config``.
@@ -23,8 +25,10 @@ from typing import Any
 
 import aiohttp
 
+from slime.flags.distillation import teacher_name, teachers_of
 from slime.flags.reward import reward_config
 from slime.rollout.control_client import control_sessions
+from slime.train_data.convert import source_name
 from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json
 from slime.utils.processing_utils import encode_image_for_rollout_engine
@@ -52,11 +56,15 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
 
     Raises:
         GraderError: the teacher did not answer, ``MAX_ATTEMPTS`` times, or refused.
+        DataError: the sample names no teacher of ``--opd-teachers``.
         ConfigError: ``--rm-url`` is not given.
     """
     if isinstance(sample, list):
         return list(await asyncio.gather(*(reward_func(args, one) for one in sample)))
-    if not reward_config(args).rm_url:
+    url = reward_config(args).rm_url
+    if getattr(args, "opd_teachers", None) is not None:
+        url = teachers_of(args)[teacher_name(args, sample, source_name(sample))]
+    if not url:
         raise ConfigError("--rm-url is not given; it must be the /generate address of the teacher's SGLang server.")
     payload: dict[str, Any] = {
         "input_ids": list(sample.tokens),
@@ -68,10 +76,12 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
         "return_logprob": True,
         "logprob_start_len": 0,
     }
+    if (top_k := getattr(args, "opd_top_k", None)) is not None:
+        payload["top_logprobs_num"] = top_k
     images = (sample.multimodal_inputs or {}).get("images")
     if images:
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
-    return await _ask(args.rm_url, encode_json(payload))
+    return await _ask(url, encode_json(payload))
 
 
 async def _ask(url: str, body: bytes) -> dict[str, Any]:
@@ -109,12 +119,17 @@ def post_process_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[li
     Raises:
         DataError: the answer does not fit the sample's tokens.
     """
+    top_k = getattr(args, "opd_top_k", None)
     for sample in samples:
         if isinstance(sample.reward, dict):
             sample.teacher_log_probs = teacher_log_probs(sample, sample.reward)
+            if top_k is not None:
+                sample.metadata["teacher_top"] = teacher_top(sample, sample.reward, top_k)
         else:
             logger.warning("Sample %s has no response of the teacher; it is excluded from training.", sample.index)
             sample.teacher_log_probs = [0.0] * sample.response_length
+            if top_k is not None:
+                sample.metadata["teacher_top"] = [[list(range(top_k)), [0.0] * top_k]] * sample.response_length
             sample.remove_sample = True
     return [0.0] * len(samples), [0.0] * len(samples)
 
@@ -141,3 +156,25 @@ def teacher_log_probs(sample: Sample, answer: dict[str, Any]) -> list[float]:
                 "teacher and student must have the same tokenizer. Check the model behind --rm-url."
             )
     return [float(entry[0]) for entry in tail]
+
+
+def teacher_top(sample: Sample, answer: dict[str, Any], k: int) -> list[list[list[float]]]:
+    """Return, for each response token, the ids and the log-probs of the teacher's ``k`` likeliest tokens.
+
+    Args:
+        answer: has ``meta_info.input_top_logprobs``: ``[[log_prob, token_id, ...], ...]`` for each token.
+
+    Raises:
+        DataError: a token has not ``k`` of them.
+    """
+    meta = answer["meta_info"]
+    entries = meta.get("input_top_logprobs") or []
+    tail = entries[len(entries) - sample.response_length :]
+    is_whole = len(entries) == len(meta["input_token_logprobs"])
+    if not is_whole or any(entry is None or len(entry) < k for entry in tail):
+        raise DataError(
+            f"The teacher did not give the {k} likeliest tokens of --opd-top-k at each of the "
+            f"{sample.response_length} response tokens of sample {sample.index}. Does its server know "
+            "top_logprobs_num?"
+        )
+    return [[[pair[1] for pair in entry[:k]], [float(pair[0]) for pair in entry[:k]]] for entry in tail]

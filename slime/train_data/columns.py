@@ -77,6 +77,12 @@ class TrainBatch:
         torch.float32, span="response", read=lambda sample: sample.teacher_log_probs
     )
     """[R] log-probs of the teacher that is distilled."""
+    teacher_top: Sequence[Any] | None = _column(
+        torch.float32, span="response", read=lambda sample: (sample.metadata or {}).get("teacher_top")
+    )
+    """[R, 2, K] ids and log-probs of the teacher's likeliest tokens (``--opd-top-k``)."""
+    teacher_names: Sequence[str] | None = _column()
+    """Which of several teachers is the sample's."""
     rollout_top_p_token_ids: Sequence[Ints] | None = _column(torch.int32)
     """Ids of the nuclei of all response tokens, one after the other."""
     rollout_top_p_token_offsets: Sequence[Ints] | None = _column(torch.int32)

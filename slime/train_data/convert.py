@@ -24,6 +24,7 @@ def samples_to_train_data(
     *,
     rollout_top_p: float = 1.0,
     routed: RoutedShape | None = None,
+    teacher_names: Sequence[str] | None = None,
 ) -> TrainBatch:
     """Return the columns of one rollout's samples.
 
@@ -33,6 +34,7 @@ def samples_to_train_data(
         rewards: reward of each sample as the advantage estimator takes it.
         rollout_top_p: nucleus the engine sampled from; below 1 every sample must carry its kept token ids.
         routed: of a model whose training replays the engine's choice of experts, which every sample must then carry.
+        teacher_names: of the samples, in a run with several teachers.
 
     Raises:
         DataError: a sample breaks its own invariants; the message names its index and the field.
@@ -73,6 +75,7 @@ def samples_to_train_data(
         rollout_ids=rollout_ids,
         loss_masks=loss_masks,
         rollout_mask_sums=rollout_mask_sums(loss_masks, rollout_ids),
+        teacher_names=teacher_names,
         **optional,
     )
 

@@ -19,7 +19,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, train_metrics
-from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
+from slime.backends.megatron_utils.advantages import choose_teachers, compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.expert_load import ExpertLoad
@@ -27,13 +27,15 @@ from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
 from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
-from slime.backends.megatron_utils.policies import ModelSwitch, Policies
+from slime.backends.megatron_utils.policies import ModelSwitch, Policies, teacher_tag
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
+from slime.backends.megatron_utils.top_k import get_log_probs_and_top
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater, model_name
 from slime.backends.train_worker import TrainWorker
+from slime.flags.distillation import trainer_teachers
 from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler
 from slime.observability.timer import Timer, timer
@@ -198,10 +200,19 @@ class MegatronTrainRayActor(TrainWorker):
 
         The actor's weights are in the model afterwards.
         """
-        for tag, prefix in (("ref", "ref_"), ("teacher", "teacher_")):
-            if tag in self.weights.tags:
-                self.weights.switch_to(tag)
-                self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, prefix)
+        if "ref" in self.weights.tags:
+            self.weights.switch_to("ref")
+            self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "ref_")
+        read = get_log_probs_and_entropy if self.args.opd_top_k is None else get_log_probs_and_top
+        answers: dict[str, dict[str, Any]] = {}
+        kept = [name for name in trainer_teachers(self.args) if teacher_tag(name) in self.weights.tags]
+        for name in kept:
+            self.weights.switch_to(teacher_tag(name))
+            self._forward(rollout_id, read, data, iterators, "teacher_")
+            columns = ("teacher_log_probs", "teacher_top")
+            answers[name] = {column: data[column] for column in columns if column in data}
+        if len(answers) > 1:
+            choose_teachers(data, answers)
         self.weights.switch_to("old_actor" if self.args.keep_old_actor else "actor")
         with self._routed("old_log_probs"):
             if needs_old_log_probs(self.args, len(data.num_microbatches)):

@@ -6,6 +6,8 @@ The formulas are in ``slime.algorithms.advantages``; here: which columns feed th
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,6 +121,26 @@ def _estimate(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> tuple[
     return advantages, returns
 
 
+def choose_teachers(data: DeviceBatch, answers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set the teacher's columns of each sample to those of its own teacher, ``teacher_names`` of the data.
+
+    Args:
+        data: of this rank.
+        answers: teacher -> column -> an entry for each sample; without columns on all but the last pipeline stage.
+
+    Raises:
+        DataError: the data does not say which teacher is whose.
+    """
+    names = data.get("teacher_names")
+    if names is None:
+        raise DataError(
+            "--opd-teachers needs the column teacher_names, the name of each sample's teacher; a converter given by "
+            "--custom-convert-samples-to-train-data-path must make it"
+        )
+    for column in next(iter(answers.values())):
+        data[column] = [answers[name][column][position] for position, name in enumerate(names)]
+
+
 def _distil(args: Namespace, data: DeviceBatch) -> None:
     student = data.rollout_log_probs if args.use_rollout_logprobs else data.log_probs
     teacher = data.teacher_log_probs
@@ -127,4 +149,5 @@ def _distil(args: Namespace, data: DeviceBatch) -> None:
             f"--use-opd needs the log-probs of {'the student' if student is None else 'the teacher'}; check "
             "--opd-type, --opd-teacher-load and the reward function that queries the teacher"
         )
-    data.advantages, data.opd_reverse_kl = add_distillation(data.advantages, student, teacher, coef=args.opd_kl_coef)
+    coef = args.opd_kl_coef if args.opd_top_k is None else 0.0  # top-k distillation is a term of the loss
+    data.advantages, data.opd_reverse_kl = add_distillation(data.advantages, student, teacher, coef=coef)

@@ -42,6 +42,7 @@ from slime.backends.megatron_utils.loss_columns import (
     reducer_of,
     response_log_probs,
 )
+from slime.backends.megatron_utils.top_k import top_k_divergence
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 
@@ -131,6 +132,11 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
         ratio_T = (log_prob_T - torch.cat(old_N)).exp() if args.use_unbiased_kl else None
         metrics["kl_loss"] = reduce(approx_kl(log_prob_T, torch.cat(reference_N), args.kl_loss_type, ratio_T))
         loss = loss + args.kl_loss_coef * metrics["kl_loss"]
+
+    if args.use_opd and args.opd_top_k is not None:
+        divergence_N = tokens.only(top_k_divergence(args, batch, logits, log_probs))
+        metrics["opd_loss"] = reduce(torch.cat(divergence_N))
+        loss = loss + args.opd_kl_coef * metrics["opd_loss"]
 
     if rollout_N is not None:
         ours_N = log_prob_N if args.use_rollout_logprobs else old_N

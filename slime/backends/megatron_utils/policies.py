@@ -1,7 +1,7 @@
 """The policies that a run keeps beside the one in training, and the moments when one becomes another.
 
     ref            --ref-load; becomes the actor every --ref-update-interval rollouts
-    teacher        --opd-teacher-load; never changes
+    teacher        --opd-teacher-load; never changes ("teacher NAME" is one of --opd-teachers)
     rollout_actor  --keep-old-actor: the weights of the last push
     old_actor      --keep-old-actor: the weights that drew the rollout in training
 
@@ -23,10 +23,16 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils import checkpoint, memory
+from slime.flags.distillation import trainer_teachers
 from slime.observability.timer import timer
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+def teacher_tag(name: str) -> str:
+    """Return the tag of a teacher's weights."""
+    return f"teacher {name}".rstrip()
 
 
 class Policies:
@@ -44,16 +50,15 @@ class Policies:
     def load(self, *, with_ref: bool, with_teacher: bool) -> None:
         """Load the frozen policies; the model holds the actor afterwards, as before."""
         args, weights = self._args, self._weights
-        others = {"ref": ("ref_load", args.ref_ckpt_step)} if with_ref else {}
-        if with_teacher:
-            others["teacher"] = ("opd_teacher_load", args.opd_teacher_ckpt_step)
+        others = {"ref": ("ref_load", args.ref_load, args.ref_ckpt_step)} if with_ref else {}
+        for name, folder in trainer_teachers(args).items() if with_teacher else ():
+            others[teacher_tag(name)] = ("opd_teacher_load", folder, args.opd_teacher_ckpt_step)
         if others or args.keep_old_actor or (args.offload_train and memory.is_memory_saver_active()):
             weights.backup("actor")
-        for tag, (load_arg, step) in others.items():
+        for tag, (load_arg, folder, step) in others.items():
             # Weights only: the optimizer and the generators belong to the actor.
-            frozen = Namespace(
-                **{**vars(args), "ckpt_step": step, "finetune": True, "no_load_optim": True, "no_load_rng": True}
-            )
+            weights_only = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
+            frozen = Namespace(**{**vars(args), **weights_only, load_arg: folder, "ckpt_step": step})
             checkpoint.load_checkpoint(frozen, self._model, None, None, load_arg=load_arg)
             weights.rename(tag)
             weights.backup(tag)

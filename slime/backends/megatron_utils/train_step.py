@@ -45,6 +45,7 @@ _KEYS = (
     "returns",
     "rollout_log_probs",
     "teacher_log_probs",
+    "teacher_top",
     "rollout_mask_sums",
     "partition",
     "rollout_top_p_token_ids",

@@ -108,3 +108,50 @@ def test_a_teacher_that_refuses_is_asked_once(teacher):
 def test_the_address_is_needed(teacher):
     with pytest.raises(ConfigError, match="--rm-url"):
         run(reward_func(arguments(teacher, rm_url=None), sample()))
+
+
+@pytest.mark.parametrize(("key", "names"), [(None, ["math", "code", "math"]), ("task", ["code", "math", "math"])])
+def test_each_sample_asks_its_own_teacher(teacher, key, names):
+    other = ScriptedEngine(Script(log_prob=lambda token, position: -5.0))
+    other.start()
+    teachers = [f"math={teacher.url}/generate", f"code={other.url}/generate?a=b"]
+    args = arguments(teacher, rm_url=None, opd_teachers=teachers, opd_teacher_key=key)
+    samples = [sample() for _ in names]
+    for one, task, source in zip(samples, ["code", "math", "math"], ["math", "code", "math"], strict=True):
+        one.metadata = {"task": task, "source_name": source}
+    try:
+        for one, answer in zip(samples, run(reward_func(args, samples)), strict=True):
+            one.reward = answer
+    finally:
+        other.stop()
+    post_process_rewards(args, samples)
+    assert [one.teacher_log_probs == [-5.0] * 3 for one in samples] == [name == "code" for name in names]
+    assert (len(teacher.payloads), len(other.payloads)) == (2, 1)
+
+
+def test_a_sample_without_a_teacher_is_named():
+    args = Namespace(opd_type="sglang", opd_teachers=["math=http://a"], opd_teacher_key=None, rollout_temperature=1.0)
+    with pytest.raises(DataError, match="teacher of sample 4: its data set is 'unknown'.*--opd-teachers has math"):
+        run(reward_func(args, sample()))
+
+
+def test_the_teachers_likeliest_tokens_are_asked_for_and_kept(teacher):
+    args = arguments(teacher, opd_top_k=2)
+    one = sample()
+    one.reward = run(reward_func(args, one))
+    assert teacher.payloads[0]["top_logprobs_num"] == 2
+    # The scripted engine gives none; SGLang gives, for each token, [log-prob, id, text] of the likeliest.
+    top = [None, *([[-0.1 * n, 20 + n, None], [-0.5, 30 + n, None]] for n in range(4))]
+    one.reward["meta_info"]["input_top_logprobs"] = top
+    post_process_rewards(args, [one])
+    assert one.metadata["teacher_top"] == [[[20 + n, 30 + n], [-0.1 * n, -0.5]] for n in (1, 2, 3)]
+    one.reward["meta_info"]["input_top_logprobs"] = top[:-1]
+    with pytest.raises(DataError, match="2 likeliest tokens of --opd-top-k"):
+        post_process_rewards(args, [Sample(**{**vars(one), "tokens": one.tokens})])
+
+
+def test_a_sample_without_an_answer_has_tokens_of_no_weight(caplog):
+    lost = sample()
+    lost.reward = 0
+    post_process_rewards(Namespace(opd_top_k=2), [lost])
+    assert lost.remove_sample and lost.metadata["teacher_top"] == [[[0, 1], [0.0, 0.0]]] * 3

@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.flags.linear_arguments import linear_problems
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import family_of, find_weight_map
+from slime.flags.distillation import trainer_teachers
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import wire_dtype
 from slime.weights.quantize.formats import BlockFp8
@@ -115,8 +116,10 @@ def check_other_models(args: Namespace) -> None:
     Raises:
         ConfigError: with each flag, its value and the folder's.
     """
-    for attribute in ("load", "ref_load", "opd_teacher_load"):
-        folder = getattr(args, attribute)
+    folders = [("load", args.load), ("ref_load", args.ref_load)]
+    teacher_flag = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
+    folders += [(teacher_flag, folder) for folder in trainer_teachers(args).values()]
+    for attribute, folder in folders:
         if not folder or folder == args.hf_checkpoint or not (Path(folder) / "config.json").is_file():
             continue
         if problems := _mismatches(args, read_hf_config(folder)):

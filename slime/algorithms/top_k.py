@@ -1,0 +1,117 @@
+"""Distillation on the teacher's likeliest tokens: what a teacher keeps of its distribution, and the KL to it.
+
+Shapes: T = rows of the logits (positions), R = rows that are asked for, V = columns of this rank's vocabulary shard,
+K = tokens kept of each row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+REST_FLOOR = 1e-6
+"""Least probability that a teacher, or a student, is said to give to all the other tokens together."""
+
+
+def reverse_kl_on_top(student_log_prob_RK: Tensor, teacher_log_prob_RK: Tensor) -> Tensor:
+    """Return ``KL(student || teacher)`` over the teacher's K likeliest tokens and one bucket with all the others:
+
+        sum_k p_k (log p_k - log q_k) + p_rest (log p_rest - log q_rest)
+
+    It is 0 only where both agree on every one of the K tokens, and with K = the vocabulary it is the full reverse KL.
+
+    Args:
+        student_log_prob_RK: of the teacher's tokens, in nats; carries the gradient.
+        teacher_log_prob_RK: of the same tokens; constant.
+
+    Source: Agarwal et al., arXiv:2306.13649; the bucket keeps a truncated divergence from going below 0.
+    """
+
+    def with_rest(log_prob_RK: Tensor) -> Tensor:
+        rest_R = (1 - log_prob_RK.exp().sum(dim=-1)).clamp(min=REST_FLOOR).log()
+        return torch.cat([log_prob_RK, rest_R[:, None]], dim=-1)
+
+    student_RK, teacher_RK = with_rest(student_log_prob_RK), with_rest(teacher_log_prob_RK.detach())
+    return (student_RK.exp() * (student_RK - teacher_RK)).sum(dim=-1)
+
+
+def logits_of(
+    logits_TV: Tensor, rows_R: Tensor, ids_RK: Tensor, *, tp_group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the logits of some tokens in each row, [R, K] in float32, with their gradient.
+
+    Args:
+        logits_TV: this rank's columns; rank k of the group has the ids ``[k * V, (k+1) * V)``.
+        rows_R: int64 rows.
+        ids_RK: int64 ids in the whole vocabulary.
+        tp_group: the tensor-parallel group; None when this rank has the whole vocabulary.
+    """
+    shard = logits_TV.shape[-1]
+    columns_RK = ids_RK - (dist.get_rank(tp_group) * shard if tp_group is not None else 0)
+    is_here_RK = (columns_RK >= 0) & (columns_RK < shard)
+    values_RK = logits_TV[rows_R[:, None], columns_RK.clamp(0, shard - 1)].float()
+    values_RK = torch.where(is_here_RK, values_RK, 0.0)
+    return values_RK if tp_group is None else _SumOverShards.apply(values_RK, tp_group)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def top_logits(
+    logits_TV: Tensor,
+    rows_R: Tensor,
+    k: int,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    num_columns: int,
+    rows_per_chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(ids_RK, logits_RK)`` of the k largest logits of each row in the whole vocabulary, the largest first.
+
+    Args:
+        logits_TV: this rank's columns.
+        rows_R: int64 rows.
+        k: at most ``V``.
+        tp_group: the tensor-parallel group; None when this rank has the whole vocabulary.
+        num_columns: columns from this one on are padding of the vocabulary.
+        rows_per_chunk: rows handled at a time, to bound the memory.
+    """
+    shard = logits_TV.shape[-1]
+    first_id = dist.get_rank(tp_group) * shard if tp_group is not None else 0
+    values, ids = [], []
+    is_padding_V = torch.arange(shard, device=logits_TV.device) >= num_columns
+    for rows in torch.split(rows_R, rows_per_chunk):
+        chunk_KV = logits_TV[rows].float().masked_fill(is_padding_V, -torch.inf)
+        best = chunk_KV.topk(k, dim=-1)
+        values.append(best.values)
+        ids.append(best.indices + first_id)
+    if not values:
+        nothing = logits_TV.new_empty(0, k, dtype=torch.float32)
+        values, ids = [nothing], [nothing.long()]
+    value_RK, id_RK = torch.cat(values), torch.cat(ids)
+    if tp_group is None:
+        return id_RK, value_RK
+    value_RM, id_RM = _side_by_side(value_RK, tp_group), _side_by_side(id_RK, tp_group)
+    best = value_RM.topk(k, dim=-1)
+    return id_RM.gather(1, best.indices), best.values
+
+
+def _side_by_side(local_RK: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(local_RK) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local_RK.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+class _SumOverShards(torch.autograd.Function):
+    """All-reduce of what one shard has and the others do not; each shard's gradient is the whole one."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

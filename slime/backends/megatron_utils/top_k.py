@@ -1,0 +1,96 @@
+"""Top-k distillation (``--opd-top-k``): what a teacher in the trainer keeps, and the student's divergence from it.
+
+The column ``teacher_top`` has [R, 2, K] float32 numbers for each sample: the ids of the teacher's K likeliest tokens
+at each response token (whole numbers, exact below 2**24) and their log-probs.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.algorithms.log_probs import CHUNK_BYTES
+from slime.algorithms.top_k import logits_of, reverse_kl_on_top, top_logits
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, response_rows
+from slime.backends.megatron_utils.loss_columns import Batch
+from slime.utils.errors import DataError
+
+
+def get_log_probs_and_top(
+    logits: Tensor, *, args: Namespace, **columns: Any
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Compute what ``get_log_probs_and_entropy`` does, and ``top``: the teacher's column of each sample."""
+    nothing, result = get_log_probs_and_entropy(logits, args=args, **columns)
+    rows_R, target_R, counts = _rows(logits, columns["unconcat_tokens"], columns["total_lengths"], columns)
+    logits_TV, group = logits.squeeze(0), _tp_group()
+    shard = logits_TV.shape[-1]
+    first_id = mpu.get_tensor_model_parallel_rank() * shard
+    ids_RK, value_RK = top_logits(
+        logits_TV,
+        rows_R,
+        args.opd_top_k,
+        tp_group=group,
+        num_columns=min(max(args.vocab_size - first_id, 0), shard),
+        rows_per_chunk=max(CHUNK_BYTES // (4 * shard), 1),
+    )
+    log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(result["log_probs"]), args)
+    top_R2K = torch.stack([ids_RK.float(), value_RK / args.rollout_temperature - log_normaliser_R1], dim=1)
+    result["top"] = list(top_R2K.split(counts))
+    return nothing, result
+
+
+def top_k_divergence(args: Namespace, batch: Batch, logits: Tensor, log_probs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the reverse KL from the teacher's top tokens at each response token, [r] for each sample.
+
+    Args:
+        args: ``rollout_temperature`` is read.
+        batch: of ``data.get_batch``, with ``teacher_top``.
+        logits: [1, T, V] of the student.
+        log_probs: [r] of the response tokens, of the same logits and with their gradient.
+
+    Raises:
+        DataError: there is no ``teacher_top``.
+    """
+    if batch.get("teacher_top") is None:
+        raise DataError(
+            "--opd-top-k needs the teacher's likeliest tokens, and the samples have none. They come from --opd-type "
+            "megatron, or from slime.rollout.on_policy_distillation.reward_func and post_process_rewards."
+        )
+    logits_TV = logits.squeeze(0)
+    rows_R, target_R, counts = _rows(logits, batch["unconcat_tokens"], batch["total_lengths"], batch)
+    # What is not trained may hold anything; it is taken out of the loss later, and must not reach the gradient.
+    top_R2K = torch.cat(list(batch["teacher_top"])).nan_to_num(0.0)
+    ids_RK, teacher_RK = top_R2K[:, 0].long(), top_R2K[:, 1]
+    log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(list(log_probs)), args)
+    student_RK = logits_of(logits_TV, rows_R, ids_RK, tp_group=_tp_group()) / args.rollout_temperature
+    return list(reverse_kl_on_top(student_RK - log_normaliser_R1, teacher_RK).split(counts))
+
+
+def _log_normaliser(
+    logits_TV: Tensor, rows_R: Tensor, target_R: Tensor, log_prob_R: Tensor, args: Namespace
+) -> Tensor:
+    """Return [R, 1] logsumexp of the rows: the target's logit less its log-prob, so no second pass over the logits."""
+    target_logit_R1 = logits_of(logits_TV, rows_R, target_R[:, None], tp_group=_tp_group())
+    return target_logit_R1 / args.rollout_temperature - log_prob_R[:, None]
+
+
+def _rows(
+    logits: Tensor, tokens_N: Sequence[Tensor], total_lengths: Sequence[int], columns: Any
+) -> tuple[Tensor, Tensor, list[int]]:
+    rows_R, positions_R, counts = response_rows(total_lengths, columns["response_lengths"])
+    positions = positions_R.to(logits.device).split(counts)
+    target_R = torch.cat([tokens[position] for tokens, position in zip(tokens_N, positions, strict=True)])
+    return rows_R.to(logits.device), target_R, counts
+
+
+def _tp_group() -> Any:
+    return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None

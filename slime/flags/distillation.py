@@ -1,0 +1,159 @@
+"""On-policy distillation: its flags, and which teachers a run has."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from slime.flags.kinds import non_negative_int, positive_int
+from slime.utils.errors import DataError
+
+ONLY_TEACHER = ""
+"""Name of the teacher of a run with one."""
+
+
+def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the distillation group to ``parser``."""
+    group = parser.add_argument_group("distillation", "On-policy distillation from a teacher.")
+    group.add_argument(
+        "--use-opd",
+        action="store_true",
+        help="On-policy distillation: add the reverse KL to a teacher to the advantages.",
+    )
+    group.add_argument(
+        "--opd-type",
+        choices=["sglang", "megatron"],
+        default=None,
+        help="Where the teacher runs: in an engine or in the trainer.",
+    )
+    group.add_argument("--opd-kl-coef", type=float, default=1.0, help="Weight of the teacher's reverse KL.")
+    group.add_argument(
+        "--opd-teacher-load", default=None, metavar="DIR", help="Checkpoint of the teacher (--opd-type megatron only)."
+    )
+    group.add_argument(
+        "--opd-teachers",
+        nargs="+",
+        default=None,
+        metavar="NAME=WHERE",
+        help="Several teachers: the name and the /generate address (sglang) or the checkpoint (megatron) of each, in "
+        "place of --rm-url or --opd-teacher-load.",
+    )
+    group.add_argument(
+        "--opd-teacher-key",
+        default=None,
+        metavar="KEY",
+        help="Entry of a sample's metadata that names its teacher, with --opd-teachers. Default: the data set's name, "
+        "the attribute source of the sample or the entry source_name.",
+    )
+    group.add_argument(
+        "--opd-top-k",
+        type=positive_int,
+        default=None,
+        metavar="K",
+        help="Train on the reverse KL over the teacher's K likeliest tokens at each position, as a term of the policy "
+        "loss weighted by --opd-kl-coef, in place of the drawn token's log-prob in the advantages.",
+    )
+    group.add_argument(
+        "--opd-teacher-ckpt-step",
+        type=non_negative_int,
+        default=None,
+        help="Iteration of the teacher's checkpoint. Default: the latest.",
+    )
+
+
+def teachers_of(args: Any) -> dict[str, str | None]:
+    """Return name -> ``/generate`` address or checkpoint of each teacher; one teacher is called ``ONLY_TEACHER``."""
+    given = getattr(args, "opd_teachers", None)
+    if given is None:
+        return {ONLY_TEACHER: args.rm_url if args.opd_type == "sglang" else args.opd_teacher_load}
+    return dict(entry.split("=", 1) for entry in given)
+
+
+def trainer_teachers(args: Any) -> dict[str, str]:
+    """Return name -> checkpoint of the teachers inside the trainer; empty when there are none."""
+    if not args.use_opd or args.opd_type != "megatron":
+        return {}
+    return {name: folder for name, folder in teachers_of(args).items() if folder is not None}
+
+
+def teacher_name(args: Any, sample: Any, source_name: str) -> str:
+    """Return the name of the teacher of ``sample``, which comes from the data set ``source_name``.
+
+    Raises:
+        DataError: it names no teacher of the run.
+    """
+    if getattr(args, "opd_teachers", None) is None:
+        return ONLY_TEACHER
+    key = args.opd_teacher_key
+    name = source_name if key is None else (sample.metadata or {}).get(key)
+    teachers = teachers_of(args)
+    if name not in teachers:
+        where = "its data set" if key is None else f"metadata[{key!r}], by --opd-teacher-key,"
+        raise DataError(
+            f"The teacher of sample {sample.index}: {where} is {name!r}; --opd-teachers has {', '.join(teachers)}."
+        )
+    return str(name)
+
+
+def check_distillation(args: Namespace) -> Iterator[str]:
+    """Yield one message for each distillation flag that is missing or without effect."""
+    if not args.use_opd:
+        for flag in (
+            "opd_type",
+            "opd_teacher_load",
+            "opd_teachers",
+            "opd_teacher_key",
+            "opd_teacher_ckpt_step",
+            "opd_top_k",
+        ):
+            if getattr(args, flag) is not None:
+                yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --use-opd."
+        return
+    if not args.compute_advantages_and_returns or args.loss_type == "sft_loss":
+        yield "--use-opd changes the advantages, and there are none: drop --disable-compute-advantages-and-returns."
+    yield from _check_teachers(args)
+    yield from _check_top_k(args)
+    if args.opd_type is None:
+        yield "--use-opd needs --opd-type: sglang for a teacher behind --rm-url, megatron for one in the trainer."
+    elif args.opd_type == "megatron":
+        if args.opd_teacher_load is None and args.opd_teachers is None:
+            yield "--opd-type megatron loads the teacher in the trainer; name its checkpoint: --opd-teacher-load."
+    else:
+        for flag in ("opd_teacher_load", "opd_teacher_ckpt_step"):
+            if getattr(args, flag) is not None:
+                yield (
+                    f"--{flag.replace('_', '-')} is {getattr(args, flag)}, but with --opd-type sglang the teacher's "
+                    "server loads it; drop the flag, or use --opd-type megatron."
+                )
+        own = "slime.rollout.on_policy_distillation.reward_func"
+        if args.custom_rm_path == own and args.rm_url is None and args.opd_teachers is None:
+            yield f"--custom-rm-path {own} asks the teacher at --rm-url, which is not given."
+
+
+def _check_teachers(args: Namespace) -> Iterator[str]:
+    if args.opd_teachers is None:
+        if args.opd_teacher_key is not None:
+            yield f"--opd-teacher-key is {args.opd_teacher_key}, which has no effect without --opd-teachers."
+        return
+    names = [entry.partition("=")[0] for entry in args.opd_teachers]
+    wrong = [entry for entry in args.opd_teachers if not all(entry.partition("="))]
+    if wrong:
+        yield f"--opd-teachers has {wrong[0]!r}; each must be NAME=WHERE."
+    if len(set(names)) < len(names):
+        yield f"--opd-teachers has the names {', '.join(names)}; each may occur once."
+    if args.opd_teacher_load is not None:
+        yield f"--opd-teacher-load is {args.opd_teacher_load}, one teacher, beside --opd-teachers; drop one of them."
+
+
+def _check_top_k(args: Namespace) -> Iterator[str]:
+    if args.opd_top_k is None:
+        return
+    here = f"--opd-top-k {args.opd_top_k}"
+    if args.loss_type != "policy_loss":
+        yield f"{here} is a term of the policy loss; --loss-type is {args.loss_type}."
+    if args.rollout_top_p != 1.0:
+        yield f"{here} compares whole distributions, and --rollout-top-p {args.rollout_top_p} cuts them; make it 1."
+    if getattr(args, "allgather_cp", False):
+        yield f"{here} does not work with --allgather-cp; drop one of them."
