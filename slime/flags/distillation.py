@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.flags.kinds import non_negative_int, positive_int
-from slime.utils.errors import DataError
 
 ONLY_TEACHER = ""
 """Name of the teacher of a run with one."""
@@ -76,25 +75,6 @@ def trainer_teachers(args: Any) -> dict[str, str]:
     if not args.use_opd or args.opd_type != "megatron":
         return {}
     return {name: folder for name, folder in teachers_of(args).items() if folder is not None}
-
-
-def teacher_name(args: Any, sample: Any, source_name: str) -> str:
-    """Return the name of the teacher of ``sample``, which comes from the data set ``source_name``.
-
-    Raises:
-        DataError: it names no teacher of the run.
-    """
-    if getattr(args, "opd_teachers", None) is None:
-        return ONLY_TEACHER
-    key = args.opd_teacher_key
-    name = source_name if key is None else (sample.metadata or {}).get(key)
-    teachers = teachers_of(args)
-    if name not in teachers:
-        where = "its data set" if key is None else f"metadata[{key!r}], by --opd-teacher-key,"
-        raise DataError(
-            f"The teacher of sample {sample.index}: {where} is {name!r}; --opd-teachers has {', '.join(teachers)}."
-        )
-    return str(name)
 
 
 def check_distillation(args: Namespace) -> Iterator[str]:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slime.arguments.schedule import schedule_config
-from slime.flags.distillation import teacher_name
+from slime.rollout.on_policy_distillation import teacher_name
 from slime.train_data.columns import RankBatch, TrainBatch
-from slime.train_data.convert import samples_to_train_data, source_name
+from slime.train_data.convert import samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
 from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
@@ -94,7 +94,7 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
         routed = RoutedShape(num_layers=args.num_layers, top_k=args.moe_router_topk, num_experts=args.num_experts)
     teachers = None
     if args.use_opd and args.opd_teachers is not None:
-        teachers = [teacher_name(args, sample, source_name(sample)) for sample in samples]
+        teachers = [teacher_name(args, sample) for sample in samples]
     return samples_to_train_data(
         samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p, routed=routed, teacher_names=teachers
     )

@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from slime.flags.distillation import teacher_name, teachers_of
+from slime.flags.distillation import ONLY_TEACHER, teachers_of
 from slime.flags.reward import reward_config
 from slime.rollout.control_client import control_sessions
 from slime.train_data.convert import source_name
@@ -34,7 +34,7 @@ from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
 
-__all__ = ["post_process_rewards", "reward_func"]
+__all__ = ["post_process_rewards", "reward_func", "teacher_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
         return list(await asyncio.gather(*(reward_func(args, one) for one in sample)))
     url = reward_config(args).rm_url
     if getattr(args, "opd_teachers", None) is not None:
-        url = teachers_of(args)[teacher_name(args, sample, source_name(sample))]
+        url = teachers_of(args)[teacher_name(args, sample)]
     if not url:
         raise ConfigError("--rm-url is not given; it must be the /generate address of the teacher's SGLang server.")
     payload: dict[str, Any] = {
@@ -82,6 +82,25 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     if images:
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     return await _ask(url, encode_json(payload))
+
+
+def teacher_name(args: Namespace, sample: Sample) -> str:
+    """Return the name of the sample's teacher.
+
+    Raises:
+        DataError: it names no teacher of the run.
+    """
+    if getattr(args, "opd_teachers", None) is None:
+        return ONLY_TEACHER
+    key = args.opd_teacher_key
+    name = source_name(sample) if key is None else (sample.metadata or {}).get(key)
+    teachers = teachers_of(args)
+    if name not in teachers:
+        where = "its data set" if key is None else f"metadata[{key!r}], by --opd-teacher-key,"
+        raise DataError(
+            f"The teacher of sample {sample.index}: {where} is {name!r}; --opd-teachers has {', '.join(teachers)}."
+        )
+    return str(name)
 
 
 async def _ask(url: str, body: bytes) -> dict[str, Any]:

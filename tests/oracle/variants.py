@@ -222,6 +222,7 @@ DEFAULTS: dict[str, Any] = {
     "lambd": 1.0,
     "use_opd": False,
     "opd_kl_coef": 0.7,
+    "opd_top_k": None,
     "normalize_advantages": True,
     "rewards_normalization": True,
     "grpo_std_normalization": True,
