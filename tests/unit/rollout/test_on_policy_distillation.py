@@ -82,7 +82,7 @@ def test_a_sample_without_an_answer_is_not_trained(caplog):
     lost.reward = 0
     post_process_rewards(Namespace(), [lost])
     assert lost.remove_sample and lost.teacher_log_probs == [0.0, 0.0, 0.0]
-    assert "Sample 4 has no answer" in caplog.text
+    assert "Sample 4 has no response of the teacher" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["status", "garbage", "empty"])
