@@ -69,6 +69,7 @@ class EngineFleet:
         self._connected: list[Any] = []
         self._described: list[Any] = []
         """The engines that the trainers were told of last."""
+        self._has_snapshot = False
         self._lock: Any = None
         self._lock_guard = threading.Lock()
         self._monitors: list[HealthMonitor] = []
@@ -390,5 +391,12 @@ class EngineFleet:
         return wait_for(refs, what=f"{method} of the engines", timeout_s=self.args.weight_update_timeout_s)
 
     def check_weights(self, action: str) -> list[Any]:
-        """Ask every engine's weight checker to snapshot, reset_tensors or compare."""
+        """Ask every engine's weight checker to snapshot, reset_tensors or compare.
+
+        With ``--check-weight-update-equal`` every push is checked as it is made; a driver of upstream's that compares
+        after it finds no snapshot, and nothing left to compare.
+        """
+        if action == "compare" and not self._has_snapshot and self.args.check_weight_update_equal:
+            return []
+        self._has_snapshot |= action == "snapshot"
         return self._on_engines(self.engines, "check_weights", action=action)

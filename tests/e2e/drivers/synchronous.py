@@ -21,6 +21,8 @@ def train(args: Namespace) -> None:  # noqa: C901  as upstream has it
     if args.offload_rollout and not release_train:
         ray.get(rollout_manager.onload_weights.remote())
     actor_model.update_weights()
+    if args.check_weight_update_equal:
+        ray.get(rollout_manager.check_weights.remote(action="compare"))
     if args.offload_rollout:
         ray.get(rollout_manager.onload_kv.remote())
 

@@ -223,6 +223,17 @@ def test_the_metrics_page_learns_of_engines_that_serve_and_of_evictions():
     assert (state.engine_states, state.num_evictions) == ({"serving": 1, "updating": 1, "restarting": 1}, 2)
 
 
+def test_a_comparison_without_a_snapshot_is_done_when_every_push_is_checked():
+    fleet, _ = make_fleet(2, "refill")
+    asked: list[str] = []
+    fleet._on_engines = lambda engines, method, action: asked.append(action) or [None]  # type: ignore[method-assign]
+    fleet.args.check_weight_update_equal = True
+    assert fleet.check_weights("compare") == [] and asked == []
+    fleet.check_weights("snapshot")
+    fleet.check_weights("compare")
+    assert asked == ["snapshot", "compare"]
+
+
 def test_drop_goes_on_without_it_until_none_is_left():
     fleet, group = make_fleet(2, "drop")
     push(fleet, REFUSAL)
