@@ -391,11 +391,8 @@ class EngineFleet:
         return wait_for(refs, what=f"{method} of the engines", timeout_s=self.args.weight_update_timeout_s)
 
     def check_weights(self, action: str) -> list[Any]:
-        """Ask every engine's weight checker to snapshot, reset_tensors or compare.
-
-        With ``--check-weight-update-equal`` every push is checked as it is made; a driver of upstream's that compares
-        after it finds no snapshot, and nothing left to compare.
-        """
+        """Ask every engine's weight checker to snapshot, reset_tensors or compare."""
+        # With that flag each push is checked as it is made: upstream's driver, which compares after it, need not.
         if action == "compare" and not self._has_snapshot and self.args.check_weight_update_equal:
             return []
         self._has_snapshot |= action == "snapshot"
