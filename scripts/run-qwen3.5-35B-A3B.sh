@@ -99,7 +99,7 @@ SGLANG_ARGS=(
     --rollout-num-gpus-per-engine 8
     --sglang-mem-fraction-static 0.7
     --sglang-ep-size 8
-    --sglang-cuda-graph-bs 1 2 4 8 $(seq 16 8 256)
+    --sglang-cuda-graph-bs-decode 1 2 4 8 $(seq 16 8 256)
 )
 
 MISC_ARGS=(

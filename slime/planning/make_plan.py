@@ -37,7 +37,8 @@ from slime.planning.layout import (
 )
 from slime.planning.parameters import chunk_parameters, model_size
 from slime.planning.plan import Card, EngineGroupPlan, GpuPhases, Plan, PlanOptions, StagePlan
-from slime.planning.traffic import PushTraffic, StepWork, push_traffic, reference_lengths, step_work
+from slime.planning.prompts import longest_sample, sample_lengths
+from slime.planning.traffic import PushTraffic, StepWork, push_traffic, step_work
 from slime.planning.trainer_memory import (
     CONTEXT_BYTES,
     GIB,
@@ -158,18 +159,6 @@ def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, probl
         return None
 
 
-def sample_lengths(args: Namespace, num_samples: int, prompts: Sequence[int]) -> list[int]:
-    """Return the tokens of each sample: responses of the reference distribution, behind prompts that are known."""
-    longest = longest_sample(args, prompts)
-    if not prompts or not args.rollout_max_response_len:
-        return reference_lengths(num_samples, longest)
-    responses = reference_lengths(num_samples, int(args.rollout_max_response_len))
-    return [
-        min(longest, prompts[index // args.n_samples_per_prompt % len(prompts)] + response)
-        for index, response in enumerate(responses)
-    ]
-
-
 def forward_passes(args: Namespace) -> int:
     """Count the passes without gradients over a rollout's samples: reference, teacher, old policy, critic's values."""
     from slime.backends.megatron_utils.forward import needs_old_log_probs
@@ -200,14 +189,6 @@ def micro_batch_tokens(
         per_rank = -(-longest * args.micro_batch_size // sizes.context)
     multiple = args.data_pad_size_multiplier * sizes.tensor
     return -(-per_rank // multiple) * multiple
-
-
-def longest_sample(args: Namespace, prompts: Sequence[int] = ()) -> int:
-    """Return the longest sample that flags and prompts allow, a prompt of unknown length left out."""
-    if args.rollout_max_context_len is not None:
-        return int(args.rollout_max_context_len)
-    prompt = max(prompts, default=args.rollout_max_prompt_len or 0)
-    return int((args.rollout_max_response_len or 0) + prompt) or int(args.seq_length)
 
 
 def plan_stage(

@@ -1,11 +1,13 @@
-"""Tokens of a run's prompts, where its data and its tokenizer are at hand."""
+"""The lengths of a run's samples: of its own prompts, where its data and its tokenizer are at hand."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.planning.traffic import reference_lengths
 from slime.rollout.prompt_dataset import Dataset, split_path
 from slime.utils.processing_utils import load_tokenizer
 
@@ -58,3 +60,24 @@ def _text(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content", "")) for message in prompt)
+
+
+def sample_lengths(args: Namespace, num_samples: int, prompts: Sequence[int]) -> list[int]:
+    """Return the tokens of each sample: responses of the reference distribution, behind prompts that are known."""
+    longest = longest_sample(args, prompts)
+    if not prompts:
+        return reference_lengths(num_samples, longest)
+    limit = args.rollout_max_response_len  # None where a row of the data holds its response
+    responses = reference_lengths(num_samples, int(limit)) if limit else [0] * num_samples
+    return [
+        min(longest, prompts[index // args.n_samples_per_prompt % len(prompts)] + response)
+        for index, response in enumerate(responses)
+    ]
+
+
+def longest_sample(args: Namespace, prompts: Sequence[int] = ()) -> int:
+    """Return the longest sample that flags and prompts allow, a prompt of unknown length left out."""
+    if args.rollout_max_context_len is not None:
+        return int(args.rollout_max_context_len)
+    prompt = max(prompts, default=args.rollout_max_prompt_len or 0)
+    return int((args.rollout_max_response_len or 0) + prompt) or int(args.seq_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from slime.planning.engines import (
 )
 from slime.planning.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
 from slime.planning.plan import PlanOptions, find_card
+from slime.planning.prompts import sample_lengths
 from slime.planning.traffic import reference_lengths, step_work
 from slime.planning.trainer_memory import pinned_bytes
 from slime.train_data.model_dims import ModelDims
@@ -303,6 +305,14 @@ def test_prompts_are_counted_where_data_and_tokenizer_are_at_hand(capsys, tmp_pa
     prompts = 8 * (31 * 700 + 3000)
     assert prompts < work["num_tokens"] <= prompts + 256 * 64
     assert not any("No prompt is counted" in note for note in document["notes"])
+
+
+def test_rows_that_hold_their_responses_are_the_samples():
+    args = Namespace(n_samples_per_prompt=1)
+    args.rollout_max_context_len = args.rollout_max_response_len = args.rollout_max_prompt_len = None
+    assert sample_lengths(args, 5, (70, 30, 500)) == [70, 30, 500, 70, 30]
+    args.rollout_max_context_len = 100
+    assert sample_lengths(args, 3, (70, 30, 500)) == [70, 30, 100]
 
 
 def test_prompts_that_cannot_be_counted_are_said(capsys):
