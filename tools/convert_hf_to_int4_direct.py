@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.observability.logging_utils import configure_logger
 from slime.weights.hf_rewrite.source import read_config
 from slime.weights.hf_rewrite.to_quantized import to_int4
-from slime.weights.named_tensors import wire_dtype
+from slime.weights.named_tensors import config_dtype
 from tools.cli import add_rewrite_flags, clean_exit, parse_bool, rewrite
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     configure_logger()
     with clean_exit():
         options = build_parser().parse_args()
-        scale_dtype = wire_dtype(read_config(options.model_dir))
+        scale_dtype = config_dtype(read_config(options.model_dir))
         recipe = to_int4(options.group_size, options.is_symmetric, options.ignore_rules, scale_dtype)
         rewrite(recipe, options.model_dir, options.save_dir, options)
 

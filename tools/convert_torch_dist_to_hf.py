@@ -29,7 +29,7 @@ from tqdm import tqdm
 from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
-from slime.weights.named_tensors import wire_dtype
+from slime.weights.named_tensors import config_dtype
 from slime.weights.quantize.formats import logical_names
 from slime.weights.stacked_experts import tensors_in
 from tools.cli import clean_exit
@@ -136,7 +136,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     model_name = model_name_of(options)
     origin = Path(options.origin_hf_dir) if options.origin_hf_dir else None
     dtypes = origin_dtypes(origin) if origin else {}
-    default_dtype = wire_dtype(_origin_config(options)) if origin else None
+    default_dtype = config_dtype(_origin_config(options)) if origin else None
     start = time.monotonic()
     names: set[str] = set()
 

@@ -40,11 +40,13 @@ class RayEngine(EngineProxy):
         gpu_offset: int,
         is_colocated: bool,
         acknowledges: bool = False,
+        dtype: str = "",
         node_handles: Sequence[Any] = (),
     ) -> None:
         self.handle = handle
         self.node_handles = list(node_handles) or [handle]
         self.acknowledges = acknowledges
+        self.dtype = dtype
         self.index = index
         self.num_gpus = num_gpus
         self.gpu_offset = gpu_offset
@@ -73,6 +75,8 @@ class UpdatableEngines:
     """The actors of each engine, one a node, the one in ``handles`` first; empty where every engine has one node."""
     acknowledges: list[bool] = field(default_factory=list)
     """True for each engine in which our loader runs; empty where it does in none."""
+    dtypes: list[str] = field(default_factory=list)
+    """The dtype in which each engine computes; empty where it is the trainer's."""
 
     def proxies(self) -> list[RayEngine]:
         """Return one proxy for each engine."""
@@ -85,6 +89,7 @@ class UpdatableEngines:
                 is_colocated=offset + count <= self.num_trainer_gpus,
                 node_handles=self.node_handles[index] if self.node_handles else (),
                 acknowledges=bool(self.acknowledges) and self.acknowledges[index],
+                dtype=self.dtypes[index] if self.dtypes else "",
             )
             for index, (handle, count, offset) in enumerate(
                 zip(self.handles, self.gpu_counts, self.gpu_offsets, strict=True)

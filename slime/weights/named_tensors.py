@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def wire_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
-    """Return the floating-point dtype in which an engine holds the parameters of this HF config.
+def config_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
+    """Return the floating-point dtype in which the files of a checkpoint with this HF config hold its parameters.
 
     Reads ``dtype`` (transformers 5) or ``torch_dtype``, in the text part of a multimodal config when the top has
     neither; bfloat16 when no part says anything.
@@ -39,11 +40,27 @@ def wire_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
         name = part.get("dtype") or part.get("torch_dtype")
         if name is None:
             continue
-        dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        if (dtype := parse_dtype(name)) is None:
             raise ConfigError(
                 f"the config.json of --hf-checkpoint says dtype {name!r}, which is no floating-point dtype of torch; "
                 "write bfloat16, float16 or float32 there"
             )
         return dtype
     return torch.bfloat16
+
+
+def parse_dtype(name: Any) -> torch.dtype | None:
+    """Return the floating-point dtype of this name, as torch or SGLang spells it (``half``); None for another."""
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+
+
+def pushed_dtype(engine_dtypes: Iterable[str], trainer_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a push: that in which the engines compute, the widest where they differ.
+
+    Args:
+        engine_dtypes: ``EngineProxy.dtype`` of each; "" for the trainer's.
+        trainer_dtype: also where there is no engine yet.
+    """
+    dtypes = [parse_dtype(name) or trainer_dtype for name in engine_dtypes]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else trainer_dtype

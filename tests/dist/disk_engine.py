@@ -49,6 +49,7 @@ class DiskEngine:
     num_gpus = 1
     gpu_offset = 0
     is_colocated = False
+    dtype = ""
 
     def __init__(
         self, index: int, *, local: Path | None, shared: Path, model: Path, acknowledges: bool = True

@@ -51,6 +51,7 @@ class FakeEngine:
 
     index = 0
     gpu_offset = 0
+    dtype = ""
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class NoEngine:
 
     index = 0
     gpu_offset = 0
+    dtype = ""
     fault = ""
     acknowledges = True
 

@@ -86,6 +86,7 @@ class FaultyEngine:
     """The engine at ``address``, as a weight sender sees it."""
 
     acknowledges = True
+    dtype = ""
 
     def __init__(self, address: str, *, index: int, num_gpus: int, gpu_offset: int, is_colocated: bool) -> None:
         self.index, self.num_gpus, self.gpu_offset, self.is_colocated = index, num_gpus, gpu_offset, is_colocated

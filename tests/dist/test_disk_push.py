@@ -92,7 +92,6 @@ class Case:
 
         from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
         from slime.backends.megatron_utils.update_weight.updater import model_name
-        from slime.weights.named_tensors import wire_dtype
         from slime.weights.push.wire import named_views
 
         updater, hf_config = self.worker._updater, self.worker._hf_config
@@ -104,7 +103,7 @@ class Case:
             )  # fmt: skip
             return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in views}
         tensors = iter_hf_tensors(
-            self.args, self.worker.model, model_name=model_name(self.args, hf_config), dtype=wire_dtype(hf_config)
+            self.args, self.worker.model, model_name=model_name(self.args, hf_config), dtype=self.args.params_dtype
         )
         return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors}
 

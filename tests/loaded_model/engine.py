@@ -153,6 +153,7 @@ class LoadedEngine:
     """A :class:`LoadedModel` as a push sees it: calls return at once and run one after the other."""
 
     acknowledges = True
+    dtype = ""
 
     def __init__(self, model: LoadedModel, *, index: int = 0, gpu_offset: int = 0, is_colocated: bool = True) -> None:
         self.model, self.index, self.gpu_offset, self.is_colocated = model, index, gpu_offset, is_colocated

@@ -24,7 +24,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import initialize
-from slime.weights.named_tensors import wire_dtype
+from slime.weights.named_tensors import config_dtype
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data, reference_loss
 from tests.matrix.case import FamilyCase, gradients_by_checkpoint_name, read_config, read_tensors, write_bf16_copy
@@ -146,7 +146,7 @@ class FamilyRun:
     def live_export(self, source: Path, *flags: object) -> Outcome:
         """The tensors of a weight push, in the dtype that the engines hold."""
         with self.model(source, *flags) as (args, model):
-            dtype = wire_dtype(read_config(source))
+            dtype = config_dtype(read_config(source))
             exported = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.export(args, model, dtype=dtype)}
         return self._compared(exported, self.case.read_pushed(source))
 

@@ -24,7 +24,7 @@ from slime.backends.megatron_utils.update_weight.sources.gather import HostWeigh
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError
 from slime.weights.hf_files import HfFolderWriter
-from slime.weights.named_tensors import tensor_bytes, wire_dtype
+from slime.weights.named_tensors import config_dtype, tensor_bytes
 from slime.weights.quantize import Quantizer
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def save_hf_model_to_path(
         raise ConfigError(f"--hf-checkpoint {source} is not a folder; config and tokenizer are copied from it")
     start = time.monotonic()
     config = json.loads((source / "config.json").read_text())
-    dtype = wire_dtype(config)
+    dtype = config_dtype(config)
     quantizer = checkpoint_quantizer(source, quantization_config or config.get("quantization_config"), dtype=dtype)
     writer = HfFolderWriter(output_dir, assets_from=source) if dist.get_rank() == 0 else None
     tensors = iter_hf_tensors(

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.sglang_utils.engine_dtype import own_dtype
 from slime.weights.push.verbs import WEIGHT_LOADERS
 
 logger = logging.getLogger(__name__)
@@ -145,14 +146,9 @@ def _kept_from(worker_type: str, field_name: str) -> bool:
 
 
 def _precision(args: Namespace, asked: str | None, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the trainer's dtype for the engine, so that log-probs agree; ``--sglang-dtype`` wins."""
-    if asked not in (None, "auto"):
-        return {}
-    if args.fp16:
-        return {"dtype": "float16"}
-    if args.bf16:
-        return {"dtype": "bfloat16"}  # "auto" would take float16 for a checkpoint written in float32
-    return {"dtype": "float32"} if args.fp32 or on_cpu else {}
+    """Return the trainer's dtype for the engine; ``--sglang-dtype`` wins."""
+    dtype = own_dtype(args, asked) or ("float32" if on_cpu else None)
+    return {"dtype": dtype} if dtype is not None else {}
 
 
 def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class EngineFleet:
 
     def _describe(self, *states: EngineState, groups: Sequence[EngineGroup] | None = None) -> UpdatableEngines:
         offset = plan_gpus(self.args).rollout_offset
-        handles, counts, offsets, nodes, acknowledges = [], [], [], [], []
+        handles, counts, offsets, nodes, acknowledges, dtypes = [], [], [], [], [], []
         for group in self._updatable_groups if groups is None else groups:
             for index in group.indices(*states):
                 if (engine := group.engines[index]) is not None:
@@ -142,6 +142,7 @@ class EngineFleet:
                     counts.append(group.num_gpus_per_engine)
                     offsets.append(offset + group.engine_gpu_offsets[index])
                     acknowledges.append(group.acknowledges_pushes)
+                    dtypes.append(group.dtype)
                     nodes.append(group.actors_of(index))
         self._described = handles
         num_new = len([handle for handle in handles if handle not in self._connected])
@@ -154,6 +155,7 @@ class EngineFleet:
             num_trainer_gpus=self.args.actor_num_nodes * self.args.actor_num_gpus_per_node,
             node_handles=nodes,
             acknowledges=acknowledges,
+            dtypes=dtypes,
         )
 
     def updatable(self) -> UpdatableEngines:

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from slime.backends.sglang_utils.engine_dtype import own_dtype, served_dtype
 from slime.backends.sglang_utils.router_process import RouterHandle, unregister_worker
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
@@ -126,6 +127,14 @@ class EngineGroup:
     def acknowledges_pushes(self) -> bool:
         """True when the engines run slime's weight loader, as all engines that slime starts do."""
         return True
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the engines compute."""
+        overridden = self.config.overrides.get("dtype")
+        if overridden is not None:
+            return served_dtype(str(overridden), self.model.model_path)
+        return own_dtype(self.args, self.args.sglang_dtype) or ""
 
     def indices(self, *states: EngineState) -> list[int]:
         """Return the engines in one of ``states``."""

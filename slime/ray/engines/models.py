@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from slime.arguments import record_runtime
+from slime.backends.sglang_utils.engine_dtype import served_dtype
 from slime.backends.sglang_utils.external_engines import ExternalEngineInfo, check_capabilities
 from slime.backends.sglang_utils.router_process import (
     RouterHandle,
@@ -228,6 +229,12 @@ class ExternalGroup(EngineGroup):
     def acknowledges_pushes(self) -> bool:
         """True when its owner started it with slime's loader."""
         return RECEIVER in (self.info.server_args.get("custom_weight_loader") or ())
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the engine tells, or that follows from the checkpoint that it was started with."""
+        told = self.info.server_args
+        return served_dtype(str(told.get("dtype") or "auto"), told.get("model_path") or self.model.model_path)
 
     def _check_placement(self) -> None:
         """Do nothing: external engines take none of our GPUs."""

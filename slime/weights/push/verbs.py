@@ -294,6 +294,8 @@ class EngineProxy(ABC):
     """The engine shares its GPUs with trainer ranks ``gpu_offset .. gpu_offset + num_gpus - 1``."""
     acknowledges: bool
     """Our loader runs in the engine: it takes the verbs of a two-phase push.  Without it, only stock SGLang's."""
+    dtype: str = ""
+    """The dtype in which it computes, as SGLang calls it; "" for the trainer's."""
 
     @abstractmethod
     def start(self, verb: Verb, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Pending:

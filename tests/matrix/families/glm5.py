@@ -28,7 +28,6 @@ CONFIG = {
     "intermediate_size": 72,
     "moe_intermediate_size": 20,
     "n_routed_experts": 6,
-    "num_experts": 6,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "n_group": 1,

@@ -6,7 +6,7 @@ import torch
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights.buckets import iter_units, plan_buckets
 from slime.weights.manifest import Manifest
-from slime.weights.named_tensors import wire_dtype
+from slime.weights.named_tensors import config_dtype, pushed_dtype
 
 
 def in_pairs(name: str) -> tuple[str, ...]:
@@ -45,13 +45,31 @@ def test_a_tensor_whose_partner_never_comes_is_an_error() -> None:
         ({}, torch.bfloat16),
     ],
 )
-def test_the_wire_dtype_is_that_of_the_hf_config(config: dict, dtype: torch.dtype) -> None:
-    assert wire_dtype(config) is dtype
+def test_the_dtype_of_a_checkpoint_is_that_of_its_config(config: dict, dtype: torch.dtype) -> None:
+    assert config_dtype(config) is dtype
 
 
-def test_a_wire_dtype_that_is_no_float_is_refused() -> None:
+def test_a_dtype_that_is_no_float_is_refused() -> None:
     with pytest.raises(ConfigError, match="says dtype 'int8'"):
-        wire_dtype({"dtype": "int8"})
+        config_dtype({"dtype": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("engines", "trainer", "pushed"),
+    [
+        ([], torch.float32, torch.float32),
+        ([""], torch.bfloat16, torch.bfloat16),
+        (["bfloat16"], torch.float32, torch.bfloat16),
+        (["float32"], torch.bfloat16, torch.float32),
+        (["half", "float16"], torch.bfloat16, torch.float16),
+        (["bfloat16", "", "bfloat16"], torch.float32, torch.float32),
+        (["bfloat16", "float16"], torch.bfloat16, torch.float32),
+    ],
+)
+def test_a_push_has_the_dtype_of_the_engines_the_widest_of_them(
+    engines: list[str], trainer: torch.dtype, pushed: torch.dtype
+) -> None:
+    assert pushed_dtype(engines, trainer) is pushed
 
 
 def test_a_plan_lays_whole_tensors_out_without_passing_the_limit_or_parting_a_unit() -> None:

@@ -22,9 +22,10 @@ from slime.backends.megatron_utils.flags.linear_arguments import linear_problems
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import family_of, find_weight_map
+from slime.backends.megatron_utils.models.family import differs
 from slime.flags.distillation import trainer_teachers
 from slime.utils.errors import ConfigError
-from slime.weights.named_tensors import wire_dtype
+from slime.weights.named_tensors import config_dtype
 from slime.weights.quantize.formats import BlockFp8
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of config.json with the number of layers of multi-token prediction."""
+
+
+EXPERT_COUNTS = frozenset({"num_experts", "n_routed_experts", "num_local_experts"})
+"""Keys of config.json for the number of experts."""
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -88,7 +93,7 @@ def check_hf_config(args: Namespace) -> None:
     Raises:
         ConfigError: with each flag, its value and the checkpoint's.
     """
-    config = read_hf_config(args.hf_checkpoint)
+    config = _without_other_expert_counts(read_hf_config(args.hf_checkpoint))
     problems = [
         *_mismatches(args, config),
         *attention_mismatches(args, config),
@@ -106,6 +111,16 @@ def check_hf_config(args: Namespace) -> None:
     for problem in (*sparse_problems(args, config), *linear_problems(args, config)):
         raise ConfigError(problem)
     check_that_weights_can_be_pushed(args, config)
+
+
+def _without_other_expert_counts(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with that number of experts only which the family's model reads.
+
+    transformers saves several for some families, and what a model does not read may be a default.
+    """
+    family = family_of(config)
+    unread = set() if family is None else EXPERT_COUNTS - {family.num_experts_key}
+    return {key: value for key, value in config.items() if key not in unread}
 
 
 def check_other_models(args: Namespace) -> None:
@@ -144,7 +159,7 @@ def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) ->
     if model_name is not None:
         find_weight_map(model_name)
     check_engine_keys(config)
-    quantizer = checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=wire_dtype(config))
+    quantizer = checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=config_dtype(config))
     if quantizer is not None and not isinstance(quantizer.format, BlockFp8):
         logger.warning(
             "--hf-checkpoint is quantized, and not in FP8 by blocks: SGLang rearranges such weights while it loads "
@@ -158,12 +173,12 @@ def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
     problems = []
 
     def compare(key: str, flag: str, expected: Any, actual: Any) -> None:
-        if expected is not None and actual is not None and expected != actual:
+        if expected is not None and actual is not None and differs(expected, actual):
             problems.append(f"{flag} is {actual}; {key} is {expected}")
 
     for key, attribute in _SIMPLE.items():
         compare(key, flag_of(attribute), config.get(key), getattr(args, attribute))
-    if not _is_all_experts(args):
+    if not is_all_experts(args):
         compare("intermediate_size", "--ffn-hidden-size", config.get("intermediate_size"), args.ffn_hidden_size)
     compare("num_key_value_heads", "--num-query-groups", _num_key_value_heads(args, config), args.num_query_groups)
     compare("head_dim", "--kv-channels", _head_dim(args, config), args.kv_channels)
@@ -184,7 +199,7 @@ def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _is_all_experts(args: Namespace) -> bool:
+def is_all_experts(args: Namespace) -> bool:
     """Return True when no layer is dense, so that the dense size means nothing."""
     if not args.num_experts:
         return False
@@ -218,7 +233,7 @@ def attention_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[st
 def _rotary_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
     settings = hf_rope_settings(config)
     partial = settings["partial_rotary_factor"]
-    if partial is not None and partial != args.rotary_percent:
+    if partial is not None and differs(partial, args.rotary_percent):
         yield f"--rotary-percent is {args.rotary_percent}; partial_rotary_factor is {partial}"
     kind = settings["rope_type"]
     if kind == "default":
@@ -227,10 +242,10 @@ def _rotary_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]
     elif kind == "llama3":
         if not args.use_rope_scaling:
             yield "--use-rope-scaling is not given; rope_type is llama3"
-        elif settings.get("factor") != args.rope_scaling_factor:
+        elif settings.get("factor") is None or differs(settings["factor"], args.rope_scaling_factor):
             yield f"--rope-scaling-factor is {args.rope_scaling_factor}; factor of llama3 is {settings.get('factor')}"
         for name, built_in in _LLAMA3.items():
-            if settings.get(name) != built_in:
+            if settings.get(name) is None or differs(settings[name], built_in):
                 yield f"--use-rope-scaling has {name} {built_in} built in; the config says {settings.get(name)}"
     else:
         yield f"--use-rope-scaling knows positions of type llama3 only; rope_type is {kind}"
@@ -269,7 +284,7 @@ def family_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
             f"--spec {family.spec}"
         )
     for key, attribute in family.sizes.items():
-        if config.get(key) not in (None, vars(args)[attribute]):
+        if config.get(key) is not None and differs(config[key], vars(args)[attribute]):
             yield f"{flag_of(attribute)} is {vars(args)[attribute]}; {key} is {config[key]}"
     yield from family.mismatches(args, config)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.backends.megatron_utils.flags.config_flags import flag_of
+from slime.backends.megatron_utils.models.family import differs
 from slime.utils.errors import ConfigError
 
 YARN_DEFAULTS: dict[str, Any] = {
@@ -126,10 +127,10 @@ def latent_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
     if config.get("attention_bias"):
         yield "--multi-latent-attention has no biases; attention_bias is True"
     partial = hf_rope_settings(config)["partial_rotary_factor"]
-    if partial not in (None, 1.0):
+    if partial is not None and differs(partial, 1.0):
         yield f"--qk-pos-emb-head-dim dimensions turn; partial_rotary_factor is {partial}"
     yarn = hf_yarn_settings(config)
-    if yarn["rotary_scaling_factor"] != 1.0 and args.rope_type != "yarn":
+    if differs(yarn["rotary_scaling_factor"], 1.0) and args.rope_type != "yarn":
         yield f"--rope-type is {args.rope_type}; rope_type is yarn"
     for attribute, value in yarn.items():
         yield from _difference(_HF_NAMES.get(attribute, attribute), value, attribute, vars(args)[attribute])
@@ -192,5 +193,5 @@ def _dense_layer_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator
 
 
 def _difference(key: str, expected: Any, attribute: str, actual: Any) -> Iterator[str]:
-    if expected is not None and actual is not None and expected != actual:
+    if expected is not None and actual is not None and differs(expected, actual):
         yield f"{flag_of(attribute)} is {actual}; {key} is {expected}"

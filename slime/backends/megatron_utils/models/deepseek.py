@@ -117,6 +117,7 @@ FAMILIES = (
     ModelFamily(
         model_types=("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
         weight_map=DEEPSEEK,
+        num_experts_key="n_routed_experts",
         published={
             "DeepSeek-R1": _FP8,
             "DeepSeek-V3": _FP8,
@@ -127,6 +128,7 @@ FAMILIES = (
     ModelFamily(
         model_types=("deepseek_v32",),
         weight_map=DEEPSEEK_SPARSE,
+        num_experts_key="n_routed_experts",
         spec=SPARSE_SPEC,
         dims=sparse_dims,
         sparse_architecture="DeepseekV32ForCausalLM",
@@ -135,6 +137,7 @@ FAMILIES = (
     ModelFamily(
         model_types=("glm_moe_dsa",),
         weight_map=DEEPSEEK_SPARSE,
+        num_experts_key="n_routed_experts",
         spec=SPARSE_SPEC,
         dims=sparse_dims,
         sparse_architecture="GlmMoeDsaForCausalLM",

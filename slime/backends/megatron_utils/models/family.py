@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,17 @@ BLOCK_FP8: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
 }  # fmt: skip
 """``quantization_config`` of checkpoints that are published in FP8 by blocks."""
+
+
+FLOAT_TOLERANCE = 1e-6
+"""Relative: config.json may hold an fp32 number with all its digits."""
+
+
+def differs(expected: Any, actual: Any) -> bool:
+    """Return True for values that are not equal; floats may differ by rounding (1e-05 and its nearest fp32 number)."""
+    if isinstance(expected, float) or isinstance(actual, float):
+        return not math.isclose(expected, actual, rel_tol=FLOAT_TOLERANCE)
+    return bool(expected != actual)
 
 
 def no_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterable[str]:
@@ -55,6 +67,8 @@ class ModelFamily:
     """Key of config.json -> attribute of args that must be equal, beside those that all families share."""
     mismatches: Callable[[Namespace, Mapping[str, Any]], Iterable[str]] = no_mismatches
     """Yields one line for each other flag that differs from config.json."""
+    num_experts_key: str = "num_experts"
+    """Key of config.json by which the model counts its experts, where it has any."""
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Folder name of a published checkpoint -> keys of its config.json that a plan needs and the model flags do not
     give."""

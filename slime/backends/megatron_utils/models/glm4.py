@@ -50,6 +50,7 @@ FAMILIES = (
     ModelFamily(
         model_types=("glm4_moe",),
         weight_map=GLM4_MOE,
+        num_experts_key="n_routed_experts",
         published={"GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": BLOCK_FP8}},
     ),
 )

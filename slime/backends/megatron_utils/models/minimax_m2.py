@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
+from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily, differs
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap, gate_up_rule
 from slime.backends.megatron_utils.models.shared_rules import ATTENTION, NORMS, TOP
 
@@ -50,7 +50,7 @@ def minimax_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterator[s
     if args.moe_router_topk_scaling_factor not in (None, 1.0):
         yield f"--moe-router-topk-scaling-factor is {args.moe_router_topk_scaling_factor}; this model has none"
     turning, width = config.get("rotary_dim"), config.get("head_dim")
-    if turning is not None and width and turning != width * args.rotary_percent:
+    if turning is not None and width and differs(turning, width * args.rotary_percent):
         yield f"--rotary-percent is {args.rotary_percent}; rotary_dim is {turning} of head_dim {width}"
 
 
@@ -66,6 +66,7 @@ FAMILIES = (
             "intermediate_size": "moe_ffn_hidden_size",
             "scoring_func": "moe_router_score_function",
         },
+        num_experts_key="num_local_experts",
         mismatches=minimax_mismatches,
         engine_keys={
             "use_qk_norm": "queries and keys are not normed",

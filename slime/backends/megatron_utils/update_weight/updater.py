@@ -20,13 +20,14 @@ from slime.backends.megatron_utils import memory, sglang
 from slime.backends.megatron_utils.hf_to_megatron.tensors import untrained_tensors
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstimate
 from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.utils.errors import HookError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.weights.buckets import BucketSource
-from slime.weights.named_tensors import wire_dtype
+from slime.weights.named_tensors import pushed_dtype
 from slime.weights.push.acknowledgements import DigestedBuckets
 from slime.weights.push.participants import ExcludedEngine, Participants, PushClock
 from slime.weights.push.push import push_weights
@@ -49,7 +50,7 @@ class WeightUpdater:
         args: the run's arguments.
         model: this rank's chunks.
         weights_getter: host copies to send instead of the model's own weights; None sends these.
-        hf_config: of ``--hf-checkpoint``: the dtype and the quantisation of the engines' weights.
+        hf_config: of ``--hf-checkpoint``: the quantisation of the engines' weights.
         first_version: versions count on from here, so that those of a resumed run stay above what its buffer holds.
     """
 
@@ -73,6 +74,8 @@ class WeightUpdater:
         self._takes_slices = False
         self._buckets: DigestedBuckets | None = None
         self._plain_source: BucketSource | None = None
+        self._dtype = pushed_dtype((), args.params_dtype)
+        self._cast_loss: CastLossEstimate | None = None
         self._have_weights_changed = False
 
     def connect(self, engines: Sequence[EngineProxy], num_new_engines: int) -> None:
@@ -89,6 +92,9 @@ class WeightUpdater:
             )  # fmt: skip
         if (takes_slices := self.transport.connect(engines)) != self._takes_slices:
             self._buckets, self._takes_slices = None, takes_slices
+        if (dtype := pushed_dtype([engine.dtype for engine in engines], self.args.params_dtype)) != self._dtype:
+            self._buckets = self._plain_source = self._cast_loss = None
+            self._dtype = dtype
         memory.freeze_long_lived_objects()  # the first connection imports SGLang
 
     def record_weights_changed(self) -> None:
@@ -129,6 +135,7 @@ class WeightUpdater:
         push = self._new_push()
         try:
             with memory.memory_saver_disabled():
+                self._estimate_cast_loss(push)
                 return transport.write(push, self.buckets)
         except WeightSyncError:
             transport.finish(push, is_served=False)
@@ -171,7 +178,7 @@ class WeightUpdater:
         return CollectedBuckets(ShardBuckets(self._sent_weights(), by_stage=True), group)
 
     def _sent_weights(self) -> SentWeights:
-        args, dtype = self.args, wire_dtype(self._hf_config)
+        args, dtype = self.args, self._dtype
         return SentWeights(
             args=args,
             model=self._model,
@@ -205,11 +212,21 @@ class WeightUpdater:
         try:
             # Allocations are ordinary ones: the model may be asleep, and the saver's regions cannot be shared.
             with memory.memory_saver_disabled():
+                self._estimate_cast_loss(push)
                 plain = self._plain() if push.checks else None
                 self.report = push_weights(push, self.buckets, self._transport, plain)
                 return self.report
         finally:
             self.excluded = list(push.participants.excluded)
+
+    def _estimate_cast_loss(self, push: Push) -> None:
+        """Measure what this rank's weights lose by the cast, and warn on rank 0."""
+        if self._cast_loss is None:
+            self._cast_loss = CastLossEstimate(self._model, self._dtype)
+        loss = self._cast_loss.compare(self._weights_getter())
+        if loss is not None and push.ranks.rank == 0:
+            push.metrics["perf/weight_push_lost_share"] = loss.share
+            self._cast_loss.warn_of(loss)
 
     def _plain(self) -> BucketSource:
         """Return the buckets that ``--check-weight-update-equal`` compares with."""

@@ -1,0 +1,87 @@
+"""Model flags against config.json: rounding is no difference; experts are counted by the key that the model reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.backends.megatron_utils.models.rule import differs
+from slime.utils.errors import ConfigError
+from tests.matrix.case import load_cases, read_config
+from tests.unit.backends.megatron_utils.megatron_case import parse
+
+DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --swiglu".split()
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.00000001,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.000000001,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_different"),
+    [
+        (1e-05, 9.999999747378752e-06, False),
+        (2.5, 2.5000002, False),
+        (1_000_000, 1e6, False),
+        (1e-05, 1.001e-05, True),
+        (1e-06, 1e-05, True),
+        (0.0, 1e-9, True),
+        (4, 5, True),
+        ("softmax", "sigmoid", True),
+        ("softmax", "softmax", False),
+    ],
+)
+def test_floats_differ_by_more_than_rounding(one: Any, other: Any, is_different: bool) -> None:
+    assert differs(one, other) is is_different
+    assert differs(other, one) is is_different
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "refusal"),
+    [
+        ({"rms_norm_eps": 9.999999747378752e-06}, "--norm-epsilon 1e-05", "--norm-epsilon is 1e-06"),
+        ({"rope_theta": 1000000.01}, "--rotary-base 1000000", "--rotary-base is"),
+        ({"partial_rotary_factor": 0.25000001}, "--rotary-percent 0.25", "--rotary-percent is"),
+        ({"rope_parameters": LLAMA3}, "--use-rope-scaling --rope-scaling-factor 8", "--rope-scaling-factor is"),
+    ],
+)
+def test_a_float_of_config_json_may_be_rounded(
+    tmp_path: Path, config: dict[str, Any], flags: str, refusal: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = ("--hf-checkpoint", str(tmp_path))
+    parse(*DENSE, *flags.split(), *checkpoint)
+    other = flags.replace("1e-05", "1e-06").replace("1000000", "10000").replace("0.25", "0.5").replace(" 8", " 9")
+    with pytest.raises(ConfigError, match=refusal):
+        parse(*DENSE, *other.split(), *checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "unread"),
+    [
+        ("glm5", "n_routed_experts", ("num_experts",)),
+        ("deepseek_v3", "n_routed_experts", ("num_experts", "num_local_experts")),
+        ("qwen3_moe", "num_experts", ("n_routed_experts", "num_local_experts")),
+        ("minimax_m2", "num_local_experts", ("num_experts",)),
+    ],
+)
+def test_experts_are_counted_by_the_key_that_the_model_reads(
+    tmp_path: Path, family: str, own: str, unread: tuple[str, ...]
+) -> None:
+    case = load_cases([family])[family]
+    case.write_checkpoint(tmp_path)
+    config = read_config(tmp_path)
+    count = case.config[own]
+    flags = [str(flag) for flag in case.flags(tmp_path)]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, own: count, **dict.fromkeys(unread, count + 250)}))
+    parse(*flags, "--hf-checkpoint", str(tmp_path))
+    file.write_text(json.dumps({**config, own: count + 1, **dict.fromkeys(unread, count)}))
+    with pytest.raises(ConfigError, match=f"--num-experts is {count}; {own} is {count + 1}"):
+        parse(*flags, "--hf-checkpoint", str(tmp_path))

@@ -1,0 +1,82 @@
+"""The dtype in which engines compute: those of this job, those with a group's override, those of somebody else."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils.engine_dtype import own_dtype, served_dtype
+from slime.backends.sglang_utils.external_engines import describe
+from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.models import ExternalGroup
+
+PRECISIONS = {"bf16": False, "fp16": False, "fp32": False}
+
+
+@pytest.mark.parametrize(
+    ("precision", "asked", "dtype"),
+    [
+        ("fp32", None, "float32"),
+        ("fp32", "auto", "float32"),
+        ("bf16", "auto", "bfloat16"),
+        ("fp16", None, "float16"),
+        ("fp32", "bfloat16", "bfloat16"),
+    ],
+)
+def test_an_engine_of_the_job_has_the_trainers_dtype_unless_a_flag_says_otherwise(
+    precision: str, asked: str | None, dtype: str
+) -> None:
+    assert own_dtype(Namespace(**{**PRECISIONS, precision: True}), asked) == dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "auto", "bfloat16"),
+        ({"torch_dtype": "float16"}, "auto", "float16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "auto", "bfloat16"),
+        ({"dtype": "float32", "model_type": "qwen3"}, "auto", "float16"),
+        ({"dtype": "float32", "model_type": "gemma3_text"}, "auto", "bfloat16"),
+        ({}, "auto", "float16"),
+        ({"dtype": "bfloat16"}, "float32", "float32"),
+    ],
+)
+def test_auto_is_what_sglang_makes_of_it(tmp_path: Path, config: dict[str, Any], asked: str, dtype: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert served_dtype(asked, str(tmp_path)) == dtype
+    assert served_dtype("auto", str(tmp_path / "nowhere")) == ""
+
+
+def group(tmp_path: Path, **overrides: Any) -> SimpleNamespace:
+    """What the property of a group reads."""
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    return SimpleNamespace(
+        args=Namespace(**PRECISIONS | {"fp32": True}, sglang_dtype="auto"),
+        config=SimpleNamespace(overrides=overrides),
+        model=SimpleNamespace(model_path=str(tmp_path)),
+    )
+
+
+def test_a_groups_override_and_an_external_engines_answer_win(tmp_path: Path) -> None:
+    dtype, told = EngineGroup.dtype.fget, ExternalGroup.dtype.fget
+    assert dtype is not None and told is not None
+    assert dtype(group(tmp_path)) == "float32"
+    assert dtype(group(tmp_path, dtype="half")) == "half"
+    assert dtype(group(tmp_path, dtype="auto")) == "bfloat16"
+    external = group(tmp_path)
+    for answer, expected in (("float32", "float32"), ("auto", "bfloat16")):
+        external.info = describe("http://engine:1", {"dtype": answer, "model_path": str(tmp_path)})
+        assert told(external) == expected
+
+
+def test_the_trainer_s_proxies_know_it() -> None:
+    engines = {"handles": [None, None], "gpu_counts": [1, 1], "gpu_offsets": [0, 1], "num_new": 2}
+    told = UpdatableEngines(**engines, num_trainer_gpus=0, dtypes=["float32", "bfloat16"])
+    assert [proxy.dtype for proxy in told.proxies()] == ["float32", "bfloat16"]
+    assert [proxy.dtype for proxy in UpdatableEngines(**engines, num_trainer_gpus=0).proxies()] == ["", ""]
