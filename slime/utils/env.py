@@ -110,6 +110,16 @@ def indexer_rope_is_neox() -> bool | None:
     return None if get_str("INDEXER_ROPE_NEOX_STYLE") is None else get_bool("INDEXER_ROPE_NEOX_STYLE")
 
 
+def int4_fake_qat() -> bool:
+    """Return ``OPEN_TRAINING_INT4_FAKE_QAT_FLAG``: the same as ``--int4-qat``."""
+    return get_bool("OPEN_TRAINING_INT4_FAKE_QAT_FLAG")
+
+
+def int4_group_size() -> int | None:
+    """Return ``OPEN_TRAINING_INT4_GROUP_SIZE``: the same as ``--int4-qat-group-size``; None when unset."""
+    return get_int("OPEN_TRAINING_INT4_GROUP_SIZE", 0) or None
+
+
 _AGENT_ALIASES = {
     "SANDBOX_IMAGE_METADATA_KEY": "SWE_SANDBOX_IMAGE_METADATA_KEY",
     "SANDBOX_LIFETIME_SEC": "SWE_SANDBOX_LIFETIME_SEC",

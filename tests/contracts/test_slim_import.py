@@ -52,6 +52,7 @@ NEEDS_MORE = (
     "slime.weights.kernels.triton_copy",
     "slime.weights.kernels.triton_digest",
     "slime.weights.kernels.triton_fp8",
+    "slime.weights.kernels.triton_int4",
     "slime.weights.kernels.triton_tiles",
     # old paths of modules that live in a backend
     "slime.utils.routing_replay",

@@ -175,6 +175,7 @@ def run_layouts(
     names: Sequence[str] | None = None,
     *,
     in_bf16: bool = False,
+    loss_flags: Flags = (),
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
     """The layout cells of these cases; on machines with GPUs over NCCL, one GPU for each rank.
@@ -183,17 +184,17 @@ def run_layouts(
         cases: families to try.
         names: only these layouts; all that the family is tried in when None.
         in_bf16: instead of fp32, the one process too.
+        loss_flags: beside those of the layouts.
         on_cell: called with each cell as it is done.
     """
     cells = []
     with RankPool() as pool:
         for case in cases:
-            layouts = layouts_of(case, names)
-            if in_bf16:
-                layouts = {
-                    name: dataclasses.replace(layout, loss_flags=(*layout.loss_flags, *BF16))
-                    for name, layout in layouts.items()
-                }
+            more = (*loss_flags, *(BF16 if in_bf16 else ()))
+            layouts = {
+                name: dataclasses.replace(layout, loss_flags=(*layout.loss_flags, *more))
+                for name, layout in layouts_of(case, names).items()
+            }
             for cell in _run_case(pool, case, layouts):
                 on_cell(cell)
                 cells.append(cell)

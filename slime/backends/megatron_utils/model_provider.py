@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+from slime.backends.megatron_utils.layers.fake_quantize import fake_quantize_weights
 from slime.backends.megatron_utils.layers.fp8_linear import use_fp8
 from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
@@ -64,6 +65,8 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
             freeze_indexer(model)
         if args.fp8:
             use_fp8(model, args)
+        if args.int4_qat and role != "critic":
+            fake_quantize_weights(model, args)
         head = find_value_head([model])
         if head is not None and not head.weight.requires_grad:
             logger.warning(

@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.flags.config_builders import (
     transformer_config_from_args,
 )
 from slime.backends.megatron_utils.flags.field_table import refuse_what_nobody_reads
+from slime.backends.megatron_utils.flags.int4_arguments import check_int4_flags
 from slime.backends.megatron_utils.flags.linear_arguments import check_linear_flags
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.flags.sparse_arguments import check_sparse_flags
@@ -46,6 +47,7 @@ def check_arguments(args: Namespace) -> None:
     check_sparse_flags(args)
     check_linear_flags(args)
     check_fp8_flags(args)
+    check_int4_flags(args)
     config = transformer_config_from_args(args)
     check_attention_config(config)
     if args.spec:

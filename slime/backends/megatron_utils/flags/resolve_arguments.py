@@ -17,6 +17,7 @@ import torch
 from slime.backends.megatron_utils.flags.config_builders import num_stages_of_layout, params_dtype
 from slime.backends.megatron_utils.flags.field_table import reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.flags.int4_arguments import derive_int4
 from slime.backends.megatron_utils.flags.latent_arguments import derive_rope
 from slime.backends.megatron_utils.flags.linear_arguments import derive_linear
 from slime.backends.megatron_utils.flags.sparse_arguments import derive_indexer
@@ -89,7 +90,18 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
             )
     check_numbers(args)
     derived: dict[str, Any] = {}
-    for derive in (_precision, _world, _layout, _shape, _rope, _vocabulary, _schedule, _checkpoint, _kernels):
+    for derive in (
+        _precision,
+        _world,
+        _layout,
+        _shape,
+        _rope,
+        _vocabulary,
+        _schedule,
+        _checkpoint,
+        _kernels,
+        derive_int4,
+    ):
         derived |= derive(args)
     return derived
 

@@ -118,8 +118,9 @@ class StackedLinear(torch.nn.Module):
 
         # (pipeline, tensor, data): only the first of the data-parallel copies is written.
         replica_id = (0, 0, self.groups.expt_dp.rank())
+        weight = dict(self.named_parameters())["weight"]  # self.weight may be a rounded one
         if not self.is_gated:
-            return entry(key, self.weight, replica_id, rank, parts)
+            return entry(key, weight, replica_id, rank, parts)
 
         def split(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> ShardedState:
             gate, up = tensor.chunk(2, dim=1)
@@ -131,7 +132,7 @@ class StackedLinear(torch.nn.Module):
         def join(halves: dict[str, Tensor]) -> Tensor:
             return torch.cat([halves["gate"], halves["up"]], dim=1)
 
-        return ShardedTensorFactory(key, self.weight, split, join, replica_id)
+        return ShardedTensorFactory(key, weight, split, join, replica_id)
 
 
 class StackedExperts(MegatronModule):

@@ -1,0 +1,144 @@
+"""Flags of int4 quantization-aware training: which weights are rounded, in which groups.
+
+Where ``--hf-checkpoint`` holds packed four-bit integers, it decides: what it has quantized is what engines serve so.
+Otherwise routed experts are rounded, and with ``--int4-qat-dense`` all that ``tools/convert_hf_to_int4_direct.py``
+would quantize.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from typing import Any
+
+from slime.backends.megatron_utils.flags.hf_config_check import is_all_experts, read_config_json
+from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names
+from slime.utils import env
+from slime.utils.errors import ConfigError
+from slime.weights.hf_rewrite.to_quantized import to_int4
+from slime.weights.quantize import quantized_names, read_format
+from slime.weights.quantize.formats import GroupInt
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_GROUP_SIZE = 128
+NUM_BITS = 4
+EXPERTS, MLP, ATTENTION = ".experts.", ".mlp.down_proj.", ".self_attn.o_proj."
+"""Parts of HF names: of routed experts, and of the dense matrices that tensor parallelism cuts along their input."""
+
+
+def derive_int4(args: Namespace) -> dict[str, Any]:
+    """Return what the flags, the environment and the checkpoint say of quantization-aware training.
+
+    Raises:
+        ConfigError: they disagree, or the checkpoint is quantized in another way.
+    """
+    if not (args.int4_qat or env.int4_fake_qat()):
+        for flag, value in (
+            ("--int4-qat-group-size", args.int4_qat_group_size),
+            ("--int4-qat-dense", args.int4_qat_dense),
+        ):
+            if value:
+                raise ConfigError(f"{flag} is given without --int4-qat, so nothing would be rounded; add it.")
+        return {"int4_qat": False}
+    asked = args.int4_qat_group_size or env.int4_group_size()
+    packed = packed_format(args)
+    if packed is None:
+        if not args.debug_train_only:
+            logger.warning(
+                "--int4-qat rounds weights to int4, and --hf-checkpoint %s, which engines serve, is not in int4: the "
+                "trainer computes another policy than they do. Give the folder of tools/convert_hf_to_int4_direct.py.",
+                args.hf_checkpoint,
+            )
+        return {"int4_qat": True, "int4_qat_group_size": _checked(asked or DEFAULT_GROUP_SIZE)}
+    if asked is not None and asked != packed.group_size:
+        raise ConfigError(
+            f"--int4-qat-group-size (or OPEN_TRAINING_INT4_GROUP_SIZE) is {asked}; the groups of --hf-checkpoint "
+            f"{args.hf_checkpoint} have {packed.group_size} columns; leave it out."
+        )
+    return {"int4_qat": True, "int4_qat_group_size": packed.group_size}
+
+
+def packed_format(args: Namespace) -> GroupInt | None:
+    """Return the format of ``--hf-checkpoint`` when its weights are packed integers.
+
+    Raises:
+        ConfigError: they are, and not as ``--int4-qat`` rounds; or they are FP8.
+    """
+    if not args.hf_checkpoint:
+        return None
+    config = read_config_json(args.hf_checkpoint).get("quantization_config")
+    if not config:
+        return None
+    found = read_format(config)
+    if isinstance(found, GroupInt) and found.is_symmetric and found.num_bits == NUM_BITS and found.group_size:
+        return found
+    raise ConfigError(
+        f"--int4-qat rounds to symmetric four-bit integers in groups; --hf-checkpoint {args.hf_checkpoint} is "
+        f"quantized as {found}; drop the flag, or give a folder of tools/convert_hf_to_int4_direct.py."
+    )
+
+
+def check_int4_flags(args: Namespace) -> None:
+    """Refuse groups that would lie on two tensor-parallel ranks.
+
+    Raises:
+        ConfigError: with the columns, the ranks and the group size.
+    """
+    if not args.int4_qat:
+        return
+    group_size, selection = args.int4_qat_group_size, Int4Selection(args)
+    tensor_flag, tensor_ranks = "--tensor-model-parallel-size", args.tensor_model_parallel_size
+    head_flag, head_size = "--kv-channels", args.kv_channels
+    if args.multi_latent_attention:
+        head_flag, head_size = "--v-head-dim", args.v_head_dim
+    cuts = [(ATTENTION, f"--num-attention-heads x {head_flag}", args.num_attention_heads * head_size, tensor_ranks)]
+    if not is_all_experts(args):
+        cuts.append((MLP, "--ffn-hidden-size", args.ffn_hidden_size, tensor_ranks))
+    if args.num_experts:
+        ranks = args.expert_tensor_parallel_size or tensor_ranks
+        cuts.append((EXPERTS, "--moe-ffn-hidden-size", args.moe_ffn_hidden_size, ranks))
+    for part, flag, size, ranks in cuts:
+        if size % (ranks * group_size) and selection.has(part):
+            ranks_flag = "--expert-tensor-parallel-size" if part == EXPERTS else tensor_flag
+            raise ConfigError(
+                f"{flag} is {size}; over {ranks_flag} {ranks} a rank has {size / ranks:g} columns of a matrix that is "
+                f"cut along its input, which are no whole number of groups of {group_size} (--int4-qat); use fewer "
+                "ranks, or smaller groups."
+            )
+
+
+class Int4Selection:
+    """The HF tensors that are rounded.
+
+    Args:
+        args: complete flags, with ``int4_qat``.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._rounds_dense = args.int4_qat_dense
+        self._rule = to_int4(args.int4_qat_group_size).is_quantized
+        self._names: frozenset[str] | None = None
+        if (packed := packed_format(args)) is not None:
+            self._names = quantized_names(stored_names(args.hf_checkpoint), packed)
+
+    def has(self, part: str) -> bool:
+        """True when a tensor with this part in its name may be rounded: one of the names above this class."""
+        if self._names is not None:
+            return any(part in name for name in self._names)
+        return self._rounds_dense or part == EXPERTS
+
+    def is_quantized(self, name: str) -> bool:
+        """True for a tensor that an engine holds in int4, by its HF name; it is a matrix."""
+        if self._names is not None:
+            return name in self._names
+        return (self._rounds_dense or EXPERTS in name) and self._rule(name, (1, 1))
+
+
+def _checked(group_size: int) -> int:
+    if group_size < 8 or group_size % 8:
+        raise ConfigError(
+            f"--int4-qat-group-size (or OPEN_TRAINING_INT4_GROUP_SIZE) is {group_size}; it must be a multiple of 8; "
+            "engines take 32 or 128."
+        )
+    return group_size
