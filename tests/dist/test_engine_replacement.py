@@ -33,6 +33,10 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
 ARGS = Namespace(
     num_gpus_per_node=2,
+    sglang_dtype=None,
+    bf16=True,
+    fp16=False,
+    fp32=False,
     rollout_num_gpus_per_engine=1,
     offload_rollout=False,
     debug_rollout_only=False,
