@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.models.rule import differs
+from slime.backends.megatron_utils.models.family import differs
 from slime.utils.errors import ConfigError
 from tests.matrix.case import load_cases, read_config
 from tests.unit.backends.megatron_utils.megatron_case import parse
