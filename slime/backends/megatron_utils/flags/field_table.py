@@ -30,7 +30,10 @@ from slime.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _OVERLAP = "tensor-parallel communication is not overlapped with matrix products"
-_PRECISION = "optimizer states and main parameters are fp32"
+_PRECISION = (
+    "optimizer states and main parameters are fp32 on the card, because only the FusedAdam of TransformerEngine holds "
+    "narrower ones, and it is not used; --optimizer-cpu-offload keeps them on the host, once"
+)
 
 WITHOUT_EFFECT: dict[str, str] = {
     "moe_permute_fusion": "tokens are moved by gathers of slime's own",
@@ -151,6 +154,8 @@ def reset_what_has_no_effect(args: Namespace) -> dict[str, Any]:
     for name, default in _given(args):
         if name in WITHOUT_EFFECT:
             derived[attribute_of(name)] = default
+            if name == "use_precision_aware_optimizer" and args.optimizer_cpu_offload:
+                continue  # has its effect: see optimizer_config_from_args
             flags_of_reason.setdefault(WITHOUT_EFFECT[name], []).append(_flag(args, name))
     for reason, flags in flags_of_reason.items():
         logger.info("%s: without effect here; %s.", ", ".join(flags), reason)

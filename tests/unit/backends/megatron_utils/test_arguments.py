@@ -148,6 +148,16 @@ def test_kernels_of_transformer_engine_are_mapped_to_what_there_is(caplog: pytes
     assert args.moe_grouped_gemm  # torch has a grouped product of its own
     for word in ("--moe-permute-fusion", "--use-precision-aware-optimizer"):
         assert sum(word in record.message for record in caplog.records) == 1
+    assert "only the FusedAdam of TransformerEngine" in caplog.text
+
+
+def test_the_precision_aware_optimizer_has_its_effect_with_adam_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    """Master weights are on the host only; that is what megatron-core's own flag means there."""
+    with caplog.at_level("INFO"):
+        args = parse(*DENSE, "--bf16", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+    assert "--use-precision-aware-optimizer" not in caplog.text
+    args.optimizer_cpu_offload = True  # switched off where there is no CUDA
+    assert optimizer_config_from_args(args).use_precision_aware_optimizer
 
 
 @pytest.mark.parametrize(
