@@ -63,15 +63,16 @@ class Int4Run(FamilyRun):
     def _push(self) -> dict[str, Tensor]:
         """The tensors of a push in fp32 to engines that were started from the int4 folder."""
         from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
-        from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets
+        from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
 
         config = read_config(self.engine_folder)
         quantizer = checkpoint_quantizer(self.engine_folder, config["quantization_config"], dtype=torch.float32)
         with self.model() as (args, model):
-            source = GatheredBuckets(
-                args, model, lambda: None, model_name=config["model_type"], dtype=torch.float32, quantizer=quantizer,
-                bucket_bytes=1 << 20, across_stages=True,
+            weights = SentWeights(
+                args=args, model=model, model_name=config["model_type"], dtype=torch.float32, quantizer=quantizer,
+                bucket_bytes=1 << 20,
             )  # fmt: skip
+            source = GatheredBuckets(weights, across_stages=True)
             return {
                 name: tensor.clone()
                 for index, flat in source.iter_buckets()
