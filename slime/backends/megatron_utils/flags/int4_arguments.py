@@ -80,13 +80,17 @@ def packed_format(args: Namespace) -> GroupInt | None:
 
 
 def check_int4_flags(args: Namespace) -> None:
-    """Refuse groups that would lie on two tensor-parallel ranks.
+    """Refuse groups that would lie on two tensor-parallel ranks, and FP8 products of weights in int4.
 
     Raises:
         ConfigError: with the columns, the ranks and the group size.
     """
     if not args.int4_qat:
         return
+    if args.fp8:
+        raise ConfigError(
+            f"--int4-qat and --fp8-format {args.fp8} are given; an engine holds its weights in one of the two; drop one."
+        )
     group_size, selection = args.int4_qat_group_size, Int4Selection(args)
     tensor_flag, tensor_ranks = "--tensor-model-parallel-size", args.tensor_model_parallel_size
     head_flag, head_size = "--kv-channels", args.kv_channels

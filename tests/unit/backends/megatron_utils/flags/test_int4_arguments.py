@@ -75,6 +75,10 @@ def test_without_one_experts_are_rounded_and_by_a_flag_all_that_the_converter_pa
     [
         ([*MOE, "--int4-qat-group-size", "32"], "--int4-qat-group-size is given without --int4-qat"),
         ([*MOE, "--int4-qat-dense"], "--int4-qat-dense is given without --int4-qat"),
+        (
+            [*MOE, "--int4-qat", "--int4-qat-group-size", "32", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"],
+            "--int4-qat and --fp8-format e4m3 are given",
+        ),
         ([*MOE, "--int4-qat", "--int4-qat-group-size", "12"], "is 12; it must be a multiple of 8"),
         (
             [*MOE, "--int4-qat", "--int4-qat-group-size", "64"],
