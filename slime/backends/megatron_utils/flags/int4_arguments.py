@@ -89,7 +89,7 @@ def check_int4_flags(args: Namespace) -> None:
         return
     if args.fp8:
         raise ConfigError(
-            f"--int4-qat and --fp8-format {args.fp8} are given; an engine holds its weights in one of the two; drop one."
+            f"--int4-qat and --fp8-format {args.fp8} are given; engines hold weights in one of the two; drop one."
         )
     group_size, selection = args.int4_qat_group_size, Int4Selection(args)
     tensor_flag, tensor_ranks = "--tensor-model-parallel-size", args.tensor_model_parallel_size
