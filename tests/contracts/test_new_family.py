@@ -88,6 +88,7 @@ from slime.backends.megatron_utils.models import published_config
 from slime.backends.megatron_utils.parameters import iter_global_parameters
 from slime.planning.make_plan import _notes
 from slime.planning.parameters import model_size
+from slime.planning.plan import PlanOptions, find_card
 from slime.utils.errors import ConfigError
 from tests.matrix.families.llama import flags
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process, write_hf_model
@@ -131,7 +132,7 @@ print(json.dumps({
     "another_width": refusal(*model_flags),
     "parameters": sum(parameter.numel() for parameter in model.parameters()),
     "planned": model_size(model_dims(args)),
-    "notes": list(_notes(args)),
+    "notes": list(_notes(args, PlanOptions(find_card("H100"), lengths=(8,)))),
     "published": published_config("/models/Acme-8B"),
     "engines": [*draft_problems(args, config), *replay_problems(args, config)],
 }))
