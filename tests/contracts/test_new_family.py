@@ -132,7 +132,7 @@ print(json.dumps({
     "another_width": refusal(*model_flags),
     "parameters": sum(parameter.numel() for parameter in model.parameters()),
     "planned": model_size(model_dims(args)),
-    "notes": list(_notes(args, PlanOptions(find_card("H100"), lengths=(8,)))),
+    "notes": list(_notes(args, PlanOptions(card=find_card("H100"), lengths=(8,)))),
     "published": published_config("/models/Acme-8B"),
     "engines": [*draft_problems(args, config), *replay_problems(args, config)],
 }))
