@@ -17,7 +17,8 @@ FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
     ),
     f"{_SLIME}.layers.value_head": ("init_method_std",),
     f"{_SLIME}.layers.attention": (
-        *("softmax_type", "kv_channels", "attention_dropout", "window_size", "attention_backend"),
+        *("softmax_type", "kv_channels", "attention_dropout", "window_size", "window_attn_skip_freq"),
+        "attention_backend",
         *("qk_clip", "log_max_attention_logit", "rotary_interleaved", "no_rope_freq"),
     ),
     f"{_SLIME}.layers.norm": ("normalization", "layernorm_zero_centered_gamma"),

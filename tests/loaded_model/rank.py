@@ -25,6 +25,7 @@ BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3
 
 MODELS = {
     "deepseek_v2",
+    "gemma3_causal",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",

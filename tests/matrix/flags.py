@@ -15,8 +15,12 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def rope_setting(config: dict[str, Any], name: str, default: Any = None) -> Any:
-    """A rotary setting: transformers 5 keeps it under ``rope_parameters``, older configs at the top."""
-    for holder in (config.get("rope_parameters"), config.get("rope_scaling"), config):
+    """A rotary setting: transformers 5 keeps it under ``rope_parameters``, older configs at the top.
+
+    Of models whose layers differ, that of full attention.
+    """
+    by_layer = (config.get("rope_parameters") or {}).get("full_attention")
+    for holder in (config.get("rope_parameters"), by_layer, config.get("rope_scaling"), config):
         if isinstance(holder, dict) and holder.get(name) is not None:
             return holder[name]
     return default

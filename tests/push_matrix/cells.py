@@ -43,6 +43,7 @@ SERVED = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "gemma3",
 )
 """All that the installed SGLang can build on a CPU."""
 FAST: dict[str, Any] = {

@@ -131,7 +131,6 @@ REFUSED: dict[str, str] = {
     "overlap_moe_expert_parallel_comm": "its schedule takes layers of TransformerEngine apart",
     "use_ring_exchange_p2p": "it needs a torch of NVIDIA's own",
     "apply_residual_connection_post_layernorm": "the layers take the residual before the norm",
-    "window_attn_skip_freq": "packed attention has no window",
     "qk_l2_norm": "there is no such norm of queries and keys; --qk-layernorm is the learned one",
     "apply_query_key_layer_scaling": "packed attention scales all layers alike",
     "disable_bf16_reduced_precision_matmul": "nobody acts on it",

@@ -37,6 +37,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, rotary_tables
 from slime.utils.errors import ConfigError
@@ -47,7 +48,8 @@ megatron_wheel.mend_missing_transformer_engine()
 class PackedAttention(MegatronModule):
     """softmax(q k^T * scale + causal mask) v, within each packed sequence.
 
-    Every query sees the keys of its own sequence up to its own position, whatever the packing and the layout.
+    Every query sees the keys of its own sequence up to its own position, whatever the packing and the layout; in a
+    layer with a window (``--window-size LEFT,0``, ``--window-attn-skip-freq``) its own and the LEFT before it.
     """
 
     def __init__(
@@ -71,6 +73,9 @@ class PackedAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
+        is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if is_local else None
+        """Keys that a query sees, its own among them; None for all."""
         self.is_unfused = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
 
     def forward(
@@ -113,17 +118,20 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Attend causally in packed sequences whose last query stands at their last key."""
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
-            return varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, scale=self.scale)
+            return varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, scale=self.scale, window=self.window)
         lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
         with sdpa_kernel(SDPBackend.MATH) if self.is_unfused else contextlib.nullcontext():
-            return per_sequence_attention(query, key, value, lengths_q, lengths_k, scale=self.scale)
+            return per_sequence_attention(
+                query, key, value, lengths_q, lengths_k, scale=self.scale, window=self.window
+            )
 
 
 def check_attention_config(config: TransformerConfig) -> None:
     """Raise ConfigError for options of megatron-core's attention that this one does not have."""
     refused = {
         "--attention-dropout": config.attention_dropout not in (0, 0.0),
-        "--window-size": config.window_size is not None,
+        "--window-size (but LEFT,0)": config.window_size is not None
+        and (config.window_size[0] < 0 or config.window_size[1] != 0),
         "--softmax-type": config.softmax_type != "vanilla",
         "--qk-clip": config.qk_clip,
         "--log-max-attention-logit": config.log_max_attention_logit,
@@ -134,7 +142,14 @@ def check_attention_config(config: TransformerConfig) -> None:
 
 
 def per_sequence_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths_q: list[int], lengths_k: list[int], *, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths_q: list[int],
+    lengths_k: list[int],
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend one sequence at a time, on any device and in any dtype."""
     pieces = []
@@ -143,8 +158,11 @@ def per_sequence_attention(
         if num_q == 0:
             continue
         mask = None
-        if num_q != num_k:
+        is_cut = window is not None and window < num_k
+        if num_q != num_k or is_cut:
             mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
+        if mask is not None and window is not None:
+            mask = mask.triu(num_k - num_q - window + 1)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -159,7 +177,16 @@ def per_sequence_attention(
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend in all sequences by one flash kernel; CUDA, bf16 or fp16.  No synchronisation with the host."""
     attend, knows_gqa = _varlen_kernel()
@@ -170,7 +197,7 @@ def varlen_attention(
         query, key = F.pad(query, (0, padded - width)), F.pad(key, (0, padded - width))
     if value_width < padded:
         value = F.pad(value, (0, padded - value_width))
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if knows_gqa:
         options["enable_gqa"] = query.size(1) != key.size(1)
     out = attend(
@@ -286,6 +313,8 @@ def zigzag_attention(
 class PackedSelfAttention(SelfAttention):
     """Self-attention that rotates queries and keys itself; the base class gets no angles, so it rotates nothing."""
 
+    tables_name = "rotary_tables"
+    """Where the tables of a micro-batch are kept; layers with other angles have another name."""
     _tables: RotaryTables | None = None
     """Of the micro-batch in this forward call; None outside of one."""
 
@@ -312,7 +341,7 @@ class PackedSelfAttention(SelfAttention):
             num_tokens *= self.pg_collection.tp.size()
         self._tables = rotary_tables(
             packed_seq_params, freqs, num_tokens, cp_rank=group.rank(), cp_size=group.size(),
-            interleaved=self.config.rotary_interleaved, mscale=yarn_mscale(self.config),
+            interleaved=self.config.rotary_interleaved, mscale=yarn_mscale(self.config), name=self.tables_name,
         )  # fmt: skip
         try:
             return super().forward(

@@ -57,7 +57,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, *, cp_rank: int = 0, c
 
 def rotary_tables(
     params: PackedSeqParams, freqs: Tensor, num_tokens: int, *, cp_rank: int, cp_size: int, interleaved: bool,
-    mscale: float = 1.0,
+    mscale: float = 1.0, name: str = "rotary_tables",
 ) -> RotaryTables:  # fmt: skip
     """Return the tables of a micro-batch, computed by its first layer and kept on ``params`` for the others.
 
@@ -70,9 +70,10 @@ def rotary_tables(
         cp_size: size of the group.
         interleaved: which dimensions are rotated together: (0, 1), (2, 3), ... or (0, r / 2), (1, r / 2 + 1), ...
         mscale: factor on cos and sin (YaRN).
+        name: under which they are kept.
     """
     kept: Any = params
-    tables: RotaryTables | None = getattr(kept, "rotary_tables", None)
+    tables: RotaryTables | None = getattr(kept, name, None)
     if tables is None:
         positions = packed_positions(cumulative_lengths(params), num_tokens, cp_rank=cp_rank, cp_size=cp_size)
         angles = freqs.flatten(1)
@@ -80,7 +81,7 @@ def rotary_tables(
         # Padding behind the last sequence may lie beyond the longest one: its angle does not matter.
         angles = angles.float()[positions.clamp_(max=angles.size(0) - 1)]
         tables = RotaryTables(angles.cos() * mscale, angles.sin() * mscale)
-        kept.rotary_tables = tables
+        setattr(kept, name, tables)
     return tables
 
 

@@ -28,12 +28,17 @@ from tests.unit.backends.megatron_utils.megatron_case import parse, start_single
 DENSE = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --kv-channels 4 --vocab-size 8".split()
 
 
-def textbook_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[l, heads, d]: softmax over the keys up to the query's own position, in fp64; the last ones coincide."""
+def textbook_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """[l, heads, d]: softmax over the keys up to the query's own position, in fp64; the last ones coincide.
+
+    With a window, over the last so many of them.
+    """
     repeats = query.size(1) // key.size(1)
     q, k, v = (x.double() for x in (query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     hidden = torch.ones(q.size(0), k.size(0), dtype=torch.bool).triu(k.size(0) - q.size(0) + 1)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril(k.size(0) - q.size(0) - window)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
@@ -107,6 +112,58 @@ def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
         assert torch.allclose(out.double(), local(expected, rank), atol=1e-6)
 
 
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("window", [1, 3, 8, 100])
+def test_a_window_hides_all_but_the_last_keys_whoever_holds_them(
+    monkeypatch: pytest.MonkeyPatch, window: int, cp_size: int
+) -> None:
+    lengths = [8, 4, 16]
+    query, key, value = random_qkv(sum(lengths))
+    expected = torch.cat(
+        [
+            textbook_attention(*parts, 0.5, window)
+            for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+        ]
+    )
+
+    def local(x: Tensor, rank: int) -> Tensor:
+        chunks = [chunk for part in x.split(lengths) for chunk in pick(part.chunk(2 * cp_size), rank)]
+        return torch.cat(chunks)
+
+    def pick(chunks: tuple[Tensor, ...], rank: int) -> tuple[Tensor, Tensor]:
+        return chunks[rank], chunks[2 * cp_size - 1 - rank]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int) -> Tensor:
+        return per_sequence_attention(q, k, v, cu_q.diff().tolist(), cu_k.diff().tolist(), scale=0.5, window=window)
+
+    if cp_size == 1:
+        cu = cumulative(lengths)
+        assert torch.allclose(attend(query, key, value, cu, cu).double(), expected, atol=1e-6)
+        return
+    gathered = iter(
+        [torch.cat([local(x, rank) for rank in range(cp_size)]) for _ in range(cp_size) for x in (key, value)]
+    )
+    monkeypatch.setattr(attention, "gather_from_sequence_parallel_region", lambda x, group: next(gathered))
+    for rank in range(cp_size):
+        parts = [local(x, rank) for x in (query, key, value)]
+        out = zigzag_attention(attend, *parts, cumulative(lengths), max(lengths), None, rank, cp_size)
+        assert torch.allclose(out.double(), local(expected, rank), atol=1e-6)
+
+
+def test_a_layer_has_a_window_where_the_flags_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse(*DENSE, "--window-size", "7,0", "--window-attn-skip-freq", "3")
+    start_single_process(args)
+    config = transformer_config_from_args(args)
+    assert [PackedAttention(config, layer_number=number).window for number in range(1, 7)] == [8, 8, None] * 2
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        attention, "_varlen_kernel", lambda: (lambda q, *_, window_size, **__: seen.append(window_size) or q, True)
+    )
+    cu = cumulative([4])
+    varlen_attention(*random_qkv(4, groups=4), cu, cu, 4, 4, scale=1.0, window=8)
+    assert seen == [(7, 0)]
+
+
 def test_a_chunk_sees_the_gathered_rows_of_the_chunks_up_to_itself() -> None:
     # 8 tokens in chunks of 2: rank 0 holds chunks 0 and 3 (gathered rows 0 to 3), rank 1 chunks 1 and 2 (rows 4 to 7).
     first, second = (ZigzagPlan.build(cumulative([8]), 4, cp_rank=rank, cp_size=2) for rank in (0, 1))
@@ -160,7 +217,7 @@ def test_the_unfused_backend_gives_the_same() -> None:
     assert torch.allclose(unfused(*inputs), fused(*inputs), atol=1e-6)
 
 
-@pytest.mark.parametrize("flags", ["--window-size 8,0", "--softmax-type learnable", "--qk-clip"])
+@pytest.mark.parametrize("flags", ["--window-size 8,8", "--softmax-type learnable", "--qk-clip"])
 def test_an_option_that_packed_attention_has_not_is_refused(flags: str) -> None:
     with pytest.raises(ConfigError, match=flags.split()[0]):
         parse(*DENSE, *flags.split())

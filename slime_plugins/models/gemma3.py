@@ -1,0 +1,134 @@
+"""The layers of Gemma 3, text: windows with rotary angles of their own, a gated MLP with GELU, scaled embeddings.
+
+    --spec slime_plugins.models.gemma3 get_gemma3_spec --post-self-attn-layernorm --post-mlp-layernorm --qk-layernorm
+    --apply-layernorm-1p --swiglu --window-size 511,0 --window-attn-skip-freq 6
+
+``--swiglu`` gives the MLP its gate.  The embedding's output times sqrt(hidden size) is computed by the first layer:
+the vocabulary projection, which is the same matrix, is not scaled.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from slime.backends.megatron_utils.layers.attention import PackedSelfAttention
+from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, SandwichLayer, get_block_spec
+from slime.backends.megatron_utils.models.gemma3 import LOCAL_ROTARY_BASE
+from slime.utils.errors import ConfigError
+
+
+def get_gemma3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
+    """Return the layers of this pipeline stage.
+
+    Args:
+        args: the norms behind attention and MLP.
+        config: ``window_size`` and ``window_attn_skip_freq`` say which layers have a window.
+        vp_stage: which virtual stage of this rank.
+
+    Raises:
+        ConfigError: the flags describe another model.
+    """
+    check_stages(args, config)
+    block = get_block_spec(config, vp_stage, post_self_attn_layernorm=True, post_mlp_layernorm=True)
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    block.layer_specs = [
+        _gemma_layer(layer, config, offset + index + 1) for index, layer in enumerate(block.layer_specs)
+    ]
+    return block
+
+
+def check_stages(args: Namespace, config: TransformerConfig) -> None:
+    """Check, before a GPU is taken, that the flags describe this model.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if config.window_size is None or not (args.post_self_attn_layernorm and args.post_mlp_layernorm):
+        raise ConfigError(
+            "--window-size, --post-self-attn-layernorm or --post-mlp-layernorm is not given; Gemma 3 has all three; "
+            "source scripts/models/gemma3-1B.sh."
+        )
+
+
+def _gemma_layer(layer: ModuleSpec, config: TransformerConfig, number: int) -> ModuleSpec:
+    """Return layer ``number``, from 1, with the parts that only Gemma has."""
+    attention = layer.submodules.self_attention
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number):
+        attention = replace(attention, module=WindowAttention)
+    mlp = replace(layer.submodules.mlp, module=GeluMlp)
+    submodules = replace(layer.submodules, self_attention=attention, mlp=mlp)
+    return replace(layer, module=FirstLayer if number == 1 else SandwichLayer, submodules=submodules)
+
+
+class WindowAttention(PackedSelfAttention):
+    """Attention of a layer with a window: its rotary angles have another base, and are never stretched."""
+
+    tables_name = "window_rotary_tables"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with angles for as many positions as the model's have."""
+        given = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        own = None if given is None else window_angles(given)
+        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=own, **options)
+
+
+def window_angles(angles: Tensor) -> Tensor:
+    """Return angles by position with the base of the layers with a window.
+
+    Args:
+        angles: of the other layers, [positions, 1, 1, head dimension]; only its shape and device count.
+
+    Returns:
+        Of the same shape, each angle twice, as two halves; fp32.
+    """
+    width, device = angles.size(-1), angles.device
+    frequencies = LOCAL_ROTARY_BASE ** -(torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    half = torch.outer(torch.arange(angles.size(0), dtype=torch.float32, device=device), frequencies)
+    return torch.cat([half, half], dim=-1)[:, None, None]
+
+
+class GeluMlp(MLP):
+    """Gated MLP with GELU, approximated by tanh."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        """Take what megatron-core passes to any MLP."""
+        own = copy.copy(config)
+        own.activation_func, own.bias_activation_fusion = gelu, False
+        super().__init__(own, *args, **options)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Return GELU, approximated by tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
+class FirstLayer(SandwichLayer):
+    """The layer that reads the embedding."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        """Scale the embedding by sqrt(hidden size), rounded to its dtype, and run the layer."""
+        scale = torch.tensor(self.config.hidden_size**0.5, dtype=hidden_states.dtype)
+        return super().forward(hidden_states * scale.to(hidden_states.device), *args, **options)
