@@ -16,11 +16,12 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("sampler", ["flashinfer", "pytorch"])
 def test_an_engine_returns_what_its_sampler_drew_from(sampler: str, tmp_path: Path) -> None:
-    more = {"device": "cuda", "disable_overlap_schedule": False, "sampling_backend": sampler}
+    more = {"device": "cuda", "dtype": "bfloat16", "disable_overlap_schedule": False, "sampling_backend": sampler}
+    more |= {"attention_backend": "triton"}
     engine = Engine(tmp_path, disable_cuda_graph=True, **more)
     try:
         wait_until_healthy(engine.process, engine.control, timeout_s=400)
-        assert error_of_answers(engine) < 1e-4
+        assert error_of_answers(engine, is_exact=False) < 1e-4
     finally:
         engine.process.stop()
 
