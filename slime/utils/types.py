@@ -333,11 +333,8 @@ def _status_of_finish_reason(reason: Any) -> SampleStatus | None:
 @functools.cache
 def _warn_of_finish_reason(kind: str) -> None:
     """Log, once for each kind, that the engine's finish reason says nothing about a sample's status."""
-    logger.warning(
-        "An engine ended a response with finish_reason type %r; stop, length and abort are known. Samples that end so "
-        "keep the status that they had.",
-        kind,
-    )
+    message = "An engine ended a response with finish_reason type %r, not stop, length or abort: its status stays."
+    logger.warning(message, kind)
 
 
 def _as_list(values: Any) -> list[Any]:

@@ -371,17 +371,12 @@ class EngineFleet:
 
     def _on_shared_gpus(self, method: str, **keywords: Any) -> None:
         """Call a method of every engine that shares GPUs; with fault tolerance one that fails in it is reported."""
-        asked = [
-            (group, index, getattr(group.engines[index], method).remote(**keywords))
-            for group in self.groups
-            if group.needs_offload
-            for index in group.indices(*LIVE)
-        ]
-        timeout_s = self.args.weight_update_timeout_s
+        shared = [(group, index) for group in self.groups if group.needs_offload for index in group.indices(*LIVE)]
         if not self.args.use_fault_tolerance:
-            wait_for([ref for _, _, ref in asked], what=f"{method} of the engines", timeout_s=timeout_s)
+            self._on_engines([group.engines[index] for group, index in shared], method, **keywords)
             return
-        deadline_s = time.monotonic() + timeout_s
+        asked = [(group, index, getattr(group.engines[index], method).remote(**keywords)) for group, index in shared]
+        deadline_s = time.monotonic() + self.args.weight_update_timeout_s
         for group, index, ref in asked:
             try:
                 wait_for(ref, what=f"{method} of {group.name_of(index)}", timeout_s=deadline_s - time.monotonic())
