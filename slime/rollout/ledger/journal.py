@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slime.rollout.base_types import leaf_samples
 from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS, Kind, pack_frame
 from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot, try_pickle
 from slime.rollout.ledger.segments import SEGMENT_BYTES, JournalWriter
@@ -167,7 +168,7 @@ class Journal:
             if name is None or name in self.open:
                 described.append(None)
                 continue
-            fields = [issued_fields(sample) for sample in group]
+            fields = [issued_fields(next(leaf_samples(entry))) for entry in group]
             issued = Issued([values["index"] for values in fields], fields, self.writer.number)
             self.open[name] = issued
             described.append([name, issued.indices, prompt_start(fields[0]["prompt"]), is_recovered])

@@ -38,7 +38,7 @@ QUANTIZED_PARAMETERS = re.compile(
 )
 """The Megatron parameters of a layer whose HF tensors published FP8 checkpoints have quantized."""
 
-PLAIN_PARTS = ("linear_attn.in_proj_ba.weight",)
+PLAIN_PARTS = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("ba", "b", "a"))
 """A few rows of such a parameter, a tensor of their own on disk, which have no quantized form."""
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}

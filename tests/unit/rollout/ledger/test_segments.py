@@ -119,7 +119,7 @@ def test_a_full_disk_is_waited_for_and_nothing_is_written_twice(tmp_path, monkey
     writer.put(2)
     writer.close()
     assert numbers(tmp_path) == [1, 2]
-    assert "tried again" in caplog.text
+    assert "retrying" in caplog.text
 
 
 def test_a_disk_that_stays_full_ends_the_job_with_the_flags_that_help(tmp_path, monkeypatch):
