@@ -63,6 +63,7 @@ class BackendFlags:
     sglang_enable_deepep_moe: bool = False
     sglang_moe_a2a_backend: str | None = None
     context_parallel_size: int = 1
+    allgather_cp: bool = False
     lr_warmup_iters: int = 0
     lr_decay_iters: int | None = None
     spec: list[str] | None = None

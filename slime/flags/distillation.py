@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from slime.flags.config import backend_flags, read_config
 from slime.flags.kinds import non_negative_int, positive_int
 
 ONLY_TEACHER = ""
@@ -62,12 +64,29 @@ def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """The flags of distillation that the reward and post-processing functions read; plug-ins may call these alone."""
+
+    rm_url: str | None = None
+    opd_type: str | None = None
+    opd_teacher_load: str | None = None
+    opd_teachers: list[str] | None = None
+    opd_teacher_key: str | None = None
+    opd_top_k: int | None = None
+
+
+def teacher_config(args: Any) -> TeacherConfig:
+    """Return the flags of distillation, from a namespace that may lack them."""
+    return read_config(TeacherConfig, args)
+
+
 def teachers_of(args: Any) -> dict[str, str | None]:
     """Return name -> ``/generate`` address or checkpoint of each teacher; one teacher is called ``ONLY_TEACHER``."""
-    given = getattr(args, "opd_teachers", None)
-    if given is None:
-        return {ONLY_TEACHER: args.rm_url if args.opd_type == "sglang" else args.opd_teacher_load}
-    return dict(entry.split("=", 1) for entry in given)
+    config = teacher_config(args)
+    if config.opd_teachers is None:
+        return {ONLY_TEACHER: config.rm_url if config.opd_type == "sglang" else config.opd_teacher_load}
+    return {name: where for name, _, where in (entry.partition("=") for entry in config.opd_teachers)}
 
 
 def trainer_teachers(args: Any) -> dict[str, str]:
@@ -135,5 +154,5 @@ def _check_top_k(args: Namespace) -> Iterator[str]:
         yield f"{here} is a term of the policy loss; --loss-type is {args.loss_type}."
     if args.rollout_top_p != 1.0:
         yield f"{here} compares whole distributions, and --rollout-top-p {args.rollout_top_p} cuts them; make it 1."
-    if getattr(args, "allgather_cp", False):
+    if backend_flags(args).allgather_cp:
         yield f"{here} does not work with --allgather-cp; drop one of them."

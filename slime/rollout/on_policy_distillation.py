@@ -25,8 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from slime.flags.distillation import ONLY_TEACHER, teachers_of
-from slime.flags.reward import reward_config
+from slime.flags.distillation import ONLY_TEACHER, teacher_config, teachers_of
 from slime.rollout.control_client import control_sessions
 from slime.train_data.convert import source_name
 from slime.utils.errors import ConfigError, DataError, GraderError
@@ -61,8 +60,9 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     """
     if isinstance(sample, list):
         return list(await asyncio.gather(*(reward_func(args, one) for one in sample)))
-    url = reward_config(args).rm_url
-    if getattr(args, "opd_teachers", None) is not None:
+    config = teacher_config(args)
+    url = config.rm_url
+    if config.opd_teachers is not None:
         url = teachers_of(args)[teacher_name(args, sample)]
     if not url:
         raise ConfigError("--rm-url is not given; it must be the /generate address of the teacher's SGLang server.")
@@ -76,8 +76,8 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    if (top_k := getattr(args, "opd_top_k", None)) is not None:
-        payload["top_logprobs_num"] = top_k
+    if config.opd_top_k is not None:
+        payload["top_logprobs_num"] = config.opd_top_k
     images = (sample.multimodal_inputs or {}).get("images")
     if images:
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
@@ -90,9 +90,10 @@ def teacher_name(args: Namespace, sample: Sample) -> str:
     Raises:
         DataError: it names no teacher of the run.
     """
-    if getattr(args, "opd_teachers", None) is None:
+    config = teacher_config(args)
+    if config.opd_teachers is None:
         return ONLY_TEACHER
-    key = args.opd_teacher_key
+    key = config.opd_teacher_key
     name = source_name(sample) if key is None else (sample.metadata or {}).get(key)
     teachers = teachers_of(args)
     if name not in teachers:
@@ -138,7 +139,7 @@ def post_process_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[li
     Raises:
         DataError: the answer does not fit the sample's tokens.
     """
-    top_k = getattr(args, "opd_top_k", None)
+    top_k = teacher_config(args).opd_top_k
     for sample in samples:
         if isinstance(sample.reward, dict):
             sample.teacher_log_probs = teacher_log_probs(sample, sample.reward)

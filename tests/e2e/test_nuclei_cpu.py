@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,16 +101,16 @@ def engine_probabilities(engine: Engine, meta: dict[str, Any]) -> torch.Tensor:
     return probs
 
 
-def error_of_answers(engine: Engine, *, is_exact: bool = True) -> float:
+def error_of_answers(engine: Engine, *, kinds: Sequence[dict[str, float]] = KINDS, is_exact: bool = True) -> float:
     """Ask 40 times; the largest error of a log-prob, every nucleus being right.
 
-    Requests of five kinds share the engine's batches, and a quarter of them asks for nothing.  Where the engine does
-    not compute in fp32 (``is_exact`` false), its own probabilities take the place of transformers'.
+    Requests of all ``kinds`` share the engine's batches, and one in seven asks for nothing.  Where the engine
+    does not compute in fp32 (``is_exact`` false), its own probabilities take the place of transformers'.
     """
 
     def ask(number: int) -> tuple[list[int], dict[str, Any], bool, dict[str, Any]]:
         prompt = [5 + number % 3, *range(40 + number, 45 + number + number * 7 % 30)]
-        sampling, asks = KINDS[number % 5], number % 4 != 3
+        sampling, asks = kinds[number % len(kinds)], number % 7 % 4 != 3
         params = {"max_new_tokens": 12, "ignore_eos": True, **sampling}
         params |= {"custom_params": {"return_top_p_token_ids": True}} if asks else {}
         payload = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}

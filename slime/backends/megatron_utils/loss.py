@@ -125,10 +125,8 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     loss = pg_loss - args.entropy_coef * entropy
     metrics = {"pg_loss": pg_loss, "entropy_loss": entropy}
     if args.use_kl_loss:
-        log_prob_T, reference_N = (
-            torch.cat(log_prob_N),
-            tokens.required("ref_log_probs", "--use-kl-loss needs log-probs"),
-        )
+        log_prob_T = torch.cat(log_prob_N)
+        reference_N = tokens.required("ref_log_probs", "--use-kl-loss needs log-probs")
         ratio_T = (log_prob_T - torch.cat(old_N)).exp() if args.use_unbiased_kl else None
         metrics["kl_loss"] = reduce(approx_kl(log_prob_T, torch.cat(reference_N), args.kl_loss_type, ratio_T))
         loss = loss + args.kl_loss_coef * metrics["kl_loss"]

@@ -36,7 +36,7 @@ def layout_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
             f"{wanted}, and prefill engines do not hand that of the first token on; use engines that do both "
             "(no --prefill-num-servers, no prefill and decode groups), or --rollout-top-p 1."
         )
-    flags = {name: getattr(args, f"sglang_{name}", None) for name in _REASONS}
+    flags = {name: getattr(args, f"sglang_{name}") for name in _REASONS}
     for settings in (flags, *({**flags, **group.overrides} for group in model.server_groups)):
         problem = next((p for name, reason in _REASONS.items() if (p := _problem(name, settings[name], reason))), None)
         if problem:
