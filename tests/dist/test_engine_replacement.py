@@ -83,8 +83,15 @@ def make_group(gpus, router, monkeypatch):
     )
     groups: list[EngineGroup] = []
 
-    def make(num_gpus: int = 2, *, per_engine: int = 1, takes_updates: bool = True, rank_offset: int = 0, restarts: bool = True,
-             **overrides):
+    def make(
+        num_gpus: int = 2,
+        *,
+        per_engine: int = 1,
+        takes_updates: bool = True,
+        rank_offset: int = 0,
+        restarts: bool = True,
+        **overrides,
+    ):
         config = ServerGroupConfig(
             worker_type="regular", num_gpus=num_gpus, num_gpus_per_engine=per_engine, overrides=overrides
         )

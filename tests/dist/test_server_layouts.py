@@ -45,6 +45,12 @@ def arguments(**given) -> Namespace:
         rollout_num_gpus=NUM_GPUS,
         rollout_num_gpus_per_engine=1,
         rollout_external=False,
+        rollout_top_p=1.0,
+        eval_in_background=False,
+        sglang_dtype=None,
+        bf16=True,
+        fp16=False,
+        fp32=False,
         rollout_external_engine_addrs=None,
         prefill_num_servers=None,
         sglang_config=None,
@@ -205,7 +211,7 @@ def test_external_engines_are_adopted_behind_a_router_and_left_running(start):
         assert set(listed(fleet.servers[0].router)) == {first.url, second.url}
         engines = fleet.updatable()
         assert (engines.gpu_counts, engines.gpu_offsets, engines.num_new) == ([1, 1], [1, 2], 2)
-        assert [r.is_colocated for r in engines.receivers()] == [False, False]
+        assert [r.is_colocated for r in engines.proxies()] == [False, False]
         assert ray.get(engines.handles[0].get_weight_version.remote(), timeout=30) == first.weight_version
         fleet.stop()
         assert first.is_up and second.is_up
