@@ -1,4 +1,4 @@
-"""What the rollout manager tells the job's Prometheus page."""
+"""Facts of the rollout manager for the job's Prometheus page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PageSource:
 
     @property
     def name(self) -> str:
-        """What the page is of, in words."""
+        """A description of the server that has the page."""
         return " ".join(self.labels.values())
 
 

@@ -49,7 +49,7 @@ class SentWeights:
     dtype: torch.dtype
     """Of floating-point tensors that are not quantised."""
     quantizer: Quantizer | None = None
-    """What the engines hold quantised; None for nothing."""
+    """The quantizer of the tensors that engines hold quantized; None for none."""
     bucket_bytes: int
     """``--update-weight-buffer-size``: no bucket of several tensors is larger."""
 
