@@ -119,7 +119,7 @@ def test_a_recipe_submits_flags_that_exist(script, tmp_path):
     assert str(REPO) in environment["PYTHONPATH"]
 
 
-@pytest.mark.parametrize("path", sorted(REPO.glob("scripts/low_precision/*.sh")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(REPO.glob("scripts/low_precision/*-int4.sh")), ids=lambda path: path.stem)
 def test_a_recipe_in_int4_is_its_model_s_with_rounded_weights(path, tmp_path):
     words = ("--num-rollout", "7")
     job, _ = submitted(str(path.relative_to(REPO)), tmp_path, *words)
@@ -130,6 +130,21 @@ def test_a_recipe_in_int4_is_its_model_s_with_rounded_weights(path, tmp_path):
     assert {"int4_qat", "int4_qat_group_size"} <= different <= {"int4_qat", "int4_qat_group_size", "hf_checkpoint"}
     columns = args.moe_ffn_hidden_size // (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
     assert columns % args.int4_qat_group_size == 0 == args.hidden_size % args.int4_qat_group_size
+
+
+@pytest.mark.parametrize("path", sorted(REPO.glob("scripts/low_precision/*-fp8.sh")), ids=lambda path: path.stem)
+def test_a_recipe_in_fp8_is_its_model_s_with_fp8_on_both_sides(path, tmp_path):
+    job, _ = submitted(str(path.relative_to(REPO)), tmp_path)
+    plain, _ = submitted(f"scripts/{path.name.replace('-fp8', '')}", tmp_path)
+    args, other = parse_flags(job[2:]), parse_flags(plain[2:])
+    assert layout_faults(args) == []
+    assert {name for name, value in vars(args).items() if value != vars(other)[name]} == {
+        "hf_checkpoint",
+        "fp8",
+        "fp8_recipe",
+    }
+    assert (args.fp8, args.fp8_recipe) == ("e4m3", "blockwise")
+    assert args.hf_checkpoint.endswith("-FP8")
 
 
 @pytest.mark.parametrize("script", [script for script, seed in RECIPES.items() if seed])
