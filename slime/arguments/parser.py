@@ -21,6 +21,7 @@ from slime.flags.distillation import add_distillation_arguments
 from slime.flags.observability import add_observability_arguments
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
+from slime.flags.teacher_server import add_teacher_server_arguments
 from slime.flags.train import add_train_arguments
 from slime.flags.weight_sync import add_weight_sync_arguments
 from slime.utils.errors import ConfigError
@@ -37,6 +38,7 @@ GROUPS: tuple[Callable[[argparse.ArgumentParser], None], ...] = (
     add_eval_arguments,
     add_algorithm_arguments,
     add_distillation_arguments,
+    add_teacher_server_arguments,
     add_reward_arguments,
     add_fault_tolerance_arguments,
     add_weight_sync_arguments,

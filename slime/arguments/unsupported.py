@@ -26,7 +26,6 @@ _LENGTH = "the run is as long as --num-rollout or --num-epoch says"
 _LOGS = "metrics and timers are always logged, once for each rollout"
 _CHECKPOINT = "checkpoints are always written and read in parallel, in torch_dist format"
 _CRITIC = "set it for the role critic in --megatron-config-path"
-_TEACHER = "a teacher is served by SGLang (--opd-type sglang), or is in the trainer (--opd-type megatron)"
 _ROUTER = "there is one router, that of SGLang (--router-policy, --router-...)"
 
 HISTORICAL = {
@@ -35,14 +34,6 @@ HISTORICAL = {
     "megatron_to_hf_mode": "weights are always converted by slime itself",
     "log_probs_max_tokens_per_gpu": "the log-prob pass uses the micro-batches of training (--max-tokens-per-gpu)",
     "ref_micro_batch_size": "the reference's pass uses the micro-batches of training (--micro-batch-size)",
-    "teacher_port": _TEACHER,
-    "teacher_warmup_port": _TEACHER,
-    "teacher_warmup_timeout_s": _TEACHER,
-    "teacher_sample_reduction_chunk_size": _TEACHER,
-    "teacher_label_reduction_chunk_size": _TEACHER,
-    "megatron_server_max_length": _TEACHER,
-    "megatron_server_update_timeout_s": _TEACHER,
-    "megatron_server_warmup": _TEACHER,
     "http_proxy": "requests to engines never go through a proxy",
     "min_batch_collection_ratio": "nothing reads it",
     "use_critic": "there is a critic exactly with --advantage-estimator ppo",
@@ -118,9 +109,7 @@ _SWITCHES = frozenset(
         *("manual_gc", "profile", "no_one_logger"),
     }
 )
-_WITH_OPPOSITE = frozenset(
-    {"ckpt_fully_parallel_save", "create_attention_mask_in_dataloader", "megatron_server_warmup"}
-)
+_WITH_OPPOSITE = frozenset({"ckpt_fully_parallel_save", "create_attention_mask_in_dataloader"})
 """``--x`` and ``--no-x``."""
 _LISTS = frozenset({"data_path", "profile_ranks", "slime_router_middleware_paths"})
 _CHOICES = {"qkv_format": ["thd", "bshd"], "megatron_to_hf_mode": ["raw", "bridge"]}

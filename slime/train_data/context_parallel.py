@@ -115,12 +115,12 @@ def place_response(values_r: Tensor, total_length: int, response_length: int, *,
     if cp_size == 1:
         return values_r
     pieces: list[Tensor] = []
-    filled, taken = 0, 0
+    filled, taken, rest = 0, 0, values_r.shape[1:]
     for start, end in response_spans(total_length, response_length, cp_rank=cp_rank, cp_size=cp_size):
-        pieces += [values_r.new_zeros(start - filled), values_r[taken : taken + end - start]]
+        pieces += [values_r.new_zeros(start - filled, *rest), values_r[taken : taken + end - start]]
         filled, taken = end, taken + end - start
     assert taken == len(values_r), (taken, len(values_r), total_length, response_length, cp_rank, cp_size)
-    return torch.cat([*pieces, values_r[:0], values_r.new_zeros(response_length - filled)])
+    return torch.cat([*pieces, values_r[:0], values_r.new_zeros(response_length - filled, *rest)])
 
 
 def response_windows(

@@ -105,10 +105,10 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     """Gather a whole response from the parts of all context-parallel ranks; differentiable.
 
     Args:
-        tensor: [local response tokens], as ``slice_log_prob_with_cp`` gives it.
+        tensor: [local response tokens, ...], as ``slice_log_prob_with_cp`` gives it.
 
     Returns:
-        [response_length], equal on all ranks.
+        [response_length, ...], equal on all ranks.
     """
     cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     if cp_size == 1:

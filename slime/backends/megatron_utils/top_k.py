@@ -26,9 +26,16 @@ from slime.utils.errors import DataError
 
 
 def get_log_probs_and_top(
-    logits: Tensor, *, args: Namespace, **columns: Any
+    logits: Tensor, *, args: Namespace, rows_per_chunk: int | None = None, **columns: Any
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Compute what ``get_log_probs_and_entropy`` does, and ``top``: the teacher's column of each sample."""
+    """Compute what ``get_log_probs_and_entropy`` does, and ``top``: the teacher's column of each sample.
+
+    Args:
+        logits: [1, T, V].
+        args: ``opd_top_k`` is read, beside what ``get_log_probs_and_entropy`` reads.
+        rows_per_chunk: rows searched at a time; None: as many as fit into ``CHUNK_BYTES``.
+        columns: as those of ``get_log_probs_and_entropy``.
+    """
     nothing, result = get_log_probs_and_entropy(logits, args=args, **columns)
     rows_R, target_R, counts = _rows(logits, columns["unconcat_tokens"], columns["total_lengths"], columns)
     logits_TV, group = logits.squeeze(0), _tp_group()
@@ -40,7 +47,7 @@ def get_log_probs_and_top(
         args.opd_top_k,
         tp_group=group,
         num_columns=min(max(args.vocab_size - first_id, 0), shard),
-        rows_per_chunk=max(CHUNK_BYTES // (4 * shard), 1),
+        rows_per_chunk=rows_per_chunk or max(CHUNK_BYTES // (4 * shard), 1),
     )
     log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(result["log_probs"]), args)
     top_R2K = torch.stack([ids_RK.float(), value_RK / args.rollout_temperature - log_normaliser_R1], dim=1)

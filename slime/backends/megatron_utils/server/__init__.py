@@ -1,0 +1,1 @@
+"""A server of log-probs under a Megatron model: ``scorer`` computes them on all ranks, ``megatron_server`` answers."""

@@ -1,0 +1,232 @@
+"""Log-probs of given tokens under one model, computed by all ranks of a Megatron group.
+
+Rank 0 leads: each of its calls is broadcast, and the other ranks take part in it from ``Scorer.follow``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.backends.megatron_utils.checkpoint import load_checkpoint
+from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
+from slime.backends.megatron_utils.data import current_device, get_data_iterator
+from slime.backends.megatron_utils.forward import forward_only
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
+from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.top_k import get_log_probs_and_top
+from slime.flags.config import read_config
+from slime.flags.teacher_server import TeacherServerConfig
+from slime.train_data.bins import first_fit
+from slime.train_data.device_batch import DeviceBatch
+from slime.utils.errors import SlimeError
+
+logger = logging.getLogger(__name__)
+
+_NO_SAMPLE = -1
+"""Index of the sequence that fills a micro-batch of a rank that has none of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A request: the log-probs of ``tokens[start + 1:]``, and at each of them the ``top`` likeliest tokens."""
+
+    tokens: list[int]
+    start: int = 0
+    top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The answer: nats at temperature 1, for each token after ``start``."""
+
+    log_probs: list[float]
+    top_ids: list[list[int]]
+    top_log_probs: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    sequences: list[ScoreRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Call = _Score | _Load | _Idle | _Stop
+
+
+class Scorer:
+    """The model of one rank.  Every method but ``follow`` is called on rank 0 alone.
+
+    Args:
+        args: complete Megatron flags and those of the server; ``load`` names the weights, else ``hf_checkpoint``.
+            The default process group and the parallel groups exist.
+
+    Raises:
+        DataError: the weights cannot be loaded.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        config = read_config(TeacherServerConfig, args)
+        one_temperature = {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "use_rollout_entropy": False}
+        chunk = config.teacher_label_reduction_chunk_size
+        self._args = Namespace(**{**vars(args), **one_temperature, "log_probs_chunk_size": chunk, "finetune": True})
+        self._top_rows = config.teacher_sample_reduction_chunk_size
+        self._model = build_model(self._args, wrap_with_ddp=False)
+        self._load(args.load or args.hf_checkpoint)
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens of one micro-batch on every data-parallel rank."""
+        return self._capacity * mpu.get_data_parallel_world_size()
+
+    @property
+    def _capacity(self) -> int:
+        return int(self._args.max_tokens_per_gpu or 0) * mpu.get_context_parallel_world_size()
+
+    # --- rank 0
+
+    def score(self, sequences: Sequence[ScoreRequest]) -> list[Scores]:
+        """Return the scores of each sequence."""
+        call = _Score(list(sequences))
+        self._broadcast(call)
+        return self._score(call)
+
+    def load(self, folder: str) -> None:
+        """Load other weights, from a Hugging Face folder or a Megatron checkpoint.
+
+        Raises:
+            SlimeError: they cannot be loaded; what is in the model now is undefined.
+        """
+        self._broadcast(_Load(folder))
+        self._load(folder)
+
+    def keep_alive(self) -> None:
+        """Let the other ranks begin a new wait, before the old one ends at the group's deadline."""
+        self._broadcast(_Idle())
+
+    def stop(self) -> None:
+        """Let the other ranks return from ``follow``."""
+        self._broadcast(_Stop())
+
+    # --- the other ranks
+
+    def follow(self) -> None:
+        """Take part in what rank 0 does, until it stops."""
+        while True:
+            call = self._broadcast(None)
+            if isinstance(call, _Stop):
+                return
+            if isinstance(call, _Score):
+                self._score(call)
+            elif isinstance(call, _Load):
+                try:
+                    self._load(call.folder)
+                except SlimeError as error:  # rank 0 has it as well, and tells who asked
+                    logger.warning("The weights of %s were not loaded: %s", call.folder, error)
+
+    # --- all ranks
+
+    @staticmethod
+    def _broadcast(call: _Call | None) -> _Call:
+        box: list[Any] = [call]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def _load(self, folder: str) -> None:
+        load_checkpoint(Namespace(**{**vars(self._args), "load": folder}), self._model)
+        logger.info("The teacher has the weights of %s.", folder)
+
+    def _score(self, call: _Score) -> list[Scores]:
+        """Compute this rank's micro-batches; return all scores on rank 0, nothing on the others."""
+        sequences = call.sequences
+        mine = self._micro_batches([len(one.tokens) for one in sequences])
+        order = list(itertools.chain.from_iterable(mine))
+        data = _batch([sequences[index] if index != _NO_SAMPLE else ScoreRequest([0, 0]) for index in order])
+        bounds = itertools.pairwise(itertools.accumulate(map(len, mine), initial=0))
+        data.micro_batch_indices = [list(range(first, last)) for first, last in bounds]
+        top = max((one.top for one in sequences), default=0)
+        args = Namespace(**{**vars(self._args), "opd_top_k": top})
+        read = partial(get_log_probs_and_top, rows_per_chunk=self._top_rows) if top else get_log_probs_and_entropy
+        iterators = get_data_iterator(data, len(self._model))
+        columns = forward_only(read, args, self._model, iterators, [len(mine)])
+        scores: dict[int, Scores] = {}
+        if columns:  # on the last pipeline stage
+            whole = {
+                name: [all_gather_with_cp(*entry).cpu() for entry in zip(values, *_lengths(data), strict=True)]
+                for name, values in columns.items()
+            }
+            for position, index in enumerate(order):
+                if index != _NO_SAMPLE:
+                    k = sequences[index].top
+                    top_R2K = whole["top"][position][:, :, :k] if k else None
+                    scores[index] = Scores(
+                        log_probs=whole["log_probs"][position].tolist(),
+                        top_ids=top_R2K[:, 0].long().tolist() if top_R2K is not None else [],
+                        top_log_probs=top_R2K[:, 1].tolist() if top_R2K is not None else [],
+                    )
+        return _on_rank_zero(scores, len(sequences))
+
+    def _micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return this data-parallel rank's micro-batches of indices; every rank has as many, because layers of
+        experts need all ranks in each.
+        """
+        bins = first_fit(lengths, self._capacity or max(lengths))
+        virtual = mpu.get_virtual_pipeline_model_parallel_world_size() or 1
+        config: Any = self._model[0].config
+        group = config.microbatch_group_size_per_vp_stage if virtual > 1 else 1
+        size = mpu.get_data_parallel_world_size()
+        multiple = size * group
+        bins += [[_NO_SAMPLE]] * (math.ceil(len(bins) / multiple) * multiple - len(bins))
+        return bins[mpu.get_data_parallel_rank() :: size]
+
+
+def _batch(sequences: Sequence[ScoreRequest]) -> DeviceBatch:
+    data, device = DeviceBatch(), current_device()
+    data.tokens = [torch.tensor(one.tokens, dtype=torch.long, device=device) for one in sequences]
+    data.total_lengths = [len(one.tokens) for one in sequences]
+    data.response_lengths = [len(one.tokens) - 1 - one.start for one in sequences]
+    data.loss_masks = [torch.ones(length, dtype=torch.int, device=device) for length in data.response_lengths]
+    return data
+
+
+def _lengths(data: DeviceBatch) -> tuple[list[int], list[int]]:
+    return data.total_lengths, data.response_lengths
+
+
+def _on_rank_zero(scores: dict[int, Scores], count: int) -> list[Scores]:
+    """Gather the scores of all data-parallel ranks; each is on every tensor and context rank of its last stage."""
+    is_first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(scores if is_first else {}, parts, dst=0)
+    if parts is None:
+        return []
+    everything = {index: value for part in parts for index, value in part.items()}
+    return [everything[index] for index in range(count)]

@@ -1,0 +1,110 @@
+"""Serve the log-probs of a Megatron model: a distillation teacher of any layout, on GPUs of its own.
+
+    source scripts/models/qwen3-32B.sh
+    torchrun --nproc-per-node 8 tools/serve_teacher.py ${MODEL_ARGS[@]} --hf-checkpoint MODEL --load TEACHER \\
+        --tensor-model-parallel-size 8 --max-tokens-per-gpu 16384 --teacher-port 7999
+
+Students give its address: --use-opd --opd-type sglang --rm-url http://HOST:7999/generate.  --load is a Megatron
+checkpoint or a Hugging Face folder; default: --hf-checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch.distributed as dist
+from aiohttp import web
+
+from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.flags.config import read_config
+from slime.flags.teacher_server import TeacherServerConfig
+from slime.observability.logging_utils import configure_logger
+from tools.cli import clean_exit
+from tools.convert_hf_to_torch_dist import join_world, parse_training_flags, with_layout
+
+HOST = "0.0.0.0"
+"""Students are on other machines."""
+
+
+def serve(args: Namespace) -> None:
+    """Load the model on all ranks, warm up, and answer until SIGTERM or Ctrl-C."""
+    from slime.backends.megatron_utils.server.megatron_server import MegatronServer
+    from slime.backends.megatron_utils.server.scorer import Scorer
+
+    config = read_config(TeacherServerConfig, args)
+    args = join_world(with_layout(args))
+    # A collective that hangs has no other deadline before the first request.
+    faulthandler.dump_traceback_later(config.teacher_warmup_timeout_s, exit=True)
+    with _answer_unready(config.teacher_warmup_port if dist.get_rank() == 0 else None):
+        scorer = Scorer(args)
+        if dist.get_rank() != 0:
+            faulthandler.cancel_dump_traceback_later()
+            scorer.follow()
+            return
+        server = MegatronServer(
+            scorer,
+            config,
+            vocab_size=args.vocab_size,
+            max_length=config.megatron_server_max_length or _longest(args.hf_checkpoint),
+            has_top=not args.allgather_cp,
+            info={"model_path": args.load or args.hf_checkpoint, "world_size": dist.get_world_size()},
+        )
+        if config.megatron_server_warmup:
+            server.warm_up()
+    faulthandler.cancel_dump_traceback_later()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.serve(HOST, config.teacher_port)
+
+
+@contextlib.contextmanager
+def _answer_unready(port: int | None) -> Iterator[None]:
+    """Answer 503 at ``/healthz`` of ``port`` inside the block."""
+    if port is None:
+        yield
+        return
+
+    async def not_yet(request: web.Request) -> web.Response:
+        return web.json_response({"status": "warming up"}, status=503)
+
+    app = web.Application()
+    app.add_routes([web.get("/healthz", not_yet)])
+    handle = run_app_in_thread(app, host=HOST, port=port, thread_name="warm-up")
+    try:
+        yield
+    finally:
+        handle.stop()
+
+
+def _longest(hf_checkpoint: str) -> int:
+    config = json.loads((Path(hf_checkpoint) / "config.json").read_text())
+    return int(config.get("text_config", config)["max_position_embeddings"])
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    """Return the server's arguments: every model and layout flag of training, and its own."""
+    return parse_training_flags(argv, needed=("hf_checkpoint",), description=__doc__)
+
+
+def main() -> None:
+    """Run the command line."""
+    configure_logger()
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    with clean_exit():
+        serve(parse(sys.argv[1:]))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
