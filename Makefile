@@ -1,7 +1,7 @@
 # The two commands: `make demo` and `make test`.  Each makes .venv first when it is missing or its pins have changed.
 
 # `make docs` builds the site of docs/ into site/.
-.PHONY: docs test-dist demo test faults matrix algorithms push-matrix install check
+.PHONY: docs test-dist demo test faults matrix families algorithms push-matrix install check
 
 demo: install
 	@scripts/demo.sh
@@ -28,6 +28,11 @@ faults: install
 # Every model family against every check and every parallel layout, with the numbers.
 matrix: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.matrix
+
+# Every model family: loaded, trained for a step, exported, and pushed into SGLang's model where a CPU can build it.
+families: install
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.matrix --check step "round trip" "live export"
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.push_matrix --full --layout one --mode colocated --quantization bf16 --engine-tp 1
 
 # Every estimator, loss and correction against its plain reference in every layout, and every known bug put back into
 # the code, with the numbers; `ARGS=--end-to-end` then runs the tiny task's real job with each algorithm.

@@ -24,6 +24,8 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import initialize
+from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
+from slime.backends.megatron_utils.model import build_optimizer
 from slime.weights.named_tensors import config_dtype
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data, reference_loss
@@ -79,6 +81,7 @@ class FamilyRun:
         steps: dict[str, Callable[[], Outcome]] = {
             "log-probs": self.log_probs,
             "gradients": self.gradients,
+            "step": self.step,
             "round trip": lambda: self.round_trip(self.folder),
             "round trip bf16": lambda: self.round_trip(self.bf16_folder),
             "live export": lambda: self.live_export(self.folder),
@@ -111,6 +114,24 @@ class FamilyRun:
         worst = max(errors, key=lambda name: errors[name])
         without = sum(not tensor.any() for tensor in expected.values())
         return errors[worst], GRADIENT_BOUND, f"{worst} of {len(errors)} tensors, {without} without gradient"
+
+    def step(self) -> Outcome:
+        """Log-probs after an optimizer step, against the reference with the weights that ``--save-hf`` exports."""
+        trained = self.work / "trained"
+        with self.model() as (args, model):
+            optimizer = build_optimizer(Namespace(**{**vars(args), "use_distributed_optimizer": False}), model)
+            data = trainer.prepare(args, self.data)
+            trainer.run_backward(args, model, data)
+            is_applied, _, _ = optimizer.step()
+            assert is_applied, "the optimizer took no step"
+            mine = dict(zip(data["partition"], trainer.response_log_probs(args, model, data), strict=True))
+            save_hf_model_to_path(args, trained, model)
+        _, before, _ = self.reference()
+        _, expected = reference_loss(self.case, self.case.load_reference(trained), self.data)
+        actual = torch.cat([mine[index] for index in range(len(mine))]).cpu()
+        moved = float((actual - torch.cat(before)).abs().max())
+        assert moved > 100 * LOG_PROB_BOUND, f"the step moved the log-probs by {moved} at most"
+        return float((actual - torch.cat(expected)).abs().max()), LOG_PROB_BOUND, f"moved by {moved:.2g}"
 
     def reference(self) -> tuple[float, list[Tensor], dict[str, Tensor]]:
         """Loss, log-probs and gradients of the plain model; computed once."""

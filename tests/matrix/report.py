@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-CHECKS = ("log-probs", "gradients", "round trip", "round trip bf16", "live export", "live export bf16")
+CHECKS = ("log-probs", "gradients", "step", "round trip", "round trip bf16", "live export", "live export bf16")
 """The checks of one process, in the order of the table's columns."""
 
 
