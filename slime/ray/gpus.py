@@ -112,30 +112,19 @@ def _nodes_in_words() -> str:
     return f"{len(alive)} node{'s' if len(alive) != 1 else ''}: {', '.join(sorted(each))}"
 
 
-class _Info:
-    def node_and_gpu(self) -> tuple[str, int]:
-        """Return the address of this actor's node and the number of its GPU."""
+def _bundle_identities(group: PlacementGroup, num_gpus: int) -> list[tuple[str, int]]:
+    # Defined here, it travels by value: its workers import nothing of this package, and torch with it.
+    @ray.remote(num_cpus=0, num_gpus=1, max_retries=0, runtime_env={"env_vars": NOSET_VISIBLE_DEVICES})
+    def node_and_gpu() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
 
-
-_InfoActor: Any = ray.remote(num_cpus=0, num_gpus=1)(_Info)
-
-
-def _bundle_identities(group: PlacementGroup, num_gpus: int) -> list[tuple[str, int]]:
-    actors = [
-        _InfoActor.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            runtime_env={"env_vars": NOSET_VISIBLE_DEVICES},
+    tasks = [
+        node_and_gpu.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         ).remote()
         for index in range(num_gpus)
     ]
-    try:
-        return wait_for(
-            [actor.node_and_gpu.remote() for actor in actors], what="the addresses of the GPUs", timeout_s=300
-        )
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+    return wait_for(tasks, what="the addresses of the GPUs", timeout_s=300)
 
 
 def _sort_key(node: str, gpu_id: int) -> tuple[list[int], int]:

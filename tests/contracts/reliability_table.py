@@ -62,7 +62,7 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=DRIVER,
-        waits="Driver for the actors that tell the place of each GPU",
+        waits="Driver for the tasks that tell the place of each GPU",
         code=("slime.ray.gpus._bundle_identities",),
         bounds=(),
         deadline="300 s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,13 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 
+# Deadlines on a machine with a load of ten; on two idle cores each is reached in less than a tenth of it.
+STEP_S = 480
+"""For a job to print its first step."""
+JOB_S = 900
+"""For a job to end by itself."""
+GONE_S = 180
+"""For a job that was struck to end, and for its processes to go."""
 
 JOBS: list[Job] = []
 """Every job that was started; a fixture kills what is left of them after each test."""
@@ -105,3 +113,32 @@ def records(folder: Path, key: str) -> list[dict[str, Any]]:
     """The metric records of a run that carry ``key``, in the order of writing."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if key in row]
+
+
+def model_flags() -> list[str]:
+    """MODEL_ARGS of the tiny model, as a recipe sources them."""
+    script = 'source scripts/models/tiny-arithmetic.sh; printf "%s\\n" "${MODEL_ARGS[@]}"'
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=REPO).stdout.split()
+
+
+def grpo_flags(task: Path, save: Path, *more: str) -> list[str]:
+    """A small GRPO run with the features of a large one."""
+    text = f"""
+        --actor-num-nodes 1 --hf-checkpoint {task}/task/hf --ref-load {task}/torch_dist --load {save} --save {save}
+        --save-interval 1 --prompt-data {task}/task/data/grpo.jsonl --input-key prompt --label-key label
+        --apply-chat-template --rollout-shuffle --rm-type random --num-rollout 2 --rollout-batch-size 4
+        --n-samples-per-prompt 4 --rollout-max-response-len 24 --global-batch-size 8 --use-dynamic-batch-size
+        --max-tokens-per-gpu 512 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.01
+        --kl-loss-type low_var_kl --eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-4
+        --lr-decay-style constant --weight-decay 0.1 --over-sampling-batch-size 6 --partial-rollout
+        --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+        --rollout-num-gpus-per-engine 1 --save-debug-rollout-data {save}/dump/{{rollout_id}}.pt
+    """
+    return [*model_flags(), *shlex.split(text), *more]
+
+
+def replay_flags(task: Path, save: Path, dumps: str, *more: str) -> list[str]:
+    """The same run without engines, on recorded rollouts, which are not written over."""
+    flags = grpo_flags(task, save, *more)
+    cut = flags.index("--save-debug-rollout-data")
+    return [*flags[:cut], *flags[cut + 2 :], "--load-debug-rollout-data", dumps]

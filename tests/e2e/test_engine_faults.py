@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.job import JOBS, Job, records
-from tests.e2e.test_job_cpu import grpo_flags, task  # noqa: F401  (the fixture)
+from tests.e2e.job import Job, grpo_flags, records
 
 pytestmark = [
     pytest.mark.e2e,
@@ -26,14 +25,7 @@ TOLERANT = "--use-fault-tolerance --rollout-health-check-interval 5 --rollout-he
 PROCESS = {"engine": "sglang_utils.server_main", "router": "sglang_utils.router_main"}
 
 
-@pytest.fixture(autouse=True)
-def no_job_survives():
-    yield
-    while JOBS:
-        JOBS.pop().kill_everything()
-
-
-def busy_job(task: Path, folder: Path, layout: str = "--rollout-num-gpus 1") -> Job:  # noqa: F811
+def busy_job(task: Path, folder: Path, layout: str = "--rollout-num-gpus 1") -> Job:
     """A job whose second rollout generates; its responses take some seconds.
 
     Nothing is carried over from one rollout to the next, so that all samples of a rollout come from the same weights.
@@ -57,7 +49,7 @@ def kill(job: Job, what: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["--rollout-num-gpus 1", "--colocate"], ids=["apart", "colocated"])
-def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_path, layout):  # noqa: F811
+def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_path, layout):
     job = busy_job(task, tmp_path, layout)
     kill(job, "engine")
     killed_s = time.monotonic()
@@ -78,7 +70,7 @@ def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_
     job.seconds_until_gone(30)
 
 
-def test_the_router_is_killed_and_the_job_goes_on_with_another(task, tmp_path):  # noqa: F811
+def test_the_router_is_killed_and_the_job_goes_on_with_another(task, tmp_path):
     job = busy_job(task, tmp_path)
     kill(job, "router")
     job.wait_until(lambda: "it is started again" in job.text(), "detection", 30)

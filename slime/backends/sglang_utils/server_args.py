@@ -160,8 +160,9 @@ def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
         "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
     }
     chosen = {name: value for name, value in defaults.items() if decided.get(name) is None}
-    # The overlapped scheduler needs CUDA streams, the memory saver CUDA's virtual memory.
-    return chosen | {"disable_overlap_schedule": True, "enable_memory_saver": False}
+    # The overlapped scheduler needs CUDA streams, the memory saver CUDA's virtual memory.  A scheduler that polls when
+    # it has no request takes a core from the trainer.
+    return chosen | {"disable_overlap_schedule": True, "enable_memory_saver": False, "sleep_on_idle": True}
 
 
 RENAMED_FIELDS = {"cuda_graph_max_bs": "cuda_graph_max_bs_decode", "cuda_graph_bs": "cuda_graph_bs_decode"}

@@ -134,7 +134,7 @@ def test_the_engine_computes_in_the_trainers_precision(given, on_cpu, dtype):
     assert build(flags(**given), on_cpu=on_cpu).get("dtype") == dtype
 
 
-def test_a_cpu_engine_is_small_and_has_no_memory_saver():
+def test_a_cpu_engine_is_small_has_no_memory_saver_and_sleeps_without_requests():
     built = build(on_cpu=True)
     expected = {
         "device": "cpu",
@@ -143,6 +143,7 @@ def test_a_cpu_engine_is_small_and_has_no_memory_saver():
         "max_total_tokens": 65536,
         "disable_overlap_schedule": True,
         "enable_memory_saver": False,
+        "sleep_on_idle": True,
     }
     assert {name: built[name] for name in expected} == expected
 
