@@ -28,8 +28,8 @@ def engine_args(checkpoint: str) -> Namespace:
         bf16=False,
         fp16=False,
         fp32=True,
-        engine_start_timeout_s=400,
-        weight_update_timeout_s=60,
+        engine_start_timeout_s=600,
+        weight_update_timeout_s=300,
         sglang_router_request_timeout_secs=600,
     )
 

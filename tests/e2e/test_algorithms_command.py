@@ -74,7 +74,7 @@ def test_every_row_has_flags_that_exist(loop: Loop, tmp_path: Path) -> None:
     (tmp_path / "task/hf/config.json").touch()  # what the script looks for
     variables = {"SLIME_SCRIPT_EXTERNAL_RAY": "1", "LOOP": loop.value, "TINY_DIR": str(tmp_path)}
     environment = dict(os.environ) | variables
-    subprocess.run(["bash", "-c", shell], env=environment, check=True, timeout=60)
+    subprocess.run(["bash", "-c", shell], env=environment, check=True, timeout=250)
     words = record.read_text().splitlines()
     job = words[words.index("--") + 1 :]
     assert job[1] == ("train.py" if loop is Loop.SYNC else "train_async.py")
@@ -121,11 +121,11 @@ def test_a_job_that_fails_does_not_stop_the_others(recipe: Recipe) -> None:
 
 def test_a_job_whose_time_is_up_is_stopped_with_its_children(recipe: Recipe) -> None:
     (recipe.out.parent / "behaviour").write_text('setsid sleep 300 & echo $! >"${SAVE_DIR}/child"; wait\n')
-    run = Run(Recipe(**{**vars(recipe), "timeout_s": 1.0, "max_starts": 5}), variant(), seed=1)
+    run = Run(Recipe(**{**vars(recipe), "timeout_s": 3.0, "max_starts": 5}), variant(), seed=1)
     algorithms.run_all([run], [], options())
-    assert run.failure == "not done after 1 s (--job-timeout-s)"
+    assert run.failure == "not done after 3 s (--job-timeout-s)"
     child = Path("/proc", (run.folder / "child").read_text().strip(), "stat")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while child.exists() and child.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.05)

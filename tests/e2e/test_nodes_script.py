@@ -13,7 +13,7 @@ from slime.utils.net import get_current_node_ip, get_free_port
 
 REPO = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
 def cluster(tmp_path: Path, hosts: list[str], expected: int, timeout_s: int) -> subprocess.CompletedProcess[str]:
@@ -28,8 +28,8 @@ def cluster(tmp_path: Path, hosts: list[str], expected: int, timeout_s: int) -> 
         export HOSTFILE={hostfile} NODES_TIMEOUT_S={timeout_s}
         start_nodes {expected} 2
     """
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=250, check=False)
-    deadline = time.monotonic() + 30
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=900, check=False)
+    deadline = time.monotonic() + 120
     while any(f"={port}" in " ".join(words) for words in command_lines()):
         assert time.monotonic() < deadline, "processes of the cluster are left"
         time.sleep(0.5)
@@ -44,13 +44,13 @@ def command_lines() -> list[list[str]]:
 
 
 def test_the_nodes_of_a_hostfile_join_and_end_with_the_script(tmp_path):
-    done = cluster(tmp_path, [get_current_node_ip(), "127.0.0.2"], expected=2, timeout_s=200)
+    done = cluster(tmp_path, [get_current_node_ip(), "127.0.0.2"], expected=2, timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ray: 2 nodes with 4 GPUs" in done.stdout
 
 
 def test_a_node_that_never_comes_is_said_after_the_deadline(tmp_path):
-    done = cluster(tmp_path, [get_current_node_ip()], expected=2, timeout_s=25)
+    done = cluster(tmp_path, [get_current_node_ip()], expected=2, timeout_s=5)
     assert done.returncode == 1
-    assert "after 25 s (NODES_TIMEOUT_S)" in done.stderr
+    assert "after 5 s (NODES_TIMEOUT_S)" in done.stderr
     assert "expected 2 nodes of 2 GPUs" in done.stderr

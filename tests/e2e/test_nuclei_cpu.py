@@ -74,7 +74,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     cpu_shim.install()
     made = Engine(tmp_path_factory.mktemp("nuclei"))
     try:
-        wait_until_healthy(made.process, made.control, timeout_s=400)
+        wait_until_healthy(made.process, made.control, timeout_s=600)
         yield made
     finally:
         made.process.stop()
@@ -229,7 +229,7 @@ def test_a_stream_says_in_each_event_what_it_has_so_far(engine: Engine) -> None:
     lengths = []
     with requests.Session() as session:
         session.trust_env = False
-        with session.post(f"{engine.control.url}/generate", json=payload, stream=True, timeout=60) as response:
+        with session.post(f"{engine.control.url}/generate", json=payload, stream=True, timeout=300) as response:
             for line in response.iter_lines():
                 if line.startswith(b"data: {"):
                     meta = json.loads(line[6:])["meta_info"]

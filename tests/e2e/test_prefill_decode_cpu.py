@@ -70,7 +70,7 @@ def test_the_decode_engine_goes_on_where_the_prefill_engine_ended(pair, length):
     with requests.Session() as session:
         session.trust_env = False
         payload = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-        response = session.post(f"{router.url}/generate", json=payload, timeout=120)
+        response = session.post(f"{router.url}/generate", json=payload, timeout=300)
     response.raise_for_status()
     pairs = response.json()["meta_info"]["output_token_logprobs"]
     assert len(pairs) == 24
