@@ -24,6 +24,9 @@ JOB_S = 900
 GONE_S = 180
 """For a job that was struck to end, and for its processes to go."""
 
+RAY = {"RAY_ADDRESS": "local", "RAY_gcs_server_port_wait_time_s": "120"}
+"""A private cluster, whose first server may take longer than Ray's 20 s to come up on such a machine."""
+
 JOBS: list[Job] = []
 """Every job that was started; a fixture kills what is left of them after each test."""
 
@@ -41,7 +44,7 @@ class Job:
             stdout=open(log, "w"),
             stderr=subprocess.STDOUT,
             cwd=REPO,
-            env=dict(os.environ) | {name: value, "RAY_ADDRESS": "local", "PYTHONPATH": str(REPO)} | environment,
+            env=dict(os.environ) | {name: value, "PYTHONPATH": str(REPO)} | RAY | environment,
             start_new_session=True,
             # What a shell starts in its background inherits that Ctrl-C is ignored; the job of a test must not.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
