@@ -4,9 +4,10 @@
     python tools/ledger.py runs/tiny/save/ledger --group 1234          by the number of the prompt group
     python tools/ledger.py runs/tiny/save/ledger --sample 9872         by Sample.index
     python tools/ledger.py runs/tiny/save/ledger --prompt "What is 3"  by the beginning of the prompt
-    python tools/ledger.py runs/tiny/save/ledger --check               nothing lost, nothing trained twice
+    python tools/ledger.py runs/tiny/save/ledger --check               nothing lost, trained twice or damaged
 
-The run may be writing it at the same time.  ``--check`` exits with code 1 when the invariant is broken.
+The run may be writing it at the same time.  ``--check`` reads every byte, and exits with code 1 when the invariant is
+broken or a file is damaged, cut short or missing.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.rollout.ledger.records import Kind, Record, ReplayState, RolloutState
+from slime.rollout.ledger.frames import Kind, Record, describe_damage
+from slime.rollout.ledger.records import ReplayState, RolloutState
 from slime.rollout.ledger.segments import folder_bytes, read_folder, segment_files
 
 MAX_GROUPS_SHOWN = 20
+MAX_PROBLEMS_SHOWN = 50
 
 FLIGHT = "in flight"
 WAITING = "waiting in the buffer"
@@ -95,8 +98,8 @@ class Balance:
         }
 
     def problems(self) -> list[str]:
-        """Return one sentence for each group that is lost, or was trained twice."""
-        return list(self._problems)
+        """Return one sentence for each damage of a file, and for each group that is lost or was trained twice."""
+        return [f"damaged, {describe_damage(record)}" for record in self._state.damage] + self._problems
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,13 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
     question.add_argument("--group", type=int, help="number of a prompt group (Sample.group_index)")
     question.add_argument("--sample", type=int, help="Sample.index of any of its samples")
     question.add_argument("--prompt", help="beginning of the prompt")
-    question.add_argument("--check", action="store_true", help="check that nothing is lost and nothing trained twice")
+    question.add_argument("--check", action="store_true", help="check that nothing is lost, trained twice or damaged")
     options = parser.parse_args(arguments)
     folder = options.folder / "ledger" if (options.folder / "ledger").is_dir() else options.folder
     if not folder.is_dir() or not segment_files(folder):
         parser.error(f"{options.folder} holds no ledger; give the folder ledger of a --save folder.")
     with progress(folder_bytes(folder)) as passed:
-        records = read_folder(folder, progress=passed)
+        records = read_folder(folder, verify_blobs=options.check, progress=passed)
         if options.group is None and options.sample is None and options.prompt is None:
             balance = Balance(ReplayState().read(records))
         else:
@@ -241,6 +244,8 @@ def print_totals(balance: Balance, folder: Path) -> None:
     print(f"{folder}: {folder_bytes(folder):,} bytes in {len(segment_files(folder))} files")
     for label, value in balance.totals().items():
         print(f"  {label:<28} {value:>10,}")
+    for problem in balance.problems()[:MAX_PROBLEMS_SHOWN]:
+        print(f"  BROKEN  {problem}")
 
 
 def print_check(balance: Balance) -> int:
@@ -248,7 +253,7 @@ def print_check(balance: Balance) -> int:
     problems = balance.problems()
     for label, value in balance.totals().items():
         print(f"{label:<30} {value:>10,}")
-    for problem in problems[:50]:
+    for problem in problems[:MAX_PROBLEMS_SHOWN]:
         print(f"BROKEN  {problem}")
     if not problems:
         print("Every issued group was trained once, was dropped for a reason, or is waiting.")

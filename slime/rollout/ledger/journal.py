@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.rollout.base_types import leaf_samples
-from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS, Kind, pack_frame
+from slime.rollout.ledger.frames import Kind, pack_frame
+from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS
 from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot, try_pickle
 from slime.rollout.ledger.segments import SEGMENT_BYTES, JournalWriter
 from slime.utils.types import Sample
@@ -208,9 +209,9 @@ class Journal:
 
     # The rollout manager
 
-    def record_start(self, start_rollout_id: int, *, first_segment: int) -> None:
-        """Record the rollout that this process begins with, and the first segment that it has read."""
-        self._record(Kind.LIFE, start=start_rollout_id, first=first_segment, facts=self._fingerprint)
+    def record_start(self, start_rollout_id: int, *, first_segment: int, run: str = "") -> None:
+        """Record the rollout that this process begins with, the first segment that it has read, and its run."""
+        self._record(Kind.LIFE, start=start_rollout_id, first=first_segment, run=run, facts=self._fingerprint)
         self.writer.flush()
 
     def record_begin(self, rollout_id: int) -> int:

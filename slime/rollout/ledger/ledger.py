@@ -14,18 +14,20 @@ import inspect
 import logging
 import pickle
 import threading
+import uuid
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.context import GroupJournal, NoJournal
 from slime.rollout.data_source import groups_from_state, groups_to_state
+from slime.rollout.ledger.compaction import compact
+from slime.rollout.ledger.frames import Kind, Record, describe_damage, segment_number
 from slime.rollout.ledger.journal import Issued, Journal, config_fingerprint, user_code
-from slime.rollout.ledger.records import Kind, segment_number
 from slime.rollout.ledger.recovery import Recovery, SourceRecorder
-from slime.rollout.ledger.segments import compact, read_folder
+from slime.rollout.ledger.segments import read_folder
 from slime.utils.atomic_file import write_atomically
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -115,12 +117,14 @@ class Ledger(NoLedger):
         self._saved: dict[int, int] = {}
         """Rollout of a checkpoint that may not be on disk yet -> the first segment that it needs."""
         self._is_started = False
+        self._run = _run_of(folder) or uuid.uuid4().hex
+        """The identity of the run, by which its checkpoints know the ledger wherever the folder is."""
 
     def start(self, start_rollout_id: int) -> None:
         """Recover the records that came after the checkpoint that this process starts from."""
         self._is_started = True
         first, open_groups = self._find_position(start_rollout_id)
-        if first < self.journal.writer.number:
+        if first < self.journal.writer.number or open_groups:
             self._recovery = Recovery(
                 self._folder,
                 first_segment=first,
@@ -134,13 +138,13 @@ class Ledger(NoLedger):
                     self._folder,
                     found,
                 )
-        self.journal.record_start(start_rollout_id, first_segment=first)
+        self.journal.record_start(start_rollout_id, first_segment=first, run=self._run)
 
     def _find_position(self, start_rollout_id: int) -> tuple[int, list[Any]]:
         """Return the first segment to read, and the groups that were open when the checkpoint was made."""
         own = self.journal.writer.number
         if start_rollout_id == 0:
-            return _fresh_position(self._folder, own), []
+            return _fresh_position(self._folder, own, self._args.save), []
         if self._args.load is None:
             return own, []
         path = position_path(self._args.load, start_rollout_id - 1)
@@ -148,10 +152,24 @@ class Ledger(NoLedger):
             logger.info("There is no ledger position %s: records after the checkpoint are not used.", path)
             return own, []
         position = pickle.loads(path.read_bytes())
-        if Path(position["folder"]).resolve() != self._folder.resolve() or position["first"] >= own:
-            logger.info("The checkpoint belongs to the ledger %s, not to %s.", position["folder"], self._folder)
-            return own, []
-        return position["first"], groups_from_state(position["open"])
+        open_groups = groups_from_state(position["open"])
+        if not self._is_own(position) or position["first"] >= own:
+            logger.warning(
+                "The ledger %s is not the one of the checkpoint, which was %s: records after the checkpoint are not "
+                "used, and its %d groups in flight are generated again.",
+                self._folder,
+                position["folder"],
+                len(open_groups),
+            )
+            return own, open_groups
+        return position["first"], open_groups
+
+    def _is_own(self, position: Mapping[str, Any]) -> bool:
+        """Return whether a position is one in this ledger; the folder may have been moved or copied since."""
+        if "run" in position:
+            return position["run"] == self._run
+        is_beside = self._folder.resolve() == (Path(self._args.load) / FOLDER).resolve()
+        return is_beside or self._folder.resolve() == Path(position["folder"]).resolve()
 
     def _recover(self, group: list[Any]) -> list[Any] | None:
         return self._recovery.recover(group, self.journal.rollout_id) if self._recovery is not None else None
@@ -200,7 +218,8 @@ class Ledger(NoLedger):
         self.journal.record_saved(rollout_id, first)
         path = position_path(self._args.save, rollout_id)
         groups = groups_to_state([[Sample.from_dict(fields) for fields in issued.fields] for issued in open_groups])
-        content = pickle.dumps({"folder": str(self._folder.resolve()), "first": first, "open": groups + others})
+        folder = str(self._folder.resolve())
+        content = pickle.dumps({"run": self._run, "folder": folder, "first": first, "open": groups + others})
         write_atomically(path, lambda file: file.write(content), what="The position in the ledger")
         self._saved[rollout_id] = first
 
@@ -279,20 +298,35 @@ class CheckpointPosition:
             self._ledger.save(rollout_id, position)
 
 
-def _fresh_position(folder: Path, own: int) -> int:
+def _run_of(folder: Path) -> str | None:
+    """Return the identity of the run whose ledger this is; None when it has none yet."""
+    for record in read_folder(folder):
+        if record.kind is Kind.LIFE and record.head.get("run"):
+            return record.head["run"]
+    return None
+
+
+def _fresh_position(folder: Path, own: int, save: str) -> int:
     """Return the first segment to read when no checkpoint is loaded.
 
     Processes that began at rollout 0 and died before their first checkpoint are recovered.  After a published
     checkpoint, a start at rollout 0 is a new run.
     """
     first = own
+    damage: Record | None = None
     for record in read_folder(folder):
         if record.kind is Kind.PUBLISHED:
             return own
-        if record.kind is Kind.LIFE and record.head["start"] != 0:
+        if record.kind is Kind.DAMAGED:
+            damage = record
+        elif record.kind is Kind.LIFE and record.head["start"] != 0:
             first = own
         elif record.kind is Kind.LIFE:
             first = min(first, segment_number(record.segment))
+    if damage is not None and (first == own or _tracked_rollout(save) >= 0):
+        # A PUBLISHED may be among what cannot be read.
+        logger.error("The ledger %s is damaged, %s. It is not used.", folder, describe_damage(damage))
+        return own
     return first
 
 

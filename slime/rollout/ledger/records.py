@@ -1,160 +1,24 @@
-"""The records of the journal, and the state they add up to.
-
-A record is a frame: a header of 20 bytes, a *head* (msgpack: what happened, small enough to be read by the million)
-and a *blob* (tokens, log-probs and everything else a sample holds; readers of events alone seek over it).
-
-    magic u8 | kind u8 | flags u16 | head bytes u32 | blob bytes u32 | crc32 of header and head | crc32 of blob
-
-Frames are only appended.  A process that is killed leaves at most one unfinished frame, at the end of its last
-segment; the reader stops there.
+"""The state that the records of the journal add up to.
 
 ``ReplayState`` reads heads only.  The one subtle rule: a rollout that is generated again (BEGIN) voids the records of
 it and of later rollouts, because they belong to the line of events that the crash ended; a replayed rollout does not.
+
+Where records are missing (DAMAGED), what follows counts from the start of the next process on; groups that such a
+process took over from before count as not recorded, for what it built on may be missing.
 """
 
 from __future__ import annotations
 
-import re
-import struct
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from slime.utils.errors import DataError
-
-MAGIC = 0x5C
-HEADER = struct.Struct("<BBHIIII")
-STRIPPED = 1
-"""Flag: compaction dropped the blob; only the head is left."""
-MAX_HEAD_BYTES = 1 << 28
+from slime.rollout.ledger.frames import Kind, Record, segment_number
 
 SAMPLE_FLAGS = "hard"
 BATCH_FLAGS = "soft"
 """The two parts of a config fingerprint: flags that decide a sample, and flags that decide which groups are in a
 rollout.  These are their names on disk."""
-
-_SEGMENT = re.compile(r"(?:segment|index)-(\d{8})\.led")
-
-
-def segment_number(path: Path) -> int:
-    """Return the number in the name of a segment or an index."""
-    match = _SEGMENT.fullmatch(path.name)
-    assert match is not None, path
-    return int(match.group(1))
-
-
-class Kind(IntEnum):
-    """The event that a record tells of.  The numbers are on disk."""
-
-    LIFE = 1
-    """A process opened the journal: the rollout it starts at, and its config fingerprint (head key ``facts``)."""
-    BEGIN = 2
-    """A rollout is generated; earlier records of it and of later rollouts no longer count."""
-    ISSUED = 3
-    """The data source was asked for groups and gave these."""
-    RESPONSE = 4
-    """An engine returned the answer of one execution, whole or cut off."""
-    FINISHED = 5
-    """All executions of a group are answered and rewarded."""
-    FILTERED = 6
-    """The group will not be trained, for the reason given."""
-    RETURNED = 7
-    """Groups went back to the data source's buffer: unfinished, or finished surplus."""
-    HANDED = 8
-    """A group is part of a rollout's train data.  Counts once the rollout's BATCH follows."""
-    BATCH = 9
-    """The train data of a rollout is complete."""
-    DISCARDED = 10
-    """Groups that the rollout function neither handed over nor returned."""
-    REPLAYED = 11
-    """A rollout's train data was taken from the journal, not generated."""
-    TRAINED = 12
-    """The optimizer took the steps of a rollout."""
-    SAVED = 13
-    """A checkpoint's data position was written; it begins to count with PUBLISHED."""
-    PUBLISHED = 14
-    """The tracker names the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A record as read from a segment; the blob stays on disk."""
-
-    kind: Kind
-    head: dict[str, Any]
-    segment: Path
-    blob_offset: int
-    blob_bytes: int
-    blob_crc: int
-    is_stripped: bool = False
-
-    def read_blob(self) -> bytes:
-        """Read the blob from the file.
-
-        Raises:
-            DataError: it is damaged, or compaction has dropped it.
-        """
-        if self.is_stripped:
-            raise DataError(f"The ledger keeps no tokens of {self.kind.name} in {self.segment}: it was compacted.")
-        with open(self.segment, "rb") as file:
-            file.seek(self.blob_offset)
-            blob = file.read(self.blob_bytes)
-        if len(blob) != self.blob_bytes or zlib.crc32(blob) != self.blob_crc:
-            raise DataError(f"The ledger's {self.segment} is damaged at byte {self.blob_offset}.")
-        return blob
-
-
-encode_value = msgspec.msgpack.Encoder().encode
-"""Plain value -> msgpack."""
-decode_value = msgspec.msgpack.Decoder().decode
-"""msgpack -> plain value."""
-_decode_head = msgspec.msgpack.Decoder(dict).decode
-
-
-def pack_frame(kind: Kind, head: Mapping[str, Any], blob: bytes = b"", *, flags: int = 0) -> bytes:
-    """Return one frame."""
-    body = encode_value(head)
-    blob_crc = zlib.crc32(blob)
-    start = HEADER.pack(MAGIC, kind, flags, len(body), len(blob), 0, blob_crc)
-    crc = zlib.crc32(body, zlib.crc32(start))
-    return HEADER.pack(MAGIC, kind, flags, len(body), len(blob), crc, blob_crc) + body + blob
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The fixed part of a frame."""
-
-    kind: Kind
-    flags: int
-    head_bytes: int
-    blob_bytes: int
-    head_crc: int
-    blob_crc: int
-
-    @classmethod
-    def parse(cls, data: bytes) -> Header | None:
-        """Return the header; None when ``data`` does not begin a frame."""
-        if len(data) != HEADER.size:
-            return None
-        magic, kind, flags, head_bytes, blob_bytes, head_crc, blob_crc = HEADER.unpack(data)
-        if magic != MAGIC or head_bytes > MAX_HEAD_BYTES:
-            return None
-        try:
-            return cls(Kind(kind), flags, head_bytes, blob_bytes, head_crc, blob_crc)
-        except ValueError:
-            return None
-
-    def decode_head(self, head: bytes) -> dict[str, Any] | None:
-        """Return the head; None when it is cut off or damaged."""
-        start = HEADER.pack(MAGIC, self.kind, self.flags, self.head_bytes, self.blob_bytes, 0, self.blob_crc)
-        if len(head) != self.head_bytes or zlib.crc32(head, zlib.crc32(start)) != self.head_crc:
-            return None
-        return _decode_head(head)
 
 
 class RecordedEntry(NamedTuple):
@@ -248,9 +112,12 @@ class ReplayState:
         """Checkpoint -> the first segment that it needs."""
         self.other_flags: dict[str, Any] = {}
         """Sample flags of a process whose records do not count."""
+        self.damage: list[Record] = []
+        """Where records or samples could not be read."""
         self._fingerprint = fingerprint
         self._counts = True
         self._is_replayable = True
+        self._has_gap = False
 
     def read(self, records: Iterable[Record]) -> ReplayState:
         """Add records; return self."""
@@ -263,6 +130,10 @@ class ReplayState:
         kind, head = record.kind, record.head
         if kind is Kind.LIFE:
             self._start_process(record)
+        elif kind is Kind.DAMAGED:
+            self.damage.append(record)
+            if head["is_gap"]:
+                self._has_gap, self._counts = True, False
         elif kind is Kind.PUBLISHED:
             self.published[head["rollout"]] = head["first"]
         elif self._counts and kind in _HANDLERS:
@@ -270,6 +141,7 @@ class ReplayState:
 
     def _start_process(self, record: Record) -> None:
         self.num_processes += 1
+        self._counts = True
         if self._fingerprint is None:
             return
         theirs = record.head["facts"]
@@ -305,6 +177,9 @@ class ReplayState:
             if described is None:
                 continue
             name, indices, prompt, is_recovered = described
+            if is_recovered and self._has_gap:
+                self.groups.pop(name, None)
+                continue
             state = self.groups.get(name)
             if state is None or state.indices != indices or (state.process != self.num_processes and not is_recovered):
                 number = segment_number(record.segment)

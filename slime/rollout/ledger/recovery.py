@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput, leaf_samples
+from slime.rollout.ledger.frames import Record, describe_damage
 from slime.rollout.ledger.journal import Journal, group_name, prompt_start
-from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, Record, ReplayState, RolloutState
+from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, ReplayState, RolloutState
 from slime.rollout.ledger.sample_codec import apply_entry, to_entry
 from slime.rollout.ledger.segments import read_folder
 from slime.utils.errors import DataError
@@ -159,6 +160,12 @@ class Recovery:
             if name is not None and name not in ended:  # one may have been filtered right after the position was taken
                 self._given[name] = group
         self._blobs: tuple[Record, bytes] | None = None
+        for record in state.damage:
+            logger.error(
+                "The ledger %s is damaged, %s. What was recorded from there on is generated again; no prompt is lost.",
+                folder,
+                describe_damage(record),
+            )
         if state.other_flags:
             own = fingerprint[SAMPLE_FLAGS]
             changed = [name for name in own if own[name] != state.other_flags.get(name)]

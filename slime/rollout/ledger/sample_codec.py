@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from slime.rollout.ledger.records import decode_value, encode_value
+from slime.rollout.ledger.frames import decode_value, encode_value
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 

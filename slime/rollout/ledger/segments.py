@@ -1,13 +1,11 @@
-"""Segment files: appended by a thread, read in order, folded into an index once a checkpoint makes them final.
+"""Segment files: appended by a thread, and read in order.
 
 Callers put items into a queue, which costs them well below a microsecond; the thread gathers what arrives within the
 flush interval, turns it into frames and writes them with one system call.  Written records survive the death of every
 process; ``flush(sync=True)`` makes them survive the machine's, too.
 
-Compaction folds the segments below the one that the checkpoint needs into one index file, which holds their heads
-without blobs (and without the answers of single executions, once the whole group is described).  The index is renamed
-into place before the segments go, and readers skip segments that an index covers: a kill in between loses and doubles
-nothing.
+A segment that goes on where another one ends begins with the size of that one, and numbers have no gaps: a file that
+was cut short or is gone is told like a flipped byte.  Segments that an index covers (``compaction``) are not read.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.ledger.records import HEADER, STRIPPED, Header, Kind, Record, pack_frame, segment_number
+from slime.rollout.ledger.frames import OLD_MAGIC, Kind, Record, damage, pack_frame, read_segment, segment_number
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -51,50 +49,52 @@ def next_number(folder: Path) -> int:
     return max((segment_number(path) for path in files), default=-1) + 1
 
 
-def read_segment(path: Path, *, progress: Callable[[int], None] | None = None) -> Iterator[Record]:
-    """Yield the records of one file, up to its end or the first frame that is not whole.
+def read_folder(
+    folder: Path,
+    *,
+    first_segment: int = 0,
+    verify_blobs: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Record]:
+    """Yield the records from segment ``first_segment`` on; of compacted segments, the heads in their index.
+
+    Where a file is damaged, cut short or missing comes a record DAMAGED.
 
     Args:
-        progress: called with the bytes passed since its last call.
+        first_segment: where to begin.
+        verify_blobs, progress: see ``read_segment``.
     """
-    size = path.stat().st_size
-    with open(path, "rb", buffering=1 << 16) as file:
-        offset = 0
-        while offset < size:
-            header = Header.parse(file.read(HEADER.size))
-            head = None if header is None else header.decode_head(file.read(header.head_bytes))
-            if header is None or head is None:
-                break
-            blob_offset = offset + HEADER.size + header.head_bytes
-            end = blob_offset + header.blob_bytes
-            if end > size:
-                break
-            yield Record(
-                kind=header.kind,
-                head=head,
-                segment=path,
-                blob_offset=blob_offset,
-                blob_bytes=header.blob_bytes,
-                blob_crc=header.blob_crc,
-                is_stripped=bool(header.flags & STRIPPED),
-            )
-            if progress is not None:
-                progress(end - offset)
-            file.seek(end)
-            offset = end
-        if offset < size:
-            logger.info("%s: the last %d bytes are an unfinished record and are not read.", path, size - offset)
-            if progress is not None:
-                progress(size - offset)
-
-
-def read_folder(
-    folder: Path, *, first_segment: int = 0, progress: Callable[[int], None] | None = None
-) -> Iterator[Record]:
-    """Yield the records from segment ``first_segment`` on; of compacted segments, the heads in their index."""
+    before: Path | None = None
     for path in segment_files(folder):
-        if segment_number(path) >= first_segment:
-            yield from read_segment(path, progress=progress)
+        if segment_number(path) < first_segment:
+            continue
+        if before is not None and not _is_index(path) and segment_number(path) != segment_number(before) + 1:
+            missing = segment_path(folder, segment_number(before) + 1)
+            yield damage(missing, 0, "the file is missing", is_gap=True)
+            before = None
+        last: Record | None = None
+        for last in read_segment(path, verify_blobs=verify_blobs, progress=progress):
+            if last.kind is Kind.CONTINUED:
+                size, written = 0 if before is None else before.stat().st_size, last.head["bytes"]
+                if before is not None and not _is_index(before) and size != written:
+                    yield damage(before, size, f"it has {size} bytes of {written} that were written", is_gap=True)
+            elif last.kind is not Kind.WHOLE:
+                yield last
+        if _is_index(path) and is_cut(path, last):
+            yield damage(path, path.stat().st_size, "the end of the index is missing", is_gap=True)
+        before = path
+
+
+def _is_index(path: Path) -> bool:
+    return path.name.startswith("index-")
+
+
+def is_cut(path: Path, last: Record | None) -> bool:
+    """Return True when the last record of an index is not its end; indexes of earlier versions have none."""
+    if last is not None and last.kind in (Kind.WHOLE, Kind.DAMAGED):
+        return False
+    with open(path, "rb") as file:
+        return file.read(1) != bytes([OLD_MAGIC])
 
 
 def folder_bytes(folder: Path) -> int:
@@ -153,6 +153,7 @@ class JournalWriter:
         self.number = next_number(folder)
         self._file = self._open(self.number)
         self._size = 0
+        self._is_empty = True
         self._thread: threading.Thread | None = None
         if is_threaded:
             self._thread = threading.Thread(target=self._serve, name="slime-ledger", daemon=True)
@@ -206,7 +207,7 @@ class JournalWriter:
         """
         self.flush()
         with self._lock:
-            if self._size:
+            if not self._is_empty:
                 self._next_segment()
             if self._failure is not None:
                 raise self._failure
@@ -232,9 +233,12 @@ class JournalWriter:
                 self._wait_or_fail(error, deadline_s)
                 continue
             os.close(self._file)
+            head = {"t": time.time(), "r": -1, "previous": self.number, "bytes": self._size}
             self.number += 1
             self._size = 0
             self._file = file
+            self._write(pack_frame(Kind.CONTINUED, head))
+            self._is_empty = True
             return
 
     def _serve(self) -> None:
@@ -282,6 +286,7 @@ class JournalWriter:
                 while view:
                     view = view[os.write(self._file, view) :]
                 self._size += len(data)
+                self._is_empty = False
                 self.bytes_written += len(data)
                 return
             except OSError as error:
@@ -318,63 +323,3 @@ _REMEDY = (
     "Make room there, choose another place with --rollout-ledger-dir, allow more time with "
     "--rollout-ledger-timeout-s, or pass --no-rollout-ledger."
 )
-
-
-def compact(folder: Path, *, first_needed: int) -> int:
-    """Fold every segment below ``first_needed`` into an index; return the number of bytes freed."""
-    indexes = sorted(folder.glob("index-????????.led"))
-    covered = segment_number(indexes[-1]) if indexes else -1
-    segments = sorted(folder.glob("segment-????????.led"))
-    old = [path for path in segments if covered < segment_number(path) < first_needed]
-    if old:
-        _write_index(folder, old)
-        covered = segment_number(old[-1])
-    freed = 0
-    for path in segments:
-        if segment_number(path) <= covered:
-            freed += path.stat().st_size
-            path.unlink()
-    return freed
-
-
-def _write_index(folder: Path, segments: list[Path]) -> None:
-    path = index_path(folder, segment_number(segments[-1]))
-    unfinished = path.with_suffix(".tmp")
-    described = {
-        record.head["g"]
-        for segment in segments
-        for record in read_segment(segment)
-        if record.kind in (Kind.FINISHED, Kind.RETURNED, Kind.HANDED)
-    }
-    with open(unfinished, "wb", buffering=1 << 20) as file:
-        for frame in _stripped(segments, described):
-            file.write(frame)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _stripped(segments: list[Path], described: set[int | None]) -> Iterator[bytes]:
-    for segment in segments:
-        for record in read_segment(segment):
-            if record.kind is Kind.RESPONSE and record.head["g"] in described and not _is_partial(record):
-                continue
-            head = dict(record.head)
-            if "entries" in head:
-                head["entries"] = [stripped_entry(entry) for entry in head["entries"]]
-            yield pack_frame(record.kind, head, flags=STRIPPED)
-
-
-def _is_partial(record: Record) -> bool:
-    return any(leaf["status"] == "aborted" for entry in record.head["entries"] for leaf in entry["leaves"])
-
-
-def stripped_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of an execution without the parts that need its blob."""
-    leaves = [{k: v for k, v in leaf.items() if k not in ("packed", "rest")} for leaf in entry["leaves"]]
-    return {"shape": entry["shape"], "leaves": leaves}

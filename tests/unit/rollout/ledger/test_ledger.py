@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -285,3 +287,59 @@ def test_the_check_finds_a_group_that_is_trained_twice(tmp_path, capsys):
     process.ledger.close()
     assert tool([str(tmp_path), "--check"]) == 1
     assert "BROKEN  group 0 is in flight in rollout 1 after it was handed over" in capsys.readouterr().out
+
+
+def in_flight_after_a_checkpoint(folder: Path) -> None:
+    """A checkpoint that is saved while groups 3 and 4 are out of the data source and not answered."""
+    process = Process(folder)
+    process.rollout(0)
+    process.ledger.data_source.get_samples(3)  # 2, which waited in the buffer, and 3 and 4
+    process.save(0)
+    process.die()
+
+
+def groups_of(ledger: Any, num_groups: int) -> list[int]:
+    ledger.make_samples(1, lambda: RolloutFnTrainOutput([]))
+    return [group[0].group_index for group in ledger.data_source.get_samples(num_groups)]
+
+
+@pytest.mark.parametrize("move", [shutil.move, shutil.copytree])
+def test_a_run_goes_on_in_another_folder_with_what_was_in_flight(tmp_path, move):
+    in_flight_after_a_checkpoint(tmp_path / "a")
+    move(tmp_path / "a", tmp_path / "b")
+    assert sorted(groups_of(Process(tmp_path / "b", start=1).ledger, 4)) == [2, 3, 4, 5]
+
+
+def test_a_moved_run_uses_what_its_ledger_recorded_after_the_checkpoint(tmp_path):
+    process = Process(tmp_path / "a")
+    process.rollout(0)
+    process.save(0)
+    process.rollout(1)
+    process.die()
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    moved = Process(tmp_path / "b", start=1)
+    assert moved.rollout(1) == [2, 3] and moved.generated == []
+
+
+def test_groups_in_flight_are_given_again_when_the_ledger_is_another_or_gone(tmp_path, caplog):
+    in_flight_after_a_checkpoint(tmp_path / "a")
+    Process(tmp_path / "b").rollout(0)
+    flags = {"save": str(tmp_path / "b"), "load": str(tmp_path / "a"), "prompt_data": None, "start_rollout_id": 1}
+    for folder in ("b", "new"):
+        args = make_args(0, **flags | {"save": str(tmp_path / folder)})
+        source = NumberedSource(args)
+        source.load(0)
+        ledger = open_ledger(args, source)
+        ledger.start(1)
+        assert sorted(groups_of(ledger, 4)) == [2, 3, 4, 5]
+    assert "its 3 groups in flight are generated again" in caplog.text
+
+
+def test_a_position_of_an_earlier_version_is_found_beside_its_checkpoint(tmp_path):
+    in_flight_after_a_checkpoint(tmp_path / "a")
+    path = position_path(str(tmp_path / "a"), 0)
+    position = pickle.loads(path.read_bytes())
+    del position["run"]
+    path.write_bytes(pickle.dumps(position))
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    assert sorted(groups_of(Process(tmp_path / "b", start=1).ledger, 4)) == [2, 3, 4, 5]

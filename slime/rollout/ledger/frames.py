@@ -1,0 +1,221 @@
+"""Frames: the records of the ledger as bytes in a file.
+
+A frame is a header of 24 bytes, a *head* (msgpack: what happened, small enough to be read by the million) and a *blob*
+(tokens, log-probs and everything else a sample holds; readers of events alone seek over it).
+
+    magic u8 | kind u8 | flags u16 | head bytes u32 | blob bytes u32 | crc32 of head | of blob | of the header so far
+
+Frames are only appended.  A process that is killed leaves at most one unfinished frame, at the end of its last
+segment: the file ends before the frame does, and the reader passes over it.  Anything else that is not as it was
+written is damage; the header has a checksum of its own, so that no flipped length looks like an unfinished frame.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from slime.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+MAGIC = 0xA7
+OLD_MAGIC = 0x5C
+"""Of headers without a checksum of their own: 20 bytes, and the checksum of the head covers them."""
+_FIXED = struct.Struct("<BBHIIII")
+_CRC = struct.Struct("<I")
+HEADER_BYTES = _FIXED.size + _CRC.size
+STRIPPED = 1
+"""Flag: compaction dropped the blob; only the head is left."""
+MAX_HEAD_BYTES = 1 << 28
+
+_SEGMENT = re.compile(r"(?:segment|index)-(\d{8})\.led")
+
+
+def segment_number(path: Path) -> int:
+    """Return the number in the name of a segment or an index."""
+    match = _SEGMENT.fullmatch(path.name)
+    assert match is not None, path
+    return int(match.group(1))
+
+
+class Kind(IntEnum):
+    """The event that a record tells of.  The numbers are on disk."""
+
+    LIFE = 1
+    """A process opened the journal: the rollout it starts at, and its config fingerprint (head key ``facts``)."""
+    BEGIN = 2
+    """A rollout is generated; earlier records of it and of later rollouts no longer count."""
+    ISSUED = 3
+    """The data source was asked for groups and gave these."""
+    RESPONSE = 4
+    """An engine returned the answer of one execution, whole or cut off."""
+    FINISHED = 5
+    """All executions of a group are answered and rewarded."""
+    FILTERED = 6
+    """The group will not be trained, for the reason given."""
+    RETURNED = 7
+    """Groups went back to the data source's buffer: unfinished, or finished surplus."""
+    HANDED = 8
+    """A group is part of a rollout's train data.  Counts once the rollout's BATCH follows."""
+    BATCH = 9
+    """The train data of a rollout is complete."""
+    DISCARDED = 10
+    """Groups that the rollout function neither handed over nor returned."""
+    REPLAYED = 11
+    """A rollout's train data was taken from the journal, not generated."""
+    TRAINED = 12
+    """The optimizer took the steps of a rollout."""
+    SAVED = 13
+    """A checkpoint's data position was written; it begins to count with PUBLISHED."""
+    PUBLISHED = 14
+    """The tracker names the checkpoint."""
+    CONTINUED = 15
+    """The segment goes on where another one, of so many bytes, ends."""
+    WHOLE = 16
+    """The end of an index, which is whole up to here."""
+    DAMAGED = 17
+    """Bytes here are not as they were written.  Found by the reader; on disk only in an index, for what it folds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record as read from a segment; the blob stays on disk."""
+
+    kind: Kind
+    head: dict[str, Any]
+    segment: Path
+    blob_offset: int
+    blob_bytes: int
+    blob_crc: int
+    is_stripped: bool = False
+
+    def read_blob(self) -> bytes:
+        """Read the blob from the file.
+
+        Raises:
+            DataError: it is damaged, or compaction has dropped it.
+        """
+        if self.is_stripped:
+            raise DataError(f"The ledger keeps no tokens of {self.kind.name} in {self.segment}: it was compacted.")
+        with open(self.segment, "rb") as file:
+            file.seek(self.blob_offset)
+            blob = file.read(self.blob_bytes)
+        if len(blob) != self.blob_bytes or zlib.crc32(blob) != self.blob_crc:
+            raise DataError(f"The ledger's {self.segment} is damaged at byte {self.blob_offset}.")
+        return blob
+
+
+encode_value = msgspec.msgpack.Encoder().encode
+"""Plain value -> msgpack."""
+decode_value = msgspec.msgpack.Decoder().decode
+"""msgpack -> plain value."""
+_decode_head = msgspec.msgpack.Decoder(dict).decode
+
+
+def pack_frame(kind: Kind, head: Mapping[str, Any], blob: bytes = b"", *, flags: int = 0) -> bytes:
+    """Return one frame."""
+    body = encode_value(head)
+    fixed = _FIXED.pack(MAGIC, kind, flags, len(body), len(blob), zlib.crc32(body), zlib.crc32(blob))
+    return b"".join((fixed, _CRC.pack(zlib.crc32(fixed)), body, blob))
+
+
+class _UnfinishedError(Exception):
+    """The file ends before the frame does."""
+
+
+def read_segment(
+    path: Path, *, verify_blobs: bool = False, progress: Callable[[int], None] | None = None
+) -> Iterator[Record]:
+    """Yield the records of one file; where it is damaged, a record DAMAGED, and nothing that follows.
+
+    Args:
+        verify_blobs: read the blobs, too; a damaged one is told after its record, and the reading goes on.
+        progress: called with the bytes passed since its last call.
+    """
+    size = path.stat().st_size
+    passed = progress or (lambda num_bytes: None)
+    with open(path, "rb", buffering=1 << 16) as file:
+        offset = 0
+        while offset < size:
+            try:
+                record = _read_frame(file, path, size)
+            except _UnfinishedError:
+                logger.info("%s: the last %d bytes are an unfinished record and are not read.", path, size - offset)
+                break
+            except DataError as error:
+                yield damage(path, offset, str(error), is_gap=True)
+                break
+            yield record
+            if verify_blobs and not record.is_stripped:
+                try:
+                    record.read_blob()
+                except DataError:
+                    yield damage(path, record.blob_offset, "the samples differ from their checksum", is_gap=False)
+            end = record.blob_offset + record.blob_bytes
+            file.seek(end)
+            passed(end - offset)
+            offset = end
+        passed(size - offset)
+
+
+def damage(path: Path, offset: int, reason: str, *, is_gap: bool) -> Record:
+    """Return the record that says where a file is damaged.
+
+    Args:
+        is_gap: True when records are missing; False when only the samples of one are.
+    """
+    head = {"file": path.name, "byte": offset, "reason": reason, "is_gap": is_gap}
+    return Record(Kind.DAMAGED, head, path, offset, 0, 0)
+
+
+def describe_damage(record: Record) -> str:
+    """Return the place and the kind of a damage, for a log line or a report."""
+    return f"{record.head['file']} at byte {record.head['byte']}: {record.head['reason']}"
+
+
+def _read_frame(file: IO[bytes], path: Path, size: int) -> Record:
+    """Read the header and the head of the frame at the present place.
+
+    Raises:
+        DataError: they are not as they were written.
+    """
+    begin = file.tell()
+    start = file.read(_FIXED.size)
+    if start[0] not in (MAGIC, OLD_MAGIC):
+        raise DataError("no record begins here")
+    is_old = start[0] == OLD_MAGIC
+    num_bytes = _FIXED.size if is_old else HEADER_BYTES
+    if begin + num_bytes > size:
+        raise _UnfinishedError
+    _, kind, flags, head_bytes, blob_bytes, head_crc, blob_crc = _FIXED.unpack(start)
+    if not is_old and file.read(_CRC.size) != _CRC.pack(zlib.crc32(start)):
+        raise DataError("the header of a record differs from its checksum")
+    if head_bytes > MAX_HEAD_BYTES or kind not in _KINDS:
+        raise DataError(f"a record of kind {kind} with a head of {head_bytes} bytes is unknown to this version")
+    blob_offset = begin + num_bytes + head_bytes
+    if blob_offset > size:
+        raise _UnfinishedError
+    body = file.read(head_bytes)
+    covered = _FIXED.pack(OLD_MAGIC, kind, flags, head_bytes, blob_bytes, 0, blob_crc) if is_old else b""
+    if zlib.crc32(body, zlib.crc32(covered)) != head_crc:
+        raise DataError("the head of a record differs from its checksum")
+    if blob_offset + blob_bytes > size:
+        raise _UnfinishedError
+    try:
+        head = _decode_head(body)
+    except msgspec.DecodeError as error:
+        raise DataError(f"the head of a record cannot be decoded ({error})") from error
+    return Record(Kind(kind), head, path, blob_offset, blob_bytes, blob_crc, bool(flags & STRIPPED))
+
+
+_KINDS = frozenset(Kind)
