@@ -13,15 +13,18 @@ import os
 import string
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
-from slime.flags.reward import BOXED_PREFIX
+from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import read_format
+
+if TYPE_CHECKING:
+    from slime.rollout.eval_config import EvalDatasetConfig
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +33,6 @@ OWN_DATA_SOURCES = (
     "slime.rollout.data_source.RolloutDataSourceWithBuffer",
 )
 """Those that read --prompt-data; another data source may not."""
-GRADERS_WITH_LABEL = ("deepscaler", "dapo", "math", "f1", "math_verify")
-"""Built-in graders that can say nothing without the row's label."""
 
 
 def check_files(args: Namespace) -> None:
@@ -225,7 +226,11 @@ def _check_prompts(args: Namespace) -> None:
         args.prompt_data,
         args.input_key,
         label_key=args.label_key,
+        tool_key=args.tool_key,
+        metadata_key=args.metadata_key,
         multimodal_keys=args.multimodal_keys,
+        grader=args.rm_type if _is_plain(args) and not args.custom_rm_path else None,
+        template=_template(args, args.apply_chat_template, args.apply_chat_template_kwargs),
         some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
     )
     if args.num_rollout is None and args.data_source_path in OWN_DATA_SOURCES:
@@ -253,14 +258,29 @@ def _check_epochs(args: Namespace, num_rows: int) -> None:
         )
 
 
+def _is_plain(args: Namespace) -> bool:
+    """Return True when no code of the user's comes between a row and its grader."""
+    if args.custom_generate_function_path or args.debug_train_only or args.rollout_sample_hook_path:
+        return False
+    return args.rollout_function_path in OWN_ROLLOUTS and args.data_source_path in OWN_DATA_SOURCES
+
+
+def _template(args: Namespace, is_applied: bool, kwargs: dict[str, Any] | None) -> Any:
+    """Return the trial of the chat template that rows are rendered by; None when they are not."""
+    if not is_applied:
+        return None
+    from slime.rollout.prompt_template import TemplateCheck
+    from slime.utils.processing_utils import load_tokenizer
+
+    return TemplateCheck(lambda: load_tokenizer(args.hf_checkpoint, trust_remote_code=True), kwargs or {})
+
+
 def _check_first_row(args: Namespace) -> None:
     """Check what the rollout and the grader will make of a row; the first one stands for all."""
-    from slime.rollout.prompt_dataset import read_rows
-    from slime.rollout.prompt_template import parse_metadata
+    from slime.rollout.prompt_checks import parse_metadata
+    from slime.rollout.prompt_files import read_rows
 
-    if args.custom_generate_function_path or args.debug_train_only or args.rollout_sample_hook_path:
-        return
-    if args.rollout_function_path not in OWN_ROLLOUTS or args.data_source_path not in OWN_DATA_SOURCES:
+    if not _is_plain(args):
         return
     where, row = next(iter(read_rows(args.prompt_data)))
     if not isinstance(row[args.input_key], str) and not args.apply_chat_template:
@@ -277,16 +297,18 @@ def _check_first_row(args: Namespace) -> None:
                 f"--rm-type {args.rm_type} compares answers with a label, and --label-key is not given, so that every "
                 f"reward would be 0; name the column: {where} has {', '.join(row)}."
             )
-        if row[args.label_key] is None:
-            raise DataError(
-                f"{where}: {args.label_key} (--label-key) is null, and --rm-type {args.rm_type} compares answers with "
-                "it; name another column, or fill it in."
-            )
     if not own and not args.rm_type:
         raise ConfigError(
             f"No grader: --rm-type and --custom-rm-path are not given, and {where} has no rm_type in its "
             f"{args.metadata_key} (--metadata-key). Give one of the three."
         )
+
+
+def _eval_grader(args: Namespace, dataset: EvalDatasetConfig) -> str | None:
+    """Return the built-in grader of a data set; None when code of the user's may be between a row and its reward."""
+    has_code = dataset.custom_rm_path or dataset.custom_generate_function_path or args.rollout_sample_hook_path
+    is_own = args.eval_function_path in OWN_ROLLOUTS and not args.custom_generate_function_path
+    return dataset.rm_type or args.rm_type if is_own and not has_code else None
 
 
 def _check_eval_data(args: Namespace) -> None:
@@ -299,7 +321,11 @@ def _check_eval_data(args: Namespace) -> None:
             dataset.path,
             dataset.input_key,
             label_key=dataset.label_key,
+            tool_key=dataset.tool_key,
+            metadata_key=dataset.metadata_key,
             multimodal_keys=dataset.multimodal_keys,
+            grader=_eval_grader(args, dataset),
+            template=_template(args, dataset.apply_chat_template, dataset.apply_chat_template_kwargs),
             flag="--eval-config" if args.eval_config else "--eval-prompt-data",
             input_flag="--eval-input-key",
             label_flag="--eval-label-key",

@@ -13,6 +13,10 @@ from slime.flags.kinds import non_negative_int, positive_float
 
 BOXED_PREFIX = "boxed_"
 """Of a grader's name: the boxed answer is graded."""
+GRADERS_WITH_LABEL = ("deepscaler", "dapo", "math", "f1", "math_verify")
+"""Built-in graders that can say nothing without the row's label."""
+GRADERS_WITH_LABELS = ("deepscaler",)
+"""Those that take a list of labels, any of which is right."""
 FAILURE_POLICIES = ("zero", "failed", "raise")
 """Of ``--rm-failure-policy``."""
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.planning.traffic import reference_lengths
-from slime.rollout.prompt_dataset import Dataset, split_path
+from slime.rollout.prompt_dataset import Dataset
+from slime.rollout.prompt_files import split_path
 from slime.utils.processing_utils import load_tokenizer
 
 ROWS_READ = 4096

@@ -1,71 +1,27 @@
-"""Prompt files: .jsonl or .parquet in, one ``Sample`` per row out.
+"""Prompt data: a file of rows in, one ``Sample`` per row out.
 
-``path@[a:b]`` selects rows as a Python slice.  Nothing is skipped in silence: a line that does not decode and a row
-without its keys end the run, with the file and the line.  ``check_prompt_file`` finds them before any GPU is taken.
+Nothing is skipped in silence: a row without its keys, or with values of no use, ends the run, with file and line.
+``check_prompt_file`` finds them before any GPU is taken.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import random
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.rollout.prompt_template import (
-    as_messages,
-    check_prompt,
-    insert_multimodal,
-    parse_metadata,
-    parse_tools,
-    render,
-)
+from slime.rollout.prompt_checks import check_label, check_prompt, parse_metadata, parse_tools
+from slime.rollout.prompt_files import checked_file, parquet_columns, read_rows
+from slime.rollout.prompt_template import TemplateCheck, as_messages, insert_multimodal, map_with_deadline, render
 from slime.utils.errors import DataError
 from slime.utils.processing_utils import build_processor_kwargs, process_vision_info
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".jsonl", ".parquet")
-_SLICED = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _TOKENIZE_BATCH = 1024
-
-
-def split_path(path: str) -> tuple[str, slice]:
-    """Return ``("data.jsonl", slice(0, 100))`` from ``"data.jsonl@[0:100]"``; every row without the suffix."""
-    match = _SLICED.match(path)
-    if match is None:
-        return path, slice(None)
-    start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
-    return match["path"], slice(start, stop)
-
-
-def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ``(where, row)`` for each selected row; ``where`` is ``"<file> line <n>"``, counted from 1, for errors.
-
-    Raises:
-        DataError: the file is missing or of another kind, or a selected line is not a JSON object.
-    """
-    file, rows = _checked_file(path, flag)
-    if file.suffix == ".parquet":
-        numbered = _read_parquet(file)
-        for number, row in _select(numbered, rows):
-            yield f"{file} row {number}", row
-        return
-    with file.open("rb") as lines:
-        filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-        for number, line in _select(filled, rows):
-            where = f"{file} line {number}"
-            yield where, _decode_line(line, where)
-
-
-def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the selected rows of a prompt file, as dicts."""
-    for _, row in read_rows(path):
-        yield row
 
 
 def check_prompt_file(
@@ -73,47 +29,61 @@ def check_prompt_file(
     input_key: str,
     *,
     label_key: str | None = None,
+    tool_key: str | None = None,
+    metadata_key: str = "metadata",
     multimodal_keys: Mapping[str, str] | None = None,
     some_keys: Mapping[str, str] | None = None,
+    grader: str | None = None,
+    template: TemplateCheck | None = None,
     flag: str = "--prompt-data",
     input_flag: str = "--input-key",
     label_flag: str = "--label-key",
 ) -> int:
-    """Count the selected rows, once each is known to decode and to have its keys.  Needs no tokenizer.
-
-    Of a parquet file only the header is read.
+    """Count the selected rows, once each is known to decode and to hold what the run needs.
 
     Args:
         path: .jsonl or .parquet, maybe with ``@[a:b]``.
         input_key: key that every row must have.
         label_key: key that every row must have, when given.
+        tool_key, metadata_key: keys that rows may have.
         multimodal_keys: kind -> key; rows without such items may lack the key.
         some_keys: key -> its flag; at least one row must have it.
+        grader: the built-in one of rows that name none; None when another one judges the label.
+        template: renders the first row, and the first one with each role.
         flag, input_flag, label_flag: names of the flags, for errors.
 
     Raises:
         DataError: naming the file, the line and what is wrong.
     """
-    file, rows = _checked_file(path, flag)
+    file, rows = checked_file(path, flag)
     required = {input_key: input_flag} | ({label_key: label_flag} if label_key else {})
+    columns = {*required, *(some_keys or ()), metadata_key, tool_key or ""}
+    unseen, first = dict(some_keys or {}), list[str]()
     if file.suffix == ".parquet":
-        num_file_rows, columns = _parquet_header(file)
-        _check_keys(columns, {**required, **(some_keys or {})}, f"{file} (its columns)")
-        num_rows = len(range(*rows.indices(num_file_rows)))
-    else:
-        num_rows = 0
-        unseen, first = dict(some_keys or {}), list[str]()
-        for where, row in read_rows(path, flag):
-            _check_keys(row, required, where)
-            check_prompt(row[input_key], where)
-            unseen = {key: name for key, name in unseen.items() if key not in row}
-            first = first or list(row)
-            num_rows += 1
+        first, unseen = parquet_columns(file), {}
+        _check_keys(first, {**required, **(some_keys or {})}, f"{file} (its columns)")
+        columns |= set((multimodal_keys or {}).values()) if template is not None else set()
+    num_rows = 0
+    for where, row in read_rows(path, flag, columns=columns):
+        _check_keys(row, required, where)
+        check_prompt(row[input_key], where)
+        metadata = parse_metadata(row.get(metadata_key), where)
+        tools = parse_tools(row.get(tool_key), where) if tool_key else None
+        if label_key:
+            check_label(row[label_key], where, f"{label_key} ({label_flag})", metadata.get("rm_type") or grader)
+        if template is not None and template.needs(row[input_key]):
+            template.add(_normalised_prompt(row, input_key, multimodal_keys, True, where), tools, where)
+        unseen = {key: name for key, name in unseen.items() if key not in row}
+        first = first or list(row)
+        num_rows += 1
     if num_rows == 0:
-        raise DataError(f"{path} selects no row; {flag} needs at least one.")
-    if file.suffix != ".parquet" and unseen:
+        content = "the file is empty" if file.stat().st_size == 0 else f"rows {rows.start or 0}:{rows.stop or ''}"
+        raise DataError(f"{path} selects no row ({content}); {flag} needs at least one.")
+    if unseen:
         key, name = next(iter(unseen.items()))
         raise DataError(f"No row of {path} has the key {key!r}, which {name} names; row 1 has {', '.join(first)}.")
+    if template is not None:
+        template.run()
     return num_rows
 
 
@@ -162,7 +132,8 @@ class Dataset:
         self.epoch_id = -1
         self.origin_samples: list[Sample] = []
         template_kwargs = dict(apply_chat_template_kwargs or {})
-        for where, row in read_rows(path):
+
+        def read(where: str, row: dict[str, Any]) -> Sample:
             required = {prompt_key: "--input-key"} | ({label_key: "--label-key"} if label_key else {})
             _check_keys(row, required, where)
             metadata = parse_metadata(row.get(metadata_key), where)
@@ -171,15 +142,20 @@ class Dataset:
                 metadata["tools"] = tools
             prompt = _normalised_prompt(row, prompt_key, multimodal_keys, apply_chat_template, where)
             rendered = render(tokenizer, prompt, tools, where, **template_kwargs) if apply_chat_template else prompt
-            self.origin_samples.append(
-                Sample(
-                    prompt=rendered,
-                    multimodal_inputs=_multimodal_inputs(prompt, processor),
-                    apply_chat_template_kwargs=dict(template_kwargs),
-                    label=row[label_key] if label_key else None,
-                    metadata=metadata,
-                )
+            label = row[label_key] if label_key else None
+            check_label(label, where, f"{label_key} (--label-key)")
+            return Sample(
+                prompt=rendered,
+                multimodal_inputs=_multimodal_inputs(prompt, processor),
+                apply_chat_template_kwargs=dict(template_kwargs),
+                label=label,
+                metadata=metadata,
             )
+
+        rows = read_rows(path)
+        self.origin_samples = list(
+            map_with_deadline(read, rows) if apply_chat_template else itertools.starmap(read, rows)
+        )
         if not self.origin_samples:
             raise DataError(f"{path} selects no row; at least one is needed.")
         if max_length is not None:
@@ -200,60 +176,6 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.samples)
-
-
-def _checked_file(path: str, flag: str) -> tuple[Path, slice]:
-    name, rows = split_path(path)
-    file = Path(name)
-    if file.suffix not in SUFFIXES:
-        raise DataError(
-            f"{flag} is {path!r}; the file must end in {' or '.join(SUFFIXES)}, optionally followed by a range of "
-            "rows such as @[0:100]."
-        )
-    if not file.is_file():
-        raise DataError(f"{flag} is {path!r}, but there is no file {file.absolute()}.")
-    return file, rows
-
-
-def _decode_line(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        text = line[:60].decode(errors="replace").strip()
-        raise DataError(
-            f"{where} is not JSON ({error}): {text!r}. Each line of a .jsonl file is one object; a file with one list "
-            "of objects must be rewritten with one object per line."
-        ) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is a JSON {type(row).__name__}; each line must be an object such as {{...}}.")
-    return row
-
-
-def _select(numbered: Iterator[Any], rows: slice) -> Iterator[Any]:
-    """Return the items of a slice; read as a stream unless a bound counts from the end."""
-    if (rows.start or 0) < 0 or (rows.stop or 0) < 0:
-        return iter(list(numbered)[rows])
-    return itertools.islice(numbered, rows.start, rows.stop)
-
-
-def _open_parquet(file: Path) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(file)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file} cannot be read as parquet: {error}.") from error
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    batches = _open_parquet(file).iter_batches()
-    return enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-
-
-def _parquet_header(file: Path) -> tuple[int, list[str]]:
-    opened = _open_parquet(file)
-    return opened.metadata.num_rows, list(opened.schema_arrow.names)
 
 
 def _check_keys(row: Mapping[str, Any] | Sequence[str], required: Mapping[str, str], where: str) -> None:

@@ -1,17 +1,28 @@
-"""From the prompt of a data row to what the model reads: messages, placeholders, tools, chat template.
+"""From the prompt of a data row to what the model reads: messages, placeholders, chat template.
 
 Every error names the row through ``where``, for example ``train.jsonl line 7``.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
+from slime.rollout.prompt_checks import check_prompt
+from slime.rollout.prompt_files import short
 from slime.utils.errors import DataError
 from slime.utils.types import MultimodalTypes
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles that any chat template may be expected to know."""
+RENDER_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 0.5
 
 
 def as_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
@@ -26,65 +37,116 @@ def as_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
     return [dict(message) for message in prompt]
 
 
-def check_prompt(prompt: Any, where: str) -> None:
-    """Check that a prompt is a non-empty string or a non-empty list of messages, each a dict with a role.
+def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, **kwargs: Any) -> str:
+    """Render messages as text by the tokenizer's chat template, up to the point where the response begins.
 
     Raises:
-        DataError: it is something else.
+        DataError: the template refuses them, or leaves out a message whose role it does not know.
     """
-    if isinstance(prompt, str) and prompt:
-        return
-    if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where}: the prompt is {_short(prompt)}; it must be text or a list of chat messages.")
-    for number, message in enumerate(prompt):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise DataError(f"{where}: message {number} of the prompt is {_short(message)}; it must have a role.")
-
-
-def parse_tools(value: Any, where: str) -> list[Any] | None:
-    """Return the tools of a row, from a list or from JSON text; None when the row has none."""
-    if isinstance(value, str):
-        value = parse_json(value, "tools", where) if value.strip() else None
-    if value is None:
-        return None
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, list):
-        raise DataError(f"{where}: tools are {_short(value)}; they must be a list, or JSON text of one.")
-    return value
-
-
-def parse_metadata(value: Any, where: str) -> dict[str, Any]:
-    """Return the metadata of a row, from a dict or from JSON text; {} when the row has none."""
-    if isinstance(value, str):
-        value = parse_json(value, "metadata", where) if value.strip() else None
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise DataError(f"{where}: metadata is {_short(value)}; it must be an object, or JSON text of one.")
-    return dict(value)
-
-
-def parse_json(text: str, name: str, where: str) -> Any:
-    """Return the value that JSON ``text`` stands for."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: {name} is text but not JSON ({error}): {_short(text)}.") from error
-
-
-def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, **kwargs: Any) -> str:
-    """Render messages as text by the tokenizer's chat template, up to the point where the response begins."""
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
         )
-    except (ValueError, TypeError, TemplateError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, TemplateError) as error:
         raise DataError(
-            f"{where}: the chat template cannot render the prompt ({error}): {_short(messages)}."
+            f"{where}: the chat template cannot render the prompt ({error}): {short(messages)}. Mend the row, or the "
+            "template of --hf-checkpoint."
         ) from error
+    for number, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            _check_role(tokenizer, message, text, f"{where}: message {number} of the prompt")
+    return text
+
+
+def _check_role(tokenizer: Any, message: Mapping[str, Any], text: str, where: str) -> None:
+    """Check that a template knows a role that not every template has."""
+    role, content = message["role"], message.get("content")
+    is_left_out = isinstance(content, str) and content.strip()[:40] not in text
+    source = str(getattr(tokenizer, "chat_template", None))
+    is_misspelt = role.strip().lower() in ROLES and f"'{role}'" not in source and f'"{role}"' not in source
+    if is_left_out or is_misspelt:
+        raise DataError(
+            f"{where} has the role {short(role)}, which the chat template "
+            f"{'leaves out' if is_left_out else 'does not know'}: {short(message)}. Roles that templates know are "
+            f"{', '.join(ROLES)}; change the role, or the template of --hf-checkpoint."
+        )
+
+
+class TemplateCheck:
+    """A trial of the chat template before the run begins: on the first row, and on the first one with each role."""
+
+    def __init__(self, load_tokenizer: Callable[[], Any], kwargs: Mapping[str, Any]) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._kwargs = kwargs
+        self._seen: set[str] = set()
+        self._due: list[tuple[str, tuple[list[dict[str, Any]], list[Any] | None]]] = []
+
+    def needs(self, prompt: Any) -> bool:
+        """Return True for a prompt with a role that no earlier one had."""
+        return not _roles(prompt) <= self._seen
+
+    def add(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> None:
+        """Take a row to try the template on."""
+        self._seen |= _roles(messages)
+        self._due.append((where, (messages, tools)))
+
+    def run(self) -> None:
+        """Render the rows.
+
+        Raises:
+            DataError: the template refuses one, or does not come to an end.
+            ConfigError: there is no tokenizer.
+        """
+        tokenizer = self._load_tokenizer()
+        map_with_deadline(lambda where, row: render(tokenizer, *row, where, **self._kwargs), self._due)
+
+
+def _roles(prompt: Any) -> set[str]:
+    return {"user"} if isinstance(prompt, str) else {message["role"] for message in prompt}
+
+
+def map_with_deadline(
+    work: Callable[[str, R], T], rows: Iterable[tuple[str, R]], *, timeout_s: float = RENDER_TIMEOUT_S
+) -> list[T]:
+    """Return ``work(where, row)`` of each row; a chat template may loop without end, and nothing can interrupt it.
+
+    Args:
+        work: runs in a thread, which is left behind when it is overdue.
+        rows: read in that thread, too.
+        timeout_s: for one row.
+
+    Raises:
+        DataError: one row took longer.
+    """
+    done: list[T] = []
+    failure: list[BaseException] = []
+    current: tuple[str, float] | None = None
+
+    def serve() -> None:
+        nonlocal current
+        try:
+            for where, row in rows:
+                current = where, time.monotonic()
+                done.append(work(where, row))
+                current = None
+        except BaseException as error:  # raised again by the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=serve, name="slime-chat-template", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_INTERVAL_S)
+        at_work = current
+        if at_work is not None and time.monotonic() - at_work[1] > timeout_s and thread.is_alive():
+            raise DataError(
+                f"{at_work[0]}: the chat template is still rendering after {timeout_s:.0f} s; a loop in it may never "
+                "end. Mend the template of --hf-checkpoint (chat_template.jinja), or the row."
+            )
+    if failure:
+        raise failure[0]
+    return done
 
 
 def insert_multimodal(
@@ -135,8 +197,3 @@ def insert_multimodal(
     if left:
         raise DataError(f"{where}: items without a placeholder in the prompt: {left}.")
     return filled
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,373 @@
+"""Rows and files of no use, with their neighbours: each ends in one line that names file, row and value; and what is
+odd and legitimate is accepted."""
+
+import gzip
+import json
+import threading
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slime.rollout import prompt_template
+from slime.rollout.prompt_checks import MAX_PROMPT_CHARS
+from slime.rollout.prompt_dataset import Dataset, check_prompt_file
+from slime.rollout.prompt_template import TemplateCheck
+from slime.utils.errors import DataError
+from tests.unit.rollout.test_prompt_dataset import WordTokenizer
+
+GOOD = b'{"input": "a", "label": "1"}\n'
+
+
+def check(path, **kwargs):
+    return check_prompt_file(str(path), "input", **{"label_key": "label", "tool_key": "tools"} | kwargs)
+
+
+def dataset(path, tokenizer=None, **kwargs):
+    keys = {"prompt_key": "input", "label_key": "label", "tool_key": "tools"}
+    return Dataset(str(path), tokenizer or WordTokenizer(), None, None, **keys | kwargs)
+
+
+def refusal(run, *args, **kwargs):
+    """The error of ``run``; one line, of a length that fits a log."""
+    with pytest.raises(DataError) as caught:
+        run(*args, **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 700, text
+    return text
+
+
+def chat(**message):
+    return {"input": [{"role": "user", "content": "hi"} | message], "label": "1"}
+
+
+BAD_LINES = {
+    "invalid UTF-8": (b'{"input": "\xff", "label": "1"}', "is not JSON ('utf-8' codec can't decode byte 0xff"),
+    "UTF-8 cut in a character": (b'{"input": "\xe4\xb8", "label": "1"}', "is not JSON ('utf-8' codec"),
+    "latin-1": ('{"input": "é", "label": "1"}'.encode("latin-1"), "is not JSON"),
+    "deep lists": (b'{"input": "a", "label": ' + b"[" * 90000 + b"]" * 90000 + b"}", "nested deeper than 64 levels"),
+    "deep objects": (b'{"a":' * 500 + b"1" + b"}" * 500, "nested deeper than 64 levels"),
+    "deep, never closed": (b"[" * 100000, "is not JSON (nested deeper"),
+    "giant integer": (b'{"input": "a", "label": ' + b"9" * 5000 + b"}", "is not JSON (Exceeds the limit"),
+    "lone high surrogate": (b'{"input": "a\\ud83d", "label": "1"}', "half of a surrogate pair ('\\ud83d')"),
+    "lone low surrogate in a label": (b'{"input": "a", "label": "\\uDE00"}', "half of a surrogate pair"),
+    "surrogates in the wrong order": (b'{"input": "\\ude00\\ud83d", "label": "1"}', "half of a surrogate pair"),
+    "lone surrogate in metadata": (b'{"input": "a", "label": "1", "metadata": {"\\ud800": 1}}', "surrogate pair"),
+    "a key twice": (b'{"input": "a", "label": "1", "label": "2"}', "the key 'label' stands twice in one object"),
+    "a key twice in a message": (b'{"input": [{"role": "user", "content": "a", "content": "b"}]}', "'content' stands"),
+    "a key twice in metadata": (b'{"input": "a", "label": "1", "metadata": {"x": 1, "x": 1}}', "'x' stands twice"),
+    "a key twice in metadata text": (
+        json.dumps({"input": "a", "label": "1", "metadata": '{"x": 1, "x": 2}'}).encode(),
+        "metadata is text but not JSON (the key 'x' stands twice",
+    ),
+    "cut": (b'{"input": "a", "lab', "is not JSON"),
+    "trailing comma": (b'{"input": "a", "label": "1",}', "is not JSON"),
+    "two objects": (b'{"input": "a", "label": "1"} {}', "is not JSON (Extra data"),
+    "text": (b'"a"', "is a JSON str; each line must be an object"),
+    "number": (b"1", "is a JSON int"),
+    "null": (b"null", "is a JSON NoneType"),
+    "NUL bytes": (b"\0" * 30, "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+@pytest.mark.parametrize("run", [check, dataset])
+def test_lines_that_do_not_decode(tmp_path, name, run):
+    line, expected = BAD_LINES[name]
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
+    text = refusal(run, path)
+    assert f"{path} line 3" in text and expected in text, text
+
+
+BAD_ROWS = {
+    "NaN label": ({"label": float("nan")}, "label (--label-key) is nan, which no answer equals"),
+    "infinite label": ({"label": float("-inf")}, "label (--label-key) is -inf"),
+    "NaN in a list of labels": ({"label": ["1", float("nan")]}, "label (--label-key) is ['1', nan]"),
+    "blank": ({"input": "   "}, "the prompt is '   ', which is blank"),
+    "blank lines": ({"input": "\n\t\r\n"}, "the prompt is '\\n\\t\\r\\n', which is blank"),
+    "wide blanks": ({"input": "\u3000\u00a0"}, "which is blank"),
+    "zero width": ({"input": "\u200b\ufeff"}, "which is blank"),
+    "control characters": ({"input": "\0\x07"}, "which is blank"),
+    "number": ({"input": 5}, "the prompt is 5"),
+    "object": ({"input": {"role": "user"}}, "the prompt is {'role': 'user'}"),
+    "no messages": ({"input": []}, "the prompt is []"),
+    "messages of text": ({"input": ["hi"]}, "message 0 of the prompt is 'hi'; it must have a role"),
+    "blank message": (chat(content=" "), "which is blank"),
+    "blank beside a system message": (
+        {"input": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": ""}]},
+        "which is blank",
+    ),
+    "role is null": (chat(role=None), "message 0 of the prompt has the role None"),
+    "role is blank": (chat(role=" "), "message 0 of the prompt has the role ' '"),
+    "role is a number": (chat(role=1), "message 0 of the prompt has the role 1"),
+    "content is null": (chat(content=None), "message 0 of the prompt has the content None"),
+    "content is a number": (chat(content=7), "message 0 of the prompt has the content 7"),
+    "content is an object": (chat(content={"text": "a"}), "has the content {'text': 'a'}"),
+    "a part is a number": (chat(content=[{"type": "text", "text": "a"}, 3]), "has the part 3"),
+    "no content": ({"input": [{"role": "user"}]}, "has the content None"),
+    "metadata is a list": ({"metadata": [1]}, "metadata is [1]; it must be an object"),
+    "metadata is a number": ({"metadata": 3}, "metadata is 3; it must be an object"),
+    "metadata text": ({"metadata": "{"}, "metadata is text but not JSON"),
+    "tools are an object": ({"tools": {"name": "f"}}, "tools are {'name': 'f'}; they must be a list"),
+    "long": ({"input": "a" * (MAX_PROMPT_CHARS + 1)}, "the prompt has 4,000,001 characters ('aaa"),
+    "20 MB": ({"input": "ab " * 7_000_000}, "the prompt has 21,000,000 characters"),
+    "long messages": (chat(content="a" * 20_000_000), "the prompt has 20,000,000 characters"),
+    "long parts": (chat(content=[{"type": "text", "text": "a" * 20_000_000}]), "has 20,000,000 characters"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+@pytest.mark.parametrize("run", [check, dataset])
+def test_values_of_no_use(tmp_path, name, run):
+    row, expected = BAD_ROWS[name]
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(GOOD + json.dumps({"input": "a", "label": "1"} | row).encode() + b"\n")
+    begin = time.monotonic()
+    text = refusal(run, path)
+    assert f"{path} line 2: " in text and expected in text, text
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"label": None},
+        {"label": {"answer": [1, 2]}},
+        {"label": ["a", "b"]},
+        {"label": ""},
+        {"label": 10**60},
+        {"metadata": None},
+        {"metadata": ""},
+        {"metadata": []},
+        {"metadata": {"a": {"b": [1, None, float("nan")]}}},
+        {"metadata": '{"a": 1}'},
+        {"tools": None},
+        {"tools": "[]"},
+        {"input": "\ud83d\ude00"},
+        {"input": " a "},
+        chat(role="critic"),
+        chat(content=["text", {"type": "image", "image": "x.png"}]),
+        {"input": [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        {"input": [{"role": "user", "content": "2+3"}, {"role": "tool", "content": {"sum": 5}}]},
+        {"input": [{"role": "system", "content": ""}, {"role": "user", "content": "a"}]},
+        {"input": [{"role": "system", "content": "Only this."}, {"role": "user", "parts": ["a"]}]},
+        {"other": "\\ud83d", "nested": json.loads("[" * 60 + "]" * 60)},
+    ],
+)
+def test_what_is_odd_and_legitimate_is_accepted(tmp_path, row):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"input": "a", "label": "1"} | row) + "\n")
+    assert check(path) == 1
+    assert len(dataset(path)) == 1
+
+
+@pytest.mark.parametrize("label", [None, "", "  ", {"a": 1}, [], [None], True])
+@pytest.mark.parametrize("grader", ["deepscaler", "dapo", "math", "f1", "math_verify", "boxed_math"])
+def test_a_label_that_a_grader_cannot_compare_with_is_refused_in_any_row(tmp_path, grader, label):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(GOOD + json.dumps({"input": "a", "label": label}).encode())
+    text = refusal(check, path, grader=grader)
+    shown = "null" if label is None else repr(label)
+    assert f"line 2: label (--label-key) is {shown}" in text
+    assert f"--rm-type {grader.removeprefix('boxed_')} compares answers with it" in text
+    own = {"input": "a", "label": label, "metadata": {"rm_type": grader}}
+    path.write_text(json.dumps(own))
+    assert "line 1" in refusal(check, path)
+    for other in (None, "random", "remote_rm", "ifbench", "gpqa"):
+        path.write_bytes(GOOD + json.dumps(own | {"metadata": {"rm_type": other} if other else None}).encode())
+        assert check(path, grader=other) == 2
+
+
+def test_labels_that_graders_compare_with_are_accepted(tmp_path):
+    path = tmp_path / "data.jsonl"
+    for label in ("42", 42, 0, 0.5, 10**40, "\\boxed{1}"):
+        path.write_text(json.dumps({"input": "a", "label": label}))
+        assert check(path, grader="math") == 1
+    path.write_text(json.dumps({"input": "a", "label": ["1", 2]}))
+    assert check(path, grader="deepscaler") == 1
+    assert "is ['1', 2]" in refusal(check, path, grader="math")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (gzip.compress(GOOD), "is named .jsonl and is compressed by gzip; decompress it"),
+        (b"PK\x03\x04rest", "a zip archive"),
+        (b"\x28\xb5\x2f\xfdrest", "compressed by zstd"),
+        (b"BZh9rest", "compressed by bzip2"),
+        (b"\xfd7zXZ\x00rest", "compressed by xz"),
+        (b"PAR1rest", "a parquet file"),
+        (GOOD.decode().encode("utf-16"), "text in UTF-16"),
+        (b"", "selects no row (the file is empty)"),
+        (b"\n  \n", "selects no row"),
+        (GOOD + GOOD[:12], "line 2 is not JSON"),
+        (GOOD[:12], "The file ends within this line; it may be cut short"),
+        (json.dumps([{"input": "a"}], indent=1).encode(), "line 1 is not JSON"),
+    ],
+)
+def test_files_that_are_something_else_or_cut(tmp_path, content, expected):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    text = refusal(check, path)
+    assert str(path) in text and expected in text, text
+
+
+def test_names_and_ranges_of_no_use(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(GOOD * 3)
+    assert "Decompress it first" in refusal(check, f"{path}.gz")
+    assert "there is no file" in refusal(check, tmp_path / "nothing.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    assert "there is no file" in refusal(check, tmp_path / "folder.jsonl")
+    assert "selects no row (rows 2:1)" in refusal(check, f"{path}@[2:1]")
+    assert "selects no row (rows 5:)" in refusal(check, f"{path}@[5:]")
+    assert check(f"{path}@[1:{'9' * 5000}]") == 2
+    assert check(f"{path}@[-{'9' * 30}:]") == 3
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD)
+    assert check(path) == 1, "a byte order mark of UTF-8 is passed over"
+
+
+def test_a_line_without_an_end_is_not_read_into_memory(tmp_path, monkeypatch):
+    from slime.rollout import prompt_files
+
+    monkeypatch.setattr(prompt_files, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(GOOD + b" " * 5000)
+    assert "line 2 has more than 1000 bytes" in refusal(check, path)
+
+
+# ------------------------------------------------------------------------------------------ parquet
+
+
+def write_parquet(path, rows, **kwargs):
+    pq.write_table(pa.Table.from_pylist(rows), path, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([{"input": "a", "label": 1.0}, {"input": "b", "label": float("nan")}], "row 2: label (--label-key) is nan"),
+        ([{"input": "a", "label": "1"}, {"input": " ", "label": "1"}], "row 2: the prompt is ' ', which is blank"),
+        ([{"input": "a", "label": "1"}, {"input": None, "label": "1"}], "row 2: the prompt is None"),
+        ([{"input": 5, "label": "1"}], "row 1: the prompt is 5"),
+        ([{"input": b"a", "label": "1"}], "row 1: the prompt is b'a'"),
+        ([{"input": "a", "label": "1"}, {"input": "a", "label": None}], "row 2: label (--label-key) is null"),
+        ([{"input": [{"role": "", "content": "a"}], "label": "1"}], "row 1: message 0 of the prompt has the role ''"),
+        ([{"input": "a", "label": "1", "metadata": "{"}], "row 1: metadata is text but not JSON"),
+    ],
+)
+def test_values_of_no_use_in_parquet(tmp_path, rows, expected):
+    path = tmp_path / "data.parquet"
+    write_parquet(path, rows)
+    text = refusal(check, path, grader="math")
+    assert f"{path} {expected}" in text
+
+
+def test_a_parquet_file_with_any_byte_flipped_is_refused_or_read_and_never_ends_in_a_traceback(tmp_path):
+    """With page checksums a flip in the data is found; any other is refused, or changes no row."""
+    rows = [{"input": f"prompt {i} " * 5, "label": str(i)} for i in range(50)]
+    path = tmp_path / "data.parquet"
+    write_parquet(path, rows, write_page_checksum=True, compression="snappy")
+    whole = path.read_bytes()
+    found = 0
+    for offset in range(0, len(whole), 7):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
+        try:
+            check(path)
+        except DataError as error:
+            assert "\n" not in str(error)
+            found += 1
+    assert found > len(whole) / 7 * 0.5
+    for size in (0, 3, 8, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert "cannot be read as parquet" in refusal(check, path)
+    path.write_bytes(GOOD)
+    assert "cannot be read as parquet" in refusal(check, path)
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["input", "input"])
+    pq.write_table(table, path)
+    assert "two columns 'input'" in refusal(check, path)
+
+
+# ------------------------------------------------------------------------------------------ chat templates
+
+
+class Template(WordTokenizer):
+    """A chat template of one's own, rendered by transformers' sandbox."""
+
+    def __init__(self, template):
+        self.chat_template = template
+
+    def apply_chat_template(self, messages, *, tools, tokenize, add_generation_prompt, **kwargs):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered, _ = render_jinja_template([messages], tools=tools, chat_template=self.chat_template, **kwargs)
+        return rendered[0]
+
+
+ANY_ROLE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+STRICT = "{% for m in messages if m['role'] in ('user', 'system', 'Judge') %}{{ m['content'] }}{% endfor %}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def write_chat(tmp_path, *roles):
+    path = tmp_path / "data.jsonl"
+    rows = [{"input": [{"role": role, "content": f"text of {role}"}], "label": "1"} for role in roles]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tried(path, template):
+    return check(path, template=TemplateCheck(lambda: Template(template), {}))
+
+
+def rendered(path, template):
+    return len(dataset(path, Template(template), apply_chat_template=True))
+
+
+@pytest.mark.parametrize("run", [tried, rendered])
+def test_roles_that_the_template_leaves_out_or_that_are_misspelt_are_refused(tmp_path, run):
+    text = refusal(run, write_chat(tmp_path, "user", "narrator"), STRICT)
+    assert "line 2: message 0 of the prompt has the role 'narrator', which the chat template leaves out" in text
+    text = refusal(run, write_chat(tmp_path, "user", "User"), ANY_ROLE)
+    assert "line 2: message 0 of the prompt has the role 'User', which the chat template does not know" in text
+    assert run(write_chat(tmp_path, "user", "narrator", "critic"), ANY_ROLE) == 3
+    assert run(write_chat(tmp_path, "user", "Judge"), STRICT) == 2
+
+
+@pytest.mark.parametrize("run", [tried, rendered])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ raise_exception('no system') }}", "no system"),
+        ("{% for a in range(10**12) %}{% endfor %}", "too big"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{{ messages[7].content.x }}", "no element 7"),
+        ("{% for m in messages %}", "Unexpected end of template"),
+    ],
+)
+def test_templates_that_fail(tmp_path, run, template, expected):
+    text = refusal(run, write_chat(tmp_path, "user"), template)
+    assert "line 1: the chat template cannot render the prompt" in text and expected in text
+
+
+@pytest.mark.parametrize("run", [tried, rendered])
+def test_a_template_that_never_ends_has_a_deadline(tmp_path, monkeypatch, run):
+    monkeypatch.setattr(prompt_template.map_with_deadline, "__kwdefaults__", {"timeout_s": 0.3})
+    monkeypatch.setattr(prompt_template, "POLL_INTERVAL_S", 0.05)
+    stop = threading.Event()
+
+    def loop(self, messages, **kwargs):
+        while not stop.is_set():  # what a loop of a template does, until the test is over
+            pass
+        return ""
+
+    monkeypatch.setattr(Template, "apply_chat_template", loop)
+    begin = time.monotonic()
+    try:
+        text = refusal(run, write_chat(tmp_path, "user"), ENDLESS)
+    finally:
+        stop.set()
+    assert "line 1: the chat template is still rendering after 0 s" in text and "--hf-checkpoint" in text
+    assert time.monotonic() - begin < 10
