@@ -18,7 +18,7 @@ from slime.observability import logging_utils
 from slime.observability.dumps import dump_rollout, load_rollout_dump, load_train_dump, save_train_dump
 from slime.rollout.data_source import state_path
 from slime.rollout.ledger import segments as segments_module
-from slime.rollout.ledger.ledger import position_path
+from slime.rollout.ledger.ledger import Position, position_path
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -44,9 +44,9 @@ def test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole(tm
     process.rollout(1)
     with full_disk(100), pytest.raises(DataError, match=r"The data position .*global_dataset_.*_1\.pt.*--save"):
         process.source.save(1)
-    process.ledger.journal.writer.flush()
+    position = process.ledger.position(2)
     with full_disk(10), pytest.raises(DataError, match="The position in the ledger cannot be written .*--save"):
-        write_position_only(process)
+        write_position_only(process, position)
     assert not list(tmp_path.rglob("*.tmp"))
     assert not state_path(str(tmp_path), 1).exists() and not position_path(str(tmp_path), 1).exists()
     process.die()
@@ -55,10 +55,10 @@ def test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole(tm
     assert again.generated == []  # all of it was in the ledger
 
 
-def write_position_only(process: Process) -> None:
+def write_position_only(process: Process, position: Position) -> None:
     """``Ledger.save`` without its ledger record, which must not fail first."""
     process.ledger.journal.record_saved = lambda rollout_id, first: None
-    process.ledger.save(1)
+    process.ledger.save(1, position)
 
 
 def test_half_a_file_gives_its_room_back(tmp_path):
