@@ -106,6 +106,7 @@ LAYOUTS: dict[str, Layout] = {
     "EP2 recompute": Layout(2, (*_ep(), *RECOMPUTE), loss_flags=BIAS_UPDATE, needs_experts=True),
     "EP2 selective": Layout(2, (*_ep(), *SELECTIVE, "--recompute-modules", "moe"), needs_experts=True),
     "TP2 EP2 SP": Layout(2, (*_tp(), *_ep()), tensor=2, needs_experts=True),
+    "TP2 ETP1 SP": Layout(2, (*_tp(), *_ep(1)), tensor=2, needs_experts=True),
     "TP2 ETP2 SP": Layout(2, (*_tp(), *_ep(1, 2)), tensor=2, needs_experts=True),
     "CP2 EP2": Layout(2, (*_cp(), *_ep()), needs_experts=True),
     "PP2 EP1 ETP1": Layout(2, (*_pp(), *LAST_1), needs_experts=True),

@@ -67,8 +67,9 @@ class StackedLinear(torch.nn.Module):
         device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
         weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(weight, True, split_axis, 2 if is_gated else 1)
-        # Gradients of experts are averaged over the ranks that hold the same experts, not over all of them.
-        weight.allreduce = config.expert_model_parallel_size <= 1
+        # Gradients of experts are averaged over the ranks that hold the same experts, which are those of other
+        # parameters only where both are cut alike: with fewer cuts, tensor-parallel ranks hold the same experts too.
+        weight.allreduce = groups.ep.size() == 1 and groups.expt_tp.size() == config.tensor_model_parallel_size
         weight.is_stacked_experts = True
         self.weight: torch.nn.Parameter = weight
         if not config.perform_initialization:
