@@ -31,7 +31,7 @@ from slime.utils.errors import ConfigError
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
 from slime.weights.named_tensors import config_dtype
 from slime.weights.quantize.formats import logical_names
-from slime.weights.stacked_experts import tensors_in
+from slime.weights.stacked_experts import join_rows, row_of, stack_sizes, tensors_in
 from tools.cli import clean_exit
 
 logger = logging.getLogger(__name__)
@@ -94,13 +94,15 @@ def origin_files(folder: Path) -> Iterator[Any]:
 
 def origin_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """Return the dtype of every unquantized floating-point tensor of a Hugging Face folder."""
-    dtypes = {}
+    stored: dict[str, torch.dtype] = {}
+    shapes: dict[str, list[int]] = {}
     for file in origin_files(folder):
         for name in file.keys():  # noqa: SIM118 - not a dict
-            stored = file.get_slice(name)
-            if dtype := SAFETENSORS_DTYPES.get(stored.get_dtype()):
-                dtypes.update(dict.fromkeys(tensors_in(name, stored.get_shape()), dtype))
-    return dtypes
+            header = file.get_slice(name)
+            if dtype := SAFETENSORS_DTYPES.get(header.get_dtype()):
+                stored[name], shapes[name] = dtype, header.get_shape()
+    stacks = stack_sizes(shapes)
+    return {part: dtype for name, dtype in stored.items() for part in tensors_in(name, stacks)}
 
 
 def missing_tensors(folder: Path, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,6 +124,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
         save_workers: threads that write shards in the background; 0 writes between reads.
     """
     from slime.backends.megatron_utils.checkpoints.torch_dist_reader import StoredSlice, TorchDistFolder
+    from slime.backends.megatron_utils.flags.model_dims import model_dims
     from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
     from slime.backends.megatron_utils.megatron_to_hf.folder_layout import in_layout_of
     from slime.backends.megatron_utils.models import find_weight_map
@@ -144,23 +147,22 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
         converted = []
         for name, tensor in source.read(part):
             for hf_name, hf_tensor in convert_to_hf(args, model_name, name, tensor):
-                dtype = dtypes.get(hf_name, default_dtype)
+                stored = row[0] if (row := row_of(hf_name)) else hf_name
+                dtype = dtypes.get(stored, default_dtype)
                 keep = dtype is None or not hf_tensor.is_floating_point() or "correction_bias" in hf_name
-                converted.append((hf_name, hf_tensor if keep and hf_name not in dtypes else hf_tensor.to(dtype)))
+                converted.append((hf_name, hf_tensor if keep and stored not in dtypes else hf_tensor.to(dtype)))
         return converted
 
     slices = source.slices()
-    weight_map = find_weight_map(model_name)
+    weight_map, num_experts = find_weight_map(model_name), model_dims(args).num_experts
 
     def converted() -> Iterator[tuple[str, torch.Tensor]]:
         total = sum(part.num_bytes for part in slices)
         with tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=None) as bar:
-            for part, tensors in _read_ahead(read, slices, load_workers):
-                for name, tensor in tensors:
-                    if name not in names:  # a parameter under two names: the checkpoint's first counts
-                        names.add(name)
-                        yield name, tensor
-                bar.update(part.num_bytes)
+            for name, tensor in join_rows(_each(_read_ahead(read, slices, load_workers), bar), num_experts):
+                if name not in names:  # a parameter under two names: the checkpoint's first counts
+                    names.add(name)
+                    yield name, tensor
         absent = {name for name in logical_names(dtypes) if name not in names and not weight_map.is_untrained(name)}
         if getattr(options, "add_missing_from_origin_hf", False) and origin:
             missing = missing_tensors(origin, names)
@@ -180,6 +182,13 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     elapsed = time.monotonic() - start
     logger.info("wrote %d tensors, %.2f GiB, to %s in %.1f s", len(names), writer.total_bytes / 2**30, target, elapsed)
     return target
+
+
+def _each(parts: Iterator[tuple[Any, Any]], bar: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of all parts; the bar moves when one is through."""
+    for part, tensors in parts:
+        yield from tensors
+        bar.update(part.num_bytes)
 
 
 def _read_ahead(read: Any, slices: list[Any], workers: int) -> Iterator[tuple[Any, Any]]:

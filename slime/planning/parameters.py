@@ -115,7 +115,8 @@ def _grouped_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
     normed = dims.query_width + dims.key_width if dims.norms_all_heads else 2 * dims.head_dim
     norms = dims.norm_params * normed if dims.has_qk_norm else 0
     biases = width * (dims.has_qkv_bias or dims.has_bias) + dims.hidden_size * dims.has_bias
-    return dims.hidden_size * width + dims.hidden_size * dims.query_width // sizes.tensor + norms + biases
+    sinks = dims.num_attention_heads // sizes.tensor * dims.has_sinks
+    return dims.hidden_size * width + dims.hidden_size * dims.query_width // sizes.tensor + norms + biases + sinks
 
 
 def _linear_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
@@ -158,9 +159,9 @@ def _mlp(dims: ModelDims, parts: int, width: int) -> int:
 
 
 def _experts(dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool) -> ParameterCount:
-    router = dims.num_experts * dims.hidden_size
+    router = dims.num_experts * (dims.hidden_size + dims.has_bias)
     shared = _mlp(dims, sizes.tensor, dims.shared_ffn) + dims.hidden_size * dims.has_shared_gate
-    one = (dims.gate_factor + 1) * dims.expert_ffn // sizes.expert_tensor * dims.hidden_size
+    one = _mlp(dims, sizes.expert_tensor, dims.expert_ffn)
     return ParameterCount(
         dense=router + (shared if dims.shared_ffn else 0),
         expert=dims.num_experts // sizes.expert * one,

@@ -48,6 +48,8 @@ class ModelDims:
     """Heads of keys and values; of latent attention not used."""
     head_dim: int
     has_qkv_bias: bool = False
+    has_sinks: bool = False
+    """Each head has a learned logit in the denominator of the softmax."""
     has_qk_norm: bool = False
     has_output_gate: bool = False
     """Attention's output is multiplied by a gate that comes out of the query projection (Qwen3-Next)."""

@@ -6,12 +6,15 @@ Published Qwen3.5 checkpoints are laid out so:
     X.experts.down_proj [E, h, I]        =   X.experts.{e}.down_proj.weight [h, I]
 
 Everything in memory and on the wire has the names on the right; a folder is written as its source is.
+
+gpt-oss has such a tensor for biases too, and engines that load nothing else.  There ``X[3]`` names expert 3's row of
+``X`` in weight maps alone; :func:`join_rows` puts the rows together for pushes and folders.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,42 @@ from slime.utils.errors import DataError
 
 _STACK = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+_ROW = re.compile(r"(.+)\[(\d+)\]")
+
+
+def row_of(name: str) -> tuple[str, int] | None:
+    """Return tensor and row that ``X[3]`` names; None for any other name."""
+    match = _ROW.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]))
+
+
+def join_rows(tensors: Iterable[tuple[str, Tensor]], num_rows: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, the rows of one joined in the place of the last of them; also on the meta device.
+
+    Raises:
+        DataError: some rows of a tensor did not come.
+    """
+    joined: dict[str, Tensor] = {}
+    missing: dict[str, set[int]] = {}
+    for name, tensor in tensors:
+        row = row_of(name)
+        if row is None:
+            yield name, tensor
+            continue
+        whole, index = row
+        if whole not in joined:
+            joined[whole] = tensor.new_empty((num_rows, *tensor.shape))
+            missing[whole] = set(range(num_rows))
+        joined[whole][index].copy_(tensor)
+        missing[whole].discard(index)
+        if not missing[whole]:
+            del missing[whole]
+            yield whole, joined.pop(whole)
+    if missing:
+        name, rows = next(iter(missing.items()))
+        raise DataError(f"{name} is made of {num_rows} experts (--num-experts); number {min(rows)} did not come.")
 
 
 class Place(NamedTuple):
@@ -103,16 +142,26 @@ def _join(held: dict[tuple[int, int], Tensor], num_parts: int) -> Tensor:
     return torch.stack([torch.cat([held[expert, part] for part in range(num_parts)]) for expert in experts])
 
 
-def tensors_in(name: str, shape: Sequence[int]) -> list[str]:
-    """Return the names of the tensors in one that a folder stores: its own, or those of all experts of a stack."""
-    if not is_stack(name) or len(shape) != 3:
+def tensors_in(name: str, stacks: Mapping[str, int]) -> list[str]:
+    """Return the names of the tensors in one that a folder stores: its own, or those of all experts of a stack.
+
+    ``stacks`` are the folder's :func:`stack_sizes`.
+    """
+    if name not in stacks:
         return [name]
-    return [part for expert in range(shape[0]) for part in expert_names(name, expert)]
+    return [part for expert in range(stacks[name]) for part in expert_names(name, expert)]
 
 
-def stack_sizes(shapes: Iterable[tuple[str, Sequence[int]]]) -> dict[str, int]:
-    """Return the number of experts of each stack among these tensors."""
-    return {name: int(shape[0]) for name, shape in shapes if is_stack(name) and len(shape) == 3}
+def stack_sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the number of experts of each stack among the tensors of a folder.
+
+    A stack with biases beside it is gpt-oss's, whose experts have no names of their own.
+    """
+    return {
+        name: int(shape[0])
+        for name, shape in shapes.items()
+        if is_stack(name) and len(shape) == 3 and f"{name}_bias" not in shapes
+    }
 
 
 def by_expert(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,7 @@ MODELS = {
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "gpt_oss",
     "llama",
     "mimo",
     "minimax_m2",
@@ -48,6 +49,8 @@ UNWRITTEN = {
     "qwen3_next": _QWEN3_NEXT,  # of the tiny models here; transformers writes a list of types instead
 }
 """By ``model_type``: settings of the published configs that transformers leaves out, and SGLang reads."""
+ATTENTION_BACKENDS = {"gpt_oss": "intel_amx"}
+"""By ``model_type``: where SGLang refuses ``torch_native``, which has no sinks.  Nothing is attended to here."""
 
 
 class LoadedRank:
@@ -150,10 +153,11 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str) -> tupl
 
     from slime.weights.push.verbs import WEIGHT_LOADERS
 
+    model_type = json.loads((Path(folder) / "config.json").read_text())["model_type"]
     server_args = ServerArgs(
         model_path=str(folder),
         device=device,
-        attention_backend="torch_native",
+        attention_backend=ATTENTION_BACKENDS.get(model_type, "torch_native"),
         dtype=dtype,
         tp_size=tp_size,
         skip_tokenizer_init=True,

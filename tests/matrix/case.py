@@ -64,6 +64,8 @@ class FamilyCase:
     """Largest tensor-parallel size that the sizes allow."""
     has_experts: bool = False
     """Whether expert-parallel layouts make sense."""
+    has_quantized_form: bool = True
+    """Whether converters and engines have an FP8 or int4 form of it."""
     about: str = ""
     """What is awkward about it, in a few words, for docs/results.md."""
 

@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=["block"], help="default: block")
     options = parser.parse_args(argv)
     cells = []
-    for case in load_cases(options.family).values():
+    for case in (case for case in load_cases(options.family).values() if case.has_quantized_form):
         for recipe in options.recipe:
             for cell in check_quantized(case, recipe, converts=True):
                 print(cell.describe(), flush=True)

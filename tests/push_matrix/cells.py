@@ -44,6 +44,7 @@ SERVED = (
     "qwen3_5",
     "qwen3_5_moe",
     "gemma3",
+    "gpt_oss",
 )
 """All that the installed SGLang can build on a CPU."""
 FAST: dict[str, Any] = {
@@ -119,6 +120,7 @@ def _run_case(
     layouts: Sequence[str],
     sizes: Sequence[int],
 ) -> Iterator[Cell]:
+    quantizations = [one for one in quantizations if one == "bf16" or case.has_quantized_form]
     plain = root / "plain"
     pool.run(write_checkpoint, 1, case.name, dict(case.config), str(plain))
     folders = {"bf16": root / "bf16", "fp8": root / "fp8"}

@@ -1,4 +1,4 @@
-"""Quantized weights back to bf16: FP8 with scales by blocks, channels or tensors, and packed integers.
+"""Quantized weights back to bf16: FP8 with scales by blocks, channels or tensors, packed integers, MXFP4.
 
 A weight and its scale may lie in different shards.  What is left has no trace of quantization: scales are dropped,
 and so is the quantization config, by which an engine would look for them.
@@ -19,6 +19,7 @@ from slime.weights.hf_rewrite.source import HfSource, shown, without_quantizatio
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
 from slime.weights.quantize.formats import GroupInt
 from slime.weights.quantize.group_int import WORD_BITS, num_words
+from slime.weights.quantize.mxfp4 import BLOCKS, NUMBERS_PER_BYTE, SCALES, dequantize
 from slime.weights.quantize.quantizer import read_format
 from slime.weights.stored_tensors import StoredTensor, TensorInfo
 
@@ -232,3 +233,53 @@ class Int4ToBf16:
                 "compressed-tensors); --config-path may name another config.json"
             )
         return layout
+
+
+@dataclass(frozen=True)
+class Mxfp4ToBf16:
+    """The conversion of gpt-oss; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that distinguish two conversions; MXFP4 has none."""
+        return {"to": "bf16", "from": "mxfp4"}
+
+    def check(self, source: HfSource) -> None:
+        """Refuse sources without MXFP4 weights, and blocks or scales that lack each other.
+
+        Raises:
+            ConfigError: nothing in the folder is MXFP4.
+            DataError: naming what does not fit.
+        """
+        blocks = {name.removesuffix(BLOCKS) for name in source.tensors if name.endswith(BLOCKS)}
+        scales = {name.removesuffix(SCALES) for name in source.tensors if name.endswith(SCALES)}
+        if not blocks:
+            raise ConfigError(f"{source.folder} has no tensor called *{BLOCKS}; give the published model in MXFP4")
+        if lone := sorted(blocks ^ scales):
+            raise DataError(f"{len(lone)} weights of {source.folder} lack {BLOCKS} or {SCALES}: {shown(lone)}")
+
+    def plan_tensor(self, source: HfSource, stored: StoredTensor) -> TensorPlan:
+        """Plan to multiply blocks out, expert by expert, to drop scales, and to copy everything else."""
+        if stored.name.endswith(SCALES):
+            return dropped(stored)
+        if not stored.name.endswith(BLOCKS):
+            return copied(stored)
+        name = stored.name.removesuffix(BLOCKS)
+        scales = source.tensors[f"{name}{SCALES}"]
+        if len(stored.shape) != 4 or scales.shape != stored.shape[:-1] or scales.rows != stored.rows:
+            raise DataError(
+                f"{stored.name} has shape {list(stored.shape)} and {scales.name} {list(scales.shape)}; they must be "
+                "[experts, rows, G, 16] and [experts, rows, G]"
+            )
+        experts, rows, groups, width = stored.shape
+
+        def convert(read: RowReader) -> Iterator[OutputRows]:
+            for expert in range(experts):
+                yield name, expert, dequantize(name, read.read(stored, expert, 1), read.read(scales, expert, 1))
+
+        shape = (experts, groups * width * NUMBERS_PER_BYTE, rows)
+        return TensorPlan(stored, (TensorInfo.of(name, torch.bfloat16, shape),), convert)
+
+    def config(self, source: HfSource) -> dict[str, Any]:
+        """Return the source's config without quantization; engines read the dtype there."""
+        return {"dtype": "bfloat16", **without_quantization(source.config)}

@@ -19,7 +19,7 @@ from slime.weights.hf_rewrite.source import HfSource, shown
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, WeightFormat
 from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline, modules_to_not_convert
-from slime.weights.stacked_experts import expert_names, is_stack, tensors_in
+from slime.weights.stacked_experts import expert_names, is_stack, stack_sizes, tensors_in
 from slime.weights.stored_tensors import StoredTensor, TensorInfo
 
 QUANTIZABLE = ("BF16", "F16", "F32")
@@ -47,6 +47,12 @@ class ToQuantized:
             ConfigError: naming the tensors.
         """
         require_plain(source)
+        biased = [name for name in source.tensors if is_stack(name) and f"{name}_bias" in source.tensors]
+        if biased:
+            raise ConfigError(
+                f"{source.folder} has biases beside stacked experts (gpt-oss): {shown(biased)}; no engine loads such "
+                "experts in this format"
+            )
         chosen = [name for name, stored in source.tensors.items() if self._chooses(stored)]
         wrong = [name for name in chosen if source.tensors[name].dtype not in QUANTIZABLE]
         if wrong:
@@ -72,7 +78,8 @@ class ToQuantized:
 
     def config(self, source: HfSource) -> dict[str, Any]:
         """Return the source's config with the quantization config of the result."""
-        names = [name for stored in source.tensors.values() for name in tensors_in(stored.name, stored.shape)]
+        stacks = stack_sizes({name: stored.shape for name, stored in source.tensors.items()})
+        names = [part for name in source.tensors for part in tensors_in(name, stacks)]
         return {**source.config, "quantization_config": self.quantization_config(names)}
 
     def _chooses(self, stored: StoredTensor) -> bool:
@@ -86,7 +93,7 @@ class ToQuantized:
         shape = (stored.shape[1] // num_parts, stored.shape[2])
         outputs = [
             TensorInfo.of(f"{name.removesuffix('weight')}{part}", dtype, size)
-            for name in tensors_in(stored.name, stored.shape)
+            for name in tensors_in(stored.name, {stored.name: stored.shape[0]})
             for part, (size, dtype) in self.format.outputs(name, shape).items()
         ]
 

@@ -32,6 +32,7 @@ from slime.weights.quantize.group_int import (
     unpack,
     zero_point_order,
 )
+from slime.weights.quantize.mxfp4 import BLOCKS, SCALES, dequantize
 from slime.weights.quantize.offline_rules import SUFFIX
 
 Shape = tuple[int, ...]
@@ -206,9 +207,15 @@ def _matrix(name: str, shape: Shape) -> tuple[int, int]:
 def logical_names(stored_names: Iterable[str]) -> list[str]:
     """Return the names of all tensors as if nothing were quantized, in the given order."""
     names = []
+    stored_names = list(stored_names)
+    packed_in_fp4 = {name.removesuffix(BLOCKS) for name in stored_names if name.endswith(BLOCKS)}
     for name in stored_names:
         if name.endswith(PACKED):
             names.append(name.removesuffix(PACKED) + SUFFIX)
+        elif name.endswith(BLOCKS):
+            names.append(name.removesuffix(BLOCKS))
+        elif name.endswith(SCALES) and name.removesuffix(SCALES) in packed_in_fp4:
+            continue
         elif not name.endswith(BESIDE_A_WEIGHT):
             names.append(name)
     return names
@@ -228,6 +235,10 @@ def read_weight(
     Raises:
         DataError: the parts of a quantized weight are not there, or do not fit each other.
     """
+    if f"{name}{BLOCKS}" in stored_names:
+        if f"{name}{SCALES}" not in stored_names:
+            raise DataError(f"{name}{BLOCKS} is MXFP4, but {name}{SCALES} is missing; copy the checkpoint again")
+        return dequantize(name, get(f"{name}{BLOCKS}"), get(f"{name}{SCALES}"))
     if name not in stored_names:
         return _read_packed(name, get, stored_names, weight_format)
     tensor = get(name)

@@ -18,6 +18,7 @@ from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import Header, NamedTensors
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, Shape, TensorFp8, WeightFormat
+from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline
 
 logger = logging.getLogger(__name__)
@@ -211,6 +212,11 @@ def read_format(
         return _fp8(quantization_config, ue8m0)
     if method == "compressed-tensors":
         return _compressed_tensors(quantization_config, scale_dtype, ue8m0)
+    if method == MXFP4:
+        raise ConfigError(
+            "--hf-checkpoint is MXFP4, which can be read (--load, --ref-load, tools/convert_hf_to_torch_dist.py), but "
+            "not pushed to engines; make a bf16 folder for them (tools/convert_mxfp4_to_bf16.py) and give that"
+        )
     raise _unsupported(str(method))
 
 

@@ -75,6 +75,12 @@ CASES = {
         (0, 1),
     ),
     "MiniMax-M2": ("minimax-m2", MINIMAX, (0, 17, 31)),
+    "gpt-oss": (
+        "gpt-oss-20b",
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--expert-model-parallel-size 4 --actor-num-gpus-per-node 8",
+        (0, 7),
+    ),
     "Qwen3-Next": (
         "qwen3-next-80B-A3B",
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 8 "

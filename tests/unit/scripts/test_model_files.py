@@ -196,7 +196,20 @@ def qwen35(kind: str, layers: int, hidden: int, ffn: int | None, heads: int, gro
     return {"model_type": kind, "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
+def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    scaling = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    return {
+        **shape(layers, 2880, 2880, 64, 8, model_type="gpt_oss", head_dim=64, attention_bias=True),
+        **{"num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 150000, "vocab_size": 201088, "tie_word_embeddings": False},
+        "rope_scaling": {**scaling, "original_max_position_embeddings": 4096},
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+    }
+
+
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": gpt_oss(24, 32),
+    "gpt-oss-120b": gpt_oss(36, 128),
     "qwen2.5-0.5B": qwen25(24, 896, 4864, 14, 2, tied=True),
     "qwen2.5-1.5B": qwen25(28, 1536, 8960, 12, 2, tied=True, base=10000.0),
     "qwen2.5-3B": qwen25(36, 2048, 11008, 16, 2, tied=True),
@@ -299,6 +312,7 @@ def test_a_model_file_agrees_with_the_published_config(name, tmp_path):
 
 
 QWEN35_27B = PUBLISHED["qwen3.5-27B"]["text_config"]
+OSS_ROPE = PUBLISHED["gpt-oss-20b"]["rope_scaling"]
 BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
 
 
@@ -326,6 +340,18 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("gemma3-1B", {"query_pre_attn_scalar": 168}, "query_pre_attn_scalar is 168"),
         ("gemma3-1B", {"layer_types": ["sliding_attention", "full_attention"] * 6}, "skip-freq 6"),
         ("deepseek-v3", {"rope_scaling": yarn(64, 32)}, "--rotary-scaling-factor is 40"),
+        ("gpt-oss-20b", {"sliding_window": 64}, "--window-size is .127, 0. .* 63,0 and 2"),
+        ("gpt-oss-20b", {"layer_types": ["full_attention"] * 24}, "skip-freq 2"),
+        ("gpt-oss-20b", {"swiglu_limit": 6.0}, "--activation-func-clamp-value is 7.0; this model has 6.0"),
+        ("gpt-oss-20b", {"num_local_experts": 128}, "--num-experts is 32"),
+        ("gpt-oss-20b", {"intermediate_size": 1440}, "--moe-ffn-hidden-size is 2880"),
+        (
+            "gpt-oss-20b",
+            {"rope_scaling": OSS_ROPE | {"factor": 16.0}},
+            "--rotary-scaling-factor is 32.0; factor is 16",
+        ),
+        ("gpt-oss-20b", {"rope_scaling": OSS_ROPE | {"truncate": True}}, "--yarn-truncate is False; truncate is True"),
+        ("gpt-oss-20b", {"rope_scaling": None}, "--position-embedding-type is yarn; rope_type is default"),
         ("minimax-m2", {"num_local_experts": 128}, "--num-experts is 256"),
         ("minimax-m2", {"intermediate_size": 768}, "--moe-ffn-hidden-size is 1536"),
         ("minimax-m2", {"rotary_dim": 128}, "--rotary-percent is 0.5; rotary_dim is 128 of head_dim 128"),

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from slime.utils.errors import DataError
-from slime.weights.stacked_experts import ExpertStacker, by_expert, expert_names, place_of, stack_sizes, tensors_in
+from slime.weights.stacked_experts import (
+    ExpertStacker,
+    by_expert,
+    expert_names,
+    join_rows,
+    place_of,
+    row_of,
+    stack_sizes,
+    tensors_in,
+)
 
 GATE_UP, DOWN = "m.mlp.experts.gate_up_proj", "m.mlp.experts.down_proj"
 # Two experts of width 2 over hidden size 3: gate 0, up 10, down 100, and 1000 for the second expert.
@@ -35,7 +44,7 @@ def test_a_stack_is_the_gates_and_ups_of_its_experts():
 
 
 def test_stacks_come_back_in_whatever_order_the_experts_come():
-    sizes = stack_sizes((name, tensor.shape) for name, tensor in STACKS.items())
+    sizes = stack_sizes({name: tensor.shape for name, tensor in STACKS.items()})
     assert sizes == {GATE_UP: 2, DOWN: 2}
     parts = list(by_expert(STACKS.items()))
     stacker = ExpertStacker(sizes)
@@ -55,7 +64,26 @@ def test_a_missing_expert_is_an_error_and_other_folders_keep_their_names():
 
 
 def test_only_tensors_called_so_and_of_three_dimensions_are_stacks():
-    assert tensors_in(DOWN, (2, 3, 2)) == [name for e in (0, 1) for name in expert_names(DOWN, e)]
-    assert tensors_in(DOWN, (3, 2)) == [DOWN]
-    assert tensors_in("m.mlp.shared_expert.down_proj.weight", (3, 2)) == ["m.mlp.shared_expert.down_proj.weight"]
+    assert tensors_in(DOWN, {DOWN: 2}) == [name for e in (0, 1) for name in expert_names(DOWN, e)]
+    assert tensors_in(DOWN, {}) == [DOWN]
+    assert tensors_in("m.mlp.shared_expert.down_proj.weight", {DOWN: 2}) == ["m.mlp.shared_expert.down_proj.weight"]
     assert place_of("m.mlp.shared_expert.down_proj.weight") is None
+
+
+def test_rows_of_experts_are_joined_when_the_last_has_come_in_any_order():
+    whole = torch.arange(24.0).view(3, 2, 4)
+    rows = [(f"m.experts.gate_up_proj[{index}]", whole[index]) for index in (2, 0, 1)]
+    assert row_of(rows[0][0]) == ("m.experts.gate_up_proj", 2) and row_of("m.experts.gate_up_proj") is None
+    between = ("m.norm.weight", torch.ones(2))
+    (first, norm), (second, joined) = join_rows([rows[0], between, *rows[1:]], 3)
+    assert (first, second) == ("m.norm.weight", "m.experts.gate_up_proj")
+    assert norm is between[1] and torch.equal(joined, whole)
+    ((_, shape),) = join_rows([(name, row.to("meta")) for name, row in rows], 3)
+    assert shape.is_meta and shape.shape == whole.shape
+    with pytest.raises(DataError, match="number 0 did not come"):
+        list(join_rows([rows[0], rows[2]], 3))
+
+
+def test_a_stack_with_biases_beside_it_has_no_experts_with_names():
+    shapes = {DOWN: (2, 3, 2), f"{DOWN}_bias": (2, 3)}
+    assert stack_sizes(shapes) == {} and stack_sizes({DOWN: (2, 3, 2)}) == {DOWN: 2}

@@ -268,7 +268,7 @@ def check_expert_arguments(args: Namespace) -> None:
     if not args.num_experts:
         return
     if args.add_bias_linear:
-        raise ConfigError("--num-experts is given with biases; experts have none here; add --disable-bias-linear.")
+        _check_biases(args)
     _check_layers(args)
     _check_choice(args)
     _check_sizes(args)
@@ -279,6 +279,19 @@ def check_expert_arguments(args: Namespace) -> None:
             "--moe-router-load-balancing-type global_aux_loss takes all ranks to have equally many tokens; packed "
             "micro-batches have not; use seq_aux_loss or aux_loss, or --moe-aux-loss-coeff 0."
         )
+
+
+def _check_biases(args: Namespace) -> None:
+    parts = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    for flag, value, allowed in (
+        ("--expert-tensor-parallel-size", parts, 1),
+        ("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size or 0, 0),
+    ):
+        if value != allowed:
+            raise ConfigError(
+                f"{flag} is {value}, and experts have biases; it must be {allowed} then; set it, or add "
+                "--disable-bias-linear for a model without biases."
+            )
 
 
 def _check_replay(args: Namespace) -> None:

@@ -15,12 +15,14 @@ from slime.backends.megatron_utils.flags.config_flags import flag_of
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slime.backends.megatron_utils.flags.config_flags import attribute_of, config_arguments
+from slime.backends.megatron_utils.flags.rotary_arguments import yarn_fields
 from slime.utils.errors import ConfigError
 
 
@@ -48,8 +50,12 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         # One generator and one device: parameters are made where they stay.
         "use_cpu_initialization": args.use_cpu_initialization or cpu_platform.IS_INSTALLED,
     }
+    if args.swiglu and args.quick_geglu:
+        raise ConfigError("--swiglu and --quick-geglu are given; an MLP has one activation; leave one of them out.")
     if args.swiglu:
         values["activation_func"] = F.silu
+    if args.quick_geglu:
+        values |= {"activation_func": quick_gelu, "gated_linear_unit": True}
     layout = values.get("pipeline_model_parallel_layout")
     if args.mtp_num_layers and layout and "m" not in layout:
         # MTP layers stand before the loss, whether the layout says so or not.
@@ -61,6 +67,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
             f"megatron-core refuses the model or layout flags: {in_words_of_flags(str(error), config_class)}. "
             f"(From {config_class.__name__}; docs/flags.md explains the flags.)"
         ) from error
+    for name, value in yarn_fields(args).items():
+        setattr(config, name, value)  # GPTModel looks for them, and no config class has them
     if config.mtp_standalone:
         raise ConfigError(
             f"--pipeline-model-parallel-layout is {layout}; MTP layers (m) must be in the last stage, before the loss "

@@ -14,11 +14,11 @@ from typing import Any
 
 from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.backends.megatron_utils.flags.latent_arguments import (
-    hf_rope_settings,
     latent_mismatches,
     sigmoid_router_mismatches,
 )
 from slime.backends.megatron_utils.flags.linear_arguments import linear_problems
+from slime.backends.megatron_utils.flags.rotary_arguments import rotary_mismatches
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import family_of, find_weight_map
@@ -39,9 +39,6 @@ _SIMPLE = {
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
 
-
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of megatron-core's --use-rope-scaling."""
 
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of config.json with the number of layers of multi-token prediction."""
@@ -221,34 +218,13 @@ def attention_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[st
     """Yield one line for each flag of attention that differs; latent attention has checks of its own."""
     if args.multi_latent_attention or config.get("kv_lora_rank") is not None:
         return
-    yield from _rotary_mismatches(args, config)
+    yield from rotary_mismatches(args, config)
     for key, flag, given in (
         ("attention_bias", "--add-qkv-bias", args.add_qkv_bias),
         ("use_qk_norm", "--qk-layernorm", args.qk_layernorm),
     ):
         if config.get(key) is not None and bool(config[key]) != given:
             yield f"{flag} is {'given' if given else 'not given'}; {key} is {config[key]}"
-
-
-def _rotary_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    settings = hf_rope_settings(config)
-    partial = settings["partial_rotary_factor"]
-    if partial is not None and differs(partial, args.rotary_percent):
-        yield f"--rotary-percent is {args.rotary_percent}; partial_rotary_factor is {partial}"
-    kind = settings["rope_type"]
-    if kind == "default":
-        if args.use_rope_scaling:
-            yield "--use-rope-scaling is given; rope_type is default"
-    elif kind == "llama3":
-        if not args.use_rope_scaling:
-            yield "--use-rope-scaling is not given; rope_type is llama3"
-        elif settings.get("factor") is None or differs(settings["factor"], args.rope_scaling_factor):
-            yield f"--rope-scaling-factor is {args.rope_scaling_factor}; factor of llama3 is {settings.get('factor')}"
-        for name, built_in in _LLAMA3.items():
-            if settings.get(name) is None or differs(settings[name], built_in):
-                yield f"--use-rope-scaling has {name} {built_in} built in; the config says {settings.get(name)}"
-    else:
-        yield f"--use-rope-scaling knows positions of type llama3 only; rope_type is {kind}"
 
 
 def softmax_router_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:

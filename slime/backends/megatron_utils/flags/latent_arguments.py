@@ -1,8 +1,4 @@
-"""Flags of multi-latent attention and of the router that goes with it, against the HF config.
-
-What YaRN needs and the flags do not say comes from the checkpoint's config: Megatron's own defaults (a factor of 40)
-would silently bend the positions of a model that was never stretched.
-"""
+"""Flags of multi-latent attention and of the router that goes with it, against the HF config."""
 
 from __future__ import annotations
 
@@ -11,20 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.backends.megatron_utils.flags.config_flags import flag_of
+from slime.backends.megatron_utils.flags.rotary_arguments import hf_rope_settings, hf_yarn_settings, yarn_mismatches
 from slime.backends.megatron_utils.models.family import differs
-from slime.utils.errors import ConfigError
 
-YARN_DEFAULTS: dict[str, Any] = {
-    # attribute of args -> value where neither the flags nor the HF config say anything
-    "rotary_scaling_factor": 1.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
-}
-_HF_NAMES = {"rotary_scaling_factor": "factor"}
-_PLAIN_ROPE = (None, "default")
 _SIZES = {
     # key of config.json -> attribute of args
     "kv_lora_rank": "kv_lora_rank",
@@ -37,76 +22,6 @@ _ROUTER_SIZES = {
     "num_experts_per_tok": "moe_router_topk",
     "routed_scaling_factor": "moe_router_topk_scaling_factor",
 }
-
-
-def hf_rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of a config of any age in one dictionary, ``rope_type`` always among them.
-
-    transformers 5 has them under ``rope_parameters``; older configs have a base at the top and the rest, if there is
-    any, under ``rope_scaling``.
-    """
-    nested = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    settings = {"rope_theta": config.get("rope_theta"), **nested}
-    settings.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
-    settings["rope_type"] = nested.get("rope_type") or nested.get("type") or "default"
-    original = config.get("original_max_position_embeddings") or nested.get("original_max_position_embeddings")
-    settings["original_max_position_embeddings"] = original or config.get("max_position_embeddings")
-    return settings
-
-
-def hf_yarn_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of :data:`YARN_DEFAULTS` that a config asks for; a factor of 1 alone where it has no YaRN.
-
-    Raises:
-        ConfigError: its positions are stretched in a way that latent attention here does not know.
-    """
-    settings = hf_rope_settings(config)
-    kind = settings["rope_type"]
-    if kind in _PLAIN_ROPE:
-        return {"rotary_scaling_factor": 1.0}
-    if kind not in ("yarn", "deepseek_yarn"):
-        raise ConfigError(
-            f"config.json of --hf-checkpoint has rotary positions of type {kind!r}; multi-latent attention knows "
-            "'default' and 'yarn'."
-        )
-    for name, allowed in (("attention_factor", None), ("truncate", True)):
-        if settings.get(name, allowed) != allowed:
-            raise ConfigError(
-                f"config.json of --hf-checkpoint gives YaRN the {name} {settings[name]!r}; multi-latent attention "
-                "derives it from factor, mscale and mscale_all_dim; remove it from the config if it says the same."
-            )
-    values = {name: settings.get(_HF_NAMES.get(name, name)) for name in YARN_DEFAULTS}
-    if values["rotary_scaling_factor"] is None:
-        values["rotary_scaling_factor"] = (
-            config["max_position_embeddings"] / values["original_max_position_embeddings"]
-        )
-    # As transformers reads them: a beta that is absent or 0 is the usual one.
-    return {name: value or YARN_DEFAULTS[name] for name, value in values.items()}
-
-
-def derive_rope(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the rotary flags that were not given.
-
-    Args:
-        args: flags; None where one was not given.
-        config: of the HF checkpoint, when there is one.
-
-    Raises:
-        ConfigError: YaRN's flags without ``--multi-latent-attention``, or a config with unknown rotary positions.
-    """
-    given = {name: vars(args)[name] for name in YARN_DEFAULTS if vars(args)[name] is not None}
-    if not args.multi_latent_attention:
-        if given:
-            name = next(iter(given))
-            raise ConfigError(
-                f"{flag_of(name)} is {given[name]} without --multi-latent-attention, where it has no effect; "
-                "--use-rope-scaling stretches the positions of other models."
-            )
-        return {"rope_type": args.rope_type or "rope"}
-    from_config = hf_yarn_settings(config) if config else {}
-    values = {**YARN_DEFAULTS, **from_config, **given}
-    kind = args.rope_type or ("yarn" if values["rotary_scaling_factor"] != 1.0 else "rope")
-    return {**values, "rope_type": kind}
 
 
 def latent_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
@@ -132,8 +47,7 @@ def latent_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
     yarn = hf_yarn_settings(config)
     if differs(yarn["rotary_scaling_factor"], 1.0) and args.rope_type != "yarn":
         yield f"--rope-type is {args.rope_type}; rope_type is yarn"
-    for attribute, value in yarn.items():
-        yield from _difference(_HF_NAMES.get(attribute, attribute), value, attribute, vars(args)[attribute])
+    yield from yarn_mismatches(args, yarn)
 
 
 def sigmoid_router_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:

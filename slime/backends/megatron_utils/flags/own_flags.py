@@ -14,6 +14,8 @@ from slime.backends.megatron_utils.flags.config_flags import add_unless_present
 _RESOLVE = "slime.backends.megatron_utils.flags.resolve_arguments"
 _LINEAR = "slime.backends.megatron_utils.flags.linear_arguments"
 _INT4 = "slime.backends.megatron_utils.flags.int4_arguments"
+_ROTARY = "slime.backends.megatron_utils.flags.rotary_arguments"
+_BUILDERS = "slime.backends.megatron_utils.flags.config_builders"
 _MODEL = "slime.backends.megatron_utils.model_provider"
 _INITIALIZE = "slime.backends.megatron_utils.initialize"
 _SCHEDULER = "slime.backends.megatron_utils.model"
@@ -63,6 +65,18 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     _value("--rotary-seq-len-interpolation-factor", _MODEL, "Positions are divided by this factor.", type=float),
     _switch("--use-rope-scaling", _MODEL, "Llama 3's frequency scaling of rotary embeddings."),
     _value("--rope-scaling-factor", _MODEL, "The factor of --use-rope-scaling.", type=float, default=8.0),
+    OwnFlag(
+        ("--yarn-truncate",),
+        _ROTARY,
+        "YaRN rounds the range of dimensions between stretched and not to whole ones; of --position-embedding-type "
+        "yarn. Default: truncate of --hf-checkpoint's config.json, else on.",
+        {"action": argparse.BooleanOptionalAction, "default": None},
+    ),
+    _switch(
+        "--quick-geglu",
+        _BUILDERS,
+        "MLP and experts are gated by x * sigmoid(1.702 x) (gpt-oss); --glu-linear-offset is added to the other half.",
+    ),
     _switch("--untie-embeddings-and-output-weights", _MODEL, "The output projection has weights of its own."),
     _value("--vocab-size", _RESOLVE, "Vocabulary before padding; default: that of the HF config.", type=int),
     _value(

@@ -18,8 +18,8 @@ from slime.backends.megatron_utils.flags.config_builders import num_stages_of_la
 from slime.backends.megatron_utils.flags.field_table import reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.int4_arguments import derive_int4
-from slime.backends.megatron_utils.flags.latent_arguments import derive_rope
 from slime.backends.megatron_utils.flags.linear_arguments import derive_linear
+from slime.backends.megatron_utils.flags.rotary_arguments import derive_rope
 from slime.backends.megatron_utils.flags.sparse_arguments import derive_indexer
 from slime.utils.errors import ConfigError
 
@@ -196,7 +196,7 @@ def _shape(args: Namespace) -> dict[str, Any]:
     """Return sizes that follow from others, as Megatron derives them."""
     ffn = args.ffn_hidden_size
     if ffn is None:
-        ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
+        ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu or args.quick_geglu else 4 * args.hidden_size
     if ffn < 1:
         raise ConfigError(f"--ffn-hidden-size is {ffn}; it must be at least 1; give it.")
     if args.num_query_groups is not None and not args.group_query_attention and not args.multi_latent_attention:

@@ -17,7 +17,8 @@ from slime.utils.errors import DataError
 from slime.weights.manifest import TensorEntry
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
-from slime.weights.stacked_experts import expert_names, is_stack, place_of, stack_sizes
+from slime.weights.quantize.mxfp4 import METHOD as MXFP4
+from slime.weights.stacked_experts import expert_names, is_stack, place_of, row_of, stack_sizes
 from slime.weights.stored_tensors import STORED_DTYPES, read_layout
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -112,21 +113,29 @@ class HfTensors:
         return name in self._names
 
     def get(self, name: str) -> Tensor:
-        """Return the tensor on the CPU; a quantized one is dequantized to bf16.
+        """Return the tensor on the CPU, or the row of one that ``X[3]`` names; a quantized one dequantized to bf16.
 
         Raises:
             MissingTensorError: there is no such tensor.
             DataError: it is quantized and its scales are missing or do not fit.
             ConfigError: it is quantized in a way that is not known.
         """
+        row = row_of(name)
+        if row is not None:
+            name = row[0]
         if name not in self._names:
             raise MissingTensorError(
                 f"{self.folder} has no tensor {name}; the checkpoint does not fit the model flags."
             )
         self.read.add(name)
+        if row is not None:
+            return read_weight(name, lambda part: self._row_of_stored(part, row[1]), self._file_of, None)
         if name not in self._file_of and (place := place_of(name)) and place.stack in self.stacks:
             return place.cut(self._handle(self._file_of[place.stack]).get_slice(place.stack)[place.expert])
         return read_weight(name, self.get_stored, self._file_of, self._format)
+
+    def _row_of_stored(self, name: str, row: int) -> Tensor:
+        return self._handle(self._file_of[name]).get_slice(name)[row]
 
     def get_stored(self, name: str) -> Tensor:
         """Return a tensor as it is in the files, one of :meth:`stored_names`."""
@@ -135,8 +144,8 @@ class HfTensors:
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
         """Number of experts by the name of a tensor that stacks them."""
-        names = [name for name in self._file_of if is_stack(name)]
-        return stack_sizes((name, self._handle(self._file_of[name]).get_slice(name).get_shape()) for name in names)
+        names = [name for name in self._file_of if is_stack(name.removesuffix("_bias"))]
+        return stack_sizes({name: self._handle(self._file_of[name]).get_slice(name).get_shape() for name in names})
 
     @functools.cached_property
     def _names(self) -> dict[str, None]:
@@ -151,7 +160,9 @@ class HfTensors:
     @functools.cached_property
     def _format(self) -> WeightFormat | None:
         config = self.folder / "config.json"
-        return read_format(json.loads(config.read_text()).get("quantization_config")) if config.is_file() else None
+        settings = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
+        # Tensors in MXFP4 are known by their names.
+        return None if settings and settings.get("quant_method") == MXFP4 else read_format(settings)
 
     def _handle(self, file: str) -> Any:
         """Return the open file.  Pages read from it count as this process's memory until the file is closed."""

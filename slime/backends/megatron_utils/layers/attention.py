@@ -4,8 +4,8 @@ Shapes: t = tokens of this rank, h = heads of this rank, d = head dimension; "th
 micro-batch one after the other, and "sbhd" the padded [s, b, h, d].
 
 On CUDA in bf16 or fp16 the sequences go through one varlen flash kernel; otherwise (CPU, fp32, or
-``--attention-backend unfused``) each goes through torch's scaled-dot-product attention.  With context parallelism a
-rank has two chunks of every sequence: :func:`zigzag_attention`.
+``--attention-backend unfused``) each goes through torch's scaled-dot-product attention.  Softmax with a sink:
+:mod:`.sink_attention`.  With context parallelism a rank has two chunks of every sequence: :func:`zigzag_attention`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,15 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, rotary_tables
+from slime.backends.megatron_utils.layers.sink_attention import (
+    make_sinks,
+    per_sequence_sink_attention,
+    varlen_sink_attention,
+    visible_keys,
+)
 from slime.utils.errors import ConfigError
 
 megatron_wheel.mend_missing_transformer_engine()
@@ -49,7 +55,8 @@ class PackedAttention(MegatronModule):
     """softmax(q k^T * scale + causal mask) v, within each packed sequence.
 
     Every query sees the keys of its own sequence up to its own position, whatever the packing and the layout; in a
-    layer with a window (``--window-size LEFT,0``, ``--window-attn-skip-freq``) its own and the LEFT before it.
+    layer with a window (``--window-size LEFT,0``, ``--window-attn-skip-freq``) its own and the LEFT before it.  With
+    ``--softmax-type learnable`` each head has a sink: a logit of its own in the softmax's denominator.
     """
 
     def __init__(
@@ -72,11 +79,30 @@ class PackedAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
+        self.tp_group = pg_collection.tp
+        self.softmax_offset: torch.nn.Parameter | None
+        """Sinks of this rank's heads, [h]; named as megatron-core names them."""
+        has_sinks = config.softmax_type == "learnable"
+        self.register_parameter("softmax_offset", make_sinks(config, self.tp_group) if has_sinks else None)
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
         is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if is_local else None
         """Keys that a query sees, its own among them; None for all."""
         self.is_unfused = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the sinks, cut by heads, as entries of a checkpoint; nothing where there are none."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        group = (metadata or {}).get("dp_cp_group")
+        cut = {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, cut, sharded_offsets, tp_group=self.tp_group, dp_cp_group=group
+        )
 
     def forward(
         self,
@@ -117,9 +143,17 @@ class PackedAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
     ) -> Tensor:
         """Attend causally in packed sequences whose last query stands at their last key."""
+        sinks = self.softmax_offset
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
-            return varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, scale=self.scale, window=self.window)
+            sizes = cu_q, cu_k, max_q, max_k
+            if sinks is None:
+                return varlen_attention(query, key, value, *sizes, scale=self.scale, window=self.window)
+            return varlen_sink_attention(query, key, value, sinks, *sizes, scale=self.scale, window=self.window)
         lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
+        if sinks is not None:
+            return per_sequence_sink_attention(
+                query, key, value, sinks, lengths_q, lengths_k, scale=self.scale, window=self.window
+            )
         with sdpa_kernel(SDPBackend.MATH) if self.is_unfused else contextlib.nullcontext():
             return per_sequence_attention(
                 query, key, value, lengths_q, lengths_k, scale=self.scale, window=self.window
@@ -132,7 +166,8 @@ def check_attention_config(config: TransformerConfig) -> None:
         "--attention-dropout": config.attention_dropout not in (0, 0.0),
         "--window-size (but LEFT,0)": config.window_size is not None
         and (config.window_size[0] < 0 or config.window_size[1] != 0),
-        "--softmax-type": config.softmax_type != "vanilla",
+        "--softmax-type (but learnable, without --multi-latent-attention)": config.softmax_type == "off-by-one"
+        or (config.softmax_type == "learnable" and config.multi_latent_attention),
         "--qk-clip": config.qk_clip,
         "--log-max-attention-logit": config.log_max_attention_logit,
     }
@@ -160,9 +195,7 @@ def per_sequence_attention(
         mask = None
         is_cut = window is not None and window < num_k
         if num_q != num_k or is_cut:
-            mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
-        if mask is not None and window is not None:
-            mask = mask.triu(num_k - num_q - window + 1)
+            mask = visible_keys(num_q, num_k, window, q.device)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],

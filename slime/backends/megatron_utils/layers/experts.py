@@ -26,13 +26,14 @@ from megatron.core.tensor_parallel.utils import divide
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.utils.errors import ConfigError
-
 ShardedState = dict[str, ShardedTensor | ShardedTensorFactory]
 
 
 class StackedLinear(torch.nn.Module):
-    """One matrix of every expert of this rank: ``weight`` [E_local, out, in], cut along one of the last two axes."""
+    """One matrix of every expert of this rank: ``weight`` [E_local, out, in], cut along one of the last two axes.
+
+    With biases, ``bias`` [E_local, out] is held here too, and added by :class:`StackedExperts`.
+    """
 
     def __init__(
         self,
@@ -72,6 +73,14 @@ class StackedLinear(torch.nn.Module):
         weight.allreduce = groups.ep.size() == 1 and groups.expt_tp.size() == config.tensor_model_parallel_size
         weight.is_stacked_experts = True
         self.weight: torch.nn.Parameter = weight
+        bias: Any = None
+        if config.add_bias_linear:
+            bias = torch.nn.Parameter(torch.zeros(num_experts, out_features, dtype=weight.dtype, device=device))
+            # Cut into one part: megatron-core counts what is not cut on the first tensor-parallel rank alone.
+            set_tensor_model_parallel_attributes(bias, True, 1, 2 if is_gated else 1)
+            bias.allreduce, bias.is_stacked_experts = weight.allreduce, True
+        self.bias: torch.nn.Parameter | None
+        self.register_parameter("bias", bias)
         if not config.perform_initialization:
             return
         if config.use_cpu_initialization:
@@ -99,6 +108,28 @@ class StackedLinear(torch.nn.Module):
                 init_method(whole)
             halves = whole.chunk(2) if self.is_gated else (whole,)
             matrix.copy_(torch.cat([half.chunk(parts, dim=self.split_axis - 1)[rank] for half in halves]))
+
+    def add_bias(self, y: Tensor, tokens_per_expert: Tensor, probs: Tensor | None = None) -> Tensor:
+        """Return y [T, out] plus the bias of each row's expert, times ``probs`` [T, 1]; y where there are no biases.
+
+        A matrix product with one-hot rows: its gradient is summed in fp32 and in a fixed order.
+        """
+        if self.bias is None:
+            return y
+        one_hot = torch.eye(len(self.bias), dtype=y.dtype, device=y.device)
+        counts = tokens_per_expert.to(y.device, non_blocking=True)
+        chosen_TE = one_hot.repeat_interleave(counts, dim=0, output_size=len(y))
+        return torch.addmm(y, chosen_TE if probs is None else chosen_TE * probs.to(y.dtype), self.bias)
+
+    def sharded_bias(self, key: str, sharded_offsets: tuple[tuple[int, int, int], ...]) -> ShardedTensor:
+        """Return the biases as this rank's part of the tensor [.., experts, out] of a checkpoint."""
+        assert self.bias is not None
+        front = len(sharded_offsets)
+        expert_axis = (front, self.groups.ep.rank(), self.groups.ep.size())
+        return ShardedTensor.from_rank_offsets(
+            key, self.bias, *sharded_offsets, expert_axis,
+            replica_id=(0, 0, self.groups.expt_dp.rank()), prepend_axis_num=front,
+        )  # fmt: skip
 
     def sharded_entry(
         self, key: str, sharded_offsets: tuple[tuple[int, int, int], ...]
@@ -146,15 +177,11 @@ class StackedExperts(MegatronModule):
         submodules: Any = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Build the experts; the signature is that of megatron-core's, and there are no submodules to choose.
-
-        Raises:
-            ConfigError: biases in the experts.
-        """
+        """Build the experts; the signature is that of megatron-core's, and there are no submodules to choose."""
         super().__init__(config=config)
         assert pg_collection is not None
-        if config.add_bias_linear:
-            raise ConfigError("--num-experts is given with biases; experts have none here; add --disable-bias-linear.")
+        # The flags' check says so to users: a bias would be added by each of the ranks that share an expert.
+        assert not config.add_bias_linear or pg_collection.expt_tp.size() == 1
         self.num_local_experts = num_local_experts
         hidden_size = config.moe_latent_size or config.hidden_size
         ffn = config.moe_ffn_hidden_size
@@ -199,13 +226,15 @@ class StackedExperts(MegatronModule):
         if self.config.moe_apply_probs_on_input:
             tokens, probs = (tokens * probs).to(tokens.dtype), torch.ones_like(probs)
         inner = self.linear_fc1(tokens, tokens_per_expert)
+        inner = self.linear_fc1.add_bias(inner, tokens_per_expert)
         if not self.recomputes_activation:
-            return self.linear_fc2(self.activation(inner, probs), tokens_per_expert), None
+            output = self.linear_fc2(self.activation(inner, probs), tokens_per_expert)
+            return self.linear_fc2.add_bias(output, tokens_per_expert, probs), None
         checkpoint = tensor_parallel.CheckpointWithoutOutput()
         activated = checkpoint.checkpoint(self.activation, inner, probs)
         output = self.linear_fc2(activated, tokens_per_expert)
         checkpoint.discard_output_and_register_recompute(output)
-        return output, None
+        return self.linear_fc2.add_bias(output, tokens_per_expert, probs), None
 
     def activation(self, x: Tensor, probs: Tensor) -> Tensor:
         """Map [T, gates and ups] to [T, ffn], times [T, 1] probabilities, in the dtype of ``x``."""
@@ -232,15 +261,16 @@ class StackedExperts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedState:
-        """Return both parameters under ``{prefix}experts.linear_fc{1,2}.weight``, of whole shape [.., experts, out,
-        in].
+        """Return the parameters under ``{prefix}experts.linear_fc{1,2}.weight``, of whole shape [.., experts, out,
+        in], and ``.bias``, [.., experts, out].
         """
-        return {
-            f"{prefix}{name}.weight": getattr(self, name).sharded_entry(
-                f"{prefix}experts.{name}.weight", sharded_offsets
-            )
-            for name in ("linear_fc1", "linear_fc2")
-        }
+        state: ShardedState = {}
+        for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+            key = f"{prefix}experts.{name}"
+            state[f"{prefix}{name}.weight"] = linear.sharded_entry(f"{key}.weight", sharded_offsets)
+            if linear.bias is not None:
+                state[f"{prefix}{name}.bias"] = linear.sharded_bias(f"{key}.bias", sharded_offsets)
+        return state
 
 
 # One matrix product per expert over tokens sorted by expert, forward and backward.

@@ -24,6 +24,8 @@ from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint
 from slime.backends.megatron_utils.models import MAPS
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError, DataError
+from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.hf_rewrite.to_quantized import to_fp8
 from slime.weights.quantize.block_fp8 import FP8, is_power_of_two, quantize_block
 from slime.weights.quantize.offline_rules import is_quantized_offline
 from tests.matrix.case import load_cases
@@ -58,12 +60,21 @@ def test_converters_quantize_what_comes_from_the_matrices_of_the_layers(weight_m
             expected = bool(prefix and QUANTIZED_PARAMETERS.fullmatch(rule.megatron))
             for name in rule.hf:
                 is_quantized = is_quantized_offline(prefix + name.replace("{expert}", "3"))
-                assert is_quantized == (expected and name not in PLAIN_PARTS), (rule.megatron, name)
+                has_form = name not in PLAIN_PARTS and not name.endswith("[{expert}]")
+                assert is_quantized == (expected and has_form), (rule.megatron, name)
     for copy in weight_map.mtp_copies.values():
         assert not is_quantized_offline(f"model.layers.7.{copy}")
 
 
-@pytest.mark.parametrize("family", load_cases())
+def test_experts_stacked_beside_their_biases_are_refused(tmp_path: Path) -> None:
+    names = [name for name, case in load_cases().items() if not case.has_quantized_form]
+    assert names == ["gpt_oss"]
+    load_cases(names)["gpt_oss"].write_checkpoint(tmp_path / "plain")
+    with pytest.raises(ConfigError, match=r"biases beside stacked experts \(gpt-oss\)"):
+        rewrite_folder(to_fp8("block", (32, 16)), tmp_path / "plain", tmp_path / "fp8")
+
+
+@pytest.mark.parametrize("family", [name for name, case in load_cases().items() if case.has_quantized_form])
 def test_exported_bytes_are_the_converters_and_loaded_values_those_that_they_stand_for(family: str) -> None:
     cells = check_quantized(load_cases([family])[family], "block")
     assert len(cells) == 2

@@ -28,6 +28,7 @@ from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.utils.errors import WeightSyncError
 from slime.weights.named_tensors import Header
+from slime.weights.stacked_experts import join_rows
 
 StageHeaders = list[Header]
 """HF name, whole shape and dtype of the tensors of one pipeline stage."""
@@ -178,18 +179,22 @@ def iter_hf_tensors(
 def _in_hf_names(
     args: Namespace, model_name: str, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert whole tensors one by one; refuse two of the same HF name."""
+    """Convert whole tensors one by one, and join those of experts that travel together; refuse two of one name."""
     source: dict[str, str] = {}
     dims = model_dims(args)
-    for name, full in tensors:
-        for hf_name, tensor in convert_to_hf(args, model_name, name, full, dims=dims):
-            if hf_name in source:
-                raise WeightSyncError(
-                    f"{name} and {source[hf_name]} both convert to {hf_name}; the converter of model {model_name!r} "
-                    "in slime.backends.megatron_utils.megatron_to_hf is wrong"
-                )
-            source[hf_name] = name
-            yield hf_name, tensor
+
+    def converted() -> Iterator[tuple[str, Tensor]]:
+        for name, full in tensors:
+            for hf_name, tensor in convert_to_hf(args, model_name, name, full, dims=dims):
+                if hf_name in source:
+                    raise WeightSyncError(
+                        f"{name} and {source[hf_name]} both convert to {hf_name}; the converter of model "
+                        f"{model_name!r} in slime.backends.megatron_utils.megatron_to_hf is wrong"
+                    )
+                source[hf_name] = name
+                yield hf_name, tensor
+
+    return join_rows(converted(), dims.num_experts)
 
 
 def hf_headers(

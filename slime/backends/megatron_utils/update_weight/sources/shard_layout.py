@@ -24,6 +24,7 @@ from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.models.rule import Rule
 from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
+from slime.weights.stacked_experts import row_of
 from slime.weights.tensor_slice import TensorSlice
 
 
@@ -171,6 +172,8 @@ class ShardLayout:
         hf_tensors = self.hf_tensors(name, whole_shape)
         if not hf_tensors:
             return []
+        if any(row_of(hf_name) for hf_name, _ in hf_tensors):
+            return None  # of a tensor that holds all experts
         rule, _ = self._map.find(name, self._shape)
         key = (rule, tuple(part_shape), split)
         if key not in self._known:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.flags.latent_arguments import hf_rope_settings
+from slime.backends.megatron_utils.flags.rotary_arguments import hf_rope_settings
 from slime.backends.megatron_utils.layers.rotary import LatentRotary
 from slime.utils.errors import ConfigError
 from tests.matrix.case import load_cases

@@ -217,7 +217,7 @@ def test_the_unfused_backend_gives_the_same() -> None:
     assert torch.allclose(unfused(*inputs), fused(*inputs), atol=1e-6)
 
 
-@pytest.mark.parametrize("flags", ["--window-size 8,8", "--softmax-type learnable", "--qk-clip"])
+@pytest.mark.parametrize("flags", ["--window-size 8,8", "--softmax-type off-by-one", "--qk-clip"])
 def test_an_option_that_packed_attention_has_not_is_refused(flags: str) -> None:
     with pytest.raises(ConfigError, match=flags.split()[0]):
         parse(*DENSE, *flags.split())

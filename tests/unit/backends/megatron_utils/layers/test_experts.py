@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +33,16 @@ from slime.utils.errors import ConfigError
 
 NUM_EXPERTS, HIDDEN, FFN = 5, 12, 6
 COUNTS = torch.tensor([4, 0, 1, 9, 2])
+WITH_BIASES = "biases"
+GPT_OSS = (WITH_BIASES, "--quick-geglu", "--glu-linear-offset", 1.0, "--activation-func-clamp-value", 0.01)
 
 
 def config(*flags: Any) -> Any:
+    kind = ("--disable-bias-linear",) * (WITH_BIASES not in flags) + ("--swiglu",) * ("--quick-geglu" not in flags)
     args = parse(
         *("--num-layers", 2, "--hidden-size", HIDDEN, "--num-attention-heads", 2, "--ffn-hidden-size", 16),
         *("--vocab-size", 64, "--num-experts", NUM_EXPERTS, "--moe-ffn-hidden-size", FFN, "--moe-router-topk", 2),
-        *("--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", *flags),
+        *("--normalization", "RMSNorm", *kind, *(flag for flag in flags if flag != WITH_BIASES)),
     )
     start_single_process(args)
     return transformer_config_from_args(args)
@@ -86,6 +90,40 @@ def test_outputs_and_gradients_are_those_of_megatron_cores_experts(flags: tuple[
         torch.testing.assert_close(getattr(ours, name).weight.grad, expected)
 
 
+def of_gpt_oss(experts: StackedExperts, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate), both clamped, between two matrices with biases; times a probability."""
+    out, first, second = [], experts.linear_fc1, experts.linear_fc2
+    for index, (x, prob) in enumerate(zip(rows.split(COUNTS.tolist()), probs.split(COUNTS.tolist()))):
+        gate, up = (x @ first.weight[index].T + first.bias[index]).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=0.01), up.clamp(-0.01, 0.01)
+        inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        out.append((inner @ second.weight[index].T + second.bias[index]) * prob[:, None])
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [GPT_OSS, (*GPT_OSS, "--recompute-granularity", "selective", "--recompute-modules", "moe_act")],
+    ids=["plain", "recomputed"],
+)
+def test_biases_and_the_clamped_gate_are_those_of_the_formula(flags: tuple[Any, ...]) -> None:
+    experts = stacked(*flags, "--moe-grouped-gemm")
+    with torch.no_grad():
+        for linear in experts.children():
+            linear.bias.copy_(torch.linspace(-0.1, 0.1, linear.bias.numel()).view_as(linear.bias))
+    results = []
+    for compute in (lambda *given: experts(given[0], COUNTS, given[1])[0], partial(of_gpt_oss, experts)):
+        rows, probs = inputs()
+        experts.zero_grad()
+        output = compute(rows, probs)
+        (output * torch.linspace(-1, 1, HIDDEN)).sum().backward()
+        grads = [parameter.grad.clone() for parameter in experts.parameters()]
+        results.append((output.detach(), rows.grad, probs.grad, *grads))
+    assert len(results[0]) == 7
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_parameters_say_how_they_are_cut_and_reduced() -> None:
     experts = stacked()
     first, second = experts.linear_fc1.weight, experts.linear_fc2.weight
@@ -117,6 +155,27 @@ def test_checkpoint_entries_are_the_parameters_under_the_common_names() -> None:
     joined = entries[0].merge_fn({name: half.data for name, half in halves.items()})
     assert torch.equal(joined, experts.linear_fc1.weight)
     assert entries[1].global_shape == (2, NUM_EXPERTS, HIDDEN, FFN)
+
+
+def test_biases_are_parameters_and_checkpoint_entries_of_their_own() -> None:
+    experts = stacked(*GPT_OSS)
+    bias = experts.linear_fc1.bias
+    assert bias.shape == (NUM_EXPERTS, 2 * FFN) and bias.is_stacked_experts and bias.allreduce
+    entry = experts.sharded_state_dict("mlp.experts.", ((0, 1, 2),))["mlp.experts.linear_fc1.bias"]
+    assert entry.key == "mlp.experts.experts.linear_fc1.bias" and entry.data is bias
+    assert entry.global_shape == (2, NUM_EXPERTS, 2 * FFN) and entry.global_offset == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--expert-tensor-parallel-size", 2, "--tensor-model-parallel-size", 2, "--actor-num-gpus-per-node", 2),
+        ("--moe-shared-expert-intermediate-size", 8),
+    ],
+)
+def test_experts_with_biases_are_not_cut_nor_shared(flags: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{flags[0]} is {flags[1]}, and experts have biases"):
+        config(*GPT_OSS, *flags)
 
 
 @dataclass
@@ -185,13 +244,6 @@ def test_checkpoints_are_exchanged_with_megatron_cores_experts(tmp_path: Path) -
     for name in ("linear_fc1", "linear_fc2"):
         expected = torch.stack([getattr(expert, name).weight for expert in theirs.local_experts])
         assert torch.equal(loaded[f"mlp.experts.{name}.weight"], expected)
-
-
-def test_biases_in_experts_are_refused() -> None:
-    broken = config()
-    broken.add_bias_linear = True
-    with pytest.raises(ConfigError, match="--disable-bias-linear"):
-        StackedExperts(NUM_EXPERTS, broken, pg_collection=get_default_pg_collection())
 
 
 # One matrix product per expert: against fp64, with experts that have no token at all.

@@ -1,0 +1,120 @@
+"""Attention with sinks against its formula in fp64: packed, with windows, on the ranks of context parallelism."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.backends.megatron_utils.layers import attention
+from slime.backends.megatron_utils.layers.attention import PackedAttention, zigzag_attention
+from slime.backends.megatron_utils.layers.sink_attention import per_sequence_sink_attention
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
+
+# isort: split
+from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+
+DENSE = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --kv-channels 4 --vocab-size 8".split()
+SINKS = torch.tensor([-2.0, 0.0, 1.5, 4.0])
+
+
+def random_qkv(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(length, heads, 4, generator=generator) * 2 for heads in (4, 2, 2))  # type: ignore
+
+
+def textbook(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, window: int | None = None) -> Tensor:
+    """exp(s_ij) / (exp(sink) + sum_k exp(s_ik)), head by head and query by query."""
+    out = []
+    for i in range(len(query)):
+        first = 0 if window is None else max(0, i + 1 - window)
+        for head in range(query.size(1)):
+            group = head // (query.size(1) // key.size(1))
+            scores = key[first : i + 1, group].double() @ query[i, head].double() * 0.5
+            weights = scores.exp() / (sinks[head].double().exp() + scores.exp().sum())
+            out.append(weights @ value[first : i + 1, group].double())
+    return torch.stack(out).view(query.shape)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_outputs_and_gradients_are_those_of_the_formula(window: int | None) -> None:
+    lengths = [3, 1, 6]
+    results = []
+    for is_ours in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (*random_qkv(10), SINKS)]
+        query, key, value, sinks = leaves
+        if is_ours:
+            out = per_sequence_sink_attention(query, key, value, sinks, lengths, lengths, scale=0.5, window=window)
+        else:
+            parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+            out = torch.cat([textbook(*part, sinks, window) for part in parts])
+        (out.double() * torch.linspace(-1, 1, 4).double()).sum().backward()
+        results.append([out.detach().double(), *(leaf.grad.double() for leaf in leaves)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+    assert results[0][-1].abs().min() > 1e-3  # every sink has a gradient
+
+
+def test_a_sink_that_weighs_nothing_leaves_plain_attention() -> None:
+    parts, lengths = random_qkv(7), [7]
+    nothing = torch.full((4,), -math.inf)
+    out = per_sequence_sink_attention(*parts, nothing, lengths, lengths, scale=0.5)
+    plain = attention.per_sequence_attention(*parts, lengths, lengths, scale=0.5)
+    torch.testing.assert_close(out, plain)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_a_sink_counts_once_for_a_query_however_many_ranks_hold_its_keys(
+    monkeypatch: pytest.MonkeyPatch, cp_size: int, window: int | None
+) -> None:
+    lengths = [2 * cp_size * chunk for chunk in (1, 3, 2)]
+    query, key, value = random_qkv(sum(lengths))
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+    expected = torch.cat([textbook(*part, SINKS, window) for part in parts])
+
+    def local(x: Tensor, rank: int) -> Tensor:
+        pieces = []
+        for sequence in x.split(lengths):
+            chunks = sequence.chunk(2 * cp_size)
+            pieces += [chunks[rank], chunks[2 * cp_size - 1 - rank]]
+        return torch.cat(pieces)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int) -> Tensor:
+        sizes = cu_q.diff().tolist(), cu_k.diff().tolist()
+        return per_sequence_sink_attention(q, k, v, SINKS, *sizes, scale=0.5, window=window)
+
+    gathered = iter(
+        [torch.cat([local(x, rank) for rank in range(cp_size)]) for _ in range(cp_size) for x in (key, value)]
+    )
+    monkeypatch.setattr(attention, "gather_from_sequence_parallel_region", lambda x, group: next(gathered))
+    for rank in range(cp_size):
+        mine = [local(x, rank) for x in (query, key, value)]
+        out = zigzag_attention(attend, *mine, cu, max(lengths), None, rank, cp_size)  # type: ignore[arg-type]
+        torch.testing.assert_close(out.double(), local(expected, rank), atol=1e-6, rtol=1e-5)
+
+
+def test_the_sinks_are_a_parameter_cut_by_heads_with_an_entry_in_checkpoints() -> None:
+    args = parse(*DENSE, "--softmax-type", "learnable")
+    start_single_process(args)
+    module = PackedAttention(transformer_config_from_args(args), layer_number=1)
+    sinks = module.softmax_offset
+    assert sinks is not None and sinks.shape == (4,) and sinks.tensor_model_parallel and sinks.partition_dim == 0
+    entry = module.sharded_state_dict("core_attention.", ((0, 2, 5),))["core_attention.softmax_offset"]
+    assert entry.global_shape == (5, 4) and entry.global_offset == (2, 0)
+    with torch.no_grad():
+        sinks.copy_(SINKS)
+    query, key, value = (x[:, None] for x in random_qkv(5))
+    expected = textbook(*random_qkv(5), SINKS).view(5, 1, -1)
+    torch.testing.assert_close(module(query, key, value).double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_without_sinks_there_is_no_parameter() -> None:
+    args = parse(*DENSE)
+    start_single_process(args)
+    module = PackedAttention(transformer_config_from_args(args), layer_number=1)
+    assert not list(module.parameters()) and not module.sharded_state_dict("core_attention.")

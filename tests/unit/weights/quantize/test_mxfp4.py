@@ -1,0 +1,98 @@
+"""MXFP4 of gpt-oss: every code and exponent as transformers reads them; one expert, a folder, and its bf16 copy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.hf_rewrite.to_bf16 import Mxfp4ToBf16
+from slime.weights.quantize import read_format
+from slime.weights.quantize.mxfp4 import dequantize
+
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+
+
+def packed(experts: int = 3, rows: int = 6, groups: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (experts, rows, groups, 16), dtype=torch.uint8, generator=generator)
+    return blocks, torch.randint(110, 140, (experts, rows, groups), dtype=torch.uint8, generator=generator)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    source = tmp_path / "mxfp4"
+    source.mkdir()
+    blocks, scales = packed()
+    bias = torch.arange(18.0).view(3, 6).bfloat16()
+    tensors = {f"{GATE_UP}_blocks": blocks, f"{GATE_UP}_scales": scales, f"{GATE_UP}_bias": bias}
+    save_file({**tensors, "model.norm.weight": torch.ones(4).bfloat16()}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    return source
+
+
+def test_a_number_by_hand() -> None:
+    # 0x2D: the lower half 13 is -3, the upper half 2 is 1; times 2^(129 - 127).
+    blocks, scales = torch.full((1, 1, 1, 16), 0x2D, dtype=torch.uint8), torch.tensor([[[129]]], dtype=torch.uint8)
+    weight = dequantize("X", blocks, scales)
+    assert weight.shape == (1, 32, 1) and weight.dtype == torch.bfloat16
+    assert weight.flatten().tolist() == [-12.0, 4.0] * 16
+
+
+def test_all_codes_and_exponents_are_those_of_transformers() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    for exponent in range(20, 235):  # beyond, products leave bf16's normal numbers
+        scales = torch.full((1, 1, 16), exponent, dtype=torch.uint8)
+        assert torch.equal(dequantize("X", codes, scales), convert_moe_packed_tensors(codes, scales))
+    assert torch.equal(dequantize("X", *packed()), convert_moe_packed_tensors(*packed()))
+
+
+def test_a_folder_gives_tensors_and_single_experts_as_if_it_were_bf16(folder: Path) -> None:
+    expected = convert_moe_packed_tensors(*packed())
+    with HfTensors(folder) as tensors:
+        assert set(tensors.names()) == {GATE_UP, f"{GATE_UP}_bias", "model.norm.weight"}
+        assert torch.equal(tensors.get(GATE_UP), expected)
+        for expert in range(3):
+            assert torch.equal(tensors.get(f"{GATE_UP}[{expert}]"), expected[expert])
+            assert tensors.get(f"{GATE_UP}_bias[{expert}]").tolist() == [6.0 * expert + i for i in range(6)]
+        assert tensors.read == {GATE_UP, f"{GATE_UP}_bias"}
+        with pytest.raises(DataError, match="down_proj"):
+            tensors.get("model.layers.0.mlp.experts.down_proj[0]")
+
+
+def test_the_bf16_copy_has_the_same_numbers_and_no_trace_of_mxfp4(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "bf16"
+    rewrite_folder(Mxfp4ToBf16(), folder, target)
+    tensors = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert set(tensors) == {GATE_UP, f"{GATE_UP}_bias", "model.norm.weight"}
+    assert torch.equal(tensors[GATE_UP], convert_moe_packed_tensors(*packed()))
+    assert json.loads((target / "config.json").read_text()) == {"dtype": "bfloat16", "model_type": "gpt_oss"}
+
+
+@pytest.mark.parametrize("missing", ["blocks", "scales"])
+def test_blocks_and_scales_need_each_other(folder: Path, tmp_path: Path, missing: str) -> None:
+    file = folder / "model.safetensors"
+    left = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(missing)}
+    save_file(left, file)
+    with pytest.raises((DataError, ConfigError), match="_blocks"):
+        rewrite_folder(Mxfp4ToBf16(), folder, tmp_path / "bf16")
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    blocks, scales = packed()
+    with pytest.raises(DataError, match=r"X_scales torch.uint8 \[3, 6, 1\]"):
+        dequantize("X", blocks, scales[..., :1])
+
+
+def test_pushes_in_mxfp4_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"tools/convert_mxfp4_to_bf16\.py"):
+        read_format({"quant_method": "mxfp4"})

@@ -1,0 +1,40 @@
+"""Convert a gpt-oss folder with experts in MXFP4, as it is published, to bf16, shard by shard.
+
+    python tools/convert_mxfp4_to_bf16.py --model-dir gpt-oss-20b --output-dir gpt-oss-20b-bf16
+
+Engines that take part in training start from the result: weights are pushed to them in bf16.  The numbers are the
+same.  The same command resumes an interrupted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.observability.logging_utils import configure_logger
+from slime.weights.hf_rewrite.to_bf16 import Mxfp4ToBf16
+from tools.cli import add_rewrite_flags, clean_exit, rewrite
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the tool's flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", required=True, help="folder with the model in MXFP4")
+    parser.add_argument("--output-dir", required=True, help="folder to write; new or empty")
+    add_rewrite_flags(parser)
+    return parser
+
+
+def main() -> None:
+    """Run the command line."""
+    configure_logger()
+    with clean_exit():
+        options = build_parser().parse_args()
+        rewrite(Mxfp4ToBf16(), options.model_dir, options.output_dir, options)
+
+
+if __name__ == "__main__":
+    main()
