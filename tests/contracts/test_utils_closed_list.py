@@ -19,6 +19,7 @@ KIT = {
     "env",
     "errors",
     "atomic_file",
+    "safe_pickle",
 }
 OLD_PATHS = {
     facade.removeprefix("slime.utils.").split(".")[0] for facade in FACADES if facade.startswith("slime.utils.")
