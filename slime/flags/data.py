@@ -77,6 +77,12 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rollout-shuffle", action="store_true", help="Shuffle the prompts in each epoch.")
     group.add_argument(
+        "--accept-other-data",
+        action="store_true",
+        help="Go on although the prompts, --rollout-shuffle or --rollout-seed are not those of the checkpoint: at the "
+        "same position, so that prompts of the epoch may come twice or not at all.",
+    )
+    group.add_argument(
         "--loss-mask-type",
         choices=LOSS_MASK_TYPES,
         default="qwen",

@@ -15,11 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from slime.rollout.ledger.sample_codec import try_pickle
+from slime.rollout.pickled_values import try_dumps
 from slime.rollout.prompt_dataset import Dataset
-from slime.utils.atomic_file import write_atomically
+from slime.rollout.state_file import read_state, write_state
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -151,27 +149,58 @@ class RolloutDataSource(DataSource):
             "sample_index": self.sample_index,
             "metadata": copy.deepcopy(self.metadata),
             "num_prompts": len(self),
+            "order": self._order(),
         }
 
+    def _order(self) -> dict[str, Any]:
+        """Return what decides which prompt comes at which position: flag -> its value, or the digest of its data."""
+        if not isinstance(self.dataset, Dataset):
+            return {}
+        order = {"--prompt-data": f"{self.dataset.fingerprint:016x}", "--rollout-shuffle": self.args.rollout_shuffle}
+        return order | ({"--rollout-seed": self.args.rollout_seed} if self.args.rollout_shuffle else {})
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Go on from ``state``.
+
+        Raises:
+            DataError: it is no position in this data.
+        """
+        _check_counters(state)
+        self._check_order(state)
         self.sample_offset = state["sample_offset"]
         self.epoch_id = state["epoch_id"]
         self.sample_group_index = state["sample_group_index"]
         self.sample_index = state["sample_index"]
         self.metadata = copy.deepcopy(state.get("metadata") or {})
-        num_prompts = state.get("num_prompts", len(self))
-        if num_prompts != len(self):
-            logger.warning(
-                "The data had %d prompts when its position was saved and has %d now (--prompt-data %s): "
-                "some prompts of epoch %d will be repeated or left out.",
-                num_prompts,
-                len(self),
-                self.args.prompt_data,
-                self.epoch_id,
-            )
         if self.dataset is not None and self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
+
+    def _check_order(self, state: Mapping[str, Any]) -> None:
+        """Check that a saved position counts the same prompts in the same order."""
+        if self.dataset is None:
+            return
+        order, saved = self._order(), state.get("order", {})
+        if not saved:
+            logger.info("The data position is of an earlier version, without a fingerprint: the data is not compared.")
+        changed = [
+            f"{flag} was {_shown(saved.get(flag))} and is {_shown(order.get(flag))}"
+            for flag in order
+            if flag in saved and saved[flag] != order[flag]
+        ]
+        num_prompts, offset = state.get("num_prompts", len(self)), state["sample_offset"]
+        if num_prompts != len(self) and not (changed and "--prompt-data" in changed[0]):
+            changed.append(f"--prompt-data had {num_prompts} prompts and has {len(self)}")
+        if offset > len(self):
+            changed.append(f"{offset} prompts of an epoch were taken, and --prompt-data has {len(self)}")
+        if not changed:
+            return
+        message = f"The data position was saved for another order of prompts: {'; '.join(changed)}."
+        if not self.args.accept_other_data:
+            raise DataError(
+                f"{message} Prompts of epoch {state['epoch_id']} would be repeated or left out. Give the data and "
+                "flags of the checkpoint, or pass --accept-other-data to go on at the same position."
+            )
+        logger.warning("%s Some prompts of epoch %d are repeated or left out.", message, state["epoch_id"])
 
     def save(self, rollout_id: int, state: Mapping[str, Any] | None = None) -> None:
         """Store the state after rollout ``rollout_id`` under ``--save``, whole or not at all.
@@ -185,7 +214,7 @@ class RolloutDataSource(DataSource):
             raise ConfigError("The data source cannot be saved: --save is not set.")
         content = dict(self.state_dict() if state is None else state)
         path = state_path(self.args.save, rollout_id)
-        write_atomically(path, lambda file: torch.save(content, file), what="The data position")
+        write_state(path, content, what="The data position")
 
     def load(self, rollout_id: int | None = None) -> None:
         """Go on from the state stored after rollout ``rollout_id`` under ``--load``.
@@ -206,7 +235,10 @@ class RolloutDataSource(DataSource):
             return
         path = state_path(self.args.load, rollout_id)
         if path.is_file():
-            self.load_state_dict(_load_state(path))
+            try:
+                self.load_state_dict(read_state(path, what="The data position"))
+            except DataError as error:
+                raise DataError(f"--load {self.args.load}: {error}") from error
             logger.info("Data position after rollout %d restored from %s", rollout_id, path)
         elif self.dataset is not None:
             raise DataError(
@@ -269,14 +301,18 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.metadata.update(metadata)
 
 
-def _load_state(path: Path) -> dict[str, Any]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=False)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise DataError(
-            f"The data position {path} cannot be read ({type(error).__name__}: {error}); "
-            "load an earlier checkpoint with --ckpt-step."
-        ) from error
+def _check_counters(state: Mapping[str, Any]) -> None:
+    for name in ("sample_offset", "epoch_id", "sample_group_index", "sample_index"):
+        value = state.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise DataError(
+                f"The data position says {name} = {value!r}, which must be a number from 0 on; load another "
+                "checkpoint with --ckpt-step."
+            )
+
+
+def _shown(value: Any) -> str:
+    return "on" if value is True else "off" if value is False else str(value)
 
 
 # The buffer
@@ -319,7 +355,7 @@ def groups_to_state(groups: list[Any]) -> list[Any]:
     be pickled (a client that a hook left on a sample) are left out.
     """
     plain = _to_plain(groups)
-    data = try_pickle(plain)
+    data = try_dumps(plain)
     if data is None:
         data = pickle.dumps(_without_unpicklable(plain), protocol=pickle.HIGHEST_PROTOCOL)
     return pickle.loads(data)
@@ -337,7 +373,7 @@ def _to_plain(value: Any) -> Any:
 def _without_unpicklable(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_unpicklable(item) for item in value]
-    kept = {name: field for name, field in value.items() if try_pickle(field) is not None}
+    kept = {name: field for name, field in value.items() if try_dumps(field) is not None}
     for name in value.keys() - kept.keys() - _LEFT_OUT:
         _LEFT_OUT.add(name)
         logger.warning("Groups are stored without Sample.%s, which cannot be pickled.", name)

@@ -7,10 +7,13 @@ Nothing is skipped in silence: a row without its keys, or with values of no use,
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import xxhash
 
 from slime.rollout.prompt_checks import check_label, check_prompt, parse_metadata, parse_tools
 from slime.rollout.prompt_files import checked_file, parquet_columns, read_rows
@@ -95,7 +98,8 @@ def get_source(sample: Sample) -> str:
 class Dataset:
     """The samples of one prompt file, in file order or in the order of an epoch.
 
-    Invariant: ``samples`` is a permutation of ``origin_samples``, which depends on seed and epoch only.
+    Invariant: ``samples`` is a permutation of ``origin_samples``, which depends on seed and epoch only;
+    ``fingerprint`` tells these rows in this order from others.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class Dataset:
         self.epoch_id = -1
         self.origin_samples: list[Sample] = []
         template_kwargs = dict(apply_chat_template_kwargs or {})
+        digests: dict[int, int] = {}
 
         def read(where: str, row: dict[str, Any]) -> Sample:
             required = {prompt_key: "--input-key"} | ({label_key: "--label-key"} if label_key else {})
@@ -144,13 +149,15 @@ class Dataset:
             rendered = render(tokenizer, prompt, tools, where, **template_kwargs) if apply_chat_template else prompt
             label = row[label_key] if label_key else None
             check_label(label, where, f"{label_key} (--label-key)")
-            return Sample(
+            sample = Sample(
                 prompt=rendered,
                 multimodal_inputs=_multimodal_inputs(prompt, processor),
                 apply_chat_template_kwargs=dict(template_kwargs),
                 label=label,
                 metadata=metadata,
             )
+            digests[id(sample)] = _digest(row[prompt_key], label)
+            return sample
 
         rows = read_rows(path)
         self.origin_samples = list(
@@ -161,6 +168,7 @@ class Dataset:
         if max_length is not None:
             self.origin_samples = _drop_long(self.origin_samples, tokenizer, processor, max_length, path)
         self.samples = self.origin_samples
+        self.fingerprint = _digest([digests[id(sample)] for sample in self.origin_samples], None)
 
     def shuffle(self, new_epoch_id: int) -> None:
         """Put the samples into the order of an epoch; it depends on nothing but the seed and the epoch."""
@@ -198,6 +206,12 @@ def _normalised_prompt(
         return prompt
     messages = as_messages(prompt, where)
     return insert_multimodal(messages, row, multimodal_keys, where) if multimodal_keys else messages
+
+
+def _digest(prompt: Any, label: Any) -> int:
+    """Return a number that tells this prompt, as it stands in its row, from others."""
+    text = json.dumps([prompt, label], default=str, separators=(",", ":"))
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def _multimodal_inputs(prompt: Any, processor: Any) -> dict[str, Any] | None:

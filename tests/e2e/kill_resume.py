@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -183,7 +182,7 @@ def kill_during_save(job: Job, save: Path, after: int, timeout_s: float) -> str:
 
 def waiting_groups(save: Path, rollout_id: int) -> set[int]:
     """Groups that a checkpoint holds to go on with: in the data source's buffer, or in flight."""
-    position = pickle.loads((save / "rollout" / f"ledger_position_{rollout_id}.pkl").read_bytes())
+    position = torch.load(save / "rollout" / f"ledger_position_{rollout_id}.pt", weights_only=False)
     return {group[0]["group_index"] for group in data_state(save, rollout_id)["buffer"] + position["open"]}
 
 

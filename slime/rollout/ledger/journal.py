@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.ledger.frames import Kind, pack_frame
 from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS
-from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot, try_pickle
+from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot
 from slime.rollout.ledger.segments import SEGMENT_BYTES, JournalWriter
+from slime.rollout.pickled_values import try_pickle
 from slime.utils.types import Sample
 
 PROMPT_CHARS = 160

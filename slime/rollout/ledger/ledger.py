@@ -28,7 +28,7 @@ from slime.rollout.ledger.frames import Kind, Record, describe_damage, segment_n
 from slime.rollout.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.rollout.ledger.recovery import Recovery, SourceRecorder
 from slime.rollout.ledger.segments import read_folder
-from slime.utils.atomic_file import write_atomically
+from slime.rollout.state_file import read_state, write_state
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -47,7 +47,7 @@ def ledger_folder(args: Namespace) -> Path | None:
 
 def position_path(folder: str, rollout_id: int) -> Path:
     """Return the file, beside the data position, with a checkpoint's position in the ledger."""
-    return Path(folder) / "rollout" / f"ledger_position_{rollout_id}.pkl"
+    return Path(folder) / "rollout" / f"ledger_position_{rollout_id}.pt"
 
 
 class Position(NamedTuple):
@@ -148,10 +148,12 @@ class Ledger(NoLedger):
         if self._args.load is None:
             return own, []
         path = position_path(self._args.load, start_rollout_id - 1)
+        if not path.is_file() and path.with_suffix(".pkl").is_file():
+            path = path.with_suffix(".pkl")  # of an earlier version
         if not path.is_file():
             logger.info("There is no ledger position %s: records after the checkpoint are not used.", path)
             return own, []
-        position = pickle.loads(path.read_bytes())
+        position = read_state(path, what="The position in the ledger")
         open_groups = groups_from_state(position["open"])
         if not self._is_own(position) or position["first"] >= own:
             logger.warning(
@@ -219,8 +221,8 @@ class Ledger(NoLedger):
         path = position_path(self._args.save, rollout_id)
         groups = groups_to_state([[Sample.from_dict(fields) for fields in issued.fields] for issued in open_groups])
         folder = str(self._folder.resolve())
-        content = pickle.dumps({"run": self._run, "folder": folder, "first": first, "open": groups + others})
-        write_atomically(path, lambda file: file.write(content), what="The position in the ledger")
+        content = {"run": self._run, "folder": folder, "first": first, "open": groups + others}
+        write_state(path, content, what="The position in the ledger")
         self._saved[rollout_id] = first
 
     def record_published(self, rollout_id: int) -> None:

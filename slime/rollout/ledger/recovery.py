@@ -9,7 +9,6 @@ samples handed over.
 from __future__ import annotations
 
 import logging
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from slime.rollout.ledger.journal import Journal, group_name, prompt_start
 from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, ReplayState, RolloutState
 from slime.rollout.ledger.sample_codec import apply_entry, to_entry
 from slime.rollout.ledger.segments import read_folder
+from slime.rollout.pickled_values import load_value
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -276,7 +276,7 @@ class Recovery:
             return None
         try:
             samples = self._repeat(rollout, source)
-            metrics = pickle.loads(rollout.batch.read_blob())
+            metrics = load_value(rollout.batch.read_blob(), where=f"The ledger, the metrics of rollout {rollout_id},")
         except DataError as error:
             logger.warning("Rollout %d is generated again, although its samples were kept: %s", rollout_id, error)
             self._stop(source)

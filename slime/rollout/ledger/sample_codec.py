@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from slime.rollout.ledger.frames import decode_value, encode_value
+from slime.rollout.pickled_values import load_value, try_pickle
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -311,18 +312,6 @@ def _encode_rest(small: dict[str, Any], pickled: dict[str, bytes], gone: list[st
         return encode_value([{}, pickled | as_pickles, gone])
 
 
-def try_pickle(value: Any, *, attempts: int = 3) -> bytes | None:
-    """Return the pickled value; None when it cannot be pickled.  A dict that another thread fills is tried again."""
-    for _ in range(attempts):
-        try:
-            return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        except RuntimeError:
-            continue
-        except Exception:  # Anything may be raised: the objects are the user's.
-            return None
-    return None
-
-
 def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of a sample for the head."""
     reward = values.get("reward")
@@ -365,7 +354,7 @@ def apply_leaf(base: dict[str, Any], leaf: Mapping[str, Any], blob: memoryview) 
         for name in gone:
             values.pop(name, None)
         values |= small
-        values |= {name: pickle.loads(data) for name, data in pickled.items()}
+        values |= {name: load_value(data, where=f"The ledger, Sample.{name},") for name, data in pickled.items()}
     return values, offset
 
 

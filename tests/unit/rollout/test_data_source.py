@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from slime.rollout import data_source as data_source_module
+from slime.rollout import state_file
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first, state_path
+from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.types import Sample
 
@@ -47,6 +49,7 @@ def make_args(tmp_path, monkeypatch):
             "save": str(tmp_path / "run"),
             "load": str(tmp_path / "run"),
             "start_rollout_id": None,
+            "accept_other_data": False,
         }
         return Namespace(**defaults | values)
 
@@ -249,11 +252,14 @@ def test_a_save_that_fails_leaves_the_old_file(make_args, monkeypatch):
     source.save(0)
     source.get_samples(3)
 
-    def fails_halfway(state, file):
-        file.write(b"half")
-        raise OSError("disk full")
+    def fails_halfway(path, write, **options):
+        def half(file):
+            file.write(b"half")
+            raise OSError("disk full")
 
-    monkeypatch.setattr(data_source_module.torch, "save", fails_halfway)
+        write_atomically(path, half, **options)
+
+    monkeypatch.setattr(state_file, "write_atomically", fails_halfway)
     with pytest.raises(DataError, match="disk full.*--save"):
         source.save(0)
     monkeypatch.undo()
@@ -268,12 +274,12 @@ def test_saving_needs_a_folder(make_args):
 
 
 def test_a_state_without_a_buffer_and_of_other_data_loads_with_a_warning(make_args, caplog):
-    source = RolloutDataSourceWithBuffer(make_args())
+    source = RolloutDataSourceWithBuffer(make_args(accept_other_data=True))
     source.add_samples(source.get_samples(1))
     old = {"sample_offset": 7, "epoch_id": 1, "sample_group_index": 9, "sample_index": 18, "metadata": {}}
     source.load_state_dict(old | {"num_prompts": 8})
     assert source.buffer == []
-    assert "had 8 prompts when its position was saved and has 5 now" in caplog.text
+    assert "--prompt-data had 8 prompts and has 5" in caplog.text
     assert names(source.get_samples(1)) == ["q0"]
     assert source.epoch_id == 2
 

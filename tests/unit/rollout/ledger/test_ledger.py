@@ -14,6 +14,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger, NoLedger, open_ledger, position_path
 from slime.rollout.ledger.segments import segment_files
+from slime.rollout.state_file import read_state
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import make_args
 from tools.ledger import main as tool
@@ -338,8 +339,9 @@ def test_groups_in_flight_are_given_again_when_the_ledger_is_another_or_gone(tmp
 def test_a_position_of_an_earlier_version_is_found_beside_its_checkpoint(tmp_path):
     in_flight_after_a_checkpoint(tmp_path / "a")
     path = position_path(str(tmp_path / "a"), 0)
-    position = pickle.loads(path.read_bytes())
+    position = read_state(path, what="It")
     del position["run"]
-    path.write_bytes(pickle.dumps(position))
+    path.with_suffix(".pkl").write_bytes(pickle.dumps(position))
+    path.unlink()
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert sorted(groups_of(Process(tmp_path / "b", start=1).ledger, 4)) == [2, 3, 4, 5]

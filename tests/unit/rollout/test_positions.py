@@ -1,0 +1,223 @@
+"""A data position is that of one data set in one order, and its file is read whole and without running code."""
+
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, state_path
+from slime.rollout.ledger.ledger import position_path
+from slime.rollout.ledger.sample_codec import EntryEncoder, apply_entry, snapshot
+from slime.rollout.state_file import read_state, write_state
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+from tests.unit.rollout.ledger.test_ledger import NumberedSource, Process
+from tests.unit.rollout.test_data_source import make_args  # noqa: F401  a fixture
+
+STATE = {"sample_offset": 3, "epoch_id": 1, "sample_group_index": 8, "sample_index": 16}
+
+
+def saved(args, num_groups=3):
+    source = RolloutDataSourceWithBuffer(args)
+    source.get_samples(num_groups)
+    source.save(0)
+    return source
+
+
+def rewrite(args, **changes):
+    path = state_path(args.load, 0)
+    write_state(path, read_state(path, what="It") | changes, what="It")
+
+
+def replace_rows(args, rows):
+    with open(args.prompt_data, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({"rollout_shuffle": True}, {"rollout_shuffle": True, "rollout_seed": 7}, "--rollout-seed was 42 and is 7"),
+        ({}, {"rollout_shuffle": True}, "--rollout-shuffle was off and is on"),
+        ({"rollout_shuffle": True}, {}, "--rollout-shuffle was on and is off"),
+    ],
+)
+def test_a_resume_in_another_order_is_an_error_with_the_flag_that_accepts_it(
+    make_args,  # noqa: F811
+    caplog,
+    before,
+    after,
+    says,  # noqa: F811
+):
+    saved(make_args(**before))
+    with pytest.raises(DataError) as caught:
+        RolloutDataSource(make_args(**after)).load(0)
+    assert says in str(caught.value) and "--accept-other-data" in str(caught.value) and "--load" in str(caught.value)
+    source = RolloutDataSource(make_args(**after, accept_other_data=True))
+    source.load(0)
+    assert source.sample_offset == 3 and says in caplog.text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"input": f"other {i}"} for i in range(5)],
+        [{"input": f"q{i}"} for i in (1, 0, 2, 3, 4)],
+        [{"input": f"q{i}"} for i in range(6)],
+        [{"input": f"q{i}"} for i in range(4)] + [{"input": [{"role": "user", "content": "q4"}]}],
+    ],
+)
+def test_a_resume_with_other_data_is_an_error(make_args, rows):  # noqa: F811
+    args = make_args()
+    saved(args)
+    replace_rows(args, rows)
+    with pytest.raises(DataError, match="--prompt-data was [0-9a-f]{16} and is [0-9a-f]{16}.*--accept-other-data"):
+        RolloutDataSource(args).load(0)
+    accepting = make_args(accept_other_data=True)
+    RolloutDataSource(accepting).load(0)
+
+
+def test_other_labels_are_other_data(make_args):  # noqa: F811
+    args = make_args(label_key="label")
+    replace_rows(args, [{"input": f"q{i}", "label": i} for i in range(5)])
+    saved(args)
+    replace_rows(args, [{"input": f"q{i}", "label": i + 1} for i in range(5)])
+    with pytest.raises(DataError, match="--prompt-data was"):
+        RolloutDataSource(args).load(0)
+
+
+def test_what_changes_no_order_is_accepted(make_args, tmp_path):  # noqa: F811
+    saved(make_args())
+    moved = tmp_path / "elsewhere.jsonl"
+    moved.write_text("".join(json.dumps({"input": f"q{i}", "other": 1}) + "\n\n" for i in range(5)))
+    source = RolloutDataSource(make_args(rollout_seed=7, prompt_data=str(moved)))
+    source.load(0)
+    assert source.get_samples(1)[0][0].prompt == "q3"
+
+
+def test_positions_beyond_the_data_or_of_no_sense_are_errors(make_args):  # noqa: F811
+    args = make_args()
+    saved(args)
+    rewrite(args, sample_offset=6)
+    with pytest.raises(DataError, match="6 prompts of an epoch were taken, and --prompt-data has 5"):
+        RolloutDataSource(args).load(0)
+    rewrite(args, sample_offset=5)
+    RolloutDataSource(args).load(0)
+    for name in STATE:
+        for value in (-1, None, 1.5, "3", True, [1]):
+            rewrite(args, **STATE | {"sample_offset": 3} | {name: value})
+            with pytest.raises(DataError, match=f"says {name} = .*, which must be a number from 0 on"):
+                RolloutDataSource(make_args(accept_other_data=True)).load(0)
+
+
+def test_positions_of_earlier_versions_and_of_the_original_are_read_with_a_line(make_args, caplog):  # noqa: F811
+    caplog.set_level("INFO")
+    args = make_args()
+    path = state_path(args.load, 0)
+    path.parent.mkdir(parents=True)
+    for extra in ({}, {"num_prompts": 5}, {"num_prompts": 5, "buffer": [[Sample(prompt="b").to_dict()]]}):
+        torch.save(STATE | {"metadata": {"note": (1, 2)}} | extra, path)
+        source = RolloutDataSourceWithBuffer(args)
+        source.load(0)
+        assert source.sample_offset == 3 and source.get_metadata() == {"note": (1, 2)}
+        assert len(source.buffer) == len(extra.get("buffer", []))
+    assert "of an earlier version, without a fingerprint" in caplog.text
+    torch.save(STATE | {"num_prompts": 9}, path)
+    with pytest.raises(DataError, match="--prompt-data had 9 prompts and has 5"):
+        RolloutDataSourceWithBuffer(args).load(0)
+
+
+# ------------------------------------------------------------------------------------------ the files
+
+
+class Payload:
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def positions(folder):
+    """A run's two position files, each with a function that reads it."""
+    process = Process(folder)
+    process.rollout(0)
+    process.ledger.data_source.get_samples(2)
+    process.save(0)
+    process.die()
+
+    def read_data():
+        args = process.args
+        NumberedSource(args).load(0)
+
+    def read_ledger():
+        resumed = Process.__new__(Process)
+        Process.__init__(resumed, folder, start=1)
+
+    return {state_path(str(folder), 0): read_data, position_path(str(folder), 0): read_ledger}
+
+
+def test_a_flip_of_any_byte_and_any_cut_of_a_position_is_an_error(tmp_path):
+    for path in positions(tmp_path):
+        whole = path.read_bytes()
+        expected = repr(read_state(path, what="It"))
+        for offset in range(len(whole)):
+            path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
+            with pytest.raises(DataError) as caught:
+                read_state(path, what="It")
+            assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+        for size in range(0, len(whole), 13):
+            path.write_bytes(whole[:size])
+            with pytest.raises(DataError, match=r"cut|damaged"):
+                read_state(path, what="It")
+        path.write_bytes(whole)
+        assert repr(read_state(path, what="It")) == expected
+        assert torch.load(path, weights_only=False).keys() == read_state(path, what="It").keys()
+
+
+@pytest.mark.parametrize(
+    "write", [lambda value, path: torch.save(value, path), lambda v, p: p.write_bytes(pickle.dumps(v))]
+)
+def test_a_position_from_a_stranger_runs_no_code(tmp_path, write):
+    for number, (path, read) in enumerate(positions(tmp_path / "run").items()):
+        marker = tmp_path / f"marker{number}"
+        whole = path.read_bytes()
+        write(STATE | {"first": 0, "open": [], "x": Payload(marker)}, path)
+        with pytest.raises(DataError, match="posix.mkdir|os.mkdir"):
+            read()
+        assert not marker.exists()
+        path.write_bytes(whole)
+
+
+def test_a_field_or_metrics_in_the_ledger_from_a_stranger_run_no_code(tmp_path, caplog):
+    marker = tmp_path / "marker"
+    sample = Sample(prompt="p", metadata={"x": Payload(marker)})
+    description, chunks = EntryEncoder(trust_identity=False).encode(None, snapshot(sample), None)
+    with pytest.raises(DataError, match="Sample.metadata, holds posix.mkdir"):
+        apply_entry(None, description, memoryview(b"".join(chunks)))
+    process = Process(tmp_path / "run")
+    record = process.ledger.journal.record_batch
+    process.ledger.journal.record_batch = lambda rollout_id, groups, metrics, **flags: record(
+        rollout_id, groups, {"x": Payload(marker)}, **flags
+    )
+    process.rollout(0)
+    process.die()
+    assert Process(tmp_path / "run").rollout(0) == [0, 1]
+    assert not marker.exists()
+    assert "the metrics of rollout 0, holds posix.mkdir" in caplog.text
+
+
+def test_tensors_and_arrays_of_samples_come_back_and_objects_of_classes_are_left_out(tmp_path, caplog):
+    state = {"a": torch.arange(3), "b": np.arange(2), "c": [[{"x": Sample, "y": (1, {2})}]], "d": {1: b"z"}}
+    write_state(tmp_path / "state.pt", state, what="The state")
+    found = read_state(tmp_path / "state.pt", what="The state")
+    assert found["a"].tolist() == [0, 1, 2] and found["b"].tolist() == [0, 1]
+    assert found["c"] == [[{"y": (1, {2})}]] and found["d"] == {1: b"z"}
+    assert "The state is stored without x" in caplog.text
+    sample = Sample(prompt="p", metadata={"t": torch.ones(2), "n": np.float32(2.5)})
+    description, chunks = EntryEncoder(trust_identity=False).encode(None, snapshot(sample), None)
+    values, _ = apply_entry(None, description, memoryview(b"".join(chunks)))
+    assert values["metadata"]["t"].tolist() == [1.0, 1.0] and values["metadata"]["n"] == 2.5
