@@ -18,12 +18,13 @@ import asyncio
 import functools
 from argparse import Namespace
 from typing import Any
+from urllib.parse import urlsplit
 
 from examples.agent_session import play
 from examples.coding_agent_rl.tiny_agent import TinyAgentHarness
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.harness import ClaudeCodeHarness, CodexHarness
-from slime.agent.sandbox import E2BSandbox, LocalSandbox, Sandbox
+from slime.agent.sandbox import E2BSandbox, LocalSandbox, Sandbox, check_local_sandbox
 from slime.utils.types import Sample
 
 AGENTS = {
@@ -41,14 +42,14 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
 
     async def work(url: str, sid: str) -> float:
         async with _free(getattr(args, "coding_agent_sandboxes", 8), id(asyncio.get_running_loop())):
-            async with E2BSandbox(facts["image"]) if "image" in facts else LocalSandbox() as sb:
+            async with _sandbox(args, facts, url) as sb:
                 workdir = facts.get("workdir") or str(getattr(sb, "folder", "/work"))
                 await _write(sb, workdir, facts)
                 await harness_class().run(
                     sb,
                     workdir=workdir,
                     session_id=sid,
-                    adapter_url=url,
+                    adapter_url=url if "image" in facts else f"http://127.0.0.1:{urlsplit(url).port}",
                     time_budget_sec=getattr(args, "coding_agent_time_s", 600),
                     prompt=str(facts.get("question", sample.prompt)),
                 )
@@ -58,6 +59,21 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
 
     host = getattr(args, "coding_agent_host", "127.0.0.1")
     return await play(args, sample, sampling_params, work, adapter_class=adapter_class, host=host)
+
+
+def check(args: Namespace) -> None:
+    """Refuse to start where a sandbox on this machine would be none."""
+    if getattr(args, "coding_agent", "tiny") == "tiny":  # others work in E2B
+        check_local_sandbox(args)
+
+
+generate.check_args = check
+
+
+def _sandbox(args: Namespace, facts: dict[str, Any], url: str) -> Sandbox:
+    if "image" in facts:
+        return E2BSandbox(facts["image"])
+    return LocalSandbox(reach=url, is_unsafe=getattr(args, "unsafe_local_sandbox", False))
 
 
 @functools.cache

@@ -48,7 +48,7 @@ class TinyAgentHarness(BaseHarness):
             sb,
             workdir=ctx.workdir,
             start_cmd="python3 -I -S agent.py < task",
-            env={"KEY": ctx.session_id, "URL": ctx.adapter_url, "TEST": "python3 test_f.py", "NO_PROXY": "*"},
+            env={"KEY": ctx.session_id, "URL": ctx.adapter_url, "TEST": "python3 -B test_f.py", "NO_PROXY": "*"},
             time_budget_sec=time_budget_sec,
             tag=f"{self.name}-{ctx.session_id}",
             user="root",

@@ -20,6 +20,7 @@ from typing import Any
 from examples.multi_turn import play
 from examples.retool.tool_sandbox import Limits, PythonSandbox
 from examples.tiny_arithmetic.reward import ends_behind_its_box
+from slime.agent.sandbox import check_local_sandbox
 from slime.rollout.rm_hub import grade_answer_verl
 from slime.utils.types import Sample
 
@@ -40,6 +41,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
             memory_mib=int(getattr(args, "retool_memory_mib", Limits.memory_mib)),
         ),
         int(getattr(args, "retool_processes", PROCESSES)),
+        getattr(args, "unsafe_local_sandbox", False),
     )
 
     async def environment(turn: str) -> str | None:
@@ -55,10 +57,13 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     return await play(args, sample, sampling_params, environment, max_turns=max_turns)
 
 
+generate.check_args = check_local_sandbox
+
+
 @functools.cache
-def sandbox_of(limits: Limits, processes: int) -> PythonSandbox:
+def sandbox_of(limits: Limits, processes: int, is_unsafe: bool) -> PythonSandbox:
     """One sandbox for all samples of the process."""
-    return PythonSandbox(limits, processes=processes)
+    return PythonSandbox(limits, processes=processes, is_unsafe=is_unsafe)
 
 
 def grade(sample: Sample) -> float:

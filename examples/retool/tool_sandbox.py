@@ -1,27 +1,22 @@
-"""Runs Python that a model wrote: in a process of its own, with bounds on time, memory, output and imports.
+"""Runs Python that a model wrote: isolated by the kernel, with bounds on time, memory and output.
 
-What the program can reach is chosen by name (``sandbox_child.py``): modules of pure computation, no files, no
-network, no other process.  That holds off a policy that learns to cheat its grader, and accidents.  It is no
-barrier against somebody who wants to break out of CPython: for that, put the rollout process into a container, or
-run the programs in one (``slime.agent.sandbox``).
+A program sees the standard library and an empty folder.  It cannot start a process or open a socket, and no file or
+variable of this machine is in its reach (``slime.agent.sandbox.runner``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import functools
+from dataclasses import dataclass
 
-CHILD = Path(__file__).with_name("sandbox_child.py")
+from slime.agent.sandbox.runner import IsolatedRunner
+from slime.agent.sandbox.runner import Limits as RunnerLimits
+
 START_S = 10.0
-"""On top of ``time_s``: what a process may take to start and to end on a machine with busy cores."""
+"""On top of ``time_s``: what a program may sleep or wait for busy cores."""
+DISK_MIB = 16
+THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Limits:
     time_s: float = 5.0
     """Of its processor; on the clock it may take ``START_S`` longer."""
     memory_mib: int = 512
-    """Address space, the interpreter included (about 20 MiB)."""
+    """Address space, the interpreter included (about 30 MiB)."""
     output_characters: int = 2000
 
 
@@ -48,61 +43,53 @@ class Result:
 class PythonSandbox:
     """Runs up to ``processes`` programs at the same time; others wait for their turn."""
 
-    def __init__(self, limits: Limits, *, processes: int) -> None:
-        self.limits = limits
-        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="sandbox")
+    def __init__(self, limits: Limits, *, processes: int, is_unsafe: bool = False) -> None:
+        self.limits, self.processes, self.is_unsafe = limits, processes, is_unsafe
 
     async def run(self, program: str) -> Result:
-        """Run it, without holding up the event loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, run_program, program, self.limits)
+        """Run it, without holding up the event loop.
+
+        Raises:
+            ConfigError: this machine cannot isolate programs.
+            SandboxError: isolation failed; that is the machine's fault and not the program's.
+        """
+        async with _free(self.processes, id(asyncio.get_running_loop())):
+            return await _run(program, self.limits, self.is_unsafe)
 
 
-def run_program(program: str, limits: Limits) -> Result:
-    """Run ``program`` and wait for its end, which comes after ``time_s`` at the latest.
+def run_program(program: str, limits: Limits, *, is_unsafe: bool = False) -> Result:
+    """Run one program where no event loop runs."""
+    return asyncio.run(_run(program, limits, is_unsafe))
 
-    Raises:
-        OSError: no process could be started; that is the machine's fault and not the program's.
-    """
-    with tempfile.TemporaryDirectory(prefix="slime-sandbox-") as folder:
-        # -I -S: nothing of the user's environment, no site-packages.  The child sets its own limits before it reads.
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(CHILD), json.dumps(asdict(limits))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"LANG": "C.UTF-8"},
-            start_new_session=True,
-        )
+
+async def _run(program: str, limits: Limits, is_unsafe: bool) -> Result:
+    bounds = RunnerLimits(
+        memory_mib=limits.memory_mib,
+        disk_mib=DISK_MIB,
+        processes=THREADS,
+        output_bytes=4 * limits.output_characters,  # UTF-8
+    )
+    own = {"as": limits.memory_mib << 20, "cpu": max(1, int(limits.time_s + 0.999))}
+    async with IsolatedRunner(bounds, is_unsafe=is_unsafe) as runner:
         try:
-            raw, _ = child.communicate(program.encode(errors="replace"), timeout=limits.time_s + START_S)
-        except subprocess.TimeoutExpired:
-            raw = b""
-        finally:
-            _kill(child)
-    return _read(raw, limits)
+            ended = await runner.run(
+                None, stdin=program.encode(errors="replace"), timeout_s=limits.time_s + START_S, limits=own
+            )
+        except TimeoutError:
+            return _killed(limits)
+    output = ended.out.decode(errors="replace")
+    if "output" in ended.reason or len(output) > limits.output_characters + 1:
+        return Result(False, f"{output[: limits.output_characters]}\nerror: the output is too long")
+    if ended.code < 0:
+        return _killed(limits)
+    return Result(ended.code == 0, output.rstrip("\n") or "(no output)")
 
 
-def _read(raw: bytes, limits: Limits) -> Result:
-    """The child's last words; one that was killed had none."""
-    try:
-        answer = json.loads(raw)
-    except ValueError:
-        return Result(False, f"error: killed; {limits.time_s:g} s and {limits.memory_mib} MiB are allowed")
-    output = answer["output"][: limits.output_characters].rstrip("\n")
-    if answer["error"]:
-        output = f"{output}\n{answer['error']}".lstrip("\n")
-    return Result(not answer["error"], output or "(no output)")
+def _killed(limits: Limits) -> Result:
+    return Result(False, f"error: killed; {limits.time_s:g} s and {limits.memory_mib} MiB are allowed")
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End what is left of the child and of all that it may have started."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it is gone, as it should be
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            pipe.close()
+@functools.cache
+def _free(count: int, loop: int) -> asyncio.Semaphore:
+    """Return what bounds the programs of one event loop."""
+    return asyncio.Semaphore(count)

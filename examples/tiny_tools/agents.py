@@ -50,7 +50,7 @@ def code_row(a: int, b: int, sign: str) -> dict[str, Any]:
     values = [number * a + (b if sign == "+" else -b) for number in range(5)]
     test = f"from f import f\nassert [f(a) for a in range(5)] == {values}, {WRONG!r}\n"
     question = f"f(a)=a*{a}{sign}{b}"
-    metadata = {"question": question, "files": {"test_f.py": test}, "test": "python3 test_f.py"}
+    metadata = {"question": question, "files": {"test_f.py": test}, "test": "python3 -B test_f.py"}
     return {"prompt": question, "label": "", "metadata": metadata}
 
 

@@ -28,12 +28,17 @@ OF_EVAL_DATASET = ("--custom-rm-path", "--custom-generate-function-path")
 def check_hooks_on_driver(args: Namespace) -> None:
     """Check every plug-in named in ``args`` as far as the driver can.
 
+    A plug-in of the rollout side may have an attribute ``check_args``: a function that raises ConfigError when the run
+    cannot work with it.
+
     Raises:
         HookError: names the flag, its value, the call and what is wrong.
     """
     for hook, path, where in named_hooks(args):
         if hook.side == "rollout":
-            check_import(hook, path, where)
+            target = check_import(hook, path, where)
+            if args.plan is None and hasattr(target, "check_args"):
+                target.check_args(args)
         else:
             check_source(hook, path, where)
     check_spec_source(backend_flags(args).spec)
@@ -79,8 +84,8 @@ def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
                 yield hook, path, f"{hook.dest} of eval data set {dataset.name}"
 
 
-def check_import(hook: Hook, path: str, where: str) -> None:
-    """Import ``path`` and check what it names against the protocol of ``hook``.
+def check_import(hook: Hook, path: str, where: str) -> Any:
+    """Import ``path``, check what it names against the protocol of ``hook``, and return it.
 
     Raises:
         HookError: see ``check_hooks_on_driver``.
@@ -100,8 +105,9 @@ def check_import(hook: Hook, path: str, where: str) -> None:
     try:
         signature = inspect.signature(target)
     except ValueError:
-        return  # a builtin tells nobody its signature
+        return target  # a builtin tells nobody its signature
     check_signature(hook, path, where, signature)
+    return target
 
 
 def check_source(hook: Hook, path: str, where: str) -> None:

@@ -113,6 +113,12 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
         help="Addresses of engines that run outside of the job; slime starts none.",
     )
     group.add_argument(
+        "--unsafe-local-sandbox",
+        action="store_true",
+        help="Do not isolate the sandboxes of this machine: programs that the model wrote may do whatever the rollout "
+        "process may. Needed where neither bubblewrap nor namespaces of users are available.",
+    )
+    group.add_argument(
         "--use-distributed-post", action="store_true", help="Send HTTP requests from several Ray actors."
     )
     group.add_argument("--rollout-buffer-url", default=None, help="Address of a stand-alone rollout buffer service.")

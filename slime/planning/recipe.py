@@ -1,13 +1,14 @@
 """The command that a launch script submits, read by running the script where it can do nothing.
 
 Whatever a script calls is one of three: a tool of ``HARMLESS``, run as it is; Python with ``-c`` or a text of its own,
-run too; anything else, written down and not done.  ``sandbox.py`` holds what goes past PATH: absolute paths, ``kill``,
-redirections.
+run too; anything else, written down and not done.  Isolation (``slime.agent.sandbox.view``) holds what goes past PATH:
+absolute paths, ``kill``, redirections.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.planning import sandbox
+from slime.agent.sandbox.view import IsolationError, isolating_command, view_of_everything
 from slime.utils import env
 from slime.utils.errors import ConfigError
 
@@ -89,7 +90,7 @@ def read_recipe(script: str, more: Sequence[str], folder: Path, *, is_trusted: b
         raise ConfigError(f"{script} does not exist; give a recipe (scripts/run-*.sh) or the arguments of train.py.")
     tools = folder / "tools"
     record, calls = folder / "submitted", folder / "calls"
-    for left in (record, calls, folder / sandbox.UNPROTECTED):
+    for left in (record, calls):
         left.unlink(missing_ok=True)
     _write_tools(tools)
     variables = {
@@ -106,16 +107,18 @@ def read_recipe(script: str, more: Sequence[str], folder: Path, *, is_trusted: b
     # Functions of the caller's shell would stand for commands.
     inherited = {name: value for name, value in env.copy().items() if not name.startswith("BASH_FUNC_")}
     command = [_real("bash"), str(Path(script).resolve()), *more]
-    done = _run(command, inherited | variables, folder)
-    if done.returncode == sandbox.EXIT_UNPROTECTED and (folder / sandbox.UNPROTECTED).is_file():
-        reason = (folder / sandbox.UNPROTECTED).read_text()
+    try:
+        held, ends = isolating_command(keeps_user=True)(view_of_everything(str(folder)))
+    except IsolationError as error:
         if not is_trusted:
             raise ConfigError(
-                f"{script} was not run: nothing here would hold it back from other processes and files ({reason}). "
-                "Run it as root, in a container with CAP_SYS_ADMIN, or where users may make namespaces; give the "
-                "arguments of train.py instead; or say --trust-script when you know what it does."
-            )
-        done = _run(command, inherited | variables, folder, is_held=False)
+                f"{script} was not run: nothing here would hold it back from other processes and files "
+                f"({error.reasons}). Install bubblewrap; run it as root, in a container with CAP_SYS_ADMIN, or where "
+                "users may make namespaces; give the arguments of train.py instead; or say --trust-script when you "
+                "know what it does."
+            ) from error
+        held, ends = [], []
+    done = _run([*held, *command], inherited | variables, ends, script)
     written = calls.read_text().splitlines() if calls.is_file() else []
     if not record.is_file():
         raise ConfigError(
@@ -126,18 +129,20 @@ def read_recipe(script: str, more: Sequence[str], folder: Path, *, is_trusted: b
 
 
 def _run(
-    command: list[str], environment: dict[str, str], folder: Path, *, is_held: bool = True
+    command: list[str], environment: dict[str, str], ends: list[int], script: str
 ) -> subprocess.CompletedProcess[str]:
-    held = [sys.executable, "-I", "-S", sandbox.__file__, str(folder)] if is_held else []
     try:
         return subprocess.run(
-            [*held, *command], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-            timeout=TIMEOUT_S, errors="replace",
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            timeout=TIMEOUT_S, errors="replace", pass_fds=ends,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{command[1]} submitted no job within {TIMEOUT_S} s; correct it, or give the arguments of train.py."
+            f"{script} submitted no job within {TIMEOUT_S} s; correct it, or give the arguments of train.py."
         ) from error
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def _real(name: str) -> str:

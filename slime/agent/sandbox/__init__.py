@@ -11,6 +11,7 @@ from slime.agent.sandbox.protocol import (
     ensure_agent_user,
     exec_and_wait,
 )
+from slime.agent.sandbox.view import check_local_sandbox
 
 __all__ = [
     "EXIT_TIME_BUDGET_EXCEEDED",
@@ -20,6 +21,7 @@ __all__ = [
     "LocalSandbox",
     "Sandbox",
     "SandboxError",
+    "check_local_sandbox",
     "ensure_agent_user",
     "exec_and_wait",
 ]

@@ -1,35 +1,39 @@
-"""A folder of this machine as a sandbox: for tests and for tools that are trusted.  It isolates nothing."""
+"""A sandbox on this machine: commands see the system, Python and a folder, in memory."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import shutil
-import signal
-import tempfile
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from slime.agent.sandbox.protocol import ExecResult, FileContent, SandboxError, checked
-from slime.utils import env as environment
+from slime.agent.sandbox.runner import Ended, IsolatedRunner, Limits
 
-logger = logging.getLogger(__name__)
-
-KILL_WAIT_S = 10.0
-"""For the kernel to end a killed process."""
+FILE_TIMEOUT_S = 120.0
+EXIT_MISSING = 44
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+_READ = f'[ -e "$1" ] || exit {EXIT_MISSING}; exec cat -- "$1"'
 
 
 class LocalSandbox:
-    """A folder of this machine, deleted at the end, where commands run as the user of this process.
+    """Commands of bash in isolation on this machine; all processes and files end with it.
 
-    ``user`` is ignored.  Paths of ``write_file`` and ``read_file`` are paths of this machine; relative ones lie in
-    the folder.
+    They run in ``folder``, under a user without rights, without network and without the variables of this process.
+    ``user`` is ignored.  Paths of ``write_file`` and ``read_file`` are the sandbox's; relative ones lie in ``folder``.
+
+    Args:
+        limits: bounds of all commands together.
+        reach: a URL of this machine that the sandbox reaches as ``adapter_url``.
+        is_unsafe: isolate nothing (``--unsafe-local-sandbox``).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, limits: Limits | None = None, reach: str | None = None, is_unsafe: bool = False) -> None:
+        self._runner = IsolatedRunner(limits, reach=reach, is_unsafe=is_unsafe)
         self.folder: Path | None = None
 
     @property
@@ -38,14 +42,14 @@ class LocalSandbox:
         return "" if self.folder is None else self.folder.name
 
     async def __aenter__(self) -> Self:
-        self.folder = Path(tempfile.mkdtemp(prefix="slime-sandbox-"))
+        await self._runner.__aenter__()
+        self.folder = self._runner.folder
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        await self._runner.__aexit__(kind, error, trace)
 
     async def exec(
         self,
@@ -57,54 +61,53 @@ class LocalSandbox:
         check: bool = False,
         idempotent: bool = True,
     ) -> ExecResult:
-        """Run a shell command in the folder.  Raises SandboxError after ``timeout`` seconds."""
-        process = await asyncio.create_subprocess_exec(
-            "bash",
-            "-c",
-            cmd,
-            cwd=self._entered(),
-            env={**environment.copy(), **(env or {})},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        try:
-            out, err = await asyncio.wait_for(process.communicate(), timeout)
-        except TimeoutError as error:
-            raise SandboxError(f"A command did not end within {timeout:.0f} s: {cmd[:300]!r}.") from error
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                await _reap(process)
-        result = ExecResult(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
+        """Run a shell command in the folder and wait for its end; what it started in the background goes on.
+
+        Raises:
+            SandboxError: it passed ``timeout`` or another limit, and was killed with what it started.
+        """
+        ended = await self._run(["bash", "-c", cmd], repr(cmd[:300]), env=env, timeout_s=timeout)
+        code = ended.code if ended.code >= 0 else 128 - ended.code
+        result = ExecResult(code, ended.out.decode(errors="replace"), ended.err.decode(errors="replace"))
         return checked(result, cmd, check)
 
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
         """Write a file; folders on the way are made."""
-        target = self._entered() / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        data = content.read_bytes() if isinstance(content, Path) else content
-        target.write_bytes(data.encode() if isinstance(data, str) else data)
+        data = await asyncio.to_thread(content.read_bytes) if isinstance(content, Path) else content
+        stdin = data.encode() if isinstance(data, str) else data
+        ended = await self._run(["bash", "-c", _WRITE, "write", str(path)], f"write {path}", stdin=stdin)
+        if ended.code != 0:
+            raise SandboxError(f"{path} cannot be written: {ended.err.decode(errors='replace').strip()[-300:]}.")
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
         """Return the text of a file; "" when it does not exist."""
-        try:
-            return (self._entered() / path).read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
+        ended = await self._run(["bash", "-c", _READ, "read", str(path)], f"read {path}")
+        if ended.code == EXIT_MISSING:
             return ""
-        except OSError as error:
-            raise SandboxError(f"{path} cannot be read: {error}.") from error
+        if ended.code != 0:
+            raise SandboxError(f"{path} cannot be read: {ended.err.decode(errors='replace').strip()[-300:]}.")
+        return ended.out.decode(errors="replace")
 
-    def _entered(self) -> Path:
-        if self.folder is None:
-            raise SandboxError("The sandbox was not entered; use it with 'async with'.")
-        return self.folder
-
-
-async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Wait for a killed process to be gone."""
-    try:
-        await asyncio.wait_for(process.wait(), KILL_WAIT_S)
-    except TimeoutError:  # stuck in the kernel; nobody needs it any more
-        logger.warning("Process %d of a sandbox outlives its SIGKILL.", process.pid)
+    async def _run(
+        self,
+        argv: Sequence[str],
+        what: str,
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = FILE_TIMEOUT_S,
+    ) -> Ended:
+        variables = {
+            "PATH": f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}",
+            "HOME": str(self.folder),
+            "USER": "sandbox",
+            "LANG": "C.UTF-8",
+            "TMPDIR": "/tmp",
+        }
+        try:
+            ended = await self._runner.run(argv, stdin=stdin, env=variables | dict(env or {}), timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise SandboxError(f"A command did not end within {timeout_s:g} s: {what}.") from error
+        if ended.reason:
+            raise SandboxError(f"A command was killed because of {ended.reason}: {what}.")
+        return ended

@@ -174,9 +174,9 @@ def test_a_program_in_a_shell_becomes_a_sample(tokenizer):
 
     async def play():
         harness = ScriptHarness()
-        async with LocalSandbox() as sb:
+        url = f"http://127.0.0.1:{server.port}"
+        async with LocalSandbox(reach=url) as sb:
             adapter.open_session(sb.sandbox_id)
-            url = f"http://127.0.0.1:{server.port}"
             ctx = HarnessContext(workdir=str(sb.folder), session_id=sb.sandbox_id, adapter_url=url)
             await harness.install_cli(sb)
             await harness.write_config(sb, ctx)

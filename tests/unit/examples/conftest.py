@@ -45,6 +45,7 @@ def talk(tmp_path) -> Iterator[Talk]:
             "partial_rollout": False,
             "mask_offpolicy_in_partial_rollout": False,
             "group_rm": False,
+            "unsafe_local_sandbox": False,
             "custom_generate_function_path": None,
             "custom_rm_path": None,
             "rollout_seed": 0,

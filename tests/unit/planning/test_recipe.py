@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.planning import sandbox
+from slime.agent.sandbox.view import IsolationError, isolating_command
+from slime.planning import recipe as recipe_module
 from slime.planning.recipe import read_recipe
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
@@ -34,10 +35,12 @@ def read(tmp_path: Path, text: str, *more: str, is_trusted: bool = False):
     return read_recipe(script_of(tmp_path, text), more, folder, is_trusted=is_trusted)
 
 
-def can_hold(folder: Path) -> bool:
-    """True where this machine has namespaces for users; else plans refuse scripts, which the next tests see."""
-    command = [sys.executable, "-I", "-S", sandbox.__file__, str(folder), "true"]
-    return subprocess.run(command, check=False).returncode == 0
+def can_hold() -> bool:
+    """True where this machine isolates; else plans refuse scripts, which the next tests see."""
+    try:
+        return isolating_command(keeps_user=True) is not None
+    except IsolationError:
+        return False
 
 
 def test_a_script_that_begins_by_ending_every_python_gives_its_command(tmp_path):
@@ -81,28 +84,20 @@ def test_a_job_that_is_no_training_is_an_error(tmp_path):
         read(tmp_path, "ray job submit -- bash -c 'x'", is_trusted=True)
 
 
+def refuse(keeps_user: bool) -> None:
+    raise IsolationError(["unshare: not permitted"])
+
+
 def test_where_nothing_can_hold_a_script_it_is_not_run(tmp_path, monkeypatch):
-    refusing = tmp_path / "refusing.py"
-    refusing.write_text(
-        "import pathlib, sys\npathlib.Path(sys.argv[1], 'unprotected').write_text('unshare: not permitted')\n"
-        "sys.exit(125)\n"
-    )
-    monkeypatch.setattr(sandbox, "__file__", str(refusing))
+    monkeypatch.setattr(recipe_module, "isolating_command", refuse)
     with pytest.raises(ConfigError, match=r"was not run.*unshare: not permitted.*--trust-script"):
         read(tmp_path, f"echo met > {tmp_path}/met; {SUBMIT}")
     assert not (tmp_path / "met").exists()
 
 
-def test_the_sandbox_says_why_it_ran_nothing(tmp_path):
-    """Without a folder to mount, sealing fails before the program is started."""
-    folder = tmp_path / "private"
-    folder.mkdir()
-    (folder / "devices").write_text("in the way")
-    command = [sys.executable, "-I", "-S", sandbox.__file__, str(folder), "touch", str(folder / "met")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == sandbox.EXIT_UNPROTECTED
-    assert (folder / sandbox.UNPROTECTED).read_text()
-    assert not (folder / "met").exists()
+def test_a_trusted_script_is_run_where_nothing_holds_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe_module, "isolating_command", refuse)
+    assert read(tmp_path, SUBMIT, is_trusted=True).words == ["--num-rollout", "3"]
 
 
 HARM = """
@@ -143,11 +138,10 @@ def test_the_most_harmful_script_harms_nobody(tmp_path):
     inner.mkdir(parents=True)
     precious.mkdir()
     (precious / "file").write_text("kept")
-    if not can_hold(outer):
+    if not can_hold():
         with pytest.raises(ConfigError, match="was not run"):
             read(tmp_path, SUBMIT)
         return
-    (outer / "devices").rmdir()
     script = outer / "harm.sh"
     harm = HARM.replace("{precious}", str(precious)).replace("{python}", shlex.quote(sys.executable))
     script.write_text(f"#!/bin/bash\n{harm}\n{SUBMIT}\n")

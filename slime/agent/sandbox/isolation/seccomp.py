@@ -1,0 +1,109 @@
+"""The system calls that programs in isolation do not have.
+
+What namespaces do not cover: calls that act on the kernel as a whole, that reach into other processes, that make new
+namespaces, that keep memory beyond the limits, and kinds of sockets that leave the network namespace (AF_VSOCK).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+PR_SET_SECCOMP, MODE_FILTER = 22, 2
+LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+ALLOW, KILL_PROCESS, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
+"""Offsets in ``struct seccomp_data``; of an argument the low half."""
+
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Column of the table below, and the kernel's name for the architecture."""
+
+REFUSED = {
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
+    "unshare": (272, 97), "setns": (308, 268), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142), "syslog": (103, 116),
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "acct": (163, 89),
+    "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "quotactl": (179, 60),
+    "memfd_create": (319, 279), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "swapon": (167, 224), "swapoff": (168, 225), "settimeofday": (164, 170), "clock_settime": (227, 112),
+    "adjtimex": (159, 171), "clock_adjtime": (305, 266), "personality": (135, 92), "lookup_dcookie": (212, 18),
+    "move_pages": (279, 239), "migrate_pages": (256, 238), "modify_ldt": (154, None), "iopl": (172, None),
+    "ioperm": (173, None), "uselib": (134, None), "sysfs": (139, None), "nfsservctl": (180, 42),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "pidfd_getfd": (438, 438), "process_madvise": (440, 440),
+    "mount_setattr": (442, 442), "quotactl_fd": (443, 443), "memfd_secret": (447, 447),
+}  # fmt: skip
+REFUSED_TO_ONE_PROCESS = {
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "socket": (41, 198), "socketpair": (53, 199),
+}  # fmt: skip
+"""Besides: another process, another program, a socket."""
+
+CLONE, CLONE3, SOCKET, IOCTL = (56, 220), 435, (41, 198), (16, 29)
+LAST = 462
+"""Later calls count as not there."""
+CLONE_THREAD, NEW_NAMESPACES = 0x00010000, 0x7E020080
+SOCKET_FAMILIES = (1, 2, 10)
+"""Unix, IPv4 and IPv6: these belong to a file system or a network namespace."""
+TERMINAL_INPUT = (0x5412, 0x541C)
+"""TIOCSTI and TIOCLINUX type into a terminal."""
+
+
+def install(*, only_threads: bool = False) -> None:
+    """Refuse the calls to this process and to all that it starts.
+
+    Args:
+        only_threads: refuse other processes, programs and sockets too.
+
+    Raises:
+        OSError: the kernel or the processor does not have it.
+    """
+    code = b"".join(_program(only_threads))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_SECCOMP, MODE_FILTER, header, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), "seccomp")
+
+
+def _program(only_threads: bool) -> list[bytes]:
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        raise OSError(0, f"{machine} processors are not supported", "seccomp")
+    column, architecture = MACHINES[machine]
+    code = [_step(LOAD, ARCHITECTURE), _step(EQUAL, architecture, 1, 0), _step(RETURN, KILL_PROCESS)]
+    code += [_step(LOAD, NUMBER), _step(GREATER, LAST, 0, 1), _step(RETURN, REFUSE | errno.ENOSYS)]
+    # glibc then makes threads by clone, whose flags can be seen here.
+    code += [_step(EQUAL, CLONE3, 0, 1), _step(RETURN, REFUSE | errno.ENOSYS)]
+    for numbers in [*REFUSED.values(), *(REFUSED_TO_ONE_PROCESS.values() if only_threads else ())]:
+        if (number := numbers[column]) is not None:
+            code += [_step(EQUAL, number, 0, 1), _refusal(errno.EPERM)]
+    checks = [_step(ANY_BIT, NEW_NAMESPACES, 0, 1), _refusal(errno.EPERM)]
+    if only_threads:
+        checks += [_step(ANY_BIT, CLONE_THREAD, 1, 0), _refusal(errno.EPERM)]
+    code += _of_call(CLONE[column], FIRST_ARGUMENT, checks)
+    allowed = [_step(EQUAL, family, len(SOCKET_FAMILIES) - place, 0) for place, family in enumerate(SOCKET_FAMILIES)]
+    code += _of_call(SOCKET[column], FIRST_ARGUMENT, [*allowed, _refusal(errno.EAFNOSUPPORT)])
+    typing = [step for request in TERMINAL_INPUT for step in (_step(EQUAL, request, 0, 1), _refusal(errno.EPERM))]
+    code += _of_call(IOCTL[column], SECOND_ARGUMENT, typing)
+    return [*code, _step(RETURN, ALLOW)]
+
+
+def _of_call(number: int, argument: int, checks: list[bytes]) -> list[bytes]:
+    """Apply ``checks`` to an argument of the call, then allow it; pass over other calls."""
+    steps = [_step(LOAD, argument), *checks, _step(RETURN, ALLOW)]
+    return [_step(EQUAL, number, 0, len(steps)), *steps]
+
+
+def _refusal(number: int) -> bytes:
+    return _step(RETURN, REFUSE | number)
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)

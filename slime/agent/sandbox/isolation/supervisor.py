@@ -1,0 +1,214 @@
+"""The first process in isolation: starts what the host asks for, tells how it ended, and takes all with it at the end.
+
+The host sends a message for each job through a socket, with four descriptors: standard input, output and error, and
+the job's own socket.  On that one the exit status goes back; when the host closes it, the job is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from slime.agent.sandbox.isolation import namespaces, seccomp
+
+PR_SET_CHILD_SUBREAPER = 36
+MESSAGE_BYTES = 1 << 18
+WATCH_MS = 200
+"""Between two looks at the memory and the number of all processes."""
+EXIT_NOT_STARTED = 127
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def set_limits(limits: dict[str, int]) -> None:
+    """Set rlimits, by their names in lower case, for this process and all that it starts; none is raised."""
+    for name, value in {"nofile": 1024, **limits, "core": 0}.items():
+        kind = getattr(resource, f"RLIMIT_{name.upper()}")
+        hard = resource.getrlimit(kind)[1]
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (allowed, allowed))
+
+
+class Supervisor:
+    """Serves the host until it hangs up."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._control = socket.socket(fileno=spec["control"])
+        self._memory_bytes, self._processes = spec["memory_bytes"], spec["processes"]
+        self._ports = spec["ports"]
+        self._jobs: dict[int, socket.socket] = {}
+        self._reason = ""
+        """What ended everything, for the jobs that ended by it."""
+
+    def serve(self) -> None:
+        """Start jobs until the host hangs up; what still runs then is killed."""
+        namespaces.call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # without a namespace: orphans stay within reach
+        if not os.path.exists("/proc/self"):  # nobody sees what they use together
+            set_limits({"as": self._memory_bytes})
+        woken, wake = os.pipe()
+        for end in (woken, wake):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        listeners = [socket.create_server(("127.0.0.1", port)) for port in self._ports]
+        socket.send_fds(self._control, [b"ready"], [listener.fileno() for listener in listeners])
+        for listener in listeners:
+            listener.close()
+        while True:
+            poller = select.poll()
+            for end in (self._control.fileno(), woken, *(job.fileno() for job in self._jobs.values())):
+                poller.register(end, select.POLLIN)
+            ready = {end for end, _ in poller.poll(WATCH_MS)}
+            if woken in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(woken, 4096)
+            self._reap()
+            for pid, job in list(self._jobs.items()):
+                if job.fileno() in ready:  # the host says nothing on it: it has hung up
+                    _kill_tree(pid)
+            if self._control.fileno() in ready and not self._start():
+                _kill_everything()
+                return
+            self._watch()
+
+    def _start(self) -> bool:
+        """Start the job of the next message; False when there will be none."""
+        message, ends, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 4)
+        if not message:
+            return False
+        try:
+            pid = os.fork()
+        except BlockingIOError:
+            answer = {"code": -signal.SIGKILL, "reason": f"{self._processes} processes that run already"}
+            os.write(ends[3], json.dumps(answer).encode())
+            pid = -1
+        if pid == 0:
+            _become_job(json.loads(message), ends)
+        for end in ends[:3] if pid > 0 else ends:
+            os.close(end)
+        if pid > 0:
+            self._jobs[pid] = socket.socket(fileno=ends[3])
+        return True
+
+    def _reap(self) -> None:
+        """Tell the host the status of jobs that ended; other processes are forgotten."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if (job := self._jobs.pop(pid, None)) is not None:
+                code = os.waitstatus_to_exitcode(status)
+                with contextlib.suppress(OSError):  # the host no longer asks
+                    job.send(json.dumps({"code": code, "reason": self._reason if code < 0 else ""}).encode())
+                job.close()
+
+    def _watch(self) -> None:
+        """Kill everything when it takes too much all together; limits of the kernel are those of one process."""
+        sizes = [size for pid in _descendants(os.getpid()) if (size := _resident_bytes(pid)) is not None]
+        if sum(sizes) > self._memory_bytes:
+            self._reason = f"more than {self._memory_bytes >> 20} MiB of memory"
+        elif len(sizes) > self._processes:
+            self._reason = f"more than {self._processes} processes"
+        else:
+            return
+        _kill_everything()
+
+
+def _become_job(order: dict[str, Any], ends: list[int]) -> NoReturn:
+    """Take the descriptors, then be the program; Python without a program is read from standard input."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        os.setsid()
+        for number, end in enumerate(ends[:3]):
+            os.dup2(end, number)
+        os.closerange(3, max(64, *ends) + 1)
+        os.chdir(order["cwd"])
+        set_limits(order["limits"])
+        if order["argv"] is None:
+            _run_python()
+        namespaces.call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what detaches itself is still found below it
+        os.execvpe(order["argv"][0], order["argv"], order["env"])
+    except OSError as error:
+        os.write(2, f"{error}\n".encode())
+    os._exit(EXIT_NOT_STARTED)
+
+
+def _run_python() -> NoReturn:
+    """Run the program from standard input in this process: it can have no other, and no socket."""
+    with open(0, "rb", closefd=False) as file:
+        source = file.read().decode(errors="replace")
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, encoding="utf-8", errors="replace", closefd=False)
+        for number, mode in enumerate(("r", "w", "w"))
+    )
+    sys.argv[:] = ["program"]
+    seccomp.install(only_threads=True)
+    code = 0
+    try:
+        exec(compile(source, "program", "exec"), {"__name__": "__main__"})
+    except SystemExit:
+        code = 0
+    except BaseException as error:
+        code = 1
+        with contextlib.suppress(BaseException):
+            print(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _kill_everything() -> None:
+    """Kill all processes but this one."""
+    if os.getpid() == 1:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # of the namespace: none is started while the kernel does this
+    else:
+        _kill_tree(os.getpid())
+
+
+def _kill_tree(root: int) -> None:
+    """Kill a process and all below it; of this process, all below it."""
+    me = os.getpid()
+    stopped: set[int] = set()
+    while new := {root, *_descendants(root)} - stopped - {me}:
+        for pid in new:  # a stopped process starts no other behind our back
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if root != me:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(root, signal.SIGKILL)  # without /proc the tree above was empty
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/stat") as file:
+            parent = int(file.read().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
+
+
+def _resident_bytes(pid: int) -> int | None:
+    """Return the memory of a process; None when it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * PAGE_BYTES
+    return None

@@ -1,0 +1,352 @@
+"""Programs in isolation from this machine and from each other's runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+from slime.agent.sandbox.protocol import SandboxError
+from slime.agent.sandbox.view import (
+    Command,
+    View,
+    isolating_command,
+    processes_can_be_limited,
+    unsafe_command,
+    view_for_programs,
+)
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+"""For the first process in isolation to answer, on a machine with busy cores."""
+KILL_WAIT_S = 10.0
+"""For the kernel to end what was killed."""
+CONNECT_TIMEOUT_S = 10.0
+MAX_MESSAGE_BYTES = 100_000
+"""Of a command with its variables; the kernel starts no program with a longer argument either."""
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of all programs of a runner together; ``cpu_s`` and ``output_bytes`` of each."""
+
+    memory_mib: int = 4096
+    disk_mib: int = 1024
+    processes: int = 256
+    cpu_s: int = 3600
+    output_bytes: int = 16 << 20
+    """Of standard output, and of standard error; what a program prints is read no further, and it is killed."""
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    code: int
+    """Its exit status; -N when signal N ended it."""
+    out: bytes
+    err: bytes
+    reason: str
+    """The bound that ended it; else empty."""
+
+
+class IsolatedRunner:
+    """Runs programs where they see the system, Python, and an empty folder; everything ends with ``async with``.
+
+    No file, process, variable or address of this machine is in their reach.  They may leave processes and files
+    behind for the runner's next programs.
+
+    Args:
+        limits: bounds.
+        reach: a URL of this machine that programs reach as http://127.0.0.1 with its port.
+        is_unsafe: isolate nothing; bounds, and the end of all processes, stay.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, reach: str | None = None, is_unsafe: bool = False) -> None:
+        self.limits, self.reach, self.is_unsafe = limits or Limits(), reach, is_unsafe
+        self.folder = Path(tempfile.gettempdir())
+        self._control: socket.socket | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._relay: asyncio.Server | None = None
+        self._relayed: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        """Start the first process in isolation.
+
+        Raises:
+            ConfigError: this machine cannot isolate programs.
+            SandboxError: it did not start.
+        """
+        way: Callable[[View], Command] = unsafe_command
+        if self.is_unsafe:
+            self.folder = Path(tempfile.mkdtemp(prefix="slime-sandbox-"))
+        else:
+            self.folder = Path("/tmp", f"slime-sandbox-{os.urandom(6).hex()}")
+            way = await asyncio.to_thread(isolating_command)
+        mine, theirs = _socket_pair()
+        view = view_for_programs(str(self.folder), disk_mib=self.limits.disk_mib)
+        rlimits = {"fsize": self.limits.disk_mib << 20, "cpu": self.limits.cpu_s}
+        if not self.is_unsafe and processes_can_be_limited():
+            rlimits["nproc"] = self.limits.processes + 1
+        url = urlsplit(self.reach or "")
+        words, ends = way(
+            replace(
+                view,
+                limits=rlimits,
+                memory_bytes=self.limits.memory_mib << 20,
+                processes=self.limits.processes,
+                ports=[url.port] if url.port and not self.is_unsafe else [],
+                control=theirs.fileno(),
+            )
+        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *words, pass_fds=[*ends, theirs.fileno()], env={"LANG": "C.UTF-8"}, cwd="/",
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            theirs.close()
+            for end in ends:
+                os.close(end)
+        self._control = mine
+        try:
+            await self._greet(url.hostname or "127.0.0.1", url.port)
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def run(
+        self,
+        argv: Sequence[str] | None,
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        limits: Mapping[str, int] | None = None,
+    ) -> Ended:
+        """Run a program in the folder and wait for its end.  What it leaves behind lives on, unless it is killed.
+
+        Args:
+            argv: the program; None for Python code from ``stdin``, which can start no process and open no socket.
+            timeout_s: then it is killed, with all that it started.
+            stdin: its standard input.
+            env: all of its variables.
+            limits: rlimits of this program, by their names in lower case.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            SandboxError: the isolation ended, or the command is too long.
+        """
+        if self._control is None:
+            raise SandboxError("The sandbox was not entered; use it with 'async with'.")
+        order = {"argv": argv, "env": dict(env or {}), "cwd": str(self.folder), "limits": dict(limits or {})}
+        message = json.dumps(order).encode()
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise SandboxError(
+                f"A command has {len(message)} bytes, {MAX_MESSAGE_BYTES} are allowed; write a file and run that."
+            )
+        job, theirs = _socket_pair()
+        source = _sealed_file(stdin)
+        outputs = [_Output(self.limits.output_bytes), _Output(self.limits.output_bytes)]
+        try:
+            given = [source, *(output.write_end for output in outputs), theirs.fileno()]
+            try:
+                socket.send_fds(self._control, [message], given)
+            except OSError as error:
+                raise SandboxError(f"The sandbox {self.folder.name} has ended: {error}.") from error
+            finally:
+                theirs.close()
+                os.close(source)
+                for output in outputs:
+                    os.close(output.write_end)
+            return await self._ended(job, outputs, timeout_s)
+        finally:
+            job.close()
+            for output in outputs:
+                output.close()
+
+    async def _ended(self, job: socket.socket, outputs: list[_Output], timeout_s: float) -> Ended:
+        """Read what a job prints until it ends, or is made to."""
+        loop = asyncio.get_running_loop()
+        over = loop.create_future()
+        for output in outputs:
+            output.listen(over)
+        answer = asyncio.ensure_future(loop.sock_recv(job, 4096))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wait([answer, over], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not answer.done():
+                job.shutdown(socket.SHUT_WR)  # the supervisor then kills it, and answers
+                await asyncio.wait([answer], timeout=KILL_WAIT_S)
+                if not answer.done():  # stuck in the kernel; nobody needs it any more
+                    answer.cancel()
+                    logger.warning("A program in sandbox %s outlives its SIGKILL.", self.folder.name)
+        text = b"" if answer.cancelled() else answer.result()
+        if not text and not over.done():
+            raise SandboxError(f"The sandbox {self.folder.name} ended while a command ran in it.")
+        for output in outputs:
+            output.drain()
+        facts = json.loads(text or b'{"code": -9, "reason": ""}')
+        limit = f"more than {self.limits.output_bytes} bytes of output"
+        reason = limit if any(output.is_full for output in outputs) else str(facts["reason"])
+        return Ended(int(facts["code"]), bytes(outputs[0].data), bytes(outputs[1].data), reason)
+
+    async def _greet(self, host: str, port: int | None) -> None:
+        """Wait for the supervisor; its message brings the socket whose connections are relayed."""
+        assert self._control is not None and self._process is not None and self._process.stderr is not None
+        loop = asyncio.get_running_loop()
+        there = asyncio.Event()
+        loop.add_reader(self._control, there.set)
+        try:
+            await asyncio.wait_for(there.wait(), START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise SandboxError(f"A sandbox did not start within {START_TIMEOUT_S:.0f} s.") from error
+        finally:
+            loop.remove_reader(self._control)
+        message, ends, _, _ = socket.recv_fds(self._control, 64, 1)
+        if message != b"ready":
+            said = await asyncio.wait_for(self._process.stderr.read(2000), KILL_WAIT_S)
+            raise SandboxError(f"A sandbox did not start: {said.decode(errors='replace').strip()}")
+        if ends:
+            listener = socket.socket(fileno=ends[0])
+
+            async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                task = asyncio.current_task()
+                assert task is not None and port is not None
+                self._relayed.add(task)
+                task.add_done_callback(self._relayed.discard)
+                await _relay(reader, writer, host, port)
+
+            self._relay = await asyncio.start_server(relay, sock=listener)
+
+    async def _close(self) -> None:
+        """End every process of the sandbox; the kernel frees its memory and files."""
+        if self._relay is not None:
+            self._relay.close()
+        for task in self._relayed:
+            task.cancel()
+        control, self._control = self._control, None
+        if control is not None:
+            with contextlib.suppress(OSError):  # it has ended before
+                control.shutdown(socket.SHUT_RDWR)
+            control.close()
+        if self._process is not None:
+            await _gone(self._process)
+        if self.is_unsafe:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+async def _gone(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a process whose socket was closed, and kill it when that does not come."""
+    for _ in range(2):
+        try:
+            await asyncio.wait_for(process.wait(), KILL_WAIT_S)
+            return
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    logger.warning("Process %d of a sandbox outlives its SIGKILL.", process.pid)
+
+
+async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
+    """Connect a program's connection with ``host``, until both sides have closed theirs."""
+    try:
+        there, back = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_TIMEOUT_S)
+    except (OSError, TimeoutError) as error:
+        logger.info("A sandbox cannot reach %s:%d: %r", host, port, error)
+        writer.close()
+        return
+
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):  # the other side is told by the end of its stream
+            while chunk := await source.read(1 << 16):
+                target.write(chunk)
+                await target.drain()
+            target.write_eof()
+
+    try:
+        await asyncio.gather(copy(reader, back), copy(there, writer))
+    finally:
+        writer.close()
+        back.close()
+
+
+class _Output:
+    """A pipe, read up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._end, self.write_end = os.pipe()
+        os.set_blocking(self._end, False)
+        self._limit = limit
+        self._over: asyncio.Future[Any] | None = None
+        self.data = bytearray()
+        self.is_full = False
+
+    def listen(self, over: asyncio.Future[Any]) -> None:
+        """Read from now on; ``over`` gets a result when it is too much."""
+        self._over = over
+        asyncio.get_running_loop().add_reader(self._end, self._read)
+
+    def drain(self) -> None:
+        """Read what there is."""
+        while self._read():
+            pass
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._over is not None:
+            self._over.get_loop().remove_reader(self._end)
+        os.close(self._end)
+
+    def _read(self) -> bool:
+        try:
+            chunk = b"" if self.is_full else os.read(self._end, 1 << 16)
+        except BlockingIOError:
+            return False
+        self.data += chunk[: self._limit - len(self.data)]
+        self.is_full = self.is_full or len(self.data) + len(chunk) > self._limit and len(self.data) == self._limit
+        if (self.is_full or not chunk) and self._over is not None:
+            self._over.get_loop().remove_reader(self._end)
+            if self.is_full and not self._over.done():
+                self._over.set_result(None)
+        return bool(chunk)
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two ends that keep messages apart; this process does not block on the first."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.setblocking(False)
+    return mine, theirs
+
+
+def _sealed_file(content: bytes) -> int:
+    """Return a descriptor of a file in memory that nobody can change."""
+    end = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(end), "wb") as file:
+        file.write(content)
+    os.lseek(end, 0, os.SEEK_SET)
+    fcntl.fcntl(end, fcntl.F_ADD_SEALS, SEALS)
+    return end

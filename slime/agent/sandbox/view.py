@@ -1,0 +1,241 @@
+"""What of this machine a program in isolation sees, and the command that puts it there.
+
+Two ways lead there: namespaces of our own (``isolation/``), and bubblewrap, which some machines allow where they deny
+users namespaces.  The first that works on this machine is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from slime.agent.sandbox.isolation.namespaces import DEVICES, USER
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = Path(__file__).with_name("isolation") / "__main__.py"
+PROBE_TIMEOUT_S = 30.0
+UNSAFE_FLAG = "--unsafe-local-sandbox"
+
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store"),
+    *("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/etc/localtime"),
+)
+"""What programs need of a system; nothing in it belongs to a user."""
+TEXTS = {
+    "/etc/passwd": f"root:x:0:0::/root:/bin/sh\nsandbox:x:{USER}:{USER}::/tmp:/bin/bash\n",
+    "/etc/group": f"root:x:0:\nsandbox:x:{USER}:\n",
+    "/etc/hosts": "127.0.0.1 localhost sandbox\n",
+    "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+FILES_PER_MIB = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """The file system of a program, and its bounds; read by ``isolation/`` as JSON."""
+
+    readable: Sequence[str]
+    """Paths of this machine, without links."""
+    links: Sequence[tuple[str, str]] = ()
+    """(path, target) of symbolic links."""
+    texts: dict[str, str] = field(default_factory=dict)
+    writable: Sequence[str] = ()
+    """Folders of this machine."""
+    folder: str | None = None
+    """A folder below a /tmp of its own, in memory; None leaves /tmp as it is."""
+    disk_bytes: int = 1 << 20
+    """Of all that is written to /tmp."""
+    files: int = 65536
+    keeps_user: bool = False
+    """Run as the user of this process, instead of as ``sandbox``."""
+    limits: dict[str, int] = field(default_factory=dict)
+    """rlimits by their names in lower case."""
+    memory_bytes: int = 0
+    processes: int = 0
+    """Together: of the jobs of a supervisor."""
+    ports: Sequence[int] = ()
+    """On the sandbox's loopback interface, relayed to the host."""
+    control: int | None = None
+    """Descriptor of the supervisor's socket."""
+
+
+def view_for_programs(folder: str, *, disk_mib: int) -> View:
+    """Return a view of the system, the interpreter and its packages, with an empty ``folder`` to write to.
+
+    Raises:
+        ConfigError: the interpreter is installed in a folder that holds more than it.
+    """
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    for prefix in prefixes:
+        if os.path.realpath(prefix) in ("/", str(Path.home())):
+            raise ConfigError(
+                f"Python is installed into {prefix}, which programs in isolation must not read; use another Python."
+            )
+    wanted = [path for path in (*SYSTEM, *sorted(prefixes), str(PROGRAM.parent)) if os.path.exists(path)]
+    readable = [path for path in sorted({os.path.realpath(path) for path in wanted})]
+    readable = [path for path in readable if not any(_is_below(path, other) for other in readable)]
+    links: list[tuple[str, str]] = []
+    for path in [*wanted, *_hops(sys.executable)]:
+        real = os.path.realpath(path)
+        present = [*readable, *(link for link, _ in links)]
+        if path != real and not any(path == other or _is_below(path, other) for other in present):
+            links.append((path, real))
+    return View(
+        readable=readable,
+        links=links,
+        texts=TEXTS,
+        folder=folder,
+        disk_bytes=disk_mib << 20,
+        files=1024 + disk_mib * FILES_PER_MIB,
+    )
+
+
+def view_of_everything(writable: str) -> View:
+    """Return a view of the whole machine but its devices and sockets of services, where one folder can be written."""
+    readable, links = [], []
+    for entry in sorted(os.scandir("/"), key=lambda entry: entry.name):
+        if entry.is_symlink():
+            links.append((entry.path, os.readlink(entry.path)))
+        elif entry.name not in ("dev", "proc", "run"):
+            readable.append(entry.path)
+    folder = os.path.realpath(writable)
+    return View(readable=readable, links=links, writable=[folder], keeps_user=True, limits={"fsize": 1 << 26})
+
+
+def processes_can_be_limited() -> bool:
+    """Return True where the kernel counts the processes of a namespace apart from the user's others (5.14)."""
+    major, minor = (int(part) for part in platform.release().split(".")[:2])
+    return (major, minor) >= (5, 14)
+
+
+Command = tuple[list[str], list[int]]
+"""Words in front of a program, and the descriptors that they name; the caller passes them on and closes them."""
+
+
+def namespaces_command(view: View) -> Command:
+    """Isolate by namespaces that the program of ``isolation/`` makes."""
+    return [*_python(), "outer", json.dumps(asdict(view))], []
+
+
+def bubblewrap_command(view: View) -> Command:
+    """Isolate by bubblewrap; the program of ``isolation/`` then adds limits and refuses system calls."""
+    words = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--cap-drop",
+        "ALL",
+        "--as-pid-1",
+        "--hostname",
+        "sandbox",
+    ]
+    if not view.keeps_user:
+        words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
+    if view.folder is not None:
+        words += ["--size", str(view.disk_bytes), "--tmpfs", "/tmp", "--dir", view.folder]
+    for path in view.readable:
+        words += ["--ro-bind", path, path]
+    for path, target in view.links:
+        words += ["--symlink", target, path]
+    ends = []
+    for path, text in view.texts.items():
+        end = os.memfd_create("text")
+        os.write(end, text.encode())
+        os.lseek(end, 0, os.SEEK_SET)
+        ends.append(end)
+        words += ["--ro-bind-data", str(end), path]
+    words += ["--dir", "/run", "--proc", "/proc"]
+    for name in DEVICES:
+        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        words += ["--symlink", f"/proc/self/{target}", f"/dev/{name}"]
+    words += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/proc", "--remount-ro", "/"]
+    for path in view.writable:
+        words += ["--bind", path, path]
+    return [*words, "--", *_python(), "inner", json.dumps(asdict(view))], ends
+
+
+def unsafe_command(view: View) -> Command:
+    """Do not isolate: the program of ``isolation/`` sets limits and ends what it started, as the same user."""
+    return [*_python(), "inner", json.dumps(asdict(view) | {"keeps_user": True})], []
+
+
+class IsolationError(ConfigError):
+    """This machine cannot isolate programs."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        self.reasons = "; ".join(reasons)
+        super().__init__(
+            f"Programs that the model wrote cannot be isolated on this machine ({self.reasons}). Install bubblewrap "
+            "(apt install bubblewrap), allow namespaces of users (sysctl user.max_user_namespaces), run as root with "
+            f"CAP_SYS_ADMIN, or give {UNSAFE_FLAG}, with which they may do whatever this process may."
+        )
+
+
+def check_local_sandbox(args: Namespace) -> None:
+    """Refuse to start where programs cannot be isolated; for ``check_args`` of plug-ins.
+
+    Raises:
+        IsolationError: this machine cannot isolate programs, and ``--unsafe-local-sandbox`` is not given.
+    """
+    if args.unsafe_local_sandbox:
+        logger.warning("%s: programs that the model wrote may do whatever this process may.", UNSAFE_FLAG)
+    else:
+        isolating_command()
+
+
+@functools.cache
+def isolating_command(*, keeps_user: bool = False) -> Callable[[View], Command]:
+    """Return the first way to isolate that works on this machine; root's own namespaces give programs another user.
+
+    Raises:
+        IsolationError: there is none; the message says what was tried, and what to do.
+    """
+    ways = [bubblewrap_command, namespaces_command] if shutil.which("bwrap") else [namespaces_command]
+    reasons = []
+    for way in reversed(ways) if os.getuid() == 0 else ways:
+        view = view_of_everything(tempfile.gettempdir()) if keeps_user else view_for_programs("/tmp/probe", disk_mib=1)
+        words, ends = way(view)
+        try:
+            done = subprocess.run(
+                [*words, "/bin/sh", "-c", "exit 7"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                check=False, pass_fds=ends, timeout=PROBE_TIMEOUT_S,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reasons.append(str(error))
+            continue
+        finally:
+            for end in ends:
+                os.close(end)
+        if done.returncode == 7:
+            return way
+        reasons.append(done.stderr.strip()[-300:] or f"exit status {done.returncode}")
+    raise IsolationError(reasons)
+
+
+def _python() -> list[str]:
+    return [os.path.realpath(sys.executable), "-I", "-S", os.path.realpath(PROGRAM)]
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(f"{folder}/")
+
+
+def _hops(path: str) -> list[str]:
+    """Return ``path`` and the links on its way to a file."""
+    hops = [path]
+    while os.path.islink(hops[-1]) and len(hops) < 40:
+        hops.append(os.path.normpath(os.path.join(os.path.dirname(hops[-1]), os.readlink(hops[-1]))))
+    return hops

@@ -1,0 +1,351 @@
+"""Isolation of programs: what tries to leave it fails, what takes too much is ended, what is left behind dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from argparse import Namespace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.agent.sandbox import LocalSandbox, SandboxError, check_local_sandbox, runner, view
+from slime.agent.sandbox.runner import IsolatedRunner, Limits
+from slime.utils.errors import ConfigError
+from tests.contracts.source_tree import REPO
+from tests.unit.agent.escapes import ESCAPES, KERNEL_ESCAPES, STRICT_ESCAPES, program
+
+WAYS = [view.namespaces_command, *([view.bubblewrap_command] if shutil.which("bwrap") else [])]
+SMALL = Limits(memory_mib=256, disk_mib=16, processes=24, cpu_s=20, output_bytes=100_000)
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def way(request, monkeypatch):
+    """Each way to isolate that this machine has."""
+    monkeypatch.setattr(runner, "isolating_command", lambda: request.param)
+
+
+@pytest.fixture
+def host(tmp_path):
+    """What there is to reach: files, sockets, a process with a variable."""
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    abstract = f"slime-{uuid.uuid4().hex}"
+    victim = subprocess.Popen(["sleep", "300"], env={"KEY": "hunter2"})
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.socket(socket.AF_UNIX) as hidden,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        udp.setblocking(False)
+        unix.bind(str(tmp_path / "socket"))
+        hidden.bind(f"\0{abstract}")
+        for listening in (unix, hidden):
+            listening.listen()
+        yield {
+            "secret": str(secret),
+            "mark": str(tmp_path / "mark"),
+            "project": str(REPO / "pyproject.toml"),
+            "port": server.getsockname()[1],
+            "udp_port": udp.getsockname()[1],
+            "udp": udp,
+            "socket": str(tmp_path / "socket"),
+            "abstract": abstract,
+            "victim": victim.pid,
+            "process": victim,
+            "name": f"slime_{uuid.uuid4().hex}",
+            "add_key": {"x86_64": 248, "aarch64": 217}[platform.machine()],
+            "clone": {"x86_64": 56, "aarch64": 220}[platform.machine()],
+        }
+    victim.kill()
+    victim.wait(10)
+
+
+def marks(host, output):
+    """What an attempt reached."""
+    found = ["it said so"] if "ESCAPED" in output else []
+    if Path(host["mark"]).exists():
+        found.append("a file")
+    try:
+        found.append(f"a datagram {host['udp'].recv(10)!r}")
+    except BlockingIOError:
+        pass
+    if host["process"].poll() is not None:
+        found.append("a killed process")
+    if list(Path(sys.base_prefix).rglob(f"{host['name']}.py")):
+        found.append("a module")
+    return found
+
+
+async def attempt(text, host, *, only_python, is_unsafe=False, wait_s=0.0):
+    async with IsolatedRunner(SMALL, is_unsafe=is_unsafe) as isolated:
+        argv = None if only_python else [sys.executable, "-I", "-S", "-"]
+        ended = await isolated.run(argv, stdin=program(text, host).encode(), timeout_s=30)
+        await asyncio.sleep(wait_s)
+    return (ended.out + ended.err).decode()
+
+
+@pytest.mark.parametrize("name", [*ESCAPES, *KERNEL_ESCAPES])
+def test_a_program_does_not_escape(way, host, name):
+    output = asyncio.run(attempt((ESCAPES | KERNEL_ESCAPES)[name], host, only_python=False))
+    if "child" in name or "session" in name:
+        time.sleep(1.5)  # they try it later
+    assert marks(host, output) == [], output
+
+
+@pytest.mark.parametrize("name", [*ESCAPES, *KERNEL_ESCAPES, *STRICT_ESCAPES])
+def test_python_alone_does_not_escape(way, host, name):
+    output = asyncio.run(attempt((ESCAPES | KERNEL_ESCAPES | STRICT_ESCAPES)[name], host, only_python=True))
+    assert marks(host, output) == [], output
+
+
+NOT_TRIED = ("the death of all", "the users of the host", "another's environment", "the interpreter's library")
+"""Without isolation: they would do harm, or depend on the machine."""
+
+
+@pytest.mark.parametrize("name", [name for name in ESCAPES if name not in NOT_TRIED])
+def test_the_attempts_succeed_without_isolation(host, name):
+    output = asyncio.run(attempt(ESCAPES[name], host, only_python=False, is_unsafe=True, wait_s=1.5))
+    assert marks(host, output), output
+
+
+def test_an_ordinary_user_isolates_too(host):
+    """As root this takes the place of another user by a namespace of users; the rest is that user's own."""
+    code = f"""
+import asyncio, os, sys
+from slime.agent.sandbox.runner import IsolatedRunner
+from tests.unit.agent.test_isolation import SMALL
+from tests.unit.agent.escapes import ESCAPES, KERNEL_ESCAPES, program
+
+assert os.getuid() != 0
+facts = { ({key: value for key, value in host.items() if isinstance(value, str | int)})!r}
+
+async def play():
+    async with IsolatedRunner(SMALL) as isolated:
+        for name, text in (ESCAPES | KERNEL_ESCAPES).items():
+            source = program(text, facts).encode()
+            ended = await isolated.run([sys.executable, "-I", "-S", "-"], stdin=source, timeout_s=30)
+            print(name, ended.out)
+        print("done")
+
+asyncio.run(play())
+"""
+    other = ["unshare", "--user", "--map-user=1000", "--map-group=1000"] if os.getuid() == 0 else []
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [*other, sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout.endswith("done\n"), done.stderr[-2000:]
+    assert marks(host, done.stdout) == [], done.stdout
+
+
+async def bash(isolated, cmd, timeout_s=30.0):
+    return await isolated.run(["bash", "-c", cmd], timeout_s=timeout_s, env={"PATH": "/usr/bin:/bin"})
+
+
+def processes_with(word):
+    return [one.pid for one in psutil.process_iter(["cmdline"]) if word in " ".join(one.info["cmdline"] or ())]
+
+
+def test_nothing_outlives_the_runner(way):
+    word = f"{300 + uuid.uuid4().int % 10**9}.5"
+
+    async def play():
+        async with IsolatedRunner(SMALL) as isolated:
+            await bash(isolated, f"setsid nohup sleep {word} > /dev/null 2>&1 & (sleep {word} & disown) ; sleep 0.1")
+            assert len(processes_with(f"sleep {word}")) == 2
+            with pytest.raises(TimeoutError):
+                await bash(isolated, f"setsid sleep 9{word} & (setsid sleep 9{word} &) ; sleep 60", timeout_s=0.5)
+            assert processes_with(f"sleep 9{word}") == []
+            assert len(processes_with(f"sleep {word}")) == 2
+
+    asyncio.run(play())
+    assert processes_with(word) == []
+
+
+def test_the_runner_ends_with_the_process_that_owns_it(tmp_path):
+    word = f"{300 + uuid.uuid4().int % 10**9}.5"
+    code = f"""
+import asyncio
+from slime.agent.sandbox.runner import IsolatedRunner
+async def play():
+    async with IsolatedRunner() as isolated:
+        await isolated.run(["/bin/sh", "-c", "setsid sleep {word} & echo"], timeout_s=30)
+        print("started", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(play())
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE)
+    assert owner.stdout.readline() == b"started\n" and processes_with(f"sleep {word}")
+    owner.kill()
+    owner.wait(10)
+    owner.stdout.close()
+    deadline = time.monotonic() + 10
+    while processes_with(word) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_with(word) == []
+
+
+@pytest.mark.parametrize(
+    ("cmd", "reason"),
+    [
+        ("exec python3 -c 'x = bytearray(10**9)'", "256 MiB of memory"),
+        (
+            "for i in 1 2 3 4; do python3 -c 'x = bytearray(120 << 20); import time; time.sleep(20)' & done; wait",
+            "256 MiB",
+        ),
+        ("yes", "100000 bytes of output"),
+        ("yes >&2", "100000 bytes of output"),
+        ("f() { f | f & }; f; sleep 20; exit 1", "24 processes"),
+    ],
+)
+def test_a_bomb_is_ended(way, cmd, reason):
+    async def play():
+        began = time.monotonic()
+        async with IsolatedRunner(SMALL) as isolated:
+            ended = await bash(isolated, cmd)
+            assert len(ended.out) <= 100_000 and len(ended.err) <= 100_000
+        assert time.monotonic() - began < 25
+        return ended
+
+    ended = asyncio.run(play())
+    refused = b"Resource temporarily unavailable" in ended.err  # by the kernel, before they were too many
+    reasons = ("processes", "memory") if "processes" in reason else (reason,)  # many processes take much memory
+    assert any(one in ended.reason for one in reasons) or ("processes" in reason and refused), ended
+
+
+@pytest.mark.parametrize("path", ["fill", "/tmp/fill", "/dev/shm/fill"])
+def test_a_full_disk_is_the_sandboxes_own(way, path):
+    async def play():
+        async with IsolatedRunner(SMALL) as isolated:
+            await bash(isolated, f"for i in 1 2 3 4; do dd if=/dev/zero of={path}$i bs=1M count=8; done")
+            return await bash(isolated, "du -sm /tmp --exclude=/tmp/pytest* | cut -f1; df -m /tmp | tail -1")
+
+    ended = asyncio.run(play())
+    assert int(ended.out.split()[2]) <= 16, ended
+
+
+def test_a_program_may_use_the_seconds_it_is_given(way):
+    async def play():
+        async with IsolatedRunner(SMALL) as isolated:
+            return await isolated.run(None, stdin=b"while True: pass", timeout_s=20, limits={"cpu": 1})
+
+    began = time.monotonic()
+    assert asyncio.run(play()).code < 0
+    assert time.monotonic() - began < 15
+
+
+def test_a_file_is_written_where_the_sandbox_is(way, tmp_path):
+    """A link that the sandbox made leads to its own files."""
+
+    async def play():
+        async with LocalSandbox(limits=SMALL) as box:
+            (tmp_path / "secret").write_text("hunter2")
+            await box.exec(f"ln -s {tmp_path}/mark link; ln -s {tmp_path}/secret secret", check=True)
+            with pytest.raises(SandboxError, match="link cannot be written"):
+                await box.write_file("link", "text")
+            assert await box.read_file("secret") == ""
+            await box.write_file("big", "x" * 50_000)
+            assert len(await box.read_file("big")) == 50_000
+
+    asyncio.run(play())
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_program_reaches_the_one_address_it_is_given(way):
+    async def answer(reader, writer):
+        writer.write((await reader.readline()).upper())
+        await writer.drain()
+        writer.close()
+
+    async def play():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            async with IsolatedRunner(SMALL, reach=f"http://127.0.0.1:{port}") as isolated:
+                ask = f"exec 3<>/dev/tcp/127.0.0.1/{port}; echo hello >&3; cat <&3; echo > /dev/tcp/127.0.0.1/22"
+                return await bash(isolated, ask)
+
+    ended = asyncio.run(play())
+    assert ended.out == b"HELLO\n" and b"refused" in ended.err
+
+
+def test_no_variable_of_this_process_is_passed_on(way, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+
+    async def play():
+        async with LocalSandbox() as box:
+            return await box.exec("env; cat /proc/*/environ")
+
+    assert "hunter2" not in asyncio.run(play()).out
+
+
+def test_where_nothing_isolates_it_does_not_start(monkeypatch):
+    view.isolating_command.cache_clear()
+    monkeypatch.setattr(view, "_python", lambda: ["/bin/sh", "-c", "echo unshare: no >&2; exit 125", "x"])
+    monkeypatch.setattr(view.shutil, "which", lambda name: None)
+
+    async def enter():
+        async with LocalSandbox():
+            pass
+
+    try:
+        with pytest.raises(ConfigError, match=r"unshare: no.*Install bubblewrap.*--unsafe-local-sandbox"):
+            asyncio.run(enter())
+        with pytest.raises(ConfigError, match="--unsafe-local-sandbox"):
+            check_local_sandbox(Namespace(unsafe_local_sandbox=False))
+        check_local_sandbox(Namespace(unsafe_local_sandbox=True))
+    finally:
+        view.isolating_command.cache_clear()
+
+
+def test_without_isolation_processes_still_end(tmp_path):
+    word = f"{300 + uuid.uuid4().int % 10**9}.5"
+
+    async def play():
+        async with LocalSandbox(is_unsafe=True) as box:
+            assert (await box.exec(f"setsid nohup sleep {word} > /dev/null 2>&1 & pwd")).out.strip() == str(box.folder)
+            assert processes_with(f"sleep {word}")
+            return box.folder
+
+    folder = asyncio.run(play())
+    assert processes_with(word) == [] and not folder.exists()
+
+
+def test_a_python_installed_into_a_home_is_refused(monkeypatch):
+    monkeypatch.setattr(view.sys, "prefix", str(Path.home()))
+    with pytest.raises(ConfigError, match="use another Python"):
+        view.view_for_programs("/tmp/x", disk_mib=1)
+
+
+def test_links_on_the_way_to_the_interpreter_are_there(way, tmp_path, monkeypatch):
+    """As uv and pyenv lay them out: a virtual environment whose python is a link to a link."""
+    (tmp_path / "cpython-3").symlink_to(sys.base_prefix)
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    name = os.path.basename(os.path.realpath(sys.executable))
+    (tmp_path / "venv/bin/python").symlink_to(tmp_path / "cpython-3/bin" / name)
+    (tmp_path / "venv/pyvenv.cfg").write_text(f"home = {tmp_path}/cpython-3/bin\n")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/.venv").symlink_to(tmp_path / "venv")
+    python = f"{tmp_path}/project/.venv/bin/python"
+    ask = "import sys; print(sys.executable, sys.prefix, sys.base_prefix, sep='|')"
+    executable, prefix, base = subprocess.check_output([python, "-c", ask], text=True).strip().split("|")
+    monkeypatch.setattr(view.sys, "executable", executable)
+    monkeypatch.setattr(view.sys, "prefix", prefix)
+    monkeypatch.setattr(view.sys, "base_prefix", base)
+
+    async def play():
+        async with IsolatedRunner(SMALL) as isolated:
+            return await isolated.run([python, "-c", ask], timeout_s=30)
+
+    assert asyncio.run(play()).out.decode().strip() == f"{executable}|{prefix}|{base}"
