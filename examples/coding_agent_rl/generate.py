@@ -18,7 +18,6 @@ import asyncio
 import functools
 from argparse import Namespace
 from typing import Any
-from urllib.parse import urlsplit
 
 from examples.agent_session import play
 from examples.coding_agent_rl.tiny_agent import TinyAgentHarness
@@ -49,7 +48,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
                     sb,
                     workdir=workdir,
                     session_id=sid,
-                    adapter_url=url if "image" in facts else f"http://127.0.0.1:{urlsplit(url).port}",
+                    adapter_url=sb.address_of(url) if isinstance(sb, LocalSandbox) else url,
                     time_budget_sec=getattr(args, "coding_agent_time_s", 600),
                     prompt=str(facts.get("question", sample.prompt)),
                 )

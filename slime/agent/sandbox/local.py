@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from slime.agent.sandbox.protocol import ExecResult, FileContent, SandboxError, checked
 from slime.agent.sandbox.runner import Ended, IsolatedRunner, Limits
@@ -28,7 +29,7 @@ class LocalSandbox:
 
     Args:
         limits: bounds of all commands together.
-        reach: a URL of this machine that the sandbox reaches as ``adapter_url``.
+        reach: a URL that commands reach, at ``address_of`` it.
         is_unsafe: isolate nothing (``--unsafe-local-sandbox``).
     """
 
@@ -50,6 +51,10 @@ class LocalSandbox:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._runner.__aexit__(kind, error, trace)
+
+    def address_of(self, url: str) -> str:
+        """Return the URL at which commands reach that of ``reach``."""
+        return url if self._runner.is_unsafe else f"http://127.0.0.1:{urlsplit(url).port}"
 
     async def exec(
         self,

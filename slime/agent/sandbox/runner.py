@@ -37,7 +37,6 @@ KILL_WAIT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 100_000
 """Of a command with its variables; the kernel starts no program with a longer argument either."""
-SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +172,8 @@ class IsolatedRunner:
         try:
             given = [source, *(output.write_end for output in outputs), theirs.fileno()]
             try:
-                socket.send_fds(self._control, [message], given)
-            except OSError as error:
+                await _send(self._control, message, given, timeout_s)
+            except BrokenPipeError as error:
                 raise SandboxError(f"The sandbox {self.folder.name} has ended: {error}.") from error
             finally:
                 theirs.close()
@@ -204,12 +203,12 @@ class IsolatedRunner:
                 if not answer.done():  # stuck in the kernel; nobody needs it any more
                     answer.cancel()
                     logger.warning("A program in sandbox %s outlives its SIGKILL.", self.folder.name)
-        text = b"" if answer.cancelled() else answer.result()
-        if not text and not over.done():
+        is_lost = answer.cancelled() or answer.exception() is not None or not answer.result()
+        if is_lost and not over.done():
             raise SandboxError(f"The sandbox {self.folder.name} ended while a command ran in it.")
         for output in outputs:
             output.drain()
-        facts = json.loads(text or b'{"code": -9, "reason": ""}')
+        facts: dict[str, Any] = {"code": -9, "reason": ""} if is_lost else json.loads(answer.result())
         limit = f"more than {self.limits.output_bytes} bytes of output"
         reason = limit if any(output.is_full for output in outputs) else str(facts["reason"])
         return Ended(int(facts["code"]), bytes(outputs[0].data), bytes(outputs[1].data), reason)
@@ -326,8 +325,9 @@ class _Output:
             chunk = b"" if self.is_full else os.read(self._end, 1 << 16)
         except BlockingIOError:
             return False
-        self.data += chunk[: self._limit - len(self.data)]
-        self.is_full = self.is_full or len(self.data) + len(chunk) > self._limit and len(self.data) == self._limit
+        room = self._limit - len(self.data)
+        self.data += chunk[:room]
+        self.is_full = self.is_full or len(chunk) > room
         if (self.is_full or not chunk) and self._over is not None:
             self._over.get_loop().remove_reader(self._end)
             if self.is_full and not self._over.done():
@@ -342,11 +342,23 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     return mine, theirs
 
 
+async def _send(control: socket.socket, message: bytes, ends: list[int], timeout_s: float) -> None:
+    """Send a message with descriptors, as soon as the supervisor has read those before it."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            try:
+                socket.send_fds(control, [message], ends)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+
+
 def _sealed_file(content: bytes) -> int:
     """Return a descriptor of a file in memory that nobody can change."""
     end = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(end), "wb") as file:
         file.write(content)
     os.lseek(end, 0, os.SEEK_SET)
-    fcntl.fcntl(end, fcntl.F_ADD_SEALS, SEALS)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(end, fcntl.F_ADD_SEALS, seals)
     return end

@@ -272,12 +272,24 @@ def test_a_program_reaches_the_one_address_it_is_given(way):
     async def play():
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            async with IsolatedRunner(SMALL, reach=f"http://127.0.0.1:{port}") as isolated:
+            url = f"http://localhost:{port}"
+            async with IsolatedRunner(SMALL, reach=url) as isolated:
+                assert LocalSandbox(reach=url).address_of(url) == f"http://127.0.0.1:{port}"
+                assert LocalSandbox(reach=url, is_unsafe=True).address_of(url) == url
                 ask = f"exec 3<>/dev/tcp/127.0.0.1/{port}; echo hello >&3; cat <&3; echo > /dev/tcp/127.0.0.1/22"
                 return await bash(isolated, ask)
 
     ended = asyncio.run(play())
     assert ended.out == b"HELLO\n" and b"refused" in ended.err
+
+
+def test_many_commands_at_a_time(way):
+    async def play():
+        async with LocalSandbox() as box:
+            commands = (box.exec(f": {'x' * 90_000}; sleep 0.2; echo {number}") for number in range(12))
+            return [ended.out for ended in await asyncio.gather(*commands)]
+
+    assert asyncio.run(play()) == [f"{number}\n" for number in range(12)]
 
 
 def test_no_variable_of_this_process_is_passed_on(way, monkeypatch):

@@ -133,7 +133,7 @@ def _become_job(order: dict[str, Any], ends: list[int]) -> NoReturn:
         os.setsid()
         for number, end in enumerate(ends[:3]):
             os.dup2(end, number)
-        os.closerange(3, max(64, *ends) + 1)
+        os.closerange(3, 4096)
         os.chdir(order["cwd"])
         set_limits(order["limits"])
         if order["argv"] is None:
