@@ -37,7 +37,7 @@ def check_hooks_on_driver(args: Namespace) -> None:
     for hook, path, where in named_hooks(args):
         if hook.side == "rollout":
             target = check_import(hook, path, where)
-            if args.plan is None and hasattr(target, "check_args"):
+            if hasattr(target, "check_args") and args.plan is None:
                 target.check_args(args)
         else:
             check_source(hook, path, where)

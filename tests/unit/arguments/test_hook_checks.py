@@ -164,3 +164,16 @@ def test_the_model_spec_is_looked_for_without_importing_it(plug_in):
     ):
         with pytest.raises(HookError, match=says):
             check_hooks_on_driver(no_hooks(spec=list(spec)))
+
+
+def test_a_plug_in_may_refuse_a_run_that_cannot_work_with_it(plug_in):
+    source = (
+        "async def hook(args, sample, sampling_params): ...\n"
+        "def refuse(args): raise ValueError(f'no sandbox for {args.who}')\n"
+        "hook.check_args = refuse\n"
+    )
+    args = no_hooks(custom_generate_function_path=plug_in(source), plan=None, who="anybody")
+    with pytest.raises(ValueError, match="no sandbox for anybody"):
+        check_hooks_on_driver(args)
+    args.plan = "table"  # where it runs is not where it is planned
+    check_hooks_on_driver(args)
