@@ -704,6 +704,7 @@ OUTSIDE = {
 """Modules that wait, and need no row."""
 
 UNTIMED = {
+    "slime.agent.sandbox.runner._relay: asyncio.gather": "the sandbox's end cancels it",
     "slime.agent.aiohttp_threaded.run_app_in_thread.serve: finished.wait": "a server serves until stop() sets it",
     "slime.observability.trace_utils.trace_span.__enter__: _open_spans.get": "a ContextVar, no queue",
     "slime.observability.trace_utils.trace_event: _open_spans.get": "a ContextVar, no queue",
