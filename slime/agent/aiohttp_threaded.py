@@ -17,6 +17,7 @@ from aiohttp.abc import AbstractAccessLogger
 
 from slime.utils.errors import DeadlineError, ProcessError
 from slime.utils.http_utils import close_http_client
+from slime.utils.net import format_host_port
 
 __all__ = ["AppHandle", "FilteredAccessLogger", "run_app_in_thread"]
 
@@ -132,4 +133,5 @@ def run_app_in_thread(
     if not made:
         cause = failures[0] if failures else None
         raise ProcessError(f"The server cannot listen at {host}:{port}: {cause!r}. Is the port taken?") from cause
+    logger.info("%s listens at %s", thread_name, format_host_port(host, made[0].port))
     return made[0]

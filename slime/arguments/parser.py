@@ -21,6 +21,7 @@ from slime.flags.distillation import add_distillation_arguments
 from slime.flags.observability import add_observability_arguments
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
+from slime.flags.security import REDACTED, add_security_arguments, is_secret
 from slime.flags.teacher_server import add_teacher_server_arguments
 from slime.flags.train import add_train_arguments
 from slime.flags.weight_sync import add_weight_sync_arguments
@@ -32,6 +33,7 @@ AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | Non
 
 GROUPS: tuple[Callable[[argparse.ArgumentParser], None], ...] = (
     add_cluster_arguments,
+    add_security_arguments,
     add_train_arguments,
     add_rollout_arguments,
     add_data_arguments,
@@ -187,6 +189,7 @@ def note_repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     for names, values in _values_by_flag(parser, argv).items():
         if len(set(values)) > 1:
             shown = ", then ".join(" ".join(value) or "nothing" for value in values)
+            shown = REDACTED if is_secret(names) else shown
             logger.info("%s is given %d times (%s); the last one counts.", names, len(values), shown)
 
 

@@ -16,6 +16,7 @@ from slime.flags.debug import derive_debug_modes
 from slime.flags.observability import derive_observability
 from slime.flags.reward import derive_reward
 from slime.flags.rollout import derive_lengths
+from slime.flags.security import derive_job_secret
 from slime.flags.train import derive_precision
 from slime.flags.weight_sync import derive_released_trainer, derive_weight_push_failure
 
@@ -29,6 +30,7 @@ RUNTIME_FACTS = frozenset(
         "rollout_num_engines",
         "sglang_router_ip",
         "sglang_router_port",
+        "job_secret",
         "run_folder",
         "tb_experiment_name",
         "update_weight_start_version",
@@ -86,6 +88,7 @@ STEPS = (
     derive_precision,
     derive_distributed_backend,
     derive_critic,
+    derive_job_secret,
     _external_engines,
     derive_weight_push_failure,
     derive_released_trainer,
@@ -101,5 +104,5 @@ STEPS = (
 )
 """In order; each may rely on those before it."""
 
-OF_THE_RUN = (_external_engines, _eval, derive_starting_point)
-"""Steps that ask engines, read the evaluation's data sets, and say where the actor starts."""
+OF_THE_RUN = (derive_job_secret, _external_engines, _eval, derive_starting_point)
+"""Steps that make the secret, ask engines, read the evaluation's data sets, and say where the actor starts."""

@@ -25,6 +25,7 @@ from slime.flags.debug import check_ci, check_dump_templates, check_modes
 from slime.flags.distillation import check_distillation
 from slime.flags.reward import check_reward
 from slime.flags.rollout import check_data_transport, check_length_of_the_run, check_sampling
+from slime.flags.security import check_security
 from slime.flags.train import check_stateless_adam, check_trained_parameters
 from slime.flags.weight_sync import check_weight_flags
 from slime.utils.errors import ConfigError
@@ -32,6 +33,7 @@ from slime.utils.errors import ConfigError
 CHECKS = (
     check_modes,
     check_gpus,
+    check_security,
     check_length_of_the_run,
     check_batches,
     check_data_transport,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slime.flags.algorithm import add_algorithm_arguments
@@ -15,6 +16,8 @@ from slime.flags.data import add_eval_arguments
 from slime.flags.kinds import port_number
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
+from slime.flags.security import secret_of_file
+from slime.utils import env
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,13 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         help="Mode of Weights & Biases; offline writes to --wandb-dir only.",
     )
     wandb.add_argument("--wandb-dir", default=None, metavar="DIR", help="Folder for the files of Weights & Biases.")
-    wandb.add_argument("--wandb-key", default=None, help="API key of Weights & Biases.")
+    wandb.add_argument(
+        "--wandb-key",
+        default=None,
+        help="API key of Weights & Biases; every user of this machine can read it in the list of processes. Better: "
+        "--wandb-key-file, or the variable WANDB_API_KEY.",
+    )
+    wandb.add_argument("--wandb-key-file", default=None, metavar="FILE", help="File with the key.")
     wandb.add_argument("--wandb-host", default=None, help="Address of your own Weights & Biases server.")
     wandb.add_argument("--wandb-team", default=None, help="Team or user that owns the run in Weights & Biases.")
     wandb.add_argument("--wandb-group", default=None, help="Group of the run in Weights & Biases.")
@@ -145,6 +154,9 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def derive_observability(args: Namespace) -> None:
-    """Turn on what the job's Prometheus page shows."""
+    """Read the key of Weights & Biases; turn on what the job's Prometheus page shows."""
+    if args.wandb_key is None:
+        path = args.wandb_key_file
+        args.wandb_key = secret_of_file(Path(path), "--wandb-key-file", make=False) if path else env.wandb_api_key()
     if args.prometheus_port is not None:
         args.log_expert_load = True

@@ -8,11 +8,12 @@ summed, too, under a name that ends in ``_total``.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import secrets
 import socket
 import threading
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,17 +25,15 @@ from prometheus_client import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slime.observability.job_state import JobState, PageSource
+from slime.observability.job_state import JobState, PageSource, read_page
 from slime.observability.metrics_file import read_new_records
 from slime.utils.errors import ConfigError
+from slime.utils.net import format_host_port, is_ipv6, is_loopback
 
 logger = logging.getLogger(__name__)
 
-SCRAPE_TIMEOUT_S = 5.0
-"""For one engine's or router's page."""
 NUM_SCRAPERS = 16
 SHUTDOWN_TIMEOUT_S = 5.0
-LARGEST_PAGE = 1 << 24
 
 COUNTS = re.compile(
     r"rollout/(groups/(issued|kept|dropped|discarded)|dynamic_filter/drop_.+"
@@ -116,12 +115,13 @@ def state_families(state: JobState) -> Iterator[Metric]:
     yield evictions
 
 
-def scraped_families(sources: Sequence[PageSource]) -> Iterator[Metric]:
+def scraped_families(sources: Sequence[PageSource], secret: str | None = None) -> Iterator[Metric]:
     """Yield the families of all pages, those of one name as one; and which pages answered."""
+    scrape = functools.partial(_scrape, secret=secret)
     found: dict[str, Metric] = {}
     answered = Metric("slime_scrape_success", "1 where an engine or router showed its metrics", "gauge")
     with ThreadPoolExecutor(NUM_SCRAPERS, thread_name_prefix="scrape") as pool:
-        for source, families in zip(sources, pool.map(_scrape, sources), strict=True):
+        for source, families in zip(sources, pool.map(scrape, sources), strict=True):
             answered.add_sample("slime_scrape_success", {"source": source.name}, float(families is not None))
             for family in families or ():
                 known = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
@@ -131,49 +131,59 @@ def scraped_families(sources: Sequence[PageSource]) -> Iterator[Metric]:
     yield answered
 
 
-def _scrape(source: PageSource) -> list[Metric] | None:
+def _scrape(source: PageSource, secret: str | None) -> list[Metric] | None:
     """Return the families of a page; None where it does not answer."""
+    text = read_page(source.url, secret) if source.text is None else source.text
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(source.url, timeout=SCRAPE_TIMEOUT_S) as answer:
-            text = answer.read(LARGEST_PAGE).decode()
-        return list(text_string_to_metric_families(text))
-    except (OSError, ValueError) as error:
-        logger.debug("%s shows no metrics: %s", source.url, error)
+        return list(text_string_to_metric_families(text)) if text else None
+    except ValueError as error:
+        logger.debug("%s is no Prometheus page: %s", source.url, error)
         return None
 
 
 class MetricsPage:
     """The server of the page; it answers from a thread of its own until :meth:`stop`."""
 
-    def __init__(self, port: int, logged: LoggedMetrics, state: Callable[[], JobState]) -> None:
-        """Serve at ``port`` of every address of this machine; 0 takes a free one, see ``port``.
+    def __init__(
+        self,
+        port: int,
+        logged: LoggedMetrics,
+        state: Callable[[], JobState],
+        *,
+        host: str = "127.0.0.1",
+        secret: str | None = None,
+    ) -> None:
+        """Serve at ``host`` and ``port``; 0 takes a free one, see ``port``.
 
         Args:
             port: a TCP port.
             logged: the metrics of the run.
             state: asked at every scrape; when it fails, the page has the logged metrics alone.
+            host: address of this machine at which the page is served.
+            secret: the job's, sent to the engines' pages, and wanted of the clients of this one beyond loopback.
 
         Raises:
             ConfigError: the port is taken.
         """
         self._logged, self._state = logged, state
+        self._secret = secret
         self._lock = threading.Lock()
-        family, both = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
+        self._wanted = None if secret is None or is_loopback(host) else f"Bearer {secret}".encode()
+        host = host.strip("[]")
         try:
-            listening = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+            listening = socket.create_server((host, port), family=socket.AF_INET6 if is_ipv6(host) else socket.AF_INET)
         except OSError as error:
             raise ConfigError(
                 f"--prometheus-port is {port}, which cannot be opened here ({error.strerror}); choose a free port."
             ) from error
         self.port: int = listening.getsockname()[1]
-        self._server = ThreadingHTTPServer(("", self.port), _handler(self), bind_and_activate=False)
+        self._server = ThreadingHTTPServer((host, self.port), _handler(self), bind_and_activate=False)
         self._server.socket.close()
         self._server.socket = listening
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics-page", daemon=True)
         self._thread.start()
-        logger.info("metrics of the whole job: http://%s:%d/metrics", socket.gethostname(), self.port)
+        logger.info("metrics of the whole job: http://%s/metrics", format_host_port(host, self.port))
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family of the page."""
@@ -187,7 +197,11 @@ class MetricsPage:
             logger.debug("the page has no engines: %s", error)
             return
         yield from state_families(state)
-        yield from scraped_families(state.pages)
+        yield from scraped_families(state.pages, self._secret)
+
+    def allows(self, authorization: str | None) -> bool:
+        """Return True when a request with this header may see the page."""
+        return self._wanted is None or secrets.compare_digest((authorization or "").encode(), self._wanted)
 
     def text(self) -> bytes:
         """Return the page, in Prometheus' text format."""
@@ -205,6 +219,9 @@ def _handler(page: MetricsPage) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:  # noqa: N802  # the name is http.server's
             if self.path.split("?")[0] != "/metrics":
                 self.send_error(404, "the page is /metrics")
+                return
+            if not page.allows(self.headers.get("Authorization")):
+                self.send_error(401, "the page needs the job's secret (--job-secret-file)")
                 return
             text = page.text()
             self.send_response(200)

@@ -8,14 +8,17 @@ with the same run id, and ``wandb sync --append`` puts them together later.
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import wandb
 
 from slime.flags.observability import tracking_config
+from slime.flags.security import redacted, redacted_words
 
 AXES = {
     "train/step": ("train/*",),
@@ -34,8 +37,20 @@ def run_name(args: Namespace) -> tuple[str | None, str]:
 
 
 def _config(args: Namespace) -> dict[str, Any]:
-    """Return the arguments, a critic's as a table of their own."""
-    return {name: dict(vars(value)) if isinstance(value, Namespace) else value for name, value in vars(args).items()}
+    """Return the arguments without secrets, a critic's as a table of their own."""
+    shown = redacted(args)
+    return {name: dict(vars(value)) if isinstance(value, Namespace) else value for name, value in shown.items()}
+
+
+@contextmanager
+def _redacted_command_line() -> Iterator[None]:
+    """Hide secrets from wandb, which writes the command line down."""
+    words = sys.argv
+    sys.argv = redacted_words(words)
+    try:
+        yield
+    finally:
+        sys.argv = words
 
 
 class WandbTracker:
@@ -54,16 +69,17 @@ class WandbTracker:
             settings["mode"] = "offline"
         else:
             settings.update(mode="shared", x_primary=primary, x_update_finish_state=primary)
-        self._run = wandb.init(
-            id=config.wandb_run_id,
-            entity=config.wandb_team,
-            project=config.wandb_project,
-            group=group,
-            name=name,
-            dir=config.wandb_dir,
-            config=_config(args) if primary else None,
-            settings=wandb.Settings(**settings),
-        )
+        with _redacted_command_line():
+            self._run = wandb.init(
+                id=config.wandb_run_id,
+                entity=config.wandb_team,
+                project=config.wandb_project,
+                group=group,
+                name=name,
+                dir=config.wandb_dir,
+                config=_config(args) if primary else None,
+                settings=wandb.Settings(**settings),
+            )
         for axis, patterns in AXES.items():
             wandb.define_metric(axis)
             for pattern in patterns:

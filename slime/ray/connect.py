@@ -29,6 +29,8 @@ def connect(args: Namespace) -> None:
     """
     if ray.is_initialized():
         return
+    if args.wandb_key is not None:
+        env.unset("WANDB_API_KEY")  # in the environment of every process it would be there for model-written code
     address = env.get_str("RAY_ADDRESS", "auto")
     if address != "local":
         outcome = _join(address)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slime.flags.security import job_secret
 from slime.observability.job_state import JobState
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
 from slime.observability.metrics_file import StepLine, metrics_path
@@ -21,6 +22,7 @@ from slime.ray.background_eval import BackgroundEvaluation
 from slime.ray.gpus import create_placement_groups
 from slime.ray.rollout import DEADLINE_MARGIN_S
 from slime.ray.startup import create_rollout_manager, create_training_models
+from slime.ray.utils import listen_address
 from slime.ray.waiting import forget_all, wait_for
 from slime.utils.misc import Box, should_run_periodic_action
 
@@ -56,7 +58,13 @@ class TrainJob:
 
         names = [dataset.name for dataset in self.args.eval_datasets or ()]
         logged = LoggedMetrics(metrics_path(self.args), names)
-        return MetricsPage(self.args.prometheus_port, logged, self._job_state)
+        return MetricsPage(
+            self.args.prometheus_port,
+            logged,
+            self._job_state,
+            host=listen_address(),
+            secret=job_secret(self.args),
+        )
 
     def _job_state(self) -> JobState:
         return self._ask("get_job_state", what="the engines' state", timeout_s=JOB_STATE_TIMEOUT_S)

@@ -9,7 +9,8 @@ from typing import Any
 import ray
 import torch
 
-from slime.utils.net import get_current_node_ip, get_free_port
+from slime.utils import env
+from slime.utils.net import get_current_node_ip, get_free_port, loopback_address
 
 NOSET_VISIBLE_DEVICES = {
     f"RAY_EXPERIMENTAL_NOSET_{name}": "1"
@@ -43,13 +44,23 @@ def cluster_has_accelerators() -> bool:
     return torch.cuda.is_available() or any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
 
 
+def listen_address() -> str:
+    """Return the address at which servers of the job on this node listen.
+
+    Loopback where the cluster has this node alone; otherwise, or with ``SLIME_HOST_IP``, the one by which other nodes
+    reach it.
+    """
+    is_alone = sum(node["Alive"] for node in ray.nodes()) == 1
+    return loopback_address() if is_alone and env.host_ip_override() is None else get_current_node_ip()
+
+
 class RayActor:
     """Base of actors that others must reach over the network."""
 
     @staticmethod
     def _get_current_node_ip_and_free_port(start_port: int = 10000, consecutive: int = 1) -> tuple[str, int]:
         """Return this node's address and the first of ``consecutive`` free ports at or above ``start_port``."""
-        return get_current_node_ip(), get_free_port(start_port=start_port, consecutive=consecutive)
+        return listen_address(), get_free_port(start_port=start_port, consecutive=consecutive)
 
     def get_master_addr_and_port(self) -> tuple[str, int]:
         """Return address and port for the rendezvous of torch.distributed, on this actor's node."""

@@ -14,7 +14,7 @@ import aiohttp
 
 from slime.rollout.config import RolloutConfig
 from slime.utils.errors import EngineError, ProcessError
-from slime.utils.http_utils import LoopSessions
+from slime.utils.http_utils import LoopSessions, add_job_servers, job_headers
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ async def control_get(url: str) -> Any:
         EngineError: no answer within ``CONTROL_TIMEOUT_S`` seconds, a status of 400 or more, or no JSON.
     """
     try:
-        async with _control.current().get(url) as response:
+        async with _control.current().get(url, headers=job_headers(url)) as response:
             response.raise_for_status()
             return await response.json(content_type=None)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
@@ -54,7 +54,7 @@ async def control_get(url: str) -> Any:
 async def control_post(url: str, payload: Any) -> None:
     """Post JSON and ignore the answer; raise as ``control_get`` does."""
     try:
-        async with _control.current().post(url, json=payload) as response:
+        async with _control.current().post(url, json=payload, headers=job_headers(url)) as response:
             response.raise_for_status()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise EngineError(f"POST {url} failed: {type(error).__name__}: {error}. Is that server alive?") from error
@@ -67,8 +67,14 @@ async def close_control_client() -> None:
 
 async def worker_urls(config: RolloutConfig) -> list[str]:
     """Return the engines that the router knows."""
-    answer = await control_get(f"{config.router_url}/workers")
-    return [worker["url"] for worker in answer.get("workers", [])]
+    return [worker["url"] for worker in await list_workers(f"{config.router_url}/workers")]
+
+
+async def list_workers(list_url: str) -> list[dict[str, Any]]:
+    """Return the entries of a router's list; requests to these engines carry the job's secret from then on."""
+    workers: list[dict[str, Any]] = (await control_get(list_url)).get("workers", [])
+    add_job_servers(*(worker["url"] for worker in workers))
+    return workers
 
 
 async def abort_engines(config: RolloutConfig) -> None:

@@ -25,7 +25,7 @@ from importlib import metadata
 from typing import Any
 
 from slime.rollout.config import RolloutConfig
-from slime.rollout.control_client import control_get
+from slime.rollout.control_client import list_workers
 from slime.utils.errors import EngineError, ProcessError
 from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post
 from slime.utils.misc import SingletonMeta
@@ -103,7 +103,7 @@ class WorkerPicker(metaclass=SingletonMeta):
     async def urls(self, *, refresh: bool = False) -> list[str]:
         """Return the regular workers; asked again after five seconds."""
         if refresh or time.monotonic() - self._listed_at > _WORKER_LIST_MAX_AGE_S:
-            workers = (await control_get(self._list_url)).get("workers", [])
+            workers = await list_workers(self._list_url)
             special = [w["url"] for w in workers if w.get("worker_type", "regular") != "regular"]
             if special:
                 raise NotForWorkers(

@@ -29,7 +29,7 @@ from slime.flags.distillation import ONLY_TEACHER, teacher_config, teachers_of
 from slime.rollout.control_client import control_sessions
 from slime.train_data.convert import source_name
 from slime.utils.errors import ConfigError, DataError, GraderError
-from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json
+from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json, job_headers
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
 
@@ -107,7 +107,7 @@ def teacher_name(args: Namespace, sample: Sample) -> str:
 async def _ask(url: str, body: bytes) -> dict[str, Any]:
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
-            headers = {"Content-Type": "application/json"}
+            headers = {**job_headers(url), "Content-Type": "application/json"}
             async with _sessions.current().post(url, data=body, headers=headers) as response:
                 raw = await response.read()
                 if response.status >= 400 and response.status not in RETRIED_STATUSES:

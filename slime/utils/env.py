@@ -5,8 +5,10 @@ Nothing else in the package touches ``os.environ``: here is the whole list, type
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from slime.utils.errors import ConfigError
 
@@ -76,6 +78,22 @@ def log_run() -> str | None:
     slime.
     """
     return get_str("SLIME_LOG_RUN")
+
+
+def wandb_api_key() -> str | None:
+    """Return ``WANDB_API_KEY``: the key of Weights & Biases; the job's processes get it with the flags instead."""
+    return get_str("WANDB_API_KEY")
+
+
+def engine_guard() -> list[Any] | None:
+    """Return ``SLIME_ENGINE_GUARD``: what an engine's process passes on to its tokenizer workers."""
+    text = get_str("SLIME_ENGINE_GUARD")
+    return None if text is None else json.loads(text)
+
+
+def export_engine_guard(values: list[Any]) -> None:
+    """Set ``SLIME_ENGINE_GUARD`` for the children of an engine's process, in which no plug-in runs."""
+    export({"SLIME_ENGINE_GUARD": json.dumps(values)})
 
 
 def cuda_visible_devices() -> list[str] | None:

@@ -2,6 +2,7 @@
 
 Retried are failures that time can heal: a connection refused, reset or cut, and the statuses in ``RETRIED_STATUSES``.
 Any other status is the caller's mistake and ends the call at once.  Proxies of the environment are not used.
+Requests to routers and engines of the job carry the job's secret; requests to any other server never do.
 ``slime.ray`` may route posts through other processes with ``set_post_transport``.
 """
 
@@ -14,7 +15,7 @@ import time
 import weakref
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -26,6 +27,7 @@ from slime.utils.net import find_available_port, get_host_info, is_port_availabl
 __all__ = [
     "HttpStatusError",
     "PostTransportUnavailable",
+    "add_job_servers",
     "close_http_client",
     "decode_json",
     "encode_json",
@@ -35,6 +37,7 @@ __all__ = [
     "get_rollout_num_engines",
     "init_http_client",
     "is_port_available",
+    "job_headers",
     "post",
     "post_for_events",
     "set_post_transport",
@@ -85,6 +88,10 @@ class _Client:
     max_connections: int = 0
     """0 is no limit."""
     transport: PostTransport | None = None
+    secret: str | None = None
+    """The job's; None where the job has none, or in a process that makes no requests of a job."""
+    servers: set[str] = field(default_factory=set)
+    """``host:port`` of the servers that get the secret."""
 
 
 _CLIENT = _Client()
@@ -121,8 +128,32 @@ def get_rollout_num_engines(args: Namespace) -> int:
 
 
 def init_http_client(args: Namespace) -> None:
-    """Allow as many connections as the engines take requests at a time.  Call it before the first request."""
+    """Allow as many connections as the engines take requests at a time.  Call it before the first request.
+
+    From then on requests to the job's routers carry its secret.
+    """
     _CLIENT.max_connections = args.sglang_server_concurrency * get_rollout_num_engines(args)
+    known = vars(args)
+    _CLIENT.secret = known.get("job_secret")
+    routers = [*(known.get("sglang_model_routers") or {}).values()]
+    routers.append((known.get("sglang_router_ip"), known.get("sglang_router_port")))
+    add_job_servers(*(f"http://{host}:{port}" for host, port in routers if host and port))
+
+
+def add_job_servers(*urls: str) -> None:
+    """Let requests to the servers at ``urls`` carry the job's secret."""
+    _CLIENT.servers.update(_server_of(url) for url in urls)
+
+
+def job_headers(url: str) -> dict[str, str]:
+    """Return the header that a request to ``url`` must carry; none when the server is not the job's."""
+    if _CLIENT.secret is None or _server_of(url) not in _CLIENT.servers:
+        return {}
+    return {"Authorization": f"Bearer {_CLIENT.secret}"}
+
+
+def _server_of(url: str) -> str:
+    return url.partition("://")[2].partition("/")[0]
 
 
 def set_post_transport(transport: PostTransport | None) -> None:
@@ -175,12 +206,13 @@ async def post(
     Raises:
         EngineError: the deadline passed or the last attempt failed; ``HttpStatusError`` when a server refused.
     """
+    headers = {**job_headers(url), **(headers or {})}
     if _CLIENT.transport is not None:
         try:
             return await asyncio.wait_for(_CLIENT.transport(url, payload, max_retries, headers), timeout_s)
         except PostTransportUnavailable as error:
             logger.warning("Posting from this process: %s", error)
-    headers = {**(headers or {}), "Content-Type": "application/json"}
+    headers["Content-Type"] = "application/json"
     body = encode_json(payload)
     return await _request("POST", url, body, headers, max_retries, timeout_s, decode or decode_json)
 
@@ -193,6 +225,7 @@ async def get(
     timeout_s: float = GET_TIMEOUT_S,
 ) -> Any:
     """GET ``url``; the answer decoded from JSON, or as text when it is not JSON.  Arguments as for ``post``."""
+    headers = {**job_headers(url), **(headers or {})}
     return await _request("GET", url, None, headers, max_retries, timeout_s, decode_json)
 
 
@@ -207,7 +240,7 @@ async def post_for_events(
         EngineError: the connection failed or was cut, or the deadline of the whole call passed; ``HttpStatusError``
             when the server refused.
     """
-    headers = {**(headers or {}), "Content-Type": "application/json"}
+    headers = {**job_headers(url), **(headers or {}), "Content-Type": "application/json"}
     rest = bytearray()
     try:
         async with (

@@ -50,8 +50,20 @@ def get_host_info() -> tuple[str, str]:
     for candidate in candidates:
         if ip := candidate():
             return hostname, ip
-    loopback = "::1" if env.prefer_ipv6() else "127.0.0.1"
-    return hostname, _resolved_ip(hostname) or loopback
+    return hostname, _resolved_ip(hostname) or loopback_address()
+
+
+def loopback_address() -> str:
+    """Return the address at which only processes of this host reach a server."""
+    return "::1" if env.prefer_ipv6() else "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Return True when only processes of this host reach ``host``; False for any other name than ``localhost``."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def get_current_node_ip() -> str:

@@ -31,13 +31,20 @@ def engine_args(checkpoint: str) -> Namespace:
         engine_start_timeout_s=600,
         weight_update_timeout_s=300,
         sglang_router_request_timeout_secs=600,
+        job_secret="s3cret of the test",
     )
 
 
 def main(checkpoint: str, out: str) -> None:
     """Start both, write their addresses to ``out``, wait for the end."""
     args = engine_args(checkpoint)
-    router = start_router(args, host="127.0.0.1", port=get_free_port(23000), prometheus_port=get_free_port(24000))
+    router = start_router(
+        args,
+        host="127.0.0.1",
+        port=get_free_port(23000),
+        prometheus_port=get_free_port(24000),
+        secret=args.job_secret,
+    )
     port = get_free_port(25000, consecutive=3)
     engine = SGLangEngine(args, rank=0)
     started = time.monotonic()

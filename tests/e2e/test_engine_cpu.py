@@ -315,7 +315,7 @@ def num_requests_in_flight(server: ServerControl) -> int:
 
 @pytest.mark.parametrize("verb", ["abort_all", "pause_generation"])
 def test_an_abort_returns_what_was_generated_so_far(running: Running, verb: str) -> None:
-    server = ServerControl(running.engine.get_url() or "")
+    server = ServerControl(running.engine.get_url() or "", api_key=running.engine.args.job_secret)
     with ThreadPoolExecutor(1) as pool:
         response = pool.submit(running.generate, 2000, temperature=1.0)
         while num_requests_in_flight(server) == 0:

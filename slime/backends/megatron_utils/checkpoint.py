@@ -39,6 +39,7 @@ from slime.backends.megatron_utils.checkpoints.optimizer_state import (
 from slime.backends.megatron_utils.checkpoints.rng_state import load_rng_state, rng_state
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
 from slime.backends.megatron_utils.layers.value_head import find_value_head, take_out_unsaved_head
+from slime.flags.security import redacted
 from slime.utils.atomic_file import write_atomically
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
@@ -182,7 +183,7 @@ def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
     """Return the content of a checkpoint beside its tensors."""
     return {
         # A critic's are in the critic's own checkpoint.
-        "args": Namespace(**{name: _plain(value) for name, value in vars(args).items() if name != "critic_args"}),
+        "args": Namespace(**{name: _plain(value) for name, value in redacted(args).items() if name != "critic_args"}),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 1 if iteration == RELEASE else iteration,
         "num_floating_point_operations_so_far": 0,

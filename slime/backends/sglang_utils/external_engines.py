@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from slime.backends.sglang_utils.nuclei_support import check_returns_nuclei
 from slime.backends.sglang_utils.server_control import ServerControl
+from slime.flags.security import job_secret
 from slime.utils.errors import ConfigError, ProcessError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class ExternalEngineInfo:
     """Everything that it tells of itself."""
 
 
-def discover(addresses: Sequence[str]) -> list[ExternalEngineInfo]:
+def discover(addresses: Sequence[str], secret: str | None = None) -> list[ExternalEngineInfo]:
     """Ask every engine what it is.
 
     Raises:
@@ -53,7 +54,7 @@ def discover(addresses: Sequence[str]) -> list[ExternalEngineInfo]:
     doubled = sorted({url for url in urls if urls.count(url) > 1})
     if doubled:
         raise ConfigError(f"{FLAG} names {', '.join(doubled)} more than once; give each engine one address.")
-    return [describe(url, fetch_info(url)) for url in urls]
+    return [describe(url, fetch_info(url, secret)) for url in urls]
 
 
 def normalise(address: str) -> str:
@@ -73,13 +74,13 @@ def normalise(address: str) -> str:
     return f"http://{host}:{port}"
 
 
-def fetch_info(url: str) -> dict[str, Any]:
+def fetch_info(url: str, secret: str | None = None) -> dict[str, Any]:
     """Return the engine's description of itself.
 
     Raises:
         ConfigError: it does not answer as an SGLang server does.
     """
-    server = ServerControl(url)
+    server = ServerControl(url, api_key=secret)
     try:
         try:
             info = server.get("/server_info", timeout_s=INFO_TIMEOUT_S)
@@ -119,7 +120,7 @@ def describe(url: str, info: Mapping[str, Any]) -> ExternalEngineInfo:
 
 def record_external_engines(args: Namespace) -> dict[str, Any]:
     """Return the attributes of ``args`` that follow from asking the external engines."""
-    infos = discover(args.rollout_external_engine_addrs)
+    infos = discover(args.rollout_external_engine_addrs, job_secret(args))
     return {
         "rollout_external_engine_infos": infos,
         "rollout_num_engines": len(infos),
@@ -150,7 +151,7 @@ def check_capabilities(args: Namespace, info: ExternalEngineInfo) -> None:
                 f"the external engine {info.url} does {info.worker_type} only, and --rollout-top-p "
                 f"{args.rollout_top_p:g} needs engines that do both; start regular ones, or set --rollout-top-p 1."
             )
-        check_returns_nuclei(ServerControl(info.url), top_p=args.rollout_top_p)
+        check_returns_nuclei(ServerControl(info.url, api_key=job_secret(args)), top_p=args.rollout_top_p)
     served = told.get("model_path")
     if served and served != args.hf_checkpoint:
         logger.warning(

@@ -12,7 +12,7 @@ from typing import Any
 from slime.backends.sglang_utils.child_process import ChildProcess
 from slime.backends.sglang_utils.server_control import Refused, ServerControl
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
-from slime.utils.net import format_host, format_host_port
+from slime.utils.net import format_host, format_host_port, is_loopback, loopback_address
 
 MODULE = "slime.backends.sglang_utils.router_main"
 START_TIMEOUT_S = 60.0
@@ -30,11 +30,20 @@ class RouterHandle:
     process: ChildProcess | None = None
     metrics_port: int | None = None
     """Port of its Prometheus page, when the router is ours."""
+    secret: str | None = None
+    """Key that it wants of its clients: the job's."""
 
     @property
     def metrics_url(self) -> str | None:
         """Its Prometheus page; None for a router that the user runs."""
-        return f"http://{self.host}:{self.metrics_port}/metrics" if self.metrics_port is not None else None
+        if self.metrics_port is None:
+            return None
+        return f"http://{format_host(loopback_address())}:{self.metrics_port}/metrics"
+
+    @property
+    def control(self) -> ServerControl:
+        """Its HTTP interface."""
+        return ServerControl(self.url, api_key=self.secret, name="the router")
 
     @property
     def url(self) -> str:
@@ -45,7 +54,7 @@ class RouterHandle:
         """Return True while the router runs; one that the user runs is asked over HTTP."""
         if self.process is not None:
             return self.process.is_alive()
-        return ServerControl(self.url).answers("/health")
+        return self.control.answers("/health")
 
     def stop(self) -> None:
         """End the router; one that the user runs goes on."""
@@ -53,13 +62,13 @@ class RouterHandle:
             self.process.stop()
 
 
-def adopt_router(host: str, port: int) -> RouterHandle:
+def adopt_router(host: str, port: int, *, secret: str | None = None) -> RouterHandle:
     """Return the router that the user runs at this address.
 
     Raises:
         EngineError: nothing answers there.
     """
-    router = RouterHandle(format_host(host), port)
+    router = RouterHandle(format_host(host), port, secret=secret)
     if not router.is_alive():
         raise EngineError(
             f"no router answers at {router.url}; start it, or drop --sglang-router-ip so that slime starts one"
@@ -74,6 +83,7 @@ def start_router(
     port: int,
     prometheus_port: int,
     pd_disaggregation: bool = False,
+    secret: str | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> RouterHandle:
     """Start sglang_router and wait until it answers; it dies with this process.
@@ -82,10 +92,15 @@ def start_router(
         ProcessError: it ended or did not answer within ``timeout_s`` seconds; with the end of its log.
     """
     settings = build_router_args(
-        args, host=host, port=port, prometheus_port=prometheus_port, pd_disaggregation=pd_disaggregation
+        args,
+        host=host,
+        port=port,
+        prometheus_port=prometheus_port,
+        pd_disaggregation=pd_disaggregation,
+        secret=secret,
     )
     process = ChildProcess(MODULE, settings, name=f"router {format_host_port(host, port)}", extra_environment={})
-    router = RouterHandle(format_host(host), port, process, prometheus_port)
+    router = RouterHandle(format_host(host), port, process, prometheus_port, secret)
     server = ServerControl(router.url, name=process.name)
     deadline = time.monotonic() + timeout_s
     while not server.answers("/health", timeout_s=5.0):
@@ -99,9 +114,19 @@ def start_router(
 
 
 def build_router_args(
-    args: Namespace, *, host: str, port: int, prometheus_port: int, pd_disaggregation: bool
+    args: Namespace,
+    *,
+    host: str,
+    port: int,
+    prometheus_port: int,
+    pd_disaggregation: bool,
+    secret: str | None = None,
 ) -> dict[str, Any]:
-    """Build the fields of RouterArgs: the ``--router-*`` flags, and the values that slime sets itself."""
+    """Build the fields of RouterArgs: the ``--router-*`` flags, and the values that slime sets itself.
+
+    With a secret the list of workers and the cache belong to the job alone, and so does generation where the router
+    listens beyond loopback.  Its metrics have no key: they are served on loopback.
+    """
     from sglang_router.router_args import RouterArgs
 
     # Only the prefixed names: the router would also take host, port and others from attributes without a prefix.
@@ -111,12 +136,16 @@ def build_router_args(
         "host": host.strip("[]"),
         "port": port,
         "prometheus_port": prometheus_port,
+        "prometheus_host": settings["prometheus_host"] or loopback_address(),
         "request_timeout_secs": args.sglang_router_request_timeout_secs,
         # A rollout saturates its engines on purpose; a router that takes slowness for sickness would stop sending.
         "disable_circuit_breaker": True,
         # And a probe that generates a token kills an engine whose memory is released.
         "disable_health_check": True,
     }
+    if secret is not None:
+        settings["control_plane_api_keys"] = [*settings["control_plane_api_keys"], ("slime", "slime", secret, "admin")]
+        settings["api_key"] = None if is_loopback(host) else secret
     if pd_disaggregation:
         settings["pd_disaggregation"] = True
     return settings
@@ -128,9 +157,10 @@ def register_worker(
     *,
     worker_type: str,
     bootstrap_port: int | None = None,
+    worker_key: str | None = None,
     timeout_s: float = REGISTER_TIMEOUT_S,
 ) -> None:
-    """Tell the router of an engine and wait until it lists it.
+    """Tell the router of an engine, and of the key that the engine wants; wait until it lists it.
 
     Raises:
         DeadlineError: the router does not list the engine after ``timeout_s`` seconds.
@@ -138,6 +168,8 @@ def register_worker(
     payload: dict[str, Any] = {"url": worker_url, "worker_type": worker_type}
     if worker_type == "prefill":
         payload["bootstrap_port"] = bootstrap_port
+    if worker_key is not None:
+        payload["api_key"] = worker_key
     router.post("/workers", payload)
     deadline = time.monotonic() + timeout_s
     while find_worker(router, worker_url) is None:

@@ -20,6 +20,8 @@ CPU_MEM_FRACTION = 0.1
 CPU_MAX_TOTAL_TOKENS = 65536
 NOT_FIELDS = frozenset(
     {
+        "sglang_admin_api_key",
+        "sglang_api_key",
         "sglang_config",
         "sglang_data_parallel_size",
         "sglang_enable_deepep_moe",
@@ -34,7 +36,7 @@ NOT_FIELDS = frozenset(
         "sglang_server_concurrency",
     }
 )
-"""Attributes of args that begin like an engine's flag and are none."""
+"""Attributes of args that begin like an engine's flag and do not reach it; ``server_guard`` looks after its keys."""
 
 OWN_DRAFTS = ("EAGLE", "NEXTN")
 """Speculative algorithms whose draft is the checkpoint's own MTP layers, when no other is named."""

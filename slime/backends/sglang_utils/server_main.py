@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim, sglang_plugin
 from slime.backends.sglang_utils.child_process import end_with_owner, owner_pid, read_settings
+from slime.backends.sglang_utils.server_guard import guard_as_parent, guard_port
 
 if __name__ in ("__main__", "__mp_main__"):
     end_with_owner(owner_pid() if __name__ == "__main__" else os.getppid())
@@ -24,11 +25,21 @@ if __name__ in ("__main__", "__mp_main__"):
     # saver to a mode in which CUDA graphs cannot be released; an engine has no use for it.
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail as if it were not installed
     sglang_plugin.register()
+    guard_as_parent()
 
 
 def main() -> None:
     """Serve until killed."""
     settings = read_settings()
+    secret = settings.pop("job_secret")
+    if secret is not None:
+        guard_port(
+            secret,
+            settings["host"],
+            settings["port"],
+            is_encoder=bool(settings.get("encoder_only")),
+            pass_on=settings.get("tokenizer_worker_num", 1) > 1,
+        )
     cpu_shim.fork_processes(lambda: end_with_owner(os.getppid()))
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs

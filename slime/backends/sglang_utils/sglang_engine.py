@@ -19,7 +19,9 @@ from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
 from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, probe_answer
+from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
+from slime.flags.security import job_secret
 from slime.utils.env import visible_index
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, ProcessError
 from slime.utils.net import format_host_port
@@ -70,6 +72,9 @@ class SGLangEngine(WeightVerbs):
         self.process: ChildProcess | None = None
         self.server: ServerControl | None = None
         self.router: ServerControl | None = None
+        self._secret = job_secret(args)
+        self._worker_key: str | None = None
+        """Key by which the router asks the server."""
         self._bootstrap_port: int | None = None
         self._tp_size = 1
         self._released: set[str] = set()
@@ -126,12 +131,16 @@ class SGLangEngine(WeightVerbs):
         self._released.clear()
         self._push_id = self._acknowledged = self._known_manifest = None
         name = f"engine {self.rank} {format_host_port(host, port)}"
-        self.server = ServerControl(
-            f"http://{format_host_port(host, port)}", api_key=server_args.get("api_key"), name=name
-        )
-        if router_ip and router_port:
-            self.router = ServerControl(f"http://{format_host_port(router_ip, router_port)}", name="the router")
-        self.process = start_server(server_args, name=name)
+        self.server = ServerControl(f"http://{format_host_port(host, port)}", api_key=self._secret, name=name)
+        self._worker_key = None if self._secret is None else generation_key(self._secret)
+        self._find_router(router_ip, router_port)
+        self.process = start_server(server_args, name=name, secret=self._secret)
+
+    def _find_router(self, host: str | None, port: int | None) -> None:
+        if host and port:
+            self.router = ServerControl(
+                f"http://{format_host_port(host, port)}", api_key=self._secret, name="the router"
+            )
 
     def wait_ready(self, timeout_s: float, *, register: bool = True) -> None:
         """Wait until the server serves; then tell the router, with ``register``.  See :meth:`init`."""
@@ -151,7 +160,11 @@ class SGLangEngine(WeightVerbs):
         """Let the router send requests to this engine.  An encoder serves other engines, not the router."""
         if self.router is not None and self.node_rank == 0 and self.worker_type != "encoder":
             register_worker(
-                self.router, self._server().url, worker_type=self.worker_type, bootstrap_port=self._bootstrap_port
+                self.router,
+                self._server().url,
+                worker_type=self.worker_type,
+                bootstrap_port=self._bootstrap_port,
+                worker_key=self._worker_key,
             )
 
     def connect(
@@ -164,11 +177,11 @@ class SGLangEngine(WeightVerbs):
         router_port: int | None = None,
     ) -> None:
         """Use a server that somebody else runs, and tell the router of it; its process is theirs to end."""
-        self.server = ServerControl(url, name=f"engine {self.rank} {url}")
+        self.server = ServerControl(url, api_key=self._secret, name=f"engine {self.rank} {url}")
+        self._worker_key = self._secret
         self._tp_size = tp_size
         self._bootstrap_port = bootstrap_port
-        if router_ip and router_port:
-            self.router = ServerControl(f"http://{format_host_port(router_ip, router_port)}", name="the router")
+        self._find_router(router_ip, router_port)
         self.register()
 
     def get_url(self) -> str | None:
@@ -289,11 +302,11 @@ class SGLangEngine(WeightVerbs):
             raise
 
 
-def start_server(server_args: Mapping[str, Any], *, name: str) -> ChildProcess:
-    """Start an SGLang server with these ServerArgs; returns at once."""
+def start_server(server_args: Mapping[str, Any], *, name: str, secret: str | None = None) -> ChildProcess:
+    """Start an SGLang server with these ServerArgs, guarded by ``secret``; returns at once."""
     return ChildProcess(
         SERVER_MODULE,
-        server_args,
+        {**server_args, "job_secret": secret},
         name=name,
         extra_environment=engine_environment(tp_size=int(server_args.get("tp_size", 1))),
         without_variables=EXPANDABLE_SEGMENTS,

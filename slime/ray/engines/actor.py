@@ -22,6 +22,7 @@ from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
 from slime.utils import env
+from slime.utils.net import format_host_port, loopback_address
 
 FIRST_PORTS = range(21000, 31000)
 ENGINE_ENV_DEFAULTS = {
@@ -113,7 +114,9 @@ def allocate_addresses(
         if worker_type == "prefill":
             address.disaggregation_bootstrap_port = take(1)
         if rank % nodes_per_engine == 0:
-            shared_rendezvous = f"{host}:{take(30 + (args.sglang_dp_size or 1))}"
+            # An engine's scheduler unpickles what comes in beside its rendezvous: only its own nodes may reach that.
+            meeting = host if nodes_per_engine > 1 else loopback_address()
+            shared_rendezvous = format_host_port(meeting, take(30 + (args.sglang_dp_size or 1)))
         address.dist_init_addr = shared_rendezvous
         addresses.append(address)
     return addresses

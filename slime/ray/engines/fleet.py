@@ -19,8 +19,8 @@ import ray
 from ray.exceptions import RayError
 
 from slime.backends.sglang_utils.router_process import RouterHandle
-from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
+from slime.flags.security import job_secret
 from slime.observability.job_state import JobState
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.group import EngineGroup
@@ -104,6 +104,9 @@ class EngineFleet:
         self._starting = []
         for group in self.groups:
             group.started()
+        guard = "no secret" if job_secret(self.args) is None else "the job's secret"
+        lines = [line for server in self.servers for line in server.listens_at()]
+        logger.info("listening, guarded by %s: %s", guard, "; ".join(lines) or "nothing")
 
     def stop(self) -> None:
         """Stop engines and routers in an orderly way; external ones go on."""
@@ -341,7 +344,7 @@ class EngineFleet:
         if router.process is not None and not router.process.is_alive():
             return "has ended"
         timeout_s = self.args.rollout_health_check_timeout
-        if ask and not ServerControl(router.url).answers("/health", timeout_s=timeout_s):
+        if ask and not router.control.answers("/health", timeout_s=timeout_s):
             return f"does not answer within {timeout_s:g} s (--rollout-health-check-timeout)"
         return None
 

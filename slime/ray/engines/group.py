@@ -18,13 +18,15 @@ import ray
 
 from slime.backends.sglang_utils.engine_dtype import own_dtype, served_dtype
 from slime.backends.sglang_utils.router_process import RouterHandle, unregister_worker
-from slime.backends.sglang_utils.server_control import ServerControl
+from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
+from slime.flags.security import job_secret
 from slime.ray.engines.actor import PortCursors, allocate_addresses, start_engine_actor
 from slime.ray.engines.lifecycle import LIVE, UNSETTLED, Action, EngineEvent, EngineState, next_step
 from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, ProcessError
+from slime.utils.http_utils import add_job_servers
 from slime.utils.net import format_host_port
 
 logger = logging.getLogger(__name__)
@@ -124,6 +126,12 @@ class EngineGroup:
         return self.model.update_weights
 
     @property
+    def worker_key(self) -> str | None:
+        """Key by which the router asks the engines."""
+        secret = job_secret(self.args)
+        return None if secret is None else generation_key(secret)
+
+    @property
     def acknowledges_pushes(self) -> bool:
         """True when the engines run slime's weight loader, as all engines that slime starts do."""
         return True
@@ -192,7 +200,8 @@ class EngineGroup:
             cursors=self.cursors,
         )
         for index, address in zip(indices, addresses[::nodes], strict=True):
-            self.urls[index] = f"http://{format_host_port(address.host, address.port)}"
+            url = self.urls[index] = f"http://{format_host_port(address.host, address.port)}"
+            add_job_servers(url)
             self.bootstrap_ports[index] = address.disaggregation_bootstrap_port
         return [
             engine.init.remote(
@@ -306,7 +315,7 @@ class EngineGroup:
         url, self.is_listed[index] = self.urls[index], False
         if self.router is not None and url is not None:
             try:
-                unregister_worker(ServerControl(self.router.url, name="the router"), url)
+                unregister_worker(self.router.control, url)
             except ProcessError as error:
                 logger.warning("%s stays in the router's list: %s", self.name_of(index), error)
         first = index * self.nodes_per_engine

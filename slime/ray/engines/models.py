@@ -25,16 +25,16 @@ from slime.backends.sglang_utils.router_process import (
     register_worker,
     start_router,
 )
-from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
-from slime.observability.job_state import PageSource
+from slime.flags.security import job_secret
+from slime.observability.job_state import PageSource, read_page
 from slime.ray.engines.actor import PortCursors, start_engine_actor
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE
 from slime.ray.gpus import GpuSlice, plan_gpus
+from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
-from slime.utils.http_utils import find_available_port
-from slime.utils.net import get_current_node_ip
+from slime.utils.http_utils import add_job_servers, find_available_port
 from slime.weights.push.verbs import RECEIVER
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,22 @@ class RolloutServer:
         """True when the server of some engine of the model is up."""
         return any(group.indices(*LIVE) for group in self.groups)
 
+    def listens_at(self) -> list[str]:
+        """Return the addresses of the model's servers, each with what it is."""
+        lines = []
+        if self.router is not None:
+            lines.append(f"router {self.config.name} {self.router.url}, its metrics {self.router.metrics_url}")
+        for group in self.groups:
+            lines += [f"{group.name_of(index)} {url}" for index, url in enumerate(group.urls) if url is not None]
+        return lines
+
     def metrics_pages(self) -> list[PageSource]:
         """Return the Prometheus pages of the router and of the engines that are up."""
         pages = []
         if self.router is not None and self.router.metrics_url is not None:
-            pages.append(PageSource(self.router.metrics_url, {"router": self.config.name}))
+            # Its page has no key and is on this host's loopback: it is read here for the driver.
+            page = self.router.metrics_url
+            pages.append(PageSource(page, {"router": self.config.name}, read_page(page) or ""))
         for group in self.groups:
             for index in group.indices(*LIVE):
                 labels = {"engine": str(group.rank_offset + index), "worker_type": group.config.worker_type}
@@ -80,7 +91,6 @@ class RolloutServer:
         """
         assert self.router is not None
         self.router = _start_router_again(args, self.config, self.router)
-        control = ServerControl(self.router.url, name="the router")
         for group in self.groups:
             group.router = self.router
             for index, url in enumerate(group.urls):
@@ -88,13 +98,14 @@ class RolloutServer:
                     url is not None
                     and group.is_listed[index]
                     and group.config.worker_type != "encoder"
-                    and find_worker(control, url) is None
+                    and find_worker(self.router.control, url) is None
                 ):
                     register_worker(
-                        control,
+                        self.router.control,
                         url,
                         worker_type=group.config.worker_type,
                         bootstrap_port=group.bootstrap_ports[index],
+                        worker_key=group.worker_key,
                     )
 
 
@@ -226,6 +237,11 @@ class ExternalGroup(EngineGroup):
         return 1
 
     @property
+    def worker_key(self) -> str | None:
+        """The key that its owner gave it."""
+        return job_secret(self.args)
+
+    @property
     def acknowledges_pushes(self) -> bool:
         """True when its owner started it with slime's loader."""
         return RECEIVER in (self.info.server_args.get("custom_weight_loader") or ())
@@ -251,6 +267,7 @@ class ExternalGroup(EngineGroup):
             model_path=self.model.model_path,
         )
         self.urls[0] = self.info.url
+        add_job_servers(self.info.url)
         self.bootstrap_ports[0] = self.info.disaggregation_bootstrap_port
         return [
             self.all_engines[0].connect.remote(
@@ -278,6 +295,7 @@ def _start_router_again(args: Namespace, model: ModelConfig, old: RouterHandle) 
         port=old.port,
         prometheus_port=find_available_port(random.randint(4000, 5000)),
         pd_disaggregation=model.has_prefill_decode,
+        secret=job_secret(args),
     )
 
 
@@ -287,15 +305,16 @@ def _start_router(args: Namespace, model: ModelConfig, *, is_first: bool) -> Rou
     Every model's address is recorded in ``args.sglang_model_routers`` under the model's name.
     """
     if is_first and args.sglang_router_ip and args.sglang_router_port:
-        router = adopt_router(args.sglang_router_ip, args.sglang_router_port)
+        router = adopt_router(args.sglang_router_ip, args.sglang_router_port, secret=job_secret(args))
     else:
         wanted = args.sglang_router_port if is_first else None
         router = start_router(
             args,
-            host=get_current_node_ip(),
+            host=listen_address(),
             port=wanted or find_available_port(random.randint(3000, 4000)),
             prometheus_port=find_available_port(random.randint(4000, 5000)),
             pd_disaggregation=model.has_prefill_decode,
+            secret=job_secret(args),
         )
     routers = dict(args.sglang_model_routers or {})
     routers[model.name] = (router.host, router.port)

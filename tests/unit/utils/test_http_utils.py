@@ -14,8 +14,7 @@ from slime.utils.errors import EngineError
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
     monkeypatch.setattr(http_utils, "RETRY_WAIT_S", 0.01)
-    yield
-    http_utils.set_post_transport(None)
+    monkeypatch.setattr(http_utils, "_CLIENT", http_utils._Client())
 
 
 class Server:
@@ -24,10 +23,12 @@ class Server:
     def __init__(self, answers):
         self.answers = list(answers)
         self.seen = []
+        self.keys = []
 
     async def handle(self, request):
         body = await request.json() if request.method == "POST" else None
         self.seen.append((request.method, body, request.headers.get("X-SMG-Routing-Key")))
+        self.keys.append(request.headers.get("Authorization"))
         status, content = self.answers.pop(0)
         if status == "hang":
             await asyncio.sleep(5)
@@ -162,3 +163,44 @@ def test_json_that_the_fast_parser_refuses_is_read_by_the_standard_one():
 def test_an_answer_may_be_decoded_in_the_callers_way():
     result, _ = talk([(200, "abc")], lambda url: http_utils.post(url, {}, decode=len))
     assert result == 3
+
+
+def job_of(router_port=4000, **more):
+    engines = {"sglang_server_concurrency": 8, "rollout_num_engines": 1}
+    router = {"sglang_router_ip": "127.0.0.1", "sglang_router_port": router_port}
+    return Namespace(job_secret="s3cret", **engines, **router, **more)
+
+
+def test_the_servers_of_the_job_get_its_secret_and_no_other_server_does():
+    http_utils.init_http_client(job_of(sglang_model_routers={"judge": ("[fd00::7]", 4001)}))
+    http_utils.add_job_servers("http://127.0.0.1:5000")
+    header = {"Authorization": "Bearer s3cret"}
+    for url in ("http://127.0.0.1:4000/generate", "http://[fd00::7]:4001", "http://127.0.0.1:5000/abort_request"):
+        assert http_utils.job_headers(url) == header
+    for url in ("http://127.0.0.1:4002/generate", "http://rm.example/http://127.0.0.1:4000", "127.0.0.1:4000", ""):
+        assert http_utils.job_headers(url) == {}
+
+
+def test_posts_gets_and_streams_carry_the_secret_and_a_given_key_wins():
+    async def conversation(url):
+        http_utils.init_http_client(job_of(int(url.split(":")[2].split("/")[0])))
+        await http_utils.post(url, {})
+        await http_utils.get(url)
+        await http_utils.post(url, {}, headers={"Authorization": "Bearer other"})
+        async for _ in http_utils.post_for_events(url, {}):
+            pass
+
+    _, server = talk([(200, {})] * 3 + [(200, "")], conversation)
+    assert server.keys == ["Bearer s3cret", "Bearer s3cret", "Bearer other", "Bearer s3cret"]
+
+
+def test_a_post_through_another_process_takes_the_secret_along():
+    seen = []
+
+    async def transport(url, payload, max_retries, headers):
+        seen.append(headers)
+
+    http_utils.init_http_client(job_of())
+    http_utils.set_post_transport(transport)
+    asyncio.run(http_utils.post("http://127.0.0.1:4000/generate", {}))
+    assert seen == [{"Authorization": "Bearer s3cret"}]

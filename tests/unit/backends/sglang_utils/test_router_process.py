@@ -21,7 +21,7 @@ from slime.backends.sglang_utils.router_process import (
 )
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
-from slime.utils.net import get_free_port
+from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
 
 ARGS = Namespace(sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn")
 
@@ -153,3 +153,40 @@ def test_stopping_leaves_no_process():
     handle.stop()
     _, alive = psutil.wait_procs(tree, timeout=5)
     assert alive == [] and not handle.is_alive()
+
+
+@pytest.fixture(scope="module", params=["loopback", "network"])
+def guarded(request):
+    host = "127.0.0.1" if request.param == "loopback" else get_current_node_ip()
+    handle = start_router(
+        ARGS, host=host, port=get_free_port(26400), prometheus_port=get_free_port(27400), secret="s3cret"
+    )
+    yield handle
+    handle.stop()
+
+
+def test_a_guarded_router_takes_workers_and_generation_from_its_job_alone(guarded, engine_url):
+    register_worker(guarded.control, engine_url, worker_type="regular", worker_key="g3nerates")
+    is_local = is_loopback(guarded.host)
+    FakeEngine.headers_seen.clear()
+    for key, may_administer, may_generate in (
+        ({}, False, is_local),
+        ({"Authorization": "Bearer wrong"}, False, is_local),
+        ({"Authorization": "Bearer s3cret"}, True, True),
+    ):
+        for method, path in (("GET", "/workers"), ("POST", "/flush_cache"), ("GET", "/get_loads")):
+            assert requests.request(method, guarded.url + path, headers=key, timeout=10).ok == may_administer
+        if not may_administer:  # another engine in the list would get prompts
+            lure = requests.post(guarded.url + "/workers", json={"url": "http://127.0.0.1:1"}, headers=key, timeout=10)
+            assert lure.status_code == 401
+        answer = requests.post(guarded.url + "/generate", json={"text": "a"}, headers=key, timeout=10)
+        assert answer.ok == may_generate
+    assert {headers["authorization"] for headers in FakeEngine.headers_seen} == {"Bearer g3nerates"}
+    unregister_worker(guarded.control, engine_url)
+
+
+def test_the_metrics_of_a_router_are_on_loopback(guarded):
+    assert guarded.metrics_url.startswith("http://127.0.0.1:") and requests.get(guarded.metrics_url, timeout=10).ok
+    [router] = psutil.Process(guarded.process.pid).children(recursive=True)
+    open_to = {each.laddr.ip for each in router.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    assert open_to == {"127.0.0.1", guarded.host}

@@ -1,0 +1,126 @@
+"""Who may reach which endpoint of an engine, decided before SGLang sees the request.
+
+SGLang's own keys do not fit: its ``/load_lora_adapter_from_tensors`` has no admin level, ``/metrics`` is open to all,
+a client needs one key for generation and another for administration, and the server tells its keys in
+``/server_info`` and in its log.  Here everything that is not listed below needs the job's secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from slime.utils import env
+from slime.utils.net import is_loopback
+
+Asgi = Callable[[Mapping[str, Any], Any, Any], Awaitable[None]]
+
+OPEN = frozenset({"/health", "/health_generate", "/ping"})
+"""For everybody."""
+GENERATION = frozenset(
+    "/generate /encode /classify /tokenize /detokenize /invocations /vertex_generate /parse_function_call "
+    "/separate_reasoning /open_session /close_session /v1/completions /v1/chat/completions /v1/embeddings "
+    "/v1/classify /v1/tokenize /v1/detokenize /v1/audio/transcriptions /v1/realtime /v1/models /v1/score /v1/rerank "
+    "/v1/responses /v1/messages /v1/messages/count_tokens /api/chat /api/generate /api/tags /api/show /model_info "
+    "/get_model_info /weight_version /get_weight_version /server_info /get_server_info /get_load /v1/loads".split()
+)
+"""For clients of the router, too; and without any key at an engine that listens on loopback."""
+GENERATION_FOLDERS = ("/v1/models/", "/v1/responses/")
+METRICS = ("/metrics", "/metrics/")
+"""Open on loopback.  Not for clients of the router, which passes ``/engine_metrics`` on for everybody."""
+FROM_ENGINES = frozenset({"/encode", "/send", "/scheduler_receive_url"})
+"""Engines ask an encoder by these, and SGLang has no way to give them a key."""
+
+
+def generation_key(secret: str) -> str:
+    """Return the key that the router sends to engines: it generates, and administers nothing."""
+    return hmac.new(secret.encode(), b"slime generation", hashlib.sha256).hexdigest()
+
+
+class ServerGuard:
+    """An ASGI application in front of ``app``.
+
+    Args:
+        app: the server.
+        secret: of the job; opens everything.
+        is_local: the server listens on loopback, where generation and metrics need no key.
+        is_encoder: other engines send requests without a key.
+    """
+
+    def __init__(self, app: Asgi, *, secret: str, is_local: bool, is_encoder: bool = False) -> None:
+        self.app = app
+        self._secret = secret.encode()
+        self._generation_key = generation_key(secret).encode()
+        self._is_local = is_local
+        self._is_encoder = is_encoder
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] == "lifespan" or self.allows(scope["path"], _key_of(scope["headers"])):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await _refuse(send)
+
+    def allows(self, path: str, key: bytes) -> bool:
+        """Return True when a request with ``key`` may reach ``path``."""
+        if path in OPEN or secrets.compare_digest(key, self._secret):
+            return True
+        if self._is_encoder and path in FROM_ENGINES:
+            return True
+        if path in GENERATION or path.startswith(GENERATION_FOLDERS):
+            return self._is_local or secrets.compare_digest(key, self._generation_key)
+        return self._is_local and path in METRICS
+
+
+def _key_of(headers: list[tuple[bytes, bytes]]) -> bytes:
+    for name, value in headers:
+        if name == b"authorization":
+            return value[7:] if value[:7].lower() == b"bearer " else b""
+    return b""
+
+
+async def _refuse(send: Any) -> None:
+    text = json.dumps({"error": "This endpoint needs the secret of the job that runs this engine."}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+def guard_port(secret: str, host: str, port: int, *, is_encoder: bool, pass_on: bool = False) -> None:
+    """Put a guard before whatever uvicorn serves at ``port`` in this process.
+
+    Args:
+        secret: of the job.
+        host: address at which the engine listens.
+        port: the engine's; SGLang's other servers talk among themselves.
+        is_encoder: see :class:`ServerGuard`.
+        pass_on: have the processes that this one starts do the same (several tokenizer workers share one port).
+    """
+    import uvicorn
+
+    load = uvicorn.Config.load
+
+    def load_guarded(config: Any) -> None:
+        load(config)
+        if config.port == port:
+            config.loaded_app = ServerGuard(
+                config.loaded_app, secret=secret, is_local=is_loopback(host), is_encoder=is_encoder
+            )
+
+    uvicorn.Config.load = load_guarded  # type: ignore[method-assign, assignment]
+    if pass_on:
+        env.export_engine_guard([secret, host, port, is_encoder])
+
+
+def guard_as_parent() -> None:
+    """Guard the port of the process that started this one, when it passed that on."""
+    inherited = env.engine_guard()
+    if inherited is not None:
+        secret, host, port, is_encoder = inherited
+        guard_port(secret, host, port, is_encoder=is_encoder)

@@ -1,0 +1,160 @@
+"""Secrets: the job's own, which guards its servers (docs/security.md), and what is never written down."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import secrets
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.flags.config import read_config
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SECRET_BYTES = 32
+REDACTED = "(secret)"
+_SECRET_NAME = re.compile(
+    r"(^|[-_])(api[-_]keys?|wandb[-_]key|secret|password|access[-_]token|auth[-_]token|postgres[-_]db[-_]url"
+    r"|redis[-_]url|oracle[-_]connect[-_]descriptor)$"
+)
+"""Flags and attributes whose values are secrets, ours, the engines' or a plug-in's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecretFlags:
+    """What the job's secret is made of; the flags of SGLang and its router have their defaults here."""
+
+    job_secret_file: str | None
+    no_job_secret: bool
+    sglang_admin_api_key: str | None = None
+    sglang_api_key: str | None = None
+    router_api_key: str | None = None
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Keys of the command line, by their flags."""
+        keys = {
+            "--sglang-admin-api-key": self.sglang_admin_api_key,
+            "--sglang-api-key": self.sglang_api_key,
+            "--router-api-key": self.router_api_key,
+        }
+        return {flag: key for flag, key in keys.items() if key}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JobSecret:
+    job_secret: str | None = None
+
+
+def job_secret(args: Any) -> str | None:
+    """Return the job's secret; None where ``args``, complete or not, has none."""
+    return read_config(_JobSecret, args).job_secret
+
+
+def add_security_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the security group to ``parser``."""
+    group = parser.add_argument_group("security", "Who may reach the servers of the job.")
+    group.add_argument(
+        "--job-secret-file",
+        default=None,
+        metavar="FILE",
+        help="File with the secret that engines, routers and the job's other servers want of their clients; made, "
+        "readable to its owner alone, when it is not there. Default: --sglang-api-key, else a secret that only the "
+        "job knows.",
+    )
+    group.add_argument(
+        "--no-job-secret",
+        action="store_true",
+        help="Guard no server: whoever reaches an engine's address replaces its weights and runs code in it.",
+    )
+
+
+def derive_job_secret(args: Namespace) -> None:
+    """Take the secret from its file or from the command line, or make one."""
+    flags = read_config(SecretFlags, args, add_security_arguments)
+    if flags.no_job_secret:
+        logger.warning("--no-job-secret: whoever reaches this job's addresses runs code in its engines.")
+        args.job_secret = None
+    elif flags.job_secret_file is not None:
+        args.job_secret = secret_of_file(Path(flags.job_secret_file), "--job-secret-file")
+    else:
+        args.job_secret = next(iter(flags.given.values()), None) or new_secret()
+
+
+def new_secret() -> str:
+    """Return a secret that nobody can guess."""
+    return secrets.token_urlsafe(SECRET_BYTES)
+
+
+def secret_of_file(path: Path, flag: str, *, make: bool = True) -> str:
+    """Return the secret in a file, which is made when it is not there; with ``make`` False that is an error.
+
+    Raises:
+        ConfigError: the file cannot be read or made, is empty, or lets other users read it.
+    """
+    try:
+        if make and not path.exists():
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(new_secret() + "\n")
+        text = path.read_text(encoding="utf-8").strip()
+        mode = path.stat().st_mode & 0o777
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path} cannot be read or made: {error}.") from error
+    if not text or not text.isascii() or any(letter.isspace() for letter in text):
+        raise ConfigError(f"{flag} {path} must hold one word of ASCII letters; write one, or remove the file.")
+    if mode & 0o077:
+        raise ConfigError(f"{flag} {path} has mode {mode:04o}: other users may read it; chmod 600 {path}.")
+    return text
+
+
+def check_security(args: Namespace) -> Iterator[str]:
+    """Yield one message for each combination of keys that cannot work."""
+    flags = read_config(SecretFlags, args, add_security_arguments)
+    names = " and ".join(flags.given)
+    if flags.no_job_secret and (flags.given or flags.job_secret_file):
+        yield f"--no-job-secret turns off what {names or '--job-secret-file'} turns on; keep one."
+    elif flags.given and flags.job_secret_file:
+        yield f"--job-secret-file and {names} both give the job's secret; keep one."
+    elif len(set(flags.given.values())) > 1:
+        yield f"{names} differ: one secret guards the engines and their routers; give one of them."
+
+
+# What is written down
+
+
+def is_secret(name: str) -> bool:
+    """Return True when the flag or attribute ``name`` holds a secret."""
+    return _SECRET_NAME.search(name.lower()) is not None
+
+
+def redacted(args: Namespace) -> dict[str, Any]:
+    """Return the attributes of ``args``, of nested ones too, for files and logs: secrets are replaced."""
+    shown: dict[str, Any] = {}
+    for name, value in vars(args).items():
+        if value and is_secret(name):
+            shown[name] = REDACTED
+        else:
+            shown[name] = Namespace(**redacted(value)) if isinstance(value, Namespace) else value
+    return shown
+
+
+def redacted_words(words: Sequence[str]) -> list[str]:
+    """Return a command line in which secrets are replaced."""
+    shown: list[str] = []
+    flag = ""
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.startswith("--"):
+            flag = name
+            shown.append(f"{name}={REDACTED}" if equals and is_secret(name) else word)
+        else:
+            shown.append(REDACTED if is_secret(flag) else word)
+    return shown

@@ -1,0 +1,165 @@
+"""A stranger on the network tries every endpoint of a running job, and gets nothing beyond health.
+
+``SLIME_HOST_IP`` makes the job listen where other hosts reach it, as a job of several nodes does.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import re
+import socket
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+import torch
+
+from slime.backends.sglang_utils import cpu_shim
+from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
+from tests.e2e.job import Job
+from tests.e2e.test_job_cpu import START_S, grpo_flags, no_job_survives, task  # noqa: F401  (fixtures)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; engines on a GPU have tests of their own"),
+]
+
+HEALTH = re.compile(r"/(health\w*|ping|liveness|readiness)/?$")
+ROUTER_PATHS = (
+    "/health /liveness /readiness /workers /list_workers /generate /v1/chat/completions /v1/completions /v1/responses "
+    "/v1/rerank /v1/embeddings /get_loads /flush_cache /engine_metrics /metrics /v1/tokenizers /parse/function_call"
+).split()
+TELLS_NO_MORE = {"/v1/models": "data", "/get_server_info": "workers_count", "/server_info": "workers_count"}
+"""Paths of the router that its maker left open: the model's name, the number of engines."""
+
+
+class Marker:
+    """What unpickling it does: make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def engine_paths() -> set[str]:
+    cpu_shim.install()
+    from sglang.srt.entrypoints.http_server import app
+
+    found = {"/metrics"}
+    for route in app.routes:
+        contexts = route.effective_route_contexts() if hasattr(route, "effective_route_contexts") else [route]
+        found |= {re.sub(r"{.*?}", "x", context.path) for context in contexts}
+    return found
+
+
+def ask(url: str, path: str, marker: Path, **headers: str) -> dict[str, requests.Response]:
+    """Ask for a path by every method."""
+    poison = base64.b64encode(pickle.dumps(Marker(marker))).decode()
+    body = {"serialized_named_tensors": [poison], "serialized_tensors": poison, "lora_name": "x", "text": "1+1="}
+    body |= {"load_format": "x", "messages": [{"role": "user", "content": "hi"}], "model": "x", "prompt": "hi"}
+    answers = {}
+    with requests.Session() as session:
+        session.trust_env = False
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            payload = None if method == "GET" else body
+            answers[method] = session.request(method, url + path, json=payload, headers=headers, timeout=30)
+    return answers
+
+
+def listening(job: Job) -> set[tuple[str, int, str]]:
+    """Every TCP socket of the job that listens: address, port, name of its process."""
+    found = set()
+    for pid in job.pids():
+        try:
+            process = psutil.Process(pid)
+            name = " ".join(process.cmdline())
+            sockets = process.net_connections("tcp")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        found |= {(each.laddr.ip, each.laddr.port, name) for each in sockets if each.status == psutil.CONN_LISTEN}
+    return found
+
+
+def test_a_stranger_gets_nothing_of_a_running_job_beyond_health(task, tmp_path):  # noqa: F811
+    address, page_port, secret_file = get_current_node_ip(), get_free_port(29500), tmp_path / "secret"
+    assert not is_loopback(address), "this host has no address but loopback, so that nobody else reaches it"
+    flags = grpo_flags(
+        task, tmp_path / "run", *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --num-rollout 200".split(),
+        *f"--prometheus-port {page_port} --job-secret-file {secret_file}".split(),
+    )  # fmt: skip
+    job = Job("train.py", flags, tmp_path / "log.txt", SLIME_HOST_IP=address)
+    job.wait_until(lambda: "step 1/200" in job.text(), "first step", START_S)
+    assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
+    secret = secret_file.read_text().strip()
+    line = re.search(r"listening, guarded by the job's secret: (.*)", job.text())
+    assert line is not None
+    router, engine = (re.search(rf"{who} .*?(http://\S+?:\d+)", line[1])[1] for who in ("router", "engine"))
+    page = f"http://{address}:{page_port}"
+    assert {url.split(":")[1].strip("/") for url in (router, engine)} == {address}
+
+    marker, leaks = tmp_path / "marker", {}
+    for url, paths in ((engine, engine_paths()), (router, ROUTER_PATHS), (page, ["/metrics", "/"])):
+        for path in paths:
+            for key in ({}, {"Authorization": "Bearer nonsense"}):
+                for method, answer in ask(url, path, marker, **key).items():
+                    if answer.ok and answer.text and not HEALTH.search(path):
+                        leaks[f"{method} {url}{path}"] = answer.text[:200]
+    assert leaks == {} and not marker.exists()
+    for path, key in TELLS_NO_MORE.items():
+        answer = ask(router, path, marker)["GET"]
+        assert not answer.ok or set(answer.json()) <= {key, "object", "router_manager", "routers_count"}
+
+    known = {"Authorization": f"Bearer {secret}"}
+    for url, path in ((engine, "/v1/loads"), (engine, "/metrics"), (router, "/workers"), (page, "/metrics")):
+        assert ask(url, path, marker, **known)["GET"].ok, path
+    text = requests.get(page + "/metrics", headers=known, timeout=30).text
+    assert "smg_" in text and "sglang:" in text  # what the router and the engine show is in the job's page
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != secret_file]
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+    commands = [" ".join(psutil.Process(pid).cmdline()) for pid in job.pids()]
+    assert commands and not any(secret in command for command in commands)
+    job.kill_everything()
+
+
+def test_a_job_of_one_node_listens_on_loopback_alone(task, tmp_path):  # noqa: F811
+    page_port = get_free_port(29600)
+    flags = grpo_flags(
+        task, tmp_path / "run", *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --num-rollout 200".split(),
+        *f"--prometheus-port {page_port}".split(),
+    )  # fmt: skip
+    job = Job("train.py", flags, tmp_path / "log.txt")
+    job.wait_until(lambda: "step 1/200" in job.text(), "first step", START_S)
+    sockets = listening(job)
+    ours = {(ip, port) for ip, port, name in sockets if "slime.backends.sglang_utils" in name or port == page_port}
+    assert len(ours) >= 4  # engine, router, its metrics, page
+    reachable = sorted((ip, port) for ip, port in ours if not is_loopback(ip))
+    # torch's own rendezvous of the engine's ranks listens everywhere: see docs/security.md
+    assert [each for each in reachable if speaks_http(*each)] == []
+    line = re.search(r"router default (http://127\.0\.0\.1:\d+)", job.text())
+    assert line is not None
+    answer = requests.post(f"{line[1]}/generate", json={"text": "1+1=", "sampling_params": {}}, timeout=60)
+    assert answer.ok, answer.text  # a plug-in with a client of its own
+    engine = re.search(r"engine 0 .*?(http://127\.0\.0\.1:\d+)", job.text())
+    assert engine is not None
+    for path in ("/flush_cache", "/abort_request", "/update_weights_from_tensor", "/load_lora_adapter_from_tensors"):
+        assert requests.post(engine[1] + path, json={}, timeout=60).status_code == 401
+    print("listens beyond loopback:", sorted({(ip, name[:60]) for ip, _, name in sockets if not is_loopback(ip)}))
+    job.kill_everything()
+
+
+def speaks_http(ip: str, port: int) -> bool:
+    """Return True when the port answers a request."""
+    host = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(ip, ip)
+    with socket.create_connection((host, port), timeout=5) as connection:
+        connection.settimeout(3)
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        try:
+            return connection.recv(4) == b"HTTP"
+        except OSError:
+            return False

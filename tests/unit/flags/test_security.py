@@ -1,0 +1,111 @@
+"""Where the job's secret comes from, and what is never written down."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from argparse import Namespace
+
+import pytest
+
+from slime.flags.security import (
+    REDACTED,
+    check_security,
+    derive_job_secret,
+    is_secret,
+    job_secret,
+    redacted,
+    redacted_words,
+)
+from slime.utils.errors import ConfigError
+
+
+def flags(**given) -> Namespace:
+    return Namespace(**{"job_secret_file": None, "no_job_secret": False} | given)
+
+
+def derived(**given) -> str | None:
+    args = flags(**given)
+    derive_job_secret(args)
+    return job_secret(args)
+
+
+def test_every_job_has_a_secret_of_its_own_and_namespaces_without_one_have_none():
+    first, second = derived(), derived()
+    assert first and second and first != second and len(first) >= 40
+    assert job_secret(Namespace()) is None
+
+
+@pytest.mark.parametrize("flag", ["sglang_api_key", "sglang_admin_api_key", "router_api_key"])
+def test_a_key_of_the_command_line_is_the_jobs_secret(flag):
+    assert derived(**{flag: "mine"}) == "mine"
+
+
+def test_no_job_secret_turns_it_off_with_a_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert derived(no_job_secret=True) is None
+    assert "runs code in its engines" in caplog.text
+
+
+def test_a_file_is_made_for_its_owner_alone_and_read_by_the_next_job(tmp_path):
+    path = tmp_path / "secret"
+    made = derived(job_secret_file=str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert derived(job_secret_file=str(path)) == made == path.read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [("", 0o600, "one word"), ("two words", 0o600, "one word"), ("fine", 0o644, "has mode 0644.*chmod 600")],
+)
+def test_a_file_that_is_no_secret_is_refused(tmp_path, text, mode, message):
+    path = tmp_path / "secret"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=message):
+        derived(job_secret_file=str(path))
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_the_flag(tmp_path):
+    with pytest.raises(ConfigError, match="--job-secret-file .* cannot be read or made"):
+        derived(job_secret_file=str(tmp_path / "no/secret"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"no_job_secret": True, "sglang_api_key": "a"}, "--no-job-secret turns off what --sglang-api-key"),
+        ({"no_job_secret": True, "job_secret_file": "f"}, "turns off what --job-secret-file"),
+        ({"job_secret_file": "f", "router_api_key": "a"}, "--job-secret-file and --router-api-key both"),
+        ({"sglang_admin_api_key": "a", "sglang_api_key": "b"}, "--sglang-admin-api-key and --sglang-api-key differ"),
+    ],
+)
+def test_two_secrets_are_one_too_many(given, message):
+    [found] = check_security(flags(**given))
+    assert message in found
+
+
+def test_one_secret_is_fine():
+    for given in ({}, {"sglang_api_key": "a", "sglang_admin_api_key": "a"}, {"job_secret_file": "f"}):
+        assert list(check_security(flags(**given))) == []
+
+
+def test_names_of_secrets_are_told_from_names_of_columns():
+    for name in ("wandb_key", "--sglang-api-key", "job_secret", "search_api_key", "router_oracle_password", "API_KEY"):
+        assert is_secret(name), name
+    for name in ("input_key", "label_key", "reward_key", "job_secret_file", "pad_token", "wandb_key_file", "tool_key"):
+        assert not is_secret(name), name
+
+
+def test_what_is_written_down_has_no_secret():
+    critic = Namespace(wandb_key="k3y", lr=1.0)
+    args = Namespace(wandb_key="k3y", job_secret="s", input_key="prompt", critic_args=critic, sglang_api_key=None)
+    shown = redacted(args)
+    assert "k3y" not in str(shown) and shown["job_secret"] == shown["critic_args"].wandb_key == REDACTED
+    assert (shown["input_key"], shown["sglang_api_key"], shown["critic_args"].lr) == ("prompt", None, 1.0)
+    assert args.wandb_key == critic.wandb_key == "k3y"
+
+
+def test_a_command_line_is_shown_without_its_secrets():
+    words = ["train.py", "--wandb-key", "k3y", "--lr", "1", "--router-api-key=k3y", "--use-wandb"]
+    assert redacted_words(words) == ["train.py", "--wandb-key", REDACTED, "--lr", "1", f"--router-api-key={REDACTED}", "--use-wandb"]  # fmt: skip  # noqa: E501
