@@ -19,6 +19,7 @@ NUM_NODES="${ACTOR_NUM_NODES:-32}"
 CKPT_ARGS=(
     # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/Kimi-K2-Instruct"
+    --trust-remote-code
     # the reference model
     --ref-load "${BASE_DIR}/Kimi-K2-Instruct_torch_dist"
     # the actor's checkpoints; while there are none, it starts from --ref-load

@@ -13,6 +13,7 @@ BASE_DIR="${BASE_DIR:-/root}"
 CKPT_ARGS=(
     # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/MiMo-7B-RL"
+    --trust-remote-code
     # the reference model
     --ref-load "${BASE_DIR}/MiMo-7B-RL_torch_dist"
     # the actor's checkpoints; while there are none, it starts from --ref-load

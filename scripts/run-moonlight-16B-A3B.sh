@@ -14,6 +14,7 @@ BASE_DIR="${BASE_DIR:-/root}"
 CKPT_ARGS=(
     # the weights that SGLang starts with, and the tokenizer
     --hf-checkpoint "${BASE_DIR}/Moonlight-16B-A3B-Instruct"
+    --trust-remote-code
     # the reference model
     --ref-load "${BASE_DIR}/Moonlight-16B-A3B-Instruct_torch_dist"
     # the actor's checkpoints; while there are none, it starts from --ref-load

@@ -62,7 +62,7 @@ SAID_OTHERWISE = {
     "--sglang-tp": "GPUs of an engine are --rollout-num-gpus-per-engine",
     "--sglang-model-path": "the engines serve --hf-checkpoint, or what --sglang-config says",
     "--sglang-model": "the engines serve --hf-checkpoint, or what --sglang-config says",
-    "--sglang-trust-remote-code": "it is always on",
+    "--sglang-trust-remote-code": "the engines follow --trust-remote-code",
     "--sglang-random-seed": "the engines' seeds follow from --seed",
     "--sglang-enable-memory-saver": "it follows from --offload-rollout, which --colocate turns on",
     "--sglang-port": "slime chooses free ports",

@@ -36,6 +36,8 @@ class SecretFlags:
     sglang_admin_api_key: str | None = None
     sglang_api_key: str | None = None
     router_api_key: str | None = None
+    sglang_enable_http2: bool = False
+    sglang_grpc_mode: bool = False
 
     @property
     def given(self) -> dict[str, str]:
@@ -49,18 +51,24 @@ class SecretFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _JobSecret:
+class _Trust:
     job_secret: str | None = None
+    trust_remote_code: bool = False
+
+
+def trusts_remote_code(args: Any) -> bool:
+    """Return ``--trust-remote-code`` of ``args``, complete or not."""
+    return read_config(_Trust, args).trust_remote_code
 
 
 def job_secret(args: Any) -> str | None:
     """Return the job's secret; None where ``args``, complete or not, has none."""
-    return read_config(_JobSecret, args).job_secret
+    return read_config(_Trust, args).job_secret
 
 
 def add_security_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the security group to ``parser``."""
-    group = parser.add_argument_group("security", "Who may reach the servers of the job.")
+    group = parser.add_argument_group("security", "Who may reach the servers of the job, and whose code it runs.")
     group.add_argument(
         "--job-secret-file",
         default=None,
@@ -73,6 +81,13 @@ def add_security_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-job-secret",
         action="store_true",
         help="Guard no server: whoever reaches an engine's address replaces its weights and runs code in it.",
+    )
+
+    group.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="Run the Python code that the model's folder brings along for its tokenizer, config or model, in the job "
+        "and in its engines.",
     )
 
 
@@ -125,6 +140,10 @@ def check_security(args: Namespace) -> Iterator[str]:
         yield f"--job-secret-file and {names} both give the job's secret; keep one."
     elif len(set(flags.given.values())) > 1:
         yield f"{names} differ: one secret guards the engines and their routers; give one of them."
+
+    unguarded = {"--sglang-enable-http2": flags.sglang_enable_http2, "--sglang-grpc-mode": flags.sglang_grpc_mode}
+    for flag in (flag for flag, is_given in unguarded.items() if is_given and not flags.no_job_secret):
+        yield f"{flag} starts a server that no secret can guard; drop it, or add --no-job-secret."
 
 
 # What is written down

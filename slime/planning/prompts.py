@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.flags.security import trusts_remote_code
 from slime.planning.traffic import reference_lengths
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import split_path
@@ -36,7 +37,7 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
     name, rows = split_path(args.prompt_data)
     if not Path(name).is_file() or not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
         return ()
-    tokenizer = load_tokenizer(checkpoint, trust_remote_code=True)
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=trusts_remote_code(args))
     dataset = Dataset(
         f"{name}@[0:{ROWS_READ}]" if rows == slice(None) else args.prompt_data,
         tokenizer,

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.flags.security import trusts_remote_code
 from slime.rollout.pickled_values import try_dumps
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.state_file import read_state, write_state
@@ -82,8 +83,8 @@ class RolloutDataSource(DataSource):
 
     def _open_dataset(self) -> Dataset:
         args = self.args
-        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-        processor = load_processor(args.hf_checkpoint, trust_remote_code=True)
+        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+        processor = load_processor(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
         if args.dump_details is not None:
             tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
             if processor is not None:

@@ -9,6 +9,7 @@ import functools
 from argparse import Namespace
 from typing import Any
 
+from slime.flags.security import trusts_remote_code
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer
@@ -16,8 +17,8 @@ from slime.utils.types import Sample
 
 
 @functools.cache
-def _mask_generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMaskGenerator:
-    tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=True)
+def _mask_generator(hf_checkpoint: str, loss_mask_type: str, trust_remote_code: bool) -> MultiTurnLossMaskGenerator:
+    tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
     return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type)
 
 
@@ -36,7 +37,7 @@ def generate_rollout(
         raise ConfigError(
             f"--n-samples-per-prompt is {args.n_samples_per_prompt}; sft_rollout needs 1: a row has one response."
         )
-    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type)
+    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type, trusts_remote_code(args))
     groups = data_buffer.get_samples(args.rollout_batch_size)
     for group in groups:
         for sample in group:

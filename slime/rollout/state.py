@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slime.flags.security import trusts_remote_code
 from slime.rollout.base_types import Group
 from slime.rollout.config import RolloutConfig, rollout_config
 from slime.utils.http_utils import get_rollout_num_engines
@@ -68,8 +69,8 @@ class RequestState(metaclass=SingletonMeta):
     def __init__(self, args: Namespace) -> None:
         config = rollout_config(args)
         self.args = args
-        self.tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=True)
-        self.processor = load_processor(config.hf_checkpoint, trust_remote_code=True)
+        self.tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+        self.processor = load_processor(config.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
         num_requests = args.sglang_server_concurrency * get_rollout_num_engines(args)
         self.semaphore = asyncio.Semaphore(num_requests)
         self.sampling_params = training_sampling_params(config)

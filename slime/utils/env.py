@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import ConfigError
@@ -83,6 +84,17 @@ def log_run() -> str | None:
 def wandb_api_key() -> str | None:
     """Return ``WANDB_API_KEY``: the key of Weights & Biases; the job's processes get it with the flags instead."""
     return get_str("WANDB_API_KEY")
+
+
+def job_secret() -> str | None:
+    """Return the secret in the file ``SLIME_JOB_SECRET_FILE``, which is set for the generators of a rollout buffer."""
+    path = get_str("SLIME_JOB_SECRET_FILE")
+    return None if path is None else Path(path).read_text(encoding="utf-8").strip()
+
+
+def job_servers() -> list[str]:
+    """Return ``SLIME_JOB_SERVERS``: URLs of the servers that want that secret."""
+    return (get_str("SLIME_JOB_SERVERS") or "").split()
 
 
 def engine_guard() -> list[Any] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 import time
 import weakref
 from argparse import Namespace
@@ -21,6 +22,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from slime.utils import env
 from slime.utils.errors import EngineError
 from slime.utils.net import find_available_port, get_host_info, is_port_available
 
@@ -36,6 +38,7 @@ __all__ = [
     "get_host_info",
     "get_rollout_num_engines",
     "init_http_client",
+    "is_from_job",
     "is_port_available",
     "job_headers",
     "post",
@@ -81,6 +84,10 @@ class PostTransportUnavailable(EngineError):
     """An installed post transport cannot serve; the request is made from this process instead."""
 
 
+def _server_of(url: str) -> str:
+    return url.partition("://")[2].partition("/")[0]
+
+
 @dataclass
 class _Client:
     """The state that all requests of the process share."""
@@ -88,9 +95,9 @@ class _Client:
     max_connections: int = 0
     """0 is no limit."""
     transport: PostTransport | None = None
-    secret: str | None = None
+    secret: str | None = field(default_factory=env.job_secret)
     """The job's; None where the job has none, or in a process that makes no requests of a job."""
-    servers: set[str] = field(default_factory=set)
+    servers: set[str] = field(default_factory=lambda: {_server_of(url) for url in env.job_servers()})
     """``host:port`` of the servers that get the secret."""
 
 
@@ -152,8 +159,10 @@ def job_headers(url: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {_CLIENT.secret}"}
 
 
-def _server_of(url: str) -> str:
-    return url.partition("://")[2].partition("/")[0]
+def is_from_job(authorization: str | None) -> bool:
+    """Return True when a request with this header ``Authorization`` knows the job's secret."""
+    wanted = f"Bearer {_CLIENT.secret}".encode()
+    return _CLIENT.secret is not None and secrets.compare_digest((authorization or "").encode(), wanted)
 
 
 def set_post_transport(transport: PostTransport | None) -> None:

@@ -66,10 +66,22 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, **kwargs)
     except (OSError, ValueError, KeyError) as error:
+        _refuse_remote_code(path, error, trusted=bool(kwargs.get("trust_remote_code")))
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"No tokenizer can be loaded from {path!r} ({type(error).__name__}: {reason}). "
             "It must hold tokenizer.json and tokenizer_config.json; set --hf-checkpoint to such a folder."
+        ) from error
+
+
+def _refuse_remote_code(path: str, error: Exception, *, trusted: bool) -> None:
+    """Raise ConfigError when transformers failed because the folder's own code would have to run."""
+    config = Path(path) / "tokenizer_config.json"  # where a class of transformers has the model's name, it is tried
+    brings_code = config.is_file() and "auto_map" in config.read_text(encoding="utf-8", errors="replace")
+    if "trust_remote_code" in str(error) or (brings_code and not trusted):
+        raise ConfigError(
+            f"{path} brings Python code of its own, which this job would have to run. Read it, and add "
+            "--trust-remote-code if you trust it; or use a folder whose files transformers reads by itself."
         ) from error
 
 
@@ -86,6 +98,7 @@ def load_processor(path: str, **kwargs: Any) -> Any | None:
     try:
         processor = AutoProcessor.from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
+        _refuse_remote_code(path, error, trusted=bool(kwargs.get("trust_remote_code")))
         logger.info("No processor in %s: %s", path, error)
         return None
     except ImportError as error:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.flags.security import trusts_remote_code
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -60,7 +61,7 @@ class HuggingfaceAttention(MegatronModule, ABC):
         self.layer_number = layer_number
         self.hf_layer_idx = layer_number - 1
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        self.hf_config = AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
+        self.hf_config = AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
         self.hf_config._attn_implementation = "flash_attention_2" if torch.cuda.is_available() else "sdpa"
 
     @abstractmethod

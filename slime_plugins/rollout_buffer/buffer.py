@@ -4,6 +4,9 @@ POST /buffer/write       {uid, instance_id, messages, reward, extra_info}
 POST /get_rollout_data   -> {success, message, data: {data: [item, ...], meta_info}}
 POST /start_rollout      runs the generator of ``task_type`` in a process of its own
 GET  /status             groups that wait, and whether the generator runs
+
+Who writes an item decides what is trained, and who starts a generator reads files of this host: beyond loopback every
+request needs the secret of ``--secret-file``, which is the job's ``--job-secret-file``.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -23,9 +28,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 
+from slime.flags.security import secret_of_file
+from slime.utils import env
 from slime.utils.errors import ConfigError
+from slime.utils.net import is_loopback
 from slime_plugins.rollout_buffer.registry import Generator, Item, load_generators
 
 logger = logging.getLogger(__name__)
@@ -33,6 +41,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT = 8889
 DEFAULT_TASK_TYPE = "math"
 STOP_WAIT_S = 5.0
+SECRET_FLAG = "--secret-file"
 _REQUIRED = ("instance_id", "messages", "reward")
 
 
@@ -60,8 +69,9 @@ class RolloutBuffer:
         missing = [key for key in _REQUIRED if item.get(key) is None]
         if missing:
             raise ConfigError(f"An item has no {', '.join(missing)}; it needs {', '.join(_REQUIRED)}.")
-        if isinstance(item["reward"], bool) or not isinstance(item["reward"], int | float):
-            raise ConfigError(f"An item's reward is {item['reward']!r}; it must be a number.")
+        reward = item["reward"]
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ConfigError(f"An item's reward is {reward!r}; it must be a finite number.")
         item = {"timestamp": time.time(), **item}
         with self._lock:
             for groups in (self._groups, self._since_reading):
@@ -110,7 +120,8 @@ class RolloutBuffer:
 class GeneratorProcess:
     """The one generator that may run: a new start ends the run before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret_file: Path | None = None) -> None:
+        self._secret_file = secret_file
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
@@ -119,8 +130,13 @@ class GeneratorProcess:
         with self._lock:
             self._stop()
             words = ["-m", "slime_plugins.rollout_buffer.registry", str(generator.file), json.dumps(data)]
+            variables = env.copy()
+            if self._secret_file is not None:
+                servers = [str(data[key]) for key in ("remote_engine_url", "remote_buffer_url") if data.get(key)]
+                variables["SLIME_JOB_SECRET_FILE"] = str(self._secret_file.absolute())
+                variables["SLIME_JOB_SERVERS"] = " ".join(servers)
             # A group of its own, so that its workers end with it.
-            self._process = subprocess.Popen([sys.executable, *words], start_new_session=True)
+            self._process = subprocess.Popen([sys.executable, *words], env=variables, start_new_session=True)
             logger.info("Generator %s runs as process %d.", generator.task_type, self._process.pid)
             return self._process.pid
 
@@ -151,18 +167,29 @@ class GeneratorProcess:
         self._process.poll()
 
 
-def create_app(folders: Iterable[Path] = (), group_size: int = 1) -> FastAPI:
-    """Create the service, with the generators of the package and of ``folders``."""
+def create_app(folders: Iterable[Path] = (), group_size: int = 1, secret_file: Path | None = None) -> FastAPI:
+    """Create the service, with the generators of the package and of ``folders``.
+
+    With a ``secret_file`` every request needs its secret.
+    """
     generators = load_generators(folders)
     buffer = RolloutBuffer(generators[DEFAULT_TASK_TYPE], group_size)
-    process = GeneratorProcess()
+    process = GeneratorProcess(secret_file)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         process.stop()
 
-    app = FastAPI(title="slime rollout buffer", lifespan=lifespan)
+    wanted = None if secret_file is None else f"Bearer {secret_of_file(secret_file, SECRET_FLAG)}".encode()
+
+    def check(request: Request) -> None:
+        given = request.headers.get("Authorization", "").encode()
+        if wanted is not None and not secrets.compare_digest(given, wanted):
+            raise HTTPException(401, f"This buffer needs the secret of its {SECRET_FLAG}.")
+
+    # No pages that describe the service: they would be open to everybody.
+    app = FastAPI(title="slime rollout buffer", lifespan=lifespan, dependencies=[Depends(check)], openapi_url=None)
     app.state.buffer = buffer
 
     @app.post("/buffer/write")
@@ -223,13 +250,23 @@ def main() -> None:
     import uvicorn
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; beyond loopback with a secret only")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--generator-dir", type=Path, action="append", default=[], help="more *_generator.py files")
     parser.add_argument("--group-size", type=int, default=1, help="items of a group until a start says otherwise")
+    parser.add_argument(SECRET_FLAG, type=Path, help="every request needs the secret in this file, made when missing")
+    parser.add_argument("--no-job-secret", action="store_true", help="listen beyond loopback without a secret")
     flags = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    uvicorn.run(create_app(flags.generator_dir, flags.group_size), host=flags.host, port=flags.port)
+    if not is_loopback(flags.host) and flags.secret_file is None:
+        if not flags.no_job_secret:
+            parser.error(
+                f"--host {flags.host}: whoever reaches it would read files of this host and write what is trained; "
+                f"give {SECRET_FLAG}, with the file of the job's --job-secret-file, or --no-job-secret"
+            )
+        logger.warning("--no-job-secret: whoever reaches %s reads files of this host.", flags.host)
+    app = create_app(flags.generator_dir, flags.group_size, flags.secret_file)
+    uvicorn.run(app, host=flags.host, port=flags.port)
 
 
 if __name__ == "__main__":

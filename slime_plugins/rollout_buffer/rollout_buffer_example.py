@@ -16,10 +16,11 @@ from typing import Any
 
 from slime.flags.cluster import add_cluster_arguments
 from slime.flags.config import read_config
+from slime.flags.security import trusts_remote_code
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DataError, DeadlineError, ProcessError
-from slime.utils.http_utils import post
+from slime.utils.http_utils import add_job_servers, post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
@@ -73,6 +74,7 @@ def generate_rollout(
 async def _fill(args: Namespace, data_buffer: Any, timeout_s: float) -> dict[str, Any]:
     """Read from the service until the data source holds a rollout."""
     url = args.rollout_buffer_url.rstrip("/")
+    add_job_servers(url)
     await _start_once(args, url, data_buffer)
     missing = args.rollout_batch_size - data_buffer.get_buffer_length()
     items: list[dict[str, Any]] = []
@@ -129,8 +131,8 @@ async def _start_once(args: Namespace, url: str, data_buffer: Any) -> None:
 
 
 @functools.cache
-def _mask_generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMaskGenerator:
-    tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=True)
+def _mask_generator(hf_checkpoint: str, loss_mask_type: str, trust_remote_code: bool) -> MultiTurnLossMaskGenerator:
+    tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
     return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type)
 
 
@@ -145,7 +147,7 @@ def _hand_over(args: Namespace, data_buffer: Any, items: list[dict[str, Any]]) -
         short = {name: len(group) for name, group in by_instance.items() if name not in whole}
         logger.warning("Groups with fewer than %d items were left out: %s", size, short)
     newest_first = sorted(whole.values(), key=lambda group: max(i.get("timestamp", 0.0) for i in group), reverse=True)
-    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type)
+    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type, trusts_remote_code(args))
     data_buffer.add_samples([_group(data_buffer, group[:size], generator) for group in newest_first])
     seen = [*data_buffer.get_metadata().get(SEEN_KEY, []), *whole]
     data_buffer.update_metadata({SEEN_KEY: seen})

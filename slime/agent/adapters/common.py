@@ -27,7 +27,7 @@ from slime.agent.adapters.messages import (
     sid_from_body,
     tool_call_dict,
 )
-from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
+from slime.agent.adapters.sessions import AdapterError, Session, SessionBook, is_trusted
 from slime.agent.parsing import ParsedModelOutput, check_parsers, parse_model_output
 from slime.agent.stitching import build_prompt_ids
 from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
@@ -119,10 +119,10 @@ class BaseAdapter(ABC):
         max_context_tokens: int = 0,
         sampling_overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin a session.  A request of a session that was not opened opens it without any settings.
+        """Begin a session.  A request of a session that was not opened opens it without any settings, on loopback.
 
         Args:
-            sid: what the agent sends as its API key.
+            sid: the agent's API key, without which it is not let in beyond loopback: make it hard to guess.
             sampling_defaults: SGLang sampling parameters for what a request leaves out; ``max_new_tokens`` also limits
                 what a request may ask for.
             max_context_tokens: longest prompt and response together; 0: the engine's limit.
@@ -236,7 +236,7 @@ class BaseAdapter(ABC):
         try:
             body = self._preprocess_body(await self._read_body(request))
             sid = self._session_id(request, body) or DEFAULT_SID
-            session = self._sessions.admit(sid)
+            session = self._sessions.admit(sid, may_open=is_trusted(request))
             return await self._turn(request, body, session)
         except AdapterError as error:
             self.logger.info("%s: session %s: %d: %s", self.log_prefix, sid, error.status, error)

@@ -11,6 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiohttp import web
+
+from slime.utils.http_utils import is_from_job
+from slime.utils.net import is_loopback
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 4096
@@ -18,6 +23,8 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty",
 POLL_S = 0.05
 CANCEL_WAIT_S = 5.0
 """For a cancelled request to send its error."""
+MAX_UNOPENED = 4096
+"""Open sessions that nobody opened but the requests that name them."""
 REMEMBERED_CLOSED = 100_000
 """Closed sessions whose late requests are told apart from those of new sessions."""
 
@@ -47,6 +54,8 @@ class Session:
     """Turns begun, those in flight included."""
     is_closed: bool = False
     hit_context_limit: bool = False
+    is_unopened: bool = False
+    """A request opened it."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def sampling_params(
@@ -108,14 +117,17 @@ class SessionBook:
                 raise ValueError(f"Session {session.sid!r} exists already; every session needs an id of its own.")
             self._open[session.sid] = session
 
-    def admit(self, sid: str) -> Session:
-        """Count one more turn of the session and return it; an unknown id is opened.
+    def admit(self, sid: str, *, may_open: bool = True) -> Session:
+        """Count one more turn of the session and return it; an unknown id is opened where ``may_open``.
 
         Raises:
-            AdapterError: the session is closed (503) or has used its turns (429).
+            AdapterError: the session is closed (503) or has used its turns (429); it is not open and may not be opened
+                (401), or too many are (429).
         """
         with self._lock:
-            session = None if sid in self._closed else self._open.setdefault(sid, Session(sid=sid))
+            session = self._open.get(sid)
+            if session is None and sid not in self._closed:
+                session = self._open[sid] = self._unopened(sid, may_open)
             if session is None or session.is_closed:
                 raise AdapterError(503, f"Session {sid!r} is closed.", may_retry=False)
             if self.max_turns_per_sid is not None and session.num_turns >= self.max_turns_per_sid:
@@ -123,6 +135,15 @@ class SessionBook:
                 raise AdapterError(429, message, code="turn_limit", may_retry=False)
             session.num_turns += 1
             return session
+
+    def _unopened(self, sid: str, may_open: bool) -> Session:
+        if not may_open:
+            message = "This address is open to the network: a request needs a session that the job opened."
+            raise AdapterError(401, message, code="invalid_api_key", may_retry=False)
+        if sum(session.is_unopened for session in self._open.values()) >= MAX_UNOPENED:
+            message = f"{MAX_UNOPENED} sessions that the job did not open are open already."
+            raise AdapterError(429, message, code="session_limit", may_retry=False)
+        return Session(sid=sid, is_unopened=True)
 
     async def shut(self, sid: str, wait_timeout: float) -> Session | None:
         """Refuse further requests of ``sid``, wait for those in flight, cancel what is left; None: it is not open."""
@@ -158,3 +179,10 @@ class SessionBook:
         session = await self.shut(sid, wait_timeout)
         self._open.pop(sid, None)
         return session
+
+
+def is_trusted(request: web.BaseRequest) -> bool:
+    """Return True for a request over loopback, and for one with the job's secret."""
+    address = request.get_extra_info("sockname")  # a string for a Unix socket
+    is_beyond = isinstance(address, tuple) and not is_loopback(address[0])
+    return not is_beyond or is_from_job(request.headers.get("Authorization"))

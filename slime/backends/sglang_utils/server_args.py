@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.backends.sglang_utils.engine_dtype import own_dtype
+from slime.flags.security import trusts_remote_code
 from slime.weights.push.verbs import WEIGHT_LOADERS
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
     pp_size = overrides.get("pp_size", args.sglang_pp_size)
     decided: dict[str, Any] = {
         "model_path": model_path,
-        "trust_remote_code": True,
+        "trust_remote_code": trusts_remote_code(args),
         "random_seed": args.seed + place.rank * args.num_gpus_per_node,
         "enable_memory_saver": bool(args.offload_rollout),
         "host": place.host,

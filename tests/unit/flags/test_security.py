@@ -77,6 +77,7 @@ def test_a_folder_that_is_not_there_is_an_error_of_the_flag(tmp_path):
         ({"no_job_secret": True, "sglang_api_key": "a"}, "--no-job-secret turns off what --sglang-api-key"),
         ({"no_job_secret": True, "job_secret_file": "f"}, "turns off what --job-secret-file"),
         ({"job_secret_file": "f", "router_api_key": "a"}, "--job-secret-file and --router-api-key both"),
+        ({"sglang_enable_http2": True}, "--sglang-enable-http2 starts a server that no secret can guard"),
         ({"sglang_admin_api_key": "a", "sglang_api_key": "b"}, "--sglang-admin-api-key and --sglang-api-key differ"),
     ],
 )

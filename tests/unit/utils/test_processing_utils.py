@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import subprocess
 import sys
 
@@ -80,3 +81,33 @@ def test_a_torchvision_made_for_another_torch_is_imported_without_its_kernels(tm
 
 def test_a_torchvision_that_cannot_be_mended_counts_as_none(tmp_path):
     assert run_beside_torchvision(tmp_path, "raise OSError('libcudart.so.13 is missing')\n") == "False"
+
+
+@pytest.fixture
+def folder_with_code(tmp_path):
+    """A model's folder whose tokenizer is a class of its own, which leaves a mark when it is imported."""
+    mark = tmp_path / "mark"
+    (tmp_path / "own.py").write_text(
+        f"from pathlib import Path\nfrom transformers import PreTrainedTokenizer\nPath({str(mark)!r}).touch()\n"
+        "class Own(PreTrainedTokenizer):\n"
+        "    vocab_size = 2\n"
+        "    def get_vocab(self):\n        return {'a': 0, 'b': 1}\n"
+    )
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"auto_map": {"AutoProcessor": "own.Own"}}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_processor])
+def test_code_of_a_models_folder_runs_only_when_it_is_trusted(folder_with_code, load):
+    with pytest.raises(ConfigError, match="Python code of its own.*--trust-remote-code"):
+        load(str(folder_with_code), trust_remote_code=False)
+    assert not (folder_with_code / "mark").exists()
+
+
+def test_code_of_a_folder_that_is_trusted_runs(folder_with_code, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder_with_code / "cache"))
+    assert type(load_tokenizer(str(folder_with_code), trust_remote_code=True)).__name__ == "Own"
+    assert (folder_with_code / "mark").exists()

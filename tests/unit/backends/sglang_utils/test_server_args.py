@@ -51,7 +51,7 @@ def test_what_slime_decides_is_set():
     built = build()
     expected = {
         "model_path": "/hf",
-        "trust_remote_code": True,
+        "trust_remote_code": False,
         "random_seed": 124,
         "enable_memory_saver": True,
         "host": "10.0.0.1",

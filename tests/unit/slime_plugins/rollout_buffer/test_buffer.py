@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -35,10 +39,11 @@ def test_a_group_leaves_when_it_is_complete_and_only_once():
     assert (len(answer["data"]), answer["meta_info"]["total_samples"]) == (2, 1)
 
 
-@pytest.mark.parametrize("broken", [{"messages": None}, {"reward": "high"}, {"instance_id": None}])
+@pytest.mark.parametrize("broken", [{"messages": None}, {"reward": "high"}, {"reward": 1e999}, {"instance_id": None}])
 def test_an_item_that_cannot_be_used_is_refused_when_it_is_written(broken):
     client = TestClient(create_app())
-    assert client.post("/buffer/write", json=item("a") | broken).status_code == 422
+    body = json.dumps(item("a") | broken)  # httpx refuses to send Infinity
+    assert client.post("/buffer/write", content=body).status_code == 422
 
 
 def test_bodies_that_are_no_objects_and_unknown_tasks_are_refused():
@@ -110,3 +115,48 @@ def test_a_transform_that_fails_loses_nothing(tmp_path):
     with pytest.raises(ValueError):
         buffer.read()
     assert buffer.waiting() == {"a": 1}
+
+
+def test_a_buffer_with_a_secret_answers_nobody_else(tmp_path):
+    file = tmp_path / "secret"
+    client = TestClient(create_app(secret_file=file))
+    paths = {route.path for route in client.app.routes}
+    assert {"/buffer/write", "/get_rollout_data", "/start_rollout", "/status"} <= paths
+    for path in [*paths, "/docs", "/openapi.json"]:
+        for key in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": file.read_text().strip()}):
+            assert not client.get(path, headers=key).is_success
+            assert not client.post(path, json=item("a"), headers=key).is_success
+    client.headers["Authorization"] = f"Bearer {file.read_text().strip()}"
+    assert client.get("/status").json()["items"] == 0
+    assert client.post("/buffer/write", json=item("a")).json()["success"]
+
+
+def test_the_generators_of_a_buffer_with_a_secret_send_it_to_engines_and_buffer(tmp_path):
+    (tmp_path / "own_generator.py").write_text(
+        """
+TASK_TYPE = "own"
+
+def run_rollout(data):
+    from pathlib import Path
+    from slime.utils.http_utils import job_headers
+    urls = [data["remote_engine_url"] + "/generate", data["remote_buffer_url"] + "/x", "http://elsewhere:1"]
+    Path(data["input_file"]).write_text(str([len(job_headers(url)) for url in urls]))
+"""
+    )
+    out = tmp_path / "out"
+    data = {"task_type": "own", "input_file": str(out), "remote_engine_url": "http://10.0.0.1:3"}
+    with TestClient(create_app([tmp_path], secret_file=tmp_path / "secret")) as client:
+        client.headers["Authorization"] = f"Bearer {(tmp_path / 'secret').read_text().strip()}"
+        assert client.post("/start_rollout", json=data | {"remote_buffer_url": "http://10.0.0.2:4"}).is_success
+        deadline = time.monotonic() + 60
+        while not (out.exists() and out.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert out.read_text() == "[1, 1, 0]"
+
+
+def test_the_service_does_not_listen_beyond_loopback_without_a_secret():
+    words = [sys.executable, "-m", "slime_plugins.rollout_buffer.buffer", "--host", "0.0.0.0", "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 2 and "--secret-file" in ended.stderr and "--no-job-secret" in ended.stderr

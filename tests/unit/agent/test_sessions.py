@@ -1,0 +1,74 @@
+"""Who may open a session of an adapter, and how many."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+
+import httpx
+import pytest
+
+from slime.agent.adapters import OpenAIAdapter, common, sessions
+from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
+from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.utils import http_utils
+from slime.utils.net import get_current_node_ip
+
+
+def test_a_request_opens_a_session_only_where_it_may():
+    book = SessionBook()
+    book.add(Session(sid="ours"))
+    assert book.admit("ours", may_open=False).num_turns == 1
+    with pytest.raises(AdapterError, match="a session that the job opened") as refused:
+        book.admit("guess", may_open=False)
+    assert refused.value.status == 401 and len(book) == 1
+
+
+def test_sessions_that_requests_open_are_limited_and_those_of_the_job_are_not(monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_UNOPENED", 2)
+    book = SessionBook()
+    for sid in "abcd":
+        book.add(Session(sid=sid))
+    book.admit("x")
+    book.admit("y")
+    book.admit("x")
+    with pytest.raises(AdapterError, match="2 sessions that the job did not open") as refused:
+        book.admit("z")
+    assert refused.value.status == 429
+    asyncio.run(book.close("x", 0.0))
+    book.admit("z")
+
+
+def asked(address: str | None, key: str = "") -> bool:
+    request = types.SimpleNamespace(
+        get_extra_info=lambda name: None if address is None else (address, 1), headers={"Authorization": key}
+    )
+    return sessions.is_trusted(request)
+
+
+def test_loopback_and_the_jobs_secret_are_trusted(monkeypatch):
+    monkeypatch.setattr(http_utils, "_CLIENT", http_utils._Client(secret="s3cret"))
+    assert asked("127.0.0.1") and asked("::1") and asked("10.0.0.1", "Bearer s3cret") and asked(None)
+    assert not asked("10.0.0.1") and not asked("10.0.0.1", "Bearer None") and not asked("fd00::7", "s3cret")
+    monkeypatch.setattr(http_utils, "_CLIENT", http_utils._Client())
+    assert not asked("10.0.0.1", "Bearer None")
+
+
+def test_a_stranger_gets_no_turn_of_an_adapter_on_the_network(tokenizer, monkeypatch):
+    """Through a socket that listens everywhere, as ``run_app_in_thread`` does by default."""
+
+    async def call(sglang_url, prompt_ids, sampling_params, session_id=None):
+        ids = tokenizer.encode("hello<|im_end|>")
+        return common.TurnRecord(list(prompt_ids), ids, [-0.5] * len(ids), "stop")
+
+    monkeypatch.setattr(common, "call_sglang_generate", call)
+    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url="http://engine")
+    adapter.open_session("opened")
+    server = run_app_in_thread(adapter.app)
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    address, found = get_current_node_ip(), []
+    for host, sid in ((address, "guess"), (address, "opened"), ("127.0.0.1", "guess")):
+        url, key = f"http://{host}:{server.port}/v1/chat/completions", {"Authorization": f"Bearer {sid}"}
+        found.append(httpx.post(url, json=body, headers=key, timeout=20, trust_env=False).status_code)
+    server.stop()
+    assert found == [401, 200, 200]
