@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import aiohttp
 
+from slime.flags.security import secret_of_file
 from slime.utils.errors import EngineError
 from tools.cli import clean_exit
 
@@ -38,9 +39,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile-by-stage", action="store_true", help="Profile prefill and decode separately.")
     parser.add_argument("--with-stack", action="store_true", help="Record Python stacks.")
     parser.add_argument("--record-shapes", action="store_true", help="Record the shapes of operands.")
+    parser.add_argument("--job-secret-file", type=Path, default=None, help="The job's; engines refuse others.")
     args = parser.parse_args(argv)
     with clean_exit():
-        for url, answer in asyncio.run(tell_workers(args.router_url.rstrip("/"), args.action, request_of(args))):
+        secret = None
+        if args.job_secret_file is not None:
+            secret = secret_of_file(args.job_secret_file, "--job-secret-file", make=False)
+        url = args.router_url.rstrip("/")
+        for url, answer in asyncio.run(tell_workers(url, args.action, request_of(args), secret)):
             print(f"{url}: {answer}")
 
 
@@ -59,13 +65,16 @@ def request_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-async def tell_workers(router_url: str, action: str, body: dict[str, Any]) -> list[tuple[str, str]]:
-    """POST ``/{action}_profile`` to every worker at once; returns (worker, response) pairs.
+async def tell_workers(
+    router_url: str, action: str, body: dict[str, Any], secret: str | None = None
+) -> list[tuple[str, str]]:
+    """POST ``/{action}_profile`` with the job's secret to every worker at once; returns (worker, response) pairs.
 
     Raises:
         EngineError: the router names no workers, or one of them fails the request.
     """
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
+    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         try:
             async with session.get(f"{router_url}/workers") as response:
                 response.raise_for_status()
