@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         secret = None
         if args.job_secret_file is not None:
             secret = secret_of_file(args.job_secret_file, "--job-secret-file", make=False)
-        url = args.router_url.rstrip("/")
-        for url, answer in asyncio.run(tell_workers(url, args.action, request_of(args), secret)):
+        router_url = args.router_url.rstrip("/")
+        for url, answer in asyncio.run(tell_workers(router_url, args.action, request_of(args), secret)):
             print(f"{url}: {answer}")
 
 
