@@ -115,7 +115,9 @@ def allocate_addresses(
             address.disaggregation_bootstrap_port = take(1)
         if rank % nodes_per_engine == 0:
             # An engine's scheduler unpickles what comes in beside its rendezvous: only its own nodes may reach that.
-            meeting = host if nodes_per_engine > 1 else loopback_address()
+            # (A prefill engine looks for its bootstrap server, which decode engines ask, at the rendezvous' host.)
+            is_alone = nodes_per_engine == 1 and worker_type != "prefill"
+            meeting = loopback_address() if is_alone else host
             shared_rendezvous = format_host_port(meeting, take(30 + (args.sglang_dp_size or 1)))
         address.dist_init_addr = shared_rendezvous
         addresses.append(address)
