@@ -46,6 +46,7 @@ OF_OTHER_PROGRAMS = {
     "--trust-script",
     *("--hook", "--path", "--list", "--engine-answer", "--timeout-s"),  # tests.plugin_contracts
     *("--corpus", "--port"),  # examples/search-r1/local_search_server.py
+    *("--host", "--secret-file"),  # slime_plugins.rollout_buffer.buffer
     *("--from", "--gpus", "--out", "--parallel", "--stop-after-s", "--warm-start"),  # tests.e2e.algorithms
     *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/e2e/kill_resume.py
 }
