@@ -50,7 +50,8 @@ def listen_address() -> str:
     Loopback where the cluster has this node alone; otherwise, or with ``SLIME_HOST_IP``, the one by which other nodes
     reach it.
     """
-    is_alone = sum(node["Alive"] for node in ray.nodes()) == 1
+    nodes = ray.nodes() if ray.is_initialized() else ()
+    is_alone = sum(node["Alive"] for node in nodes) <= 1
     return loopback_address() if is_alone and env.host_ip_override() is None else get_current_node_ip()
 
 

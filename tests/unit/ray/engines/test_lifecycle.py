@@ -217,7 +217,7 @@ def test_the_metrics_page_learns_of_engines_that_serve_and_of_evictions():
     group.states[2] = STATE.RESTARTING  # as long as it takes
     state = fleet.job_state()
     assert [(page.url, dict(page.labels)) for page in state.pages] == [
-        ("http://r:9/metrics", {"router": "m"}),
+        ("http://127.0.0.1:9/metrics", {"router": "m"}),
         ("http://a:1/metrics", {"engine": "0", "worker_type": "regular", "slime_model": "m"}),
         ("http://b:1/metrics", {"engine": "1", "worker_type": "regular", "slime_model": "m"}),
     ]
