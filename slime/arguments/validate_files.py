@@ -20,6 +20,7 @@ from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
 from slime.flags.rollout import OWN_ROLLOUTS
+from slime.flags.security import trusts_remote_code
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import read_format
 
@@ -272,7 +273,8 @@ def _template(args: Namespace, is_applied: bool, kwargs: dict[str, Any] | None) 
     from slime.rollout.prompt_template import TemplateCheck
     from slime.utils.processing_utils import load_tokenizer
 
-    return TemplateCheck(lambda: load_tokenizer(args.hf_checkpoint, trust_remote_code=True), kwargs or {})
+    trusted = trusts_remote_code(args)
+    return TemplateCheck(lambda: load_tokenizer(args.hf_checkpoint, trust_remote_code=trusted), kwargs or {})
 
 
 def _check_first_row(args: Namespace) -> None:
