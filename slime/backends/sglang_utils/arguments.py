@@ -51,8 +51,13 @@ LONG_NAMES = {
 }
 """Both attributes exist on args and are equal."""
 
-ROUTER_DEFAULTS = {"router_log_level": "warn", "router_balance_abs_threshold": 10, "router_balance_rel_threshold": 1.2}
-"""Rollouts want load spread evenly sooner than the router's own defaults do, and a quiet log."""
+ROUTER_DEFAULTS = {
+    "router_log_level": "warn",
+    "router_balance_abs_threshold": 10,
+    "router_balance_rel_threshold": 1.2,
+    "router_prometheus_host": None,
+}
+"""Rollouts want load spread evenly sooner than the router's own defaults do, a quiet log, and metrics on loopback."""
 
 
 class _Prefixed:
