@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.flags.kinds import non_negative_int, positive_int
 from slime.utils.errors import DataError
 from tools.cli import clean_exit
 
@@ -54,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--profile-dir", type=Path, required=True)
-    parser.add_argument("--rank", type=int, default=0, help="Show this rank.")
+    parser.add_argument("--rank", type=non_negative_int, default=0, help="Show this rank.")
     parser.add_argument("--all-ranks", action="store_true", help="Show every rank.")
-    parser.add_argument("--top-n", type=int, default=20, help="Operations to show.")
+    parser.add_argument("--top-n", type=positive_int, default=20, help="Operations to show.")
     args = parser.parse_args(argv)
     with clean_exit():
         for path in find_traces(args.profile_dir, None if args.all_ranks else args.rank):

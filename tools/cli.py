@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from slime.flags.kinds import positive_int
 from slime.utils.errors import SlimeError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def clean_exit() -> Iterator[None]:
 def add_rewrite_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every tool that makes one model folder out of another."""
     parser.add_argument(
-        "--max-workers", type=int, default=1, help="threads; each holds some rows of one tensor in memory"
+        "--max-workers", type=positive_int, default=1, help="threads; each holds some rows of one tensor in memory"
     )
     parser.add_argument("--device", help="cpu, cuda (all GPUs in turn) or cuda:N; default: cuda where there is a GPU")
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is in the output folder")

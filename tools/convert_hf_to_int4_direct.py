@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.flags.kinds import positive_int
 from slime.observability.logging_utils import configure_logger
 from slime.weights.hf_rewrite.source import read_config
 from slime.weights.hf_rewrite.to_quantized import to_int4
@@ -26,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", required=True, help="unquantized model folder (bf16, fp16 or fp32)")
     parser.add_argument("--save-dir", required=True, help="folder to write; new or empty")
-    parser.add_argument("--group-size", type=int, default=32, help="columns that share a scale")
+    parser.add_argument("--group-size", type=positive_int, default=32, help="columns that share a scale")
     parser.add_argument(
         "--is-symmetric", type=parse_bool, nargs="?", const=True, default=True, help="false: with zero points"
     )

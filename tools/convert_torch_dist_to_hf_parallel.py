@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.flags.kinds import positive_int
 from slime.observability.logging_utils import configure_logger
 from tools.cli import clean_exit
 from tools.convert_torch_dist_to_hf import build_parser, convert
@@ -23,8 +24,8 @@ def parse(argv: list[str]) -> Namespace:
     """Parse the tool's flags."""
     parser = build_parser()
     parser.description = __doc__
-    parser.add_argument("--load-max-workers", type=int, default=2, help="reading threads")
-    parser.add_argument("--save-max-workers", type=int, default=16, help="writing threads")
+    parser.add_argument("--load-max-workers", type=positive_int, default=2, help="reading threads")
+    parser.add_argument("--save-max-workers", type=positive_int, default=16, help="writing threads")
     return parser.parse_args(argv)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.flags.kinds import non_negative_int
 from slime.rollout.ledger.frames import Kind, Record, describe_damage
 from slime.rollout.ledger.records import ReplayState, RolloutState
 from slime.rollout.ledger.segments import folder_bytes, read_folder, segment_files
@@ -107,8 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the ledger's folder, or the --save folder that holds it")
     question = parser.add_mutually_exclusive_group()
-    question.add_argument("--group", type=int, help="number of a prompt group (Sample.group_index)")
-    question.add_argument("--sample", type=int, help="Sample.index of any of its samples")
+    question.add_argument("--group", type=non_negative_int, help="number of a prompt group (Sample.group_index)")
+    question.add_argument("--sample", type=non_negative_int, help="Sample.index of any of its samples")
     question.add_argument("--prompt", help="beginning of the prompt")
     question.add_argument("--check", action="store_true", help="check that nothing is lost, trained twice or damaged")
     options = parser.parse_args(arguments)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.flags.kinds import number_in, positive_float
+from slime.flags.kinds import positive_float, positive_fraction
 from slime.planning.command import run_plan
 from slime.planning.plan import CARDS, PlanOptions, find_card
 from slime.planning.recipe import read_recipe
@@ -39,8 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="H100", help=f"the card: {', '.join(CARDS)} (H100)")
     parser.add_argument("--gpu-memory", type=positive_float, metavar="GIB", help="memory of the card, if it differs")
     parser.add_argument("--host-memory", type=positive_float, metavar="GIB", help="memory of a node")
-    share = number_in(0, 1, low_open=True)
-    parser.add_argument("--mfu", type=share, default=0.35, help="utilisation of the trainer's FLOPs, for times (0.35)")
+    parser.add_argument(
+        "--mfu", type=positive_fraction, default=0.35, help="utilisation of the trainer's FLOPs, for times (0.35)"
+    )
     parser.add_argument("--lengths", metavar="FILE", help="JSON list: tokens of each sample of a rollout")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     parser.add_argument(

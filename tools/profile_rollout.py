@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import aiohttp
 
+from slime.flags.kinds import http_url, positive_int
 from slime.flags.security import secret_of_file
 from slime.utils.errors import EngineError
 from tools.cli import clean_exit
@@ -29,10 +30,10 @@ TIMEOUT_S = 120.0
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--router-url", required=True, help="For example http://127.0.0.1:30000.")
+    parser.add_argument("--router-url", type=http_url, required=True, help="For example http://127.0.0.1:30000.")
     parser.add_argument("--action", choices=("start", "stop"), required=True)
     parser.add_argument("--output-dir", default=None, help="Folder of the traces, on the engines' machines.")
-    parser.add_argument("--num-steps", type=int, default=3, help="Forward passes to profile.")
+    parser.add_argument("--num-steps", type=positive_int, default=3, help="Forward passes to profile.")
     parser.add_argument(
         "--activities", nargs="+", default=None, help="Activities to record: CPU, GPU, MEM, CUDA_PROFILER."
     )

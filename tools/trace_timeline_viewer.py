@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.flags.kinds import port_number
 from slime.observability.trace_export import Track, trace_events, tracks_of
 from slime.utils.errors import DataError
 from tools.cli import clean_exit
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--serve", action=argparse.BooleanOptionalAction, default=True, help="Serve the files on localhost afterwards."
     )
-    parser.add_argument("--port", type=int, default=9999, help="Port of the server.")
+    parser.add_argument("--port", type=port_number, default=9999, help="Port of the server.")
     args = parser.parse_args(argv)
     with clean_exit():
         trace, page = build(args.pt_path, rebuild=args.rebuild)

@@ -29,6 +29,7 @@ from slime.arguments.parser import (
     build_parser,
     engine_flags_are_idle,
     note_repeated,
+    parser_of,
     refuse_unknown,
     reset_arg,
     split_engine_flags,
@@ -36,6 +37,7 @@ from slime.arguments.parser import (
 from slime.arguments.resolve import RUNTIME_FACTS, resolve
 from slime.arguments.unsupported import note_historical, refuse_missing_features
 from slime.arguments.validate import validate
+from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 
 __all__ = [
@@ -61,14 +63,18 @@ def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[
         SlimeError: a flag, file, combination or plug-in is wrong; the entry points show it and end with code 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    args = parse_flags(words, add_custom_arguments)
-    slime_validate_args(args)
+    args, parser = _parse(words, add_custom_arguments)
+    slime_validate_args(args, parser)
     _validate_backends(args)
     return args
 
 
 def parse_flags(argv: Sequence[str], add_custom_arguments: AddArguments | None = None) -> Namespace:
     """Return the flags as they were given, nothing derived or checked yet."""
+    return _parse(argv, add_custom_arguments)[0]
+
+
+def _parse(argv: Sequence[str], add_custom_arguments: AddArguments | None) -> tuple[Namespace, Parser]:
     idle = engine_flags_are_idle(argv)
     words, left_out = split_engine_flags(argv) if idle else (list(argv), [])
     parser = build_parser(with_engine_flags=not idle, add_custom_arguments=add_custom_arguments)
@@ -77,14 +83,20 @@ def parse_flags(argv: Sequence[str], add_custom_arguments: AddArguments | None =
     note_repeated(parser, words)
     if left_out:
         logger.info("Ignored, because no engine runs: %s", " ".join(dict.fromkeys(left_out)))
-    return args
+    return args, parser
 
 
-def slime_validate_args(args: Namespace) -> None:
-    """Lay the overlay over ``args``, fill in what is derived, and check the whole."""
-    apply_overlay(args)
-    critic = critic_flags(args)  # before the actor's overrides: every role starts from the command line
-    apply_role_overrides(args)
+def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
+    """Lay the overlay over ``args``, fill in what is derived, and check the whole.
+
+    Args:
+        args: the flags; changed in place.
+        parser: what gave them, through which the values of YAML files go too; default: one of the same flags.
+    """
+    parser = parser or parser_of(args)
+    apply_overlay(args, parser)
+    critic = critic_flags(args, parser)  # before the actor's overrides: every role starts from the command line
+    apply_role_overrides(args, parser)
     note_historical(args)
     refuse_missing_features(args)
     resolve(args)

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.overlay import ROLES, ROLES_FLAG, load_role_overrides, set_overrides
+from slime.arguments.parser import parser_of
 from slime.arguments.resolve import resolve
 from slime.arguments.unsupported import refuse_missing_features
 from slime.flags.checkpoint import TRACKER, has_finished_save, inspect_checkpoint, is_iteration_folder
+from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ _SCHEDULE = (
 """Flags that say how many rollouts there are and how one is cut into micro-batches, which is done once for both."""
 
 
-def critic_flags(args: Namespace) -> Namespace:
+def critic_flags(args: Namespace, parser: Parser) -> Namespace:
     """Return the critic's flags, nothing derived yet; call it before the actor's overrides are set on ``args``.
 
     Raises:
@@ -72,7 +74,7 @@ def critic_flags(args: Namespace) -> Namespace:
     vars(critic).update(UNLESS_OVERRIDDEN)
     path = args.megatron_config_path
     overrides = load_role_overrides(path).get("critic", {}) if path is not None else {}
-    critic.role_overrides = set_overrides(critic, "critic", overrides)
+    critic.role_overrides = set_overrides(critic, "critic", overrides, parser)
     return critic
 
 
@@ -120,7 +122,8 @@ def parse_megatron_role_args(args: Namespace, megatron_config_path: str | None, 
         return copy.deepcopy(args.critic_args)
     mine = copy.deepcopy(args)
     overrides = load_role_overrides(megatron_config_path).get(role, {}) if megatron_config_path is not None else {}
-    mine.role_overrides = set_overrides(mine, role, overrides)
+    mine.megatron_config_path = megatron_config_path
+    mine.role_overrides = set_overrides(mine, role, overrides, parser_of(args)) if overrides else {}
     if role == "critic":
         for name, value in UNLESS_OVERRIDDEN.items():
             setattr(mine, name, mine.role_overrides.get(name, value))

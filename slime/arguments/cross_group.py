@@ -209,11 +209,6 @@ def advise(args: Namespace) -> None:
     """Log what works, but may not be what was meant."""
     if args.num_rollout is not None and args.num_epoch is not None:
         logger.warning("--num-rollout %d takes precedence over --num-epoch %d.", args.num_rollout, args.num_epoch)
-    if args.save_debug_rollout_data and "{rollout_id" not in args.save_debug_rollout_data:
-        logger.warning(
-            "--save-debug-rollout-data %s has no {rollout_id}: every rollout overwrites the one before.",
-            args.save_debug_rollout_data,
-        )
     if args.save is not None and args.save_interval is None and not args.debug_rollout_only:
         logger.warning("--save is given without --save-interval: no checkpoint will be written.")
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:

@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from slime.flags.kinds import file_path
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -330,10 +332,10 @@ def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
     for hook in HOOKS:
         if hook.repeatable:
             group.add_argument(
-                hook.flag, action="append", default=None, metavar="PATH", help=f"{purpose(hook)} May be repeated."
+                hook.flag, action="append", type=file_path, metavar="PATH", help=f"{purpose(hook)} May be repeated."
             )
         else:
-            group.add_argument(hook.flag, default=hook.default, metavar="PATH", help=purpose(hook))
+            group.add_argument(hook.flag, default=hook.default, type=file_path, metavar="PATH", help=purpose(hook))
 
 
 def purpose(hook: Hook) -> str:

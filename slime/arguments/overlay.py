@@ -18,14 +18,11 @@ from __future__ import annotations
 import difflib
 import logging
 from argparse import Namespace
-from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Any, cast
-
-import yaml
+from typing import Any
 
 from slime.algorithms.advantages import get_estimator
-from slime.arguments.parser import Parser, add_slime_arguments
+from slime.flags.parser import Parser
+from slime.flags.yaml_file import read_yaml
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,13 +40,7 @@ def load_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file of ``flag`` is missing, is not YAML (with the line), or holds something else.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"{flag}: {path} is not a file. Give the path of a YAML file.")
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{flag}: {path} is not YAML: {error}") from error
+    content = read_yaml(path, flag)
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -57,22 +48,42 @@ def load_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
     return content
 
 
-def apply_overlay(args: Namespace) -> None:
+def apply_overlay(args: Namespace, parser: Parser) -> None:
     """Set each top-level key of the file as an attribute of ``args``, over what flags said.
 
-    Keys that no flag has are settings of plug-ins.  A text for a numeric flag becomes a number, as YAML reads 1e-6 as
-    text.
+    A value of a flag is checked as on the command line.  Keys that no flag has are settings of plug-ins.
     """
     if args.custom_config_path is None:
         return
-    flag = "--custom-config-path"
-    choices = _choices_by_attribute()
-    for key, value in load_yaml_mapping(args.custom_config_path, flag).items():
-        name = str(key).replace("-", "_")
+    source = f"--custom-config-path: {args.custom_config_path}"
+    for key, value in load_yaml_mapping(args.custom_config_path, "--custom-config-path").items():
+        name = _attribute(key, source)
         if name == "custom_config_path":
-            raise ConfigError(f"{flag}: {args.custom_config_path} sets {key} itself; overlays do not nest.")
-        _advise_spelling(args, name, source=f"{flag}: {args.custom_config_path}")
-        setattr(args, name, _checked(choices, args, name, value, source=f"{flag}: {key}"))
+            raise ConfigError(f"{source} sets {key} itself; overlays do not nest.")
+        if (action := parser.flag_with(name)) is not None:
+            value = parser.value_from_file(action, value, f"{source}: {key}")
+        else:
+            _refuse_other_spelling(parser, name, source=source)
+            _advise_spelling(args, name, source=source)
+        setattr(args, name, value)
+
+
+def _attribute(key: Any, source: str) -> str:
+    """Return the attribute that a key names; one of Python's own would replace a part of ``args`` itself."""
+    if not isinstance(key, str) or not key or key.startswith("__"):
+        raise ConfigError(f"{source} has the key {key!r}; a key is the name of a flag or of a plug-in's setting.")
+    return key.replace("-", "_")
+
+
+def _refuse_other_spelling(parser: Parser, name: str, *, source: str) -> None:
+    """Refuse a key that is a spelling of a flag whose attribute has another name: nobody would read it."""
+    action = parser._option_string_actions.get("--" + name.replace("_", "-"))
+    if action is not None:
+        value = {True: ": true", False: ": false"}.get(action.const, "") if action.nargs == 0 else ""
+        raise ConfigError(
+            f"{source} has the key {name}, which is a flag but no attribute; write the attribute that the flag sets, "
+            f"{action.dest}{value}."
+        )
 
 
 def _advise_spelling(args: Namespace, name: str, *, source: str) -> None:
@@ -85,38 +96,6 @@ def _advise_spelling(args: Namespace, name: str, *, source: str) -> None:
             name,
             similar[0],
         )
-
-
-def _choices_by_attribute() -> dict[str, Collection[Any]]:
-    parser = Parser()
-    add_slime_arguments(parser)
-    # Not made into tuples: an object of RegistryChoices holds import paths too, which it does not list.
-    return {a.dest: cast("Collection[Any]", a.choices) for a in parser._actions if a.choices is not None}
-
-
-def _checked(choices: Mapping[str, Collection[Any]], args: Namespace, name: str, value: Any, source: str) -> Any:
-    """Return ``value`` in the type of the flag it overrides; refuse what is none of the flag's choices."""
-    value = as_type_of(vars(args).get(name), value, source=source)
-    allowed = choices.get(name)
-    chosen = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
-    if allowed is not None and any(v not in allowed for v in chosen):
-        raise ConfigError(f"{source} is {value!r}; it must be one of {', '.join(map(str, allowed))}.")
-    return value
-
-
-def as_type_of(current: Any, value: Any, *, source: str) -> Any:
-    """Return ``value``, turned into the numeric type of ``current`` when it is a text and ``current`` a number.
-
-    Raises:
-        ConfigError: the text is no such number; ``source`` says where it stands.
-    """
-    if not isinstance(value, str) or isinstance(current, bool) or not isinstance(current, (int, float)):
-        return value
-    try:
-        return type(current)(value)
-    except ValueError as error:
-        kind = "whole number" if isinstance(current, int) else "number"
-        raise ConfigError(f"{source} is {value!r}; a {kind} is needed, as in {current!r}.") from error
 
 
 def load_role_overrides(path: str) -> dict[str, dict[str, Any]]:
@@ -137,7 +116,7 @@ def load_role_overrides(path: str) -> dict[str, dict[str, Any]]:
     return by_role
 
 
-def apply_role_overrides(args: Namespace) -> None:
+def apply_role_overrides(args: Namespace, parser: Parser) -> None:
     """Set the actor's overrides on ``args``.
 
     Raises:
@@ -148,27 +127,31 @@ def apply_role_overrides(args: Namespace) -> None:
     by_role = load_role_overrides(args.megatron_config_path)
     if "critic" in by_role and not get_estimator(args.advantage_estimator).needs_values:
         logger.info("%s: there is no critic, so its overrides are not used.", ROLES_FLAG)
-    set_overrides(args, "actor", by_role.get("actor", {}))
+    set_overrides(args, "actor", by_role.get("actor", {}), parser)
 
 
-def set_overrides(args: Namespace, role: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def set_overrides(args: Namespace, role: str, overrides: dict[str, Any], parser: Parser) -> dict[str, Any]:
     """Set a role's overrides on ``args``; gives those that were set, by attribute.
 
     Raises:
-        ConfigError: an attribute that no flag has, or a text for a number.
+        ConfigError: an attribute that no flag has, or a value that its flag would not take.
     """
     given: dict[str, Any] = {}
+    source = f"{ROLES_FLAG}: {args.megatron_config_path}"
     for key, value in overrides.items():
-        name = str(key).replace("-", "_")
+        name = _attribute(key, source)
         if name in IGNORED:
             logger.info("%s: %s of a role is not used; every role has the actor's GPUs.", ROLES_FLAG, name)
             continue
         if not hasattr(args, name):
             similar = difflib.get_close_matches(name, vars(args), n=1)
             hint = f" Did you mean {similar[0]}?" if similar else ""
-            raise ConfigError(f"{ROLES_FLAG}: the {role}'s override {key} is no attribute of args.{hint}")
-        given[name] = as_type_of(getattr(args, name), value, source=f"{ROLES_FLAG}: {key} of the {role}")
-        setattr(args, name, given[name])
+            raise ConfigError(f"{source}: the {role}'s override {key} is no attribute of args.{hint}")
+        action = parser.flag_with(name)
+        if action is not None:
+            value = parser.value_from_file(action, value, f"{source}: {key} of the {role}")
+        given[name] = value
+        setattr(args, name, value)
     return given
 
 

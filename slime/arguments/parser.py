@@ -7,9 +7,10 @@ import difflib
 import logging
 import re
 import unicodedata
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from slime.arguments.hooks import add_hook_arguments
 from slime.arguments.unsupported import add_historical_arguments
@@ -19,6 +20,7 @@ from slime.flags.data import add_data_arguments, add_eval_arguments
 from slime.flags.debug import add_debug_arguments
 from slime.flags.distillation import add_distillation_arguments
 from slime.flags.observability import add_observability_arguments
+from slime.flags.parser import Parser
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 from slime.flags.security import REDACTED, add_security_arguments, is_secret
@@ -82,33 +84,23 @@ _DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u
 """Dashes that text processors put in place of one or two hyphens."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are ConfigErrors, and which never guesses an abbreviated flag."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-        # argparse takes -1 for a value, but -1e-6 for a flag.
-        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
-        raise ConfigError(message)
-
-
 def add_slime_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag that slime itself owns to ``parser``."""
     for add_arguments in GROUPS:
         add_arguments(parser)
 
 
-def build_parser(*, with_engine_flags: bool, add_custom_arguments: AddArguments | None = None) -> Parser:
-    """Return the merged parser: slime's flags, Megatron's, SGLang's (when asked for), and the caller's own."""
-    # The flag files of the two backends need their libraries; everything else of this package does without.
-    from slime.backends.megatron_utils.arguments import add_megatron_arguments
-
+def build_parser(
+    *, with_engine_flags: bool, with_trainer_flags: bool = True, add_custom_arguments: AddArguments | None = None
+) -> Parser:
+    """Return the merged parser: slime's flags, Megatron's and SGLang's (when asked for), and the caller's own."""
     parser = Parser(prog="train.py", description="Reinforcement learning post-training with Megatron and SGLang.")
     add_slime_arguments(parser)
-    add_megatron_arguments(parser)
+    # The flag files of the two backends need their libraries; everything else of this package does without.
+    if with_trainer_flags:
+        from slime.backends.megatron_utils.arguments import add_megatron_arguments
+
+        add_megatron_arguments(parser)
     if with_engine_flags:
         from slime.backends.sglang_utils.arguments import add_sglang_arguments
 
@@ -116,6 +108,13 @@ def build_parser(*, with_engine_flags: bool, add_custom_arguments: AddArguments 
     if add_custom_arguments is not None:
         add_custom_arguments(parser)
     return parser
+
+
+def parser_of(args: Namespace) -> Parser:
+    """Return a parser of the flags that ``args`` have, for args whose parser is not at hand."""
+    return build_parser(
+        with_engine_flags="sglang_server_concurrency" in vars(args), with_trainer_flags="num_layers" in vars(args)
+    )
 
 
 def reset_arg(parser: argparse.ArgumentParser, name: str, **kwargs: Any) -> None:

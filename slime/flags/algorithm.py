@@ -11,7 +11,7 @@ from slime.algorithms.advantages import ESTIMATORS, get_estimator
 from slime.algorithms.kl import KL_KINDS
 from slime.algorithms.loss_types import ACTOR_LOSS_TYPES, LOSS_TYPES
 from slime.algorithms.policy_losses import CISPO
-from slime.flags.kinds import RegistryChoices, non_negative_float, non_negative_int, number_in, positive_int
+from slime.flags.kinds import RegistryChoices, fraction, non_negative_float, non_negative_int, positive_int
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +36,11 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--eps-clip-high",
         type=non_negative_float,
-        default=None,
         help="PPO clips importance ratios above 1 plus this value. Default: --eps-clip.",
     )
     group.add_argument(
         "--eps-clip-c",
         type=float,
-        default=None,
         help="Dual clip, above 1: bounds the loss of tokens with a negative advantage. Default: off.",
     )
     group.add_argument("--value-clip", type=non_negative_float, default=0.2, help="Clip range of the critic's values.")
@@ -74,8 +72,8 @@ def _add_advantages(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="Skip advantages, for SFT and other losses that do not use them.",
     )
-    group.add_argument("--gamma", type=number_in(0.0, 1.0), default=1.0, help="Discount per token, in [0, 1].")
-    group.add_argument("--lambd", type=number_in(0.0, 1.0), default=1.0, help="Lambda of GAE, in [0, 1].")
+    group.add_argument("--gamma", type=fraction, default=1.0, help="Discount per token, in [0, 1].")
+    group.add_argument("--lambd", type=fraction, default=1.0, help="Lambda of GAE, in [0, 1].")
     group.add_argument("--normalize-advantages", action="store_true", help="Whiten advantages over the whole batch.")
     group.add_argument(
         "--disable-grpo-std-normalization",
@@ -115,7 +113,6 @@ def _add_kl(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ref-update-interval",
         type=positive_int,
-        default=None,
         help="Copy the actor into the reference model every so many rollouts.",
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slime.flags.kinds import non_negative_int, positive_int
+from slime.flags.kinds import file_path, non_negative_int, positive_int
 from slime.utils.errors import ConfigError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -28,18 +28,17 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints", "Sources of the initial weights, and saves.")
     group.add_argument(
         "--model-name",
-        default=None,
         help="Model type that decides the names of exported weights. Default: that of --hf-checkpoint's config.json.",
     )
     group.add_argument(
         "--hf-checkpoint",
-        default=None,
+        type=file_path,
         metavar="DIR",
         help="Hugging Face folder: config, tokenizer, and the weights and quantization that the engines start with.",
     )
     group.add_argument(
         "--ref-load",
-        default=None,
+        type=file_path,
         metavar="DIR",
         help="Checkpoint of the reference model (Megatron or Hugging Face); the actor also starts from it when "
         "--load is empty.",
@@ -47,26 +46,25 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ref-ckpt-step",
         type=non_negative_int,
-        default=None,
         help="Iteration of the reference model's checkpoint. Default: the latest.",
     )
     group.add_argument(
         "--load",
-        default=None,
+        type=file_path,
         metavar="DIR",
         help="Checkpoint of the actor. Without a finished save in it, training starts from --ref-load.",
     )
     group.add_argument(
-        "--save", default=None, metavar="DIR", help="Folder for checkpoints, the position in the data, and metrics."
+        "--save", type=file_path, metavar="DIR", help="Folder for checkpoints, the position in the data, and metrics."
     )
-    group.add_argument("--save-interval", type=positive_int, default=None, help="Save every so many rollouts.")
+    group.add_argument("--save-interval", type=positive_int, help="Save every so many rollouts.")
     group.add_argument(
         "--async-save", action="store_true", help="Write checkpoints in the background while training continues."
     )
     group.add_argument("--no-save-optim", action="store_true", default=False, help="Save no optimizer state.")
     group.add_argument(
         "--save-hf",
-        default=None,
+        type=file_path,
         metavar="TEMPLATE",
         help="Folder for a Hugging Face export with each save; {rollout_id} in it is replaced.",
     )

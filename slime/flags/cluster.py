@@ -7,89 +7,84 @@ Training owns ``A = actor_num_nodes * actor_num_gpus_per_node`` GPUs, the engine
 from __future__ import annotations
 
 import argparse
-import math
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.flags.config import backend_flags
-from slime.flags.kinds import non_negative_float, non_negative_int, number_in, positive_float, positive_int
+from slime.flags.kinds import gpu_count, minutes, positive_gpu_count, wait_s, wait_s_or_zero
 from slime.flags.rollout import OWN_ROLLOUTS
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the cluster group to ``parser``."""
     group = parser.add_argument_group("cluster", "GPUs of the trainer and of the engines, and deadlines.")
-    group.add_argument("--actor-num-nodes", type=non_negative_int, default=1, help="Nodes the trainer runs on.")
-    group.add_argument(
-        "--actor-num-gpus-per-node", type=non_negative_int, default=8, help="GPUs per node for the trainer."
-    )
+    group.add_argument("--actor-num-nodes", type=gpu_count, default=1, help="Nodes the trainer runs on.")
+    group.add_argument("--actor-num-gpus-per-node", type=gpu_count, default=8, help="GPUs per node for the trainer.")
     group.add_argument(
         "--rollout-num-gpus",
-        type=non_negative_int,
-        default=None,
+        type=gpu_count,
         help="GPUs of all engines together. Default with --colocate: the trainer's GPUs. 0 starts routers only.",
     )
     group.add_argument(
         "--rollout-num-gpus-per-engine",
-        type=positive_int,
+        type=positive_gpu_count,
         default=1,
         help="GPUs of one engine (its tensor-parallel times pipeline-parallel size).",
     )
-    group.add_argument("--num-gpus-per-node", type=positive_int, default=8, help="GPUs per node for the engines.")
+    group.add_argument(
+        "--num-gpus-per-node", type=positive_gpu_count, default=8, help="GPUs per node for the engines."
+    )
     group.add_argument("--colocate", action="store_true", help="Run trainer and engines in turns on the same GPUs.")
     group.add_argument("--offload", action="store_true", help="Same as --offload-train and --offload-rollout.")
     group.add_argument(
         "--offload-train",
         action=argparse.BooleanOptionalAction,
-        default=None,
         help="Offload the trainer's GPU memory while engines generate. Default: on with --colocate, else off.",
     )
     group.add_argument(
         "--offload-rollout",
         action=argparse.BooleanOptionalAction,
-        default=None,
         help="Release the engines' GPU memory while the trainer works. Default: on with --colocate, else off.",
     )
     group.add_argument(
         "--distributed-backend",
         choices=["nccl", "gloo"],
-        default=None,
         help="torch.distributed backend of the trainer. Default: nccl with CUDA, gloo without.",
     )
     group.add_argument(
         "--distributed-timeout-minutes",
-        type=positive_int,
+        type=minutes,
         default=10,
         help="Minutes before a collective operation fails.",
     )
     group.add_argument(
         "--cluster-wait-timeout-s",
-        type=positive_float,
+        type=wait_s,
         default=600.0,
         help="Seconds to wait until the cluster has the GPUs, before the job ends.",
     )
     group.add_argument(
         "--engine-start-timeout-s",
-        type=positive_float,
+        type=wait_s,
         default=1800.0,
         help="Seconds from an engine's start to its first successful health check.",
     )
     group.add_argument(
-        "--rollout-timeout-s", type=positive_float, default=86400.0, help="Seconds one rollout or one eval may take."
+        "--rollout-timeout-s", type=wait_s, default=86400.0, help="Seconds one rollout or one eval may take."
     )
     group.add_argument(
         "--train-timeout-s",
-        type=positive_float,
+        type=wait_s,
         default=21600.0,
         help="Seconds one training step, save or load may take.",
     )
     group.add_argument(
-        "--weight-update-timeout-s", type=positive_float, default=1800.0, help="Seconds one weight push may take."
+        "--weight-update-timeout-s", type=wait_s, default=1800.0, help="Seconds one weight push may take."
     )
     group.add_argument(
         "--shutdown-timeout-s",
-        type=positive_float,
+        type=wait_s,
         default=20.0,
         help="Seconds for engines, routers and trainers to end before they are killed.",
     )
@@ -103,25 +98,25 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-health-check-interval",
-        type=positive_float,
+        type=wait_s,
         default=30.0,
         help="Seconds between two health checks of an engine.",
     )
     group.add_argument(
         "--rollout-health-check-timeout",
-        type=positive_float,
+        type=wait_s,
         default=30.0,
         help="Seconds an engine has to answer a health check.",
     )
     group.add_argument(
         "--rollout-health-check-first-wait",
-        type=non_negative_float,
+        type=wait_s_or_zero,
         default=0.0,
         help="Seconds without health checks after engines start or resume.",
     )
     group.add_argument(
         "--rollout-stall-timeout-s",
-        type=number_in(0, math.inf),
+        type=wait_s_or_zero,
         default=600.0,
         help="Without fault tolerance: the run ends when an engine that is generating gives no token for so many "
         "seconds. 0: never.",

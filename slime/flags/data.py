@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import read_config
-from slime.flags.kinds import json_object, non_negative_float, non_negative_int, number_in, positive_int, top_k
+from slime.flags.kinds import (
+    file_path,
+    json_object,
+    non_negative_float,
+    non_negative_int,
+    positive_fraction,
+    positive_int,
+    positive_int_or_minus_one,
+    text_map,
+)
 
 LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 
@@ -43,7 +52,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts", "Prompt files and the names of their columns.")
     group.add_argument(
         "--prompt-data",
-        default=None,
+        type=file_path,
         metavar="FILE",
         help="Prompts: .jsonl (one JSON object a line) or .parquet; FILE@[a:b] takes rows a to b-1.",
     )
@@ -55,13 +64,12 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         help="Load and save no data set: the rollout function brings its own data.",
     )
     group.add_argument("--input-key", default="input", help="Column of the prompt.")
-    group.add_argument("--label-key", default=None, help="Column of the label, for graders.")
+    group.add_argument("--label-key", help="Column of the label, for graders.")
     group.add_argument("--metadata-key", default="metadata", help="Column of the metadata object.")
     group.add_argument("--tool-key", default="tools", help="Column of the tool definitions.")
     group.add_argument(
         "--multimodal-keys",
-        type=json_object,
-        default=None,
+        type=text_map,
         metavar="JSON",
         help='Columns of images, videos and audio: \'{"image": "images"}\'.',
     )
@@ -92,13 +100,10 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 def _add_batching(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batching", "Sizes of optimizer steps and micro-batches.")
-    group.add_argument(
-        "--global-batch-size", type=positive_int, default=None, help="Rollouts (samples) per optimizer step."
-    )
+    group.add_argument("--global-batch-size", type=positive_int, help="Rollouts (samples) per optimizer step.")
     group.add_argument(
         "--num-steps-per-rollout",
         type=positive_int,
-        default=None,
         help="Optimizer steps per rollout; sets --global-batch-size.",
     )
     group.add_argument(
@@ -115,7 +120,6 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-tokens-per-gpu",
         type=positive_int,
-        default=None,
         help="Most tokens of a micro-batch per GPU; a longer sample is a micro-batch of its own.",
     )
     group.add_argument(
@@ -131,17 +135,16 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the evaluation group to ``parser``."""
     group = parser.add_argument_group("evaluation", "Held-out data and its sampling.")
-    group.add_argument("--eval-interval", type=positive_int, default=None, help="Evaluate every so many rollouts.")
+    group.add_argument("--eval-interval", type=positive_int, help="Evaluate every so many rollouts.")
     group.add_argument(
         "--eval-prompt-data",
         nargs="+",
-        default=None,
         metavar="NAME PATH",
         help="Pairs of name and file. A single value is the file of a data set called aime.",
     )
     group.add_argument(
         "--eval-config",
-        default=None,
+        type=file_path,
         metavar="YAML",
         help="YAML file of data sets with settings of their own: `eval: {defaults: {...}, datasets: [{name, path, "
         "...}]}`.",
@@ -153,38 +156,31 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="Evaluate while training goes on (train_async.py), on the engines of the model named `eval` in "
         "--sglang-config. They get the weights when an evaluation begins.",
     )
-    group.add_argument("--eval-input-key", default=None, help="Column of the prompt in evaluation data.")
-    group.add_argument("--eval-label-key", default=None, help="Column of the label in evaluation data.")
-    group.add_argument("--eval-tool-key", default=None, help="Column of the tool definitions in evaluation data.")
+    group.add_argument("--eval-input-key", help="Column of the prompt in evaluation data.")
+    group.add_argument("--eval-label-key", help="Column of the label in evaluation data.")
+    group.add_argument("--eval-tool-key", help="Column of the tool definitions in evaluation data.")
     group.add_argument(
         "--n-samples-per-eval-prompt", type=positive_int, default=1, help="Responses per evaluation prompt."
     )
     group.add_argument(
         "--eval-temperature",
         type=non_negative_float,
-        default=None,
         help="Sampling temperature of evaluations; 0 is greedy.",
     )
+    group.add_argument("--eval-top-p", type=positive_fraction, help="Top-p of evaluations, in (0, 1].")
+    group.add_argument("--eval-top-k", type=positive_int_or_minus_one, help="Top-k of evaluations; -1: all tokens.")
+    group.add_argument("--eval-max-response-len", type=positive_int, help="Most tokens of an evaluation response.")
     group.add_argument(
-        "--eval-top-p", type=number_in(0.0, 1.0, low_open=True), default=None, help="Top-p of evaluations, in (0, 1]."
-    )
-    group.add_argument("--eval-top-k", type=top_k, default=None, help="Top-k of evaluations; -1: all tokens.")
-    group.add_argument(
-        "--eval-max-response-len", type=positive_int, default=None, help="Most tokens of an evaluation response."
-    )
-    group.add_argument(
-        "--eval-max-prompt-len", type=positive_int, default=None, help="Leave out evaluation prompts with more tokens."
+        "--eval-max-prompt-len", type=positive_int, help="Leave out evaluation prompts with more tokens."
     )
     group.add_argument(
         "--eval-min-new-tokens",
         type=non_negative_int,
-        default=None,
         help="Fewest tokens of an evaluation response.",
     )
     group.add_argument(
         "--eval-max-context-len",
         type=positive_int,
-        default=None,
         help="Most tokens of an evaluation prompt and its response. Default: --rollout-max-context-len.",
     )
 

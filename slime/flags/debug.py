@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import string
 from argparse import Namespace
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import read_config
-from slime.flags.kinds import non_negative_int, number_in, positive_int
+from slime.flags.kinds import file_path, non_negative_float, non_negative_int, positive_fraction, positive_int
 
 _TEMPLATE_FIELDS = {
     "save_debug_rollout_data": {"rollout_id"},
@@ -22,6 +23,7 @@ _TEMPLATE_FIELDS = {
     "ci_load_grad_norm": {"role", "rollout_id", "step_id"},
 }
 """Flag of a file -> what may stand in braces in it."""
+_WRITTEN_IN_EACH_ROLLOUT = ("save_debug_rollout_data", "save_debug_train_data", "ci_save_grad_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,50 +59,48 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=["table", "json"],
         const="table",
-        default=None,
         help="Print what the run would be (layout, memory, traffic) and exit; needs no GPU, cluster or checkpoint.",
     )
     group.add_argument("--debug-rollout-only", action="store_true", help="Start only the engines; no training.")
     group.add_argument("--debug-train-only", action="store_true", help="Start only the trainer; no engines.")
     group.add_argument(
         "--save-debug-rollout-data",
-        default=None,
+        type=file_path,
         metavar="TEMPLATE",
         help="File for the samples of each rollout; contains {rollout_id}.",
     )
     group.add_argument(
         "--load-debug-rollout-data",
-        default=None,
+        type=file_path,
         metavar="TEMPLATE",
         help="Train on saved samples instead of generating; implies --debug-train-only.",
     )
     group.add_argument(
         "--load-debug-rollout-data-subsample",
-        type=number_in(0.0, 1.0, low_open=True),
-        default=None,
+        type=positive_fraction,
         help="Fraction of the saved samples to use, in (0, 1].",
     )
     group.add_argument(
         "--load-forge-rollout-data",
-        default=None,
+        type=file_path,
         metavar="TEMPLATE",
         help="Replay saved samples while engines are running.",
     )
     group.add_argument(
         "--save-debug-train-data",
-        default=None,
+        type=file_path,
         metavar="TEMPLATE",
         help="File for the data that each rollout was trained on, of all ranks; contains {rollout_id}.",
     )
     group.add_argument(
         "--dump-details",
-        default=None,
+        type=file_path,
         metavar="DIR",
         help="Folder for both dumps: sets --save-debug-rollout-data and --save-debug-train-data.",
     )
     group.add_argument(
         "--custom-config-path",
-        default=None,
+        type=file_path,
         metavar="YAML",
         help="YAML file whose top-level keys become attributes of args, replacing flags; may hold settings of plug- "
         "ins.",
@@ -110,10 +110,10 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("profile", "Memory snapshots and traces of the trainer.")
     group.add_argument("--record-memory-history", action="store_true", help="Record the trainer's GPU allocations.")
-    group.add_argument("--memory-snapshot-dir", default=".", metavar="DIR", help="Folder for memory snapshots.")
     group.add_argument(
-        "--memory-snapshot-num-steps", type=positive_int, default=None, help="Steps to record GPU allocations for."
+        "--memory-snapshot-dir", default=".", type=file_path, metavar="DIR", help="Folder for memory snapshots."
     )
+    group.add_argument("--memory-snapshot-num-steps", type=positive_int, help="Steps to record GPU allocations for.")
     group.add_argument(
         "--use-pytorch-profiler", action="store_true", help="Profile the trainer's main rank with torch.profiler."
     )
@@ -123,7 +123,9 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile-step-end", type=non_negative_int, default=12, help="Stop profiling before this rollout."
     )
-    group.add_argument("--tensorboard-dir", default=None, metavar="DIR", help="Folder for profiles. Default: profile.")
+    group.add_argument(
+        "--tensorboard-dir", type=file_path, metavar="DIR", help="Folder for profiles. Default: profile."
+    )
     group.add_argument(
         "--memory-recorder", choices=["torch", "memray"], default="torch", help="Recorder of GPU allocations."
     )
@@ -142,15 +144,15 @@ def _add_ci(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ci-disable-kl-checker", action="store_true", help="Turn off the KL checks of --ci-test.")
     group.add_argument(
         "--ci-train-rollout-logprob-abs-diff-threshold",
-        type=float,
+        type=non_negative_float,
         default=0.1,
         help="Largest mean |trainer - engine| difference of log-probs (nats) that --ci-test accepts.",
     )
     group.add_argument(
-        "--ci-save-grad-norm", default=None, metavar="TEMPLATE", help="File to write gradient norms to."
+        "--ci-save-grad-norm", type=file_path, metavar="TEMPLATE", help="File to write gradient norms to."
     )
     group.add_argument(
-        "--ci-load-grad-norm", default=None, metavar="TEMPLATE", help="File of gradient norms to compare with."
+        "--ci-load-grad-norm", type=file_path, metavar="TEMPLATE", help="File of gradient norms to compare with."
     )
 
 
@@ -170,6 +172,11 @@ def check_modes(args: Namespace) -> Iterator[str]:
         yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
     if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
         yield "--load-debug-rollout-data-subsample needs --load-debug-rollout-data, which says what is subsampled."
+    if args.use_pytorch_profiler and args.profile_step_end <= args.profile_step_start:
+        yield (
+            f"--profile-step-end {args.profile_step_end} leaves nothing to profile from --profile-step-start "
+            f"{args.profile_step_start} on; raise it."
+        )
     precisions = [flag for flag in ("fp32", "bf16", "fp16") if getattr(args, flag)]
     if len(precisions) > 1:
         yield f"{' and '.join('--' + p for p in precisions)} contradict each other; give one of them."
@@ -188,13 +195,21 @@ def check_dump_templates(args: Namespace) -> Iterator[str]:
         template = getattr(args, name)
         if template is None:
             continue
+        flag = f"--{name.replace('_', '-')}"
+        allowed = " and ".join("{" + field + "}" for field in sorted(fields))
         try:
-            unknown = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None} - fields
-        except ValueError as error:
-            unknown = {str(error)}
-        if unknown:
-            allowed = " and ".join("{" + field + "}" for field in sorted(fields))
-            yield f"--{name.replace('_', '-')} is {template!r}; in braces it may only have {allowed}."
+            parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
+            if {part[1] for part in parts} - fields:
+                raise ValueError("another name")
+            if any(re.fullmatch(r"\d{0,3}d?", part[2] or "") is None for part in parts):
+                raise ValueError("another format than :06d")
+            template.format(**dict.fromkeys(fields, 0))
+        except (ValueError, LookupError) as error:
+            yield f"{flag} is {template!r}; in braces it may only have {allowed} ({error})."
+            continue
+        is_written_once = args.num_rollout == 1 and args.eval_interval is None
+        if name in _WRITTEN_IN_EACH_ROLLOUT and not is_written_once and "rollout_id" not in {p[1] for p in parts}:
+            yield f"{flag} is {template!r}: every rollout would overwrite the one before; put {{rollout_id}} into it."
     if args.save_debug_rollout_data and args.save_debug_rollout_data == args.save_debug_train_data:
         yield (
             f"--save-debug-rollout-data and --save-debug-train-data are both {args.save_debug_rollout_data}; they "

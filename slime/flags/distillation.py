@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import backend_flags, read_config
-from slime.flags.kinds import non_negative_int, positive_int
+from slime.flags.kinds import file_path, http_url, non_negative_int, positive_int
 
 ONLY_TEACHER = ""
 """Name of the teacher of a run with one."""
@@ -26,24 +26,24 @@ def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--opd-type",
         choices=["sglang", "megatron"],
-        default=None,
         help="Where the teacher runs: in an engine or in the trainer.",
     )
     group.add_argument("--opd-kl-coef", type=float, default=1.0, help="Weight of the teacher's reverse KL.")
     group.add_argument(
-        "--opd-teacher-load", default=None, metavar="DIR", help="Checkpoint of the teacher (--opd-type megatron only)."
+        "--opd-teacher-load",
+        type=file_path,
+        metavar="DIR",
+        help="Checkpoint of the teacher (--opd-type megatron only).",
     )
     group.add_argument(
         "--opd-teachers",
         nargs="+",
-        default=None,
         metavar="NAME=WHERE",
         help="Several teachers: the name and the /generate address (sglang) or the checkpoint (megatron) of each, in "
         "place of --rm-url or --opd-teacher-load.",
     )
     group.add_argument(
         "--opd-teacher-key",
-        default=None,
         metavar="KEY",
         help="Entry of a sample's metadata that names its teacher, with --opd-teachers. Default: the data set's name, "
         "the attribute source of the sample or the entry source_name.",
@@ -51,7 +51,6 @@ def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--opd-top-k",
         type=positive_int,
-        default=None,
         metavar="K",
         help="Train on the reverse KL over the teacher's K likeliest tokens at each position, as a term of the policy "
         "loss weighted by --opd-kl-coef, in place of the drawn token's log-prob in the advantages.",
@@ -59,7 +58,6 @@ def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--opd-teacher-ckpt-step",
         type=non_negative_int,
-        default=None,
         help="Iteration of the teacher's checkpoint. Default: the latest.",
     )
 
@@ -140,6 +138,12 @@ def _check_teachers(args: Namespace) -> Iterator[str]:
     wrong = [entry for entry in args.opd_teachers if not all(entry.partition("="))]
     if wrong:
         yield f"--opd-teachers has {wrong[0]!r}; each must be NAME=WHERE."
+    elif args.opd_type == "sglang":
+        for name, where in teachers_of(args).items():
+            try:
+                http_url(str(where))
+            except argparse.ArgumentTypeError as error:
+                yield f"--opd-teachers: the teacher {name} with --opd-type sglang: {error}."
     if len(set(names)) < len(names):
         yield f"--opd-teachers has the names {', '.join(names)}; each may occur once."
     if args.opd_teacher_load is not None:

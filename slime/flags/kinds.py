@@ -1,103 +1,175 @@
-"""Value types and choices of flags that argparse does not have."""
+"""Value types and choices of flags that argparse does not have.
+
+Numbers are finite and texts hold no NUL, whatever the flag: ``Parser`` of slime/arguments/parser.py puts ``any_int``,
+``any_float`` and ``text`` in the place of ``int``, ``float`` and ``str``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime.algorithms.registry import Registry
+
+INT64_MAX = 2**63 - 1
+INT32_MAX = 2**31 - 1
 
 
 def json_object(text: str) -> dict[str, Any]:
     """Return a flag's text as a JSON object, for example ``{"enable_thinking": false}``."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = json.loads(text, object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not JSON ({error}); write it as '{{\"key\": value}}'"
+            f"{text[:200]!r} is not JSON ({error}); write it as '{{\"key\": value}}'"
         ) from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is JSON, but not an object; write it as '{{\"key\": value}}'")
     return value
 
 
-def number_in(low: float, high: float, *, low_open: bool = False) -> Callable[[str], float]:
-    """Return a float type whose values lie in ``[low, high]``, or ``(low, high]`` when ``low_open``."""
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has the key {next(name for name in names if names.count(name) > 1)!r} twice")
+    return values
 
-    def number(text: str) -> float:
-        value = _number(text)
-        if not (low < value if low_open else low <= value) or not value <= high:
-            bracket = "(" if low_open else "["
-            raise argparse.ArgumentTypeError(f"{text} is outside {bracket}{low:g}, {high:g}]")
+
+def text_map(text: str) -> dict[str, str]:
+    """Return a flag's text as a JSON object whose values are texts, for example ``{"image": "images"}``."""
+    values = json_object(text)
+    wrong = next((name for name, value in values.items() if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise argparse.ArgumentTypeError(f"{wrong!r} is {values[wrong]!r}; it must be a text in quotes")
+    return values
+
+
+def environment(text: str) -> dict[str, str | int | float]:
+    """Return a flag's text as a JSON object of environment variables, whose values are texts or numbers."""
+    values = json_object(text)
+    for name, value in values.items():
+        if not name or "=" in name or "\0" in f"{name}{value}" or not isinstance(value, str | int | float):
+            raise argparse.ArgumentTypeError(
+                f'{name!r}: {value!r} is no environment variable; write \'{{"NAME": "value"}}\''
+            )
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeNumber:
+    """Type of a flag that takes the whole numbers from ``low`` to ``high``, and ``also``."""
+
+    low: int = 0
+    high: int = INT32_MAX
+    also: int | None = None
+    """One more number, with a meaning of its own."""
+
+    def __call__(self, text: str) -> int:
+        """Return the number that ``text`` is; argparse's own message would not say what is allowed."""
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text[:80]!r} is not a whole number (digits only, without a unit)"
+            ) from None
+        if value != self.also and not self.low <= value <= self.high:
+            raise argparse.ArgumentTypeError(f"{text[:80]} is not {self}")
         return value
 
-    return number
+    def __str__(self) -> str:
+        also = "" if self.also is None else f", or {self.also}"
+        if self.low < -1:
+            return f"a whole number from {self.low} to {self.high}{also}"
+        upper = f" and at most {self.high}" if self.high < INT64_MAX else ""
+        return f"a whole number of {self.low} or more{upper}{also}"
 
 
-def _whole(text: str) -> int:
-    """Return the number that ``text`` is; argparse's own message would name our function, not what is allowed."""
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """Type of a flag that takes the finite numbers from ``low`` to ``high``."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    """``low`` itself is not allowed."""
+    high_open: bool = False
+
+    def __call__(self, text: str) -> float:
+        """Return the number that ``text`` is."""
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a number") from None
+        above = self.low < value if self.low_open else self.low <= value
+        below = value < self.high if self.high_open else value <= self.high
+        if not (math.isfinite(value) and above and below):
+            raise argparse.ArgumentTypeError(f"{text[:80]} is not {self}")
+        return value
+
+    def __str__(self) -> str:
+        bounds = []
+        if self.low > -math.inf:
+            bounds.append(f"above {self.low:g}" if self.low_open else f"of {self.low:g} or more")
+        if self.high < math.inf:
+            bounds.append(f"below {self.high:g}" if self.high_open else f"at most {self.high:g}")
+        return f"a finite number {' and '.join(bounds)}".rstrip()
+
+
+any_int = WholeNumber(low=-INT64_MAX, high=INT64_MAX)
+positive_int = WholeNumber(low=1)
+non_negative_int = WholeNumber()
+int_or_minus_one = WholeNumber(also=-1)
+positive_int_or_minus_one = WholeNumber(low=1, also=-1)
+byte_count = WholeNumber(low=1, high=INT64_MAX)
+gpu_count = WholeNumber(high=1_000_000)
+positive_gpu_count = WholeNumber(low=1, high=1_000_000)
+minutes = WholeNumber(low=1, high=1_000_000)
+port_number = WholeNumber(low=1, high=65535)
+seed = WholeNumber(high=INT32_MAX)
+"""A seed; ranks and samples add small numbers to it, and NumPy's seeds end at 2**32."""
+
+any_float = Number()
+positive_float = Number(low=0, low_open=True)
+non_negative_float = Number(low=0)
+fraction = Number(low=0, high=1)
+positive_fraction = Number(low=0, high=1, low_open=True)
+fraction_below_one = Number(low=0, high=1, high_open=True)
+wait_s = Number(low=0, high=1e9, low_open=True)
+"""Seconds of a wait; Python's locks take 9e9 at most."""
+wait_s_or_zero = Number(low=0, high=1e9)
+
+
+def text(value: str) -> str:
+    """Return ``value``, which no file system and no process takes with a NUL in it."""
+    if "\0" in value:
+        raise argparse.ArgumentTypeError(f"{value!r} has a NUL character in it; remove it")
+    return value
+
+
+def file_path(value: str) -> str:
+    """Return the name of a file or folder, or an import path; an empty one is a shell variable that is unset."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError(f"{value!r} is empty; is a shell variable unset? Give a path, or no flag")
+    return text(value)
+
+
+def http_url(value: str) -> str:
+    """Return the address of an HTTP service."""
     try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (digits only, without a unit)") from None
-
-
-def _number(text: str) -> float:
-    """Return as :func:`_whole`, with a fraction or an exponent."""
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def positive_int(text: str) -> int:
-    """Return an integer of at least 1."""
-    value = _whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
-
-
-def non_negative_int(text: str) -> int:
-    """Return an integer of at least 0."""
-    value = _whole(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative; it must be 0 or more")
-    return value
-
-
-def port_number(text: str) -> int:
-    """Return the number of a TCP port."""
-    value = _whole(text)
-    if not 1 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; ports are 1 to 65535")
-    return value
-
-
-def positive_float(text: str) -> float:
-    """Return a number above 0."""
-    value = _number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def non_negative_float(text: str) -> float:
-    """Return a finite number of at least 0."""
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
-    return value
-
-
-def top_k(text: str) -> int:
-    """Return how many tokens to draw from: at least 1, or -1 for all."""
-    value = _whole(text)
-    if value < 1 and value != -1:
-        raise argparse.ArgumentTypeError(f"{text} is no valid top-k; give 1 or more, or -1 for all")
+        parts = urlsplit(value)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, an open bracket
+        is_url = False
+    if not is_url or any(letter.isspace() or not letter.isprintable() for letter in value):
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is no address; write http://HOST:PORT/PATH or https://..., with a port from 1 to 65535"
+        )
     return value
 
 

@@ -13,7 +13,7 @@ from slime.flags.checkpoint import add_checkpoint_arguments
 from slime.flags.cluster import add_cluster_arguments
 from slime.flags.config import read_config
 from slime.flags.data import add_eval_arguments
-from slime.flags.kinds import port_number
+from slime.flags.kinds import file_path, http_url, port_number
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 from slime.flags.security import secret_of_file
@@ -82,6 +82,15 @@ def metrics_config(args: Any) -> MetricsConfig:
     )
 
 
+def _wandb_name(value: str) -> str:
+    """Return a name that Weights & Biases takes for a project or a run."""
+    if len(value) > 128 or any(letter in "/\\#?%:" or not letter.isprintable() for letter in value):
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is no name for Weights & Biases; it may have 128 characters, and none of / \\ # ? % :"
+        )
+    return value
+
+
 def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the Weights & Biases, TensorBoard and metrics groups to ``parser``."""
     wandb = parser.add_argument_group("Weights & Biases", "One run for the whole job.")
@@ -89,22 +98,20 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     wandb.add_argument(
         "--wandb-mode",
         choices=["online", "offline", "disabled"],
-        default=None,
         help="Mode of Weights & Biases; offline writes to --wandb-dir only.",
     )
-    wandb.add_argument("--wandb-dir", default=None, metavar="DIR", help="Folder for the files of Weights & Biases.")
+    wandb.add_argument("--wandb-dir", type=file_path, metavar="DIR", help="Folder for the files of Weights & Biases.")
     wandb.add_argument(
         "--wandb-key",
-        default=None,
         help="API key of Weights & Biases; every user of this machine can read it in the list of processes. Better: "
         "--wandb-key-file, or the variable WANDB_API_KEY.",
     )
-    wandb.add_argument("--wandb-key-file", default=None, metavar="FILE", help="File with the key.")
-    wandb.add_argument("--wandb-host", default=None, help="Address of your own Weights & Biases server.")
-    wandb.add_argument("--wandb-team", default=None, help="Team or user that owns the run in Weights & Biases.")
-    wandb.add_argument("--wandb-group", default=None, help="Group of the run in Weights & Biases.")
-    wandb.add_argument("--wandb-project", default=None, help="Project of the run in Weights & Biases.")
-    wandb.add_argument("--wandb-run-id", default=None, help="Id of the Weights & Biases run to continue.")
+    wandb.add_argument("--wandb-key-file", type=file_path, metavar="FILE", help="File with the key.")
+    wandb.add_argument("--wandb-host", type=http_url, help="Address of your own Weights & Biases server.")
+    wandb.add_argument("--wandb-team", help="Team or user that owns the run in Weights & Biases.")
+    wandb.add_argument("--wandb-group", help="Group of the run in Weights & Biases.")
+    wandb.add_argument("--wandb-project", type=_wandb_name, help="Project of the run in Weights & Biases.")
+    wandb.add_argument("--wandb-run-id", type=_wandb_name, help="Id of the Weights & Biases run to continue.")
     wandb.add_argument(
         "--disable-wandb-random-suffix",
         dest="wandb_random_suffix",
@@ -120,10 +127,8 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
 
     tensorboard = parser.add_argument_group("TensorBoard")
     tensorboard.add_argument("--use-tensorboard", action="store_true", help="Write TensorBoard files.")
-    tensorboard.add_argument("--tb-project-name", default=None, help="First part of the TensorBoard folder's name.")
-    tensorboard.add_argument(
-        "--tb-experiment-name", default=None, help="Second part of the TensorBoard folder's name."
-    )
+    tensorboard.add_argument("--tb-project-name", help="First part of the TensorBoard folder's name.")
+    tensorboard.add_argument("--tb-experiment-name", help="Second part of the TensorBoard folder's name.")
 
     metrics = parser.add_argument_group("metrics", "Additional metrics.")
     metrics.add_argument("--log-multi-turn", action="store_true", help="Log metrics of the turns within a response.")
@@ -134,7 +139,6 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     )
     metrics.add_argument(
         "--log-reward-category",
-        default=None,
         metavar="KEY",
         help="Entry of dict rewards whose values are counted in the log.",
     )
@@ -147,7 +151,6 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     metrics.add_argument(
         "--prometheus-port",
         type=port_number,
-        default=None,
         help="Serve one Prometheus page of the whole job at this port of the driver's machine: what is logged, the "
         "state of the engines, and the pages of engines and routers. Turns --log-expert-load on.",
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import read_config
-from slime.flags.kinds import non_negative_int, positive_float
+from slime.flags.kinds import http_url, non_negative_int, wait_s
 
 BOXED_PREFIX = "boxed_"
 """Of a grader's name: the boxed answer is graded."""
@@ -50,21 +50,19 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reward", "Graders of responses.")
     group.add_argument(
         "--rm-type",
-        default=None,
         help="Built-in grader: remote_rm, deepscaler, dapo, math, f1, gpqa, ifbench, random or math_verify; with the "
         "prefix boxed_ it grades the boxed answer. A row's metadata may name another.",
     )
-    group.add_argument("--rm-url", default=None, help="Address of the remote grader or teacher.")
-    group.add_argument("--reward-key", default=None, help="Entry of a dict reward to train on.")
+    group.add_argument("--rm-url", type=http_url, help="Address of the remote grader or teacher.")
+    group.add_argument("--reward-key", help="Entry of a dict reward to train on.")
     group.add_argument(
         "--eval-reward-key",
-        default=None,
         help="Entry of a dict reward that evaluations report. Default: --reward-key.",
     )
     group.add_argument("--group-rm", action="store_true", help="Grade all responses to a prompt in one call.")
     group.add_argument(
         "--rm-timeout-s",
-        type=positive_float,
+        type=wait_s,
         default=600.0,
         help="Seconds that grading one response may take, retries of the remote grader included.",
     )

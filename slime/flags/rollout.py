@@ -7,7 +7,18 @@ import importlib
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.flags.kinds import non_negative_int, number_in, positive_float, positive_int, top_k
+from slime.flags.kinds import (
+    file_path,
+    http_url,
+    int_or_minus_one,
+    non_negative_float,
+    non_negative_int,
+    positive_fraction,
+    positive_int,
+    positive_int_or_minus_one,
+    seed,
+    wait_s,
+)
 
 OWN_ROLLOUTS = (
     "slime.rollout.sglang_rollout.generate_rollout",
@@ -27,52 +38,49 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "Sampling parameters of rollouts.")
     group.add_argument(
         "--rollout-temperature",
-        type=float,
+        type=non_negative_float,
         default=1.0,
         help="Sampling temperature, above 0; the trainer divides its logits by it as well.",
     )
     group.add_argument(
         "--rollout-top-p",
-        type=number_in(0.0, 1.0, low_open=True),
+        type=positive_fraction,
         default=1.0,
         help="Top-p of sampling, in (0, 1]. Below 1, training replays the tokens that the engine kept.",
     )
-    group.add_argument("--rollout-top-k", type=top_k, default=-1, help="Top-k of sampling; -1: all tokens.")
+    group.add_argument(
+        "--rollout-top-k", type=positive_int_or_minus_one, default=-1, help="Top-k of sampling; -1: all tokens."
+    )
     group.add_argument(
         "--rollout-max-context-len",
         type=positive_int,
-        default=None,
         help="Most tokens of prompt and response together; the default prompt limit is one less.",
     )
     group.add_argument(
         "--rollout-max-prompt-len",
         type=positive_int,
-        default=None,
         help="Leave out prompts with more tokens.",
     )
-    group.add_argument(
-        "--rollout-max-response-len", type=positive_int, default=None, help="Most tokens of a response."
-    )
+    group.add_argument("--rollout-max-response-len", type=positive_int, help="Most tokens of a response.")
     group.add_argument(
         "--rollout-skip-special-tokens", action="store_true", help="Remove special tokens from the text of responses."
     )
-    group.add_argument("--rollout-stop", nargs="+", default=None, help="Strings that end a response.")
+    group.add_argument("--rollout-stop", nargs="+", help="Strings that end a response.")
     group.add_argument(
-        "--rollout-stop-token-ids", type=int, nargs="+", default=None, help="Token ids that end a response."
+        "--rollout-stop-token-ids", type=non_negative_int, nargs="+", help="Token ids that end a response."
     )
-    group.add_argument("--rollout-seed", type=int, default=42, help="Seed of shuffling and of deterministic sampling.")
+    group.add_argument(
+        "--rollout-seed", type=seed, default=42, help="Seed of shuffling and of deterministic sampling."
+    )
 
 
 def _add_collection(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollout", "Size of a rollout and treatment of unfinished or stale groups.")
-    group.add_argument(
-        "--rollout-batch-size", type=positive_int, default=None, help="Prompts in one rollout. Required."
-    )
+    group.add_argument("--rollout-batch-size", type=positive_int, help="Prompts in one rollout. Required.")
     group.add_argument("--n-samples-per-prompt", type=positive_int, default=1, help="Responses per prompt.")
     group.add_argument(
         "--over-sampling-batch-size",
         type=positive_int,
-        default=None,
         help="Prompts to submit at a time; at least --rollout-batch-size, which is the default.",
     )
     group.add_argument(
@@ -88,7 +96,6 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-staleness",
         type=non_negative_int,
-        default=None,
         help="Most weight versions between the oldest token of a sample and its training. Default: no limit. "
         "train_async.py needs 1 or more.",
     )
@@ -108,7 +115,6 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-external-engine-addrs",
         nargs="+",
-        default=None,
         metavar="HOST:PORT",
         help="Addresses of engines that run outside of the job; slime starts none.",
     )
@@ -121,10 +127,10 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use-distributed-post", action="store_true", help="Send HTTP requests from several Ray actors."
     )
-    group.add_argument("--rollout-buffer-url", default=None, help="Address of a stand-alone rollout buffer service.")
+    group.add_argument("--rollout-buffer-url", type=http_url, help="Address of a stand-alone rollout buffer service.")
     group.add_argument(
         "--fetch-trajectory-retry-times",
-        type=int,
+        type=int_or_minus_one,
         default=-1,
         help="Retries of requests to the rollout buffer service; -1: no limit.",
     )
@@ -132,16 +138,12 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-rollout",
         type=non_negative_int,
-        default=None,
         help="Rollouts of the whole run; takes precedence over --num-epoch.",
     )
-    group.add_argument(
-        "--num-epoch", type=positive_int, default=None, help="Passes over the prompts, instead of --num-rollout."
-    )
+    group.add_argument("--num-epoch", type=positive_int, help="Passes over the prompts, instead of --num-rollout.")
     group.add_argument(
         "--start-rollout-id",
         type=non_negative_int,
-        default=None,
         help="First rollout of this run. Default: the one after the loaded checkpoint's.",
     )
 
@@ -155,19 +157,19 @@ def _add_ledger(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-ledger-dir",
-        default=None,
+        type=file_path,
         metavar="DIR",
         help="Folder of the ledger. Default: ledger in --save.",
     )
     group.add_argument(
         "--rollout-ledger-flush-s",
-        type=positive_float,
+        type=wait_s,
         default=0.02,
         help="Seconds that a response may stay in memory before the ledger writes it.",
     )
     group.add_argument(
         "--rollout-ledger-timeout-s",
-        type=positive_float,
+        type=wait_s,
         default=60.0,
         help="Seconds of failed writes of the ledger (a full disk) before the job ends.",
     )

@@ -13,7 +13,15 @@ from collections.abc import Iterator
 
 from slime.flags.checkpoint import add_checkpoint_arguments
 from slime.flags.cluster import is_for_cuda
-from slime.flags.kinds import json_object, non_negative_float, non_negative_int, positive_int
+from slime.flags.kinds import (
+    environment,
+    file_path,
+    non_negative_float,
+    non_negative_int,
+    positive_int,
+    positive_int_or_minus_one,
+    seed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +43,7 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Train in fp32. Default without --fp32, --bf16 or --fp16: bf16 with CUDA, fp32 without.",
     )
-    group.add_argument("--seed", type=int, default=1234, help="Seed of the trainer, and the base of the engines'.")
+    group.add_argument("--seed", type=seed, default=1234, help="Seed of the trainer, and the base of the engines'.")
     group.add_argument(
         "--lr", type=non_negative_float, default=1e-6, help="Learning rate (its peak, with a schedule)."
     )
@@ -61,7 +69,7 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--train-env-vars",
-        type=json_object,
+        type=environment,
         default={},
         metavar="JSON",
         help="JSON object of environment variables for the trainer's processes.",
@@ -73,7 +81,7 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--log-probs-chunk-size",
-        type=int,
+        type=positive_int_or_minus_one,
         default=-1,
         help="Tokens per chunk of the log-prob computation, which bounds its fp32 memory; -1: as many as fit into "
         "256 MiB.",
@@ -83,9 +91,7 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Contiguous context-parallel slices with gathered keys and values (DeepSeek sparse attention only).",
     )
-    group.add_argument(
-        "--padded-vocab-size", type=positive_int, default=None, help="Rows of the embedding, padding included."
-    )
+    group.add_argument("--padded-vocab-size", type=positive_int, help="Rows of the embedding, padding included.")
     group.add_argument(
         "--data-pad-size-multiplier",
         type=positive_int,
@@ -94,7 +100,7 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--megatron-config-path",
-        default=None,
+        type=file_path,
         metavar="YAML",
         help="YAML file of flags by role: `megatron: [{name, role: actor|critic, overrides: {attribute: value}}]`.",
     )
@@ -110,14 +116,12 @@ def _add_parameters(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--only-train-params-name-list",
         nargs="*",
-        default=None,
         metavar="REGEX",
         help="Train only parameters whose names match one of these patterns; freeze the others.",
     )
     group.add_argument(
         "--freeze-params-name-list",
         nargs="*",
-        default=None,
         metavar="REGEX",
         help="Freeze parameters whose names match one of these patterns. Not with --only-train-params-name-list.",
     )
@@ -131,7 +135,6 @@ def _add_mtp(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mtp-num-layers",
         type=non_negative_int,
-        default=None,
         help="Layers of multi-token prediction to build and load.",
     )
     group.add_argument(
@@ -153,28 +156,24 @@ def _add_alignment(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--megatron-deepgemm-forward-layers",
-        type=int,
+        type=non_negative_int,
         nargs="+",
-        default=None,
         help="Dense layers (indices) whose forward pass uses DeepGEMM.",
     )
     group.add_argument(
         "--megatron-deepgemm-forward-modules",
         nargs="+",
-        default=None,
         help="Suffixes of dense modules whose forward pass uses DeepGEMM.",
     )
     group.add_argument(
         "--megatron-deepgemm-moe-forward-layers",
-        type=int,
+        type=non_negative_int,
         nargs="+",
-        default=None,
         help="Mixture layers (indices) whose forward pass uses grouped DeepGEMM.",
     )
     group.add_argument(
         "--megatron-deepgemm-moe-forward-modules",
         nargs="+",
-        default=None,
         help="Suffixes of mixture modules whose forward pass uses grouped DeepGEMM.",
     )
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.flags.kinds import positive_int
+from slime.flags.kinds import byte_count, file_path, positive_int
 
 
 def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,7 @@ def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--update-weight-transport", choices=["nccl", "disk"], default="nccl", help="How weights get to the engines."
     )
-    group.add_argument(
-        "--update-weight-buffer-size", type=positive_int, default=512 * 1024**2, help="Bytes per bucket."
-    )
+    group.add_argument("--update-weight-buffer-size", type=byte_count, default=512 * 1024**2, help="Bytes per bucket.")
     group.add_argument(
         "--update-weights-interval", type=positive_int, default=1, help="Rollouts between two pushes (train_async.py)."
     )
@@ -32,7 +30,7 @@ def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
         "--release-train", action="store_true", help="End the trainer's processes while engines generate."
     )
     group.add_argument(
-        "--update-weight-disk-dir", default=None, metavar="DIR", help="Shared folder for versions of the weights."
+        "--update-weight-disk-dir", type=file_path, metavar="DIR", help="Shared folder for versions of the weights."
     )
     group.add_argument(
         "--update-weight-disk-keep-files",
@@ -53,14 +51,13 @@ def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--update-weight-local-checkpoint-dir",
-        default=None,
+        type=file_path,
         metavar="DIR",
         help="Folder on each engine's host for the copy of the model that deltas are applied to.",
     )
     group.add_argument(
         "--weight-push-failure",
         choices=["refill", "drop", "stop"],
-        default=None,
         help="What happens to an engine that fails a push: refill restarts it with the new weights, drop excludes it "
         "from then on, stop ends the run. Default: refill with --use-fault-tolerance, else stop.",
     )

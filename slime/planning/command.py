@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def _check(args: Namespace) -> list[str]:
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
     from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 
-    stages = [slime_validate_args]
+    stages: list[Callable[[Namespace], None]] = [slime_validate_args]
     if not args.debug_rollout_only:
         stages.append(validate_megatron_arguments)
     if not (args.debug_train_only or args.load_debug_rollout_data):

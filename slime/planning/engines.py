@@ -283,7 +283,11 @@ def _dispatch_problems(
     draft = flags.get("speculative_num_draft_tokens") if flags.get("speculative_algorithm") else None
     tokens, ranks = batch * (draft or 1), engine.attention_tp
     needed = -(-tokens // ranks)
-    limit = int(environment.get(DISPATCH_LIMIT) or DISPATCH_LIMIT_DEFAULT)
+    text = environment.get(DISPATCH_LIMIT) or str(DISPATCH_LIMIT_DEFAULT)
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        yield f"{where}: {DISPATCH_LIMIT} is {text[:80]!r}; it must be a whole number of tokens."
+        return
+    limit = int(text)
     if needed > limit:
         rounded = 1 << (needed - 1).bit_length()
         times = f" x {draft} draft tokens" if draft else ""

@@ -12,12 +12,19 @@ flags: ``--eval-x`` before ``--rollout-x`` or ``--x``.
 
 from __future__ import annotations
 
+import argparse
+import functools
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
+from slime.flags.data import add_data_arguments, add_eval_arguments
+from slime.flags.kinds import file_path, non_negative_int, positive_float, positive_int, wait_s
+from slime.flags.parser import Parser
+from slime.flags.reward import add_reward_arguments
+from slime.flags.rollout import add_rollout_arguments
+from slime.flags.yaml_file import read_yaml, yaml_problem
 from slime.utils.errors import ConfigError
 
 FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
@@ -101,6 +108,13 @@ class EvalDatasetConfig:
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} of the evaluation data set {self.name!r} is {value}; it must be above 0.")
 
+        shortest, longest = self.min_new_tokens, self.max_response_len
+        if shortest is not None and longest is not None and shortest > longest:
+            raise ConfigError(
+                f"The evaluation data set {self.name!r} has min_new_tokens {shortest} (--eval-min-new-tokens), above "
+                f"max_response_len {longest} (--eval-max-response-len)."
+            )
+
     @property
     def cache_key(self) -> tuple[Any, ...]:
         """Equal keys read equal rows from equal columns."""
@@ -116,6 +130,41 @@ class EvalDatasetConfig:
 
 
 _FIELDS = {spec.name for spec in fields(EvalDatasetConfig)}
+
+
+@functools.cache
+def _flags_of_fields() -> tuple[Parser, dict[str, argparse.Action]]:
+    """Return a parser, and the flag of each field that has a type: one of slime's, or one made for it."""
+    parser = Parser(add_help=False)
+    for add_arguments in (add_eval_arguments, add_rollout_arguments, add_data_arguments, add_reward_arguments):
+        add_arguments(parser)
+    for name, kind in (
+        ("custom-rm-path", file_path),
+        ("custom-generate-function-path", file_path),
+        ("repetition-penalty", positive_float),
+        ("eval-task-timeout", wait_s),
+        ("min-eval-samples", positive_int),
+        ("eval-early-stop-remaining", non_negative_int),
+        ("eval-early-stop-idle-timeout", wait_s),
+    ):
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--no-stop-trim", action="store_true")
+    found = {
+        name: next((action for flag in FALLBACK_FLAGS.get(name, (name,)) if (action := parser.flag_with(flag))), None)
+        for name in _FIELDS
+    }
+    return parser, {name: action for name, action in found.items() if action is not None}
+
+
+def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return an entry of the file with its values checked as on the command line; null leaves a field out."""
+    parser, flags = _flags_of_fields()
+    return {
+        name: parser.value_from_file(flags[name], value, f"--eval-config: {name} of {where}")
+        if name in flags and value is not None
+        else value
+        for name, value in values.items()
+    }
 
 
 def eval_datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
@@ -153,9 +202,12 @@ def build_eval_dataset_configs(
     """
     defaults = dict(defaults or {})
     _refuse_unknown(defaults, _FIELDS - {"name", "path"}, "defaults")
+    defaults = _checked(defaults, "defaults")
     configs = []
     for position, entry in enumerate(raw):
-        _refuse_unknown(entry, _FIELDS, f"data set {entry.get('name', position)!r}")
+        where = f"data set {entry.get('name', position)!r}"
+        _refuse_unknown(entry, _FIELDS, where)
+        entry = _checked(entry, where)
         values = {name: _from_flags(args, name) for name in FALLBACK_FLAGS} | defaults | entry
         kept = {name: value for name, value in values.items() if value is not None}
         configs.append(EvalDatasetConfig(**{"name": "", "path": ""} | kept))
@@ -188,12 +240,13 @@ def _read_yaml(path: str) -> tuple[Any, Any]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    if not Path(path).is_file():
-        raise ConfigError(f"--eval-config is {path!r}, but there is no such file.")
+    content = read_yaml(path, "--eval-config")
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--eval-config {path} has no datasets; list them under datasets: or eval.datasets:.")
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"--eval-config {path} cannot be read: {error}.") from error
+    except (YAMLError, ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(f"--eval-config: {path} cannot be read: {yaml_problem(error)}.") from error
     if isinstance(content, Mapping) and isinstance(content.get("eval"), Mapping):
         content = content["eval"]
     if not isinstance(content, Mapping) or not content.get("datasets"):

@@ -20,9 +20,15 @@ def get_str(name: str, default: str | None = None) -> str | None:
 
 
 def get_bool(name: str, default: bool = False) -> bool:
-    """Return True for 1, true, yes, on (any case); ``default`` when the variable is unset or empty."""
-    value = os.environ.get(name, "")
-    return default if not value else is_yes(value)
+    """Return True for 1, true, yes, on, False for 0, false, no, off; ``default`` when the variable is unset or empty.
+
+    Raises:
+        ConfigError: the variable says something else.
+    """
+    value = os.environ.get(name, "").strip()
+    if value and not is_yes(value) and value.lower() not in ("0", "false", "no", "off"):
+        raise ConfigError(f"The environment variable {name} is {value!r}; it must be 1 (yes) or 0 (no), or unset.")
+    return is_yes(value) if value else default
 
 
 def is_yes(value: str | None) -> bool:
@@ -31,9 +37,18 @@ def is_yes(value: str | None) -> bool:
 
 
 def get_int(name: str, default: int) -> int:
-    """Return the variable as an integer, or ``default`` when it is unset or empty."""
-    value = os.environ.get(name, "")
-    return int(value) if value else default
+    """Return the variable as an integer of 0 or more, or ``default`` when it is unset or empty.
+
+    Raises:
+        ConfigError: the variable holds something else.
+    """
+    value = os.environ.get(name, "").strip()
+    if value and not (value.isascii() and value.isdigit() and len(value) < 19):
+        raise ConfigError(
+            f"The environment variable {name} is {value[:80]!r}; it must be a whole number of 0 or more, or unset "
+            f"(then it is {default})."
+        )
+    return int(value or default)
 
 
 def export(variables: Mapping[str, str]) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 
+from slime.flags.kinds import port_number, positive_int
 from slime.flags.security import secret_of_file
 from slime.utils import env
 from slime.utils.errors import ConfigError
@@ -251,9 +252,11 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; beyond loopback with a secret only")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--port", type=port_number, default=DEFAULT_PORT)
     parser.add_argument("--generator-dir", type=Path, action="append", default=[], help="more *_generator.py files")
-    parser.add_argument("--group-size", type=int, default=1, help="items of a group until a start says otherwise")
+    parser.add_argument(
+        "--group-size", type=positive_int, default=1, help="items of a group until a start says otherwise"
+    )
     parser.add_argument(SECRET_FLAG, type=Path, help="every request needs the secret in this file, made when missing")
     parser.add_argument("--no-job-secret", action="store_true", help="listen beyond loopback without a secret")
     flags = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -10,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from slime.agent.sandbox.protocol import ExecResult, FileContent, SandboxError, checked
+from slime.flags.kinds import non_negative_float
 from slime.utils.env import agent_setting
 from slime.utils.errors import ConfigError
 
@@ -168,6 +170,6 @@ class E2BSandbox:
 def _number(name: str, default: float) -> float:
     text = agent_setting(name)
     try:
-        return default if text is None else float(text)
-    except ValueError as error:
-        raise ConfigError(f"SLIME_AGENT_{name} is {text!r}; it must be a number.") from error
+        return default if text is None else non_negative_float(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"The environment variable SLIME_AGENT_{name}: {error}.") from error

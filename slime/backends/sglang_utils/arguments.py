@@ -19,6 +19,19 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.nuclei_support import layout_problems
 from slime.backends.sglang_utils.server_args import present_name
 from slime.backends.sglang_utils.sglang_config import SGLangConfig, resolve_sglang_config
+from slime.flags.kinds import (
+    INT64_MAX,
+    WholeNumber,
+    any_float,
+    any_int,
+    file_path,
+    gpu_count,
+    json_object,
+    non_negative_float,
+    port_number,
+    positive_int,
+)
+from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 from slime.utils.net import format_host
 
@@ -60,6 +73,9 @@ ROUTER_DEFAULTS = {
 """Rollouts want load spread evenly sooner than the router's own defaults do, a quiet log, and metrics on loopback."""
 
 
+_COUNT_OR_MINUS_ONE = WholeNumber(high=INT64_MAX, also=-1)
+
+
 class _Prefixed:
     """A view of a parser that puts a prefix before every flag and attribute added through it."""
 
@@ -67,17 +83,34 @@ class _Prefixed:
         self._target, self._prefix, self._skip = target, prefix, skip
 
     def add_argument(self, *names: str, **kwargs: Any) -> None:
-        """Add ``--{prefix}-x-y`` for ``--x-y``, its attribute ``{prefix}_x_y``."""
+        """Add ``--sglang-x-y`` for ``--x-y``, its attribute ``sglang_x_y``."""
         dest = kwargs.pop("dest", None) or names[0].lstrip("-").replace("-", "_")
         if dest in self._skip:
             return
         kwargs["help"] = _escape_percent(kwargs.get("help"))
-        flags = [f"--{self._prefix}-{name.lstrip('-')}" for name in names]
-        self._target.add_argument(*flags, dest=f"{self._prefix}_{dest}", **kwargs)
+        if "type" in kwargs:
+            kwargs["type"] = _checked_type(dest, kwargs["type"])
+        flags = [f"--{self._prefix}{name.lstrip('-')}" for name in names]
+        self._target.add_argument(*flags, dest=self._prefix.replace("-", "_") + dest, **kwargs)
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> _Prefixed:
         """Return this view: groups are flattened into the one that it writes to."""
         return self
+
+
+def _checked_type(field_name: str, kind: Any) -> Any:
+    """Return the type of a flag of SGLang, whose numbers have no sign; -1 may stand for all, none or automatic."""
+    if kind is json.loads:
+        return json_object
+    if kind is int or kind is float:
+        if "priority" in field_name:
+            return any_int if kind is int else any_float
+        if field_name.endswith("port"):
+            return port_number
+        return _COUNT_OR_MINUS_ONE if kind is int else non_negative_float
+    if getattr(kind, "__name__", "") == "human_readable_int":  # 8k
+        return lambda text: _COUNT_OR_MINUS_ONE(str(kind(text)))
+    return kind
 
 
 def _escape_percent(text: str | None) -> str | None:
@@ -103,9 +136,9 @@ def add_sglang_arguments(parser: argparse.ArgumentParser) -> None:
             "cpu or the gpu extra, or pass --debug-train-only if this run needs no engine"
         ) from error
     engine = parser.add_argument_group("sglang engine", "Fields of the installed SGLang's ServerArgs.")
-    ServerArgs.add_cli_args(_Prefixed(engine, "sglang", SLIME_DECIDES))
+    ServerArgs.add_cli_args(_Prefixed(engine, "sglang-", SLIME_DECIDES))
     router = parser.add_argument_group("sglang router", "Fields of the installed router's RouterArgs.")
-    RouterArgs.add_cli_args(_Prefixed(router, "router", frozenset()), use_router_prefix=False, exclude_host_port=True)
+    RouterArgs.add_cli_args(_Prefixed(router, "router-", frozenset()), use_router_prefix=False, exclude_host_port=True)
     _allow_consistent_hashing(router)
     parser.set_defaults(**ROUTER_DEFAULTS)
     _add_own_flags(parser.add_argument_group("rollout engines", "Number of engines, their layout and their router."))
@@ -120,27 +153,25 @@ def _allow_consistent_hashing(router: argparse._ArgumentGroup) -> None:
 
 
 def _add_own_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--sglang-router-ip", default=None, help="Address of a router that is already running.")
+    group.add_argument("--sglang-router-ip", help="Address of a router that is already running.")
     group.add_argument(
         "--sglang-router-port",
-        type=int,
-        default=None,
+        type=port_number,
         help="Port of the router, whether it is running or to be started.",
     )
     group.add_argument(
         "--sglang-router-request-timeout-secs",
-        type=int,
+        type=positive_int,
         default=14400,
         help="Seconds one generation request may take.",
     )
     group.add_argument("--sglang-server-concurrency", type=int, default=512, help="Most samples in flight per engine.")
     group.add_argument(
         "--prefill-num-servers",
-        type=int,
-        default=None,
+        type=gpu_count,
         help="Separate prefill from decode: this many engines prefill, the others decode.",
     )
-    group.add_argument("--sglang-config", default=None, help="YAML file with the models and engine groups to start.")
+    group.add_argument("--sglang-config", type=file_path, help="YAML file with the models and engine groups to start.")
 
 
 def _add_old_spellings(group: argparse._ArgumentGroup) -> None:
@@ -177,8 +208,8 @@ def _check_layout(args: Namespace) -> None:
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
 
-        known = [field.name for field in dataclasses.fields(ServerArgs)]
-        problems += override_problems(args.sglang_config, layout, known)
+        fields = [field.name for field in dataclasses.fields(ServerArgs)]
+        problems += override_problems(args.sglang_config, layout, _engine_parser(), fields)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -331,17 +362,43 @@ def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]
             )
 
 
-def override_problems(path: str, config: SGLangConfig, known_fields: Collection[str]) -> Iterator[str]:
-    """Yield overrides that are no field of ServerArgs, and look like one.
+def override_problems(path: str, config: SGLangConfig, parser: Parser, fields: Collection[str]) -> Iterator[str]:
+    """Yield overrides that are no field of ServerArgs, and values that its command line would not take.
 
-    What looks like none may belong to another version of SGLang; the engine drops it and says so.
+    Args:
+        path: the value of ``--sglang-config``.
+        config: what is in it.
+        parser: SGLang's own flags.
+        fields: of the installed ServerArgs.
     """
     for model in config.models:
         for group in model.server_groups:
-            for name in (present_name(name, known_fields) for name in group.overrides):
-                similar = difflib.get_close_matches(name, known_fields, n=1, cutoff=0.75)
-                if name not in known_fields and similar:
-                    yield (
-                        f"--sglang-config {path}: the override {name} of the {group.worker_type} engines of "
-                        f"{model.name} is no field of the installed SGLang's ServerArgs. Did you mean {similar[0]}?"
-                    )
+            where = f"--sglang-config {path}: the override {{}} of the {group.worker_type} engines of {model.name}"
+            for key, value in group.overrides.items():
+                name = present_name(key, fields)
+                if name not in fields:
+                    similar = difflib.get_close_matches(name, fields, n=1, cutoff=0.75)
+                    hint = f" Did you mean {similar[0]}?" if similar else " Leave it out."
+                    yield f"{where.format(name)} is no field of the installed SGLang's ServerArgs.{hint}"
+                elif (action := parser.flag_with(name)) is not None:
+                    yield from _value_problems(parser, action, value, where.format(name))
+
+
+def _value_problems(parser: Parser, action: argparse.Action, value: Any, where: str) -> Iterator[str]:
+    """Yield a message for a value that a flag would not take, or would take as something else."""
+    try:
+        read = parser.value_from_file(action, value, where)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if isinstance(read, str | int | float | list) and read != value:
+        yield f"{where} is {value!r}, which ServerArgs does not convert; write {read!r}."
+
+
+def _engine_parser() -> Parser:
+    """Return a parser of SGLang's own flags, whose names are the fields of ServerArgs."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = Parser(add_help=False)
+    ServerArgs.add_cli_args(_Prefixed(parser, "", frozenset()))
+    return parser

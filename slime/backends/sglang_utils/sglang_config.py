@@ -18,11 +18,9 @@ import logging
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from slime.flags.yaml_file import read_yaml
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -175,12 +173,7 @@ def load_sglang_config(path: str, *, hf_checkpoint: str, rollout_num_gpus_per_en
     Raises:
         ConfigError: the file is missing or malformed; the message names the key and what it may hold.
     """
-    try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--sglang-config is {path}, which cannot be read: {error.strerror or error}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--sglang-config {path} is not YAML: {error}.") from error
+    document = read_yaml(path, "--sglang-config")
     models = document.get("sglang") if isinstance(document, dict) else None
     if not isinstance(models, list) or not models:
         raise ConfigError(f"{path}: the top key must be `sglang`, with a list of models under it.")
@@ -209,7 +202,10 @@ def _parse_model(raw: Any, where: str, *, hf_checkpoint: str, per_engine: int) -
     parsed = tuple(
         _parse_group(group, f"{where}, group {position}", default_per_engine) for position, group in enumerate(groups)
     )
-    model_path, parsed = _served_path(entry.get("model_path") or hf_checkpoint, parsed, where)
+    model_path = entry.get("model_path", hf_checkpoint)
+    if model_path is not None and (not isinstance(model_path, str) or not model_path):
+        raise ConfigError(f"{where}: `model_path` is {model_path!r}; it must be a folder, or be left out.")
+    model_path, parsed = _served_path(model_path or hf_checkpoint, parsed, where)
     update_weights = entry.get("update_weights")
     if update_weights is None:
         update_weights = model_path == hf_checkpoint

@@ -43,7 +43,7 @@ CHECKPOINTS = (
     Broken(
         mistake="a shell variable that is not set",
         flags="--hf-checkpoint ''",
-        says=("--hf-checkpoint is empty", "a shell variable unset"),
+        says=("--hf-checkpoint", "is empty; is a shell variable unset?"),
     ),
     Broken(
         mistake="an adapter in the place of the model",

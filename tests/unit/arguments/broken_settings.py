@@ -162,8 +162,7 @@ SAVES = (
     Broken(
         mistake="dumps that overwrite each other",
         flags="--save-debug-rollout-data $folder/dump.pt",
-        says=("--save-debug-rollout-data", "has no {rollout_id}", "overwrites"),
-        error=None,
+        says=("--save-debug-rollout-data is '", "overwrite the one before", "put {rollout_id} into it"),
     ),
     Broken(
         mistake="a file where the saves should go",

@@ -112,7 +112,7 @@ VALUES = (
     Broken(
         mistake="a negative batch",
         flags="--rollout-batch-size -32",
-        says=("--rollout-batch-size", "-32 is not a positive whole number"),
+        says=("--rollout-batch-size", "-32 is not a whole number of 1 or more"),
     ),
     Broken(
         mistake="a negative learning rate",
@@ -142,7 +142,7 @@ VALUES = (
     Broken(
         mistake="a nucleus above one",
         flags="--rollout-top-p 95",
-        says=("--rollout-top-p", "95 is outside (0, 1]"),
+        says=("--rollout-top-p", "95 is not a finite number above 0 and at most 1"),
     ),
     Broken(
         mistake="an impossible top-k",
@@ -152,7 +152,7 @@ VALUES = (
     Broken(
         mistake="a discount above one",
         flags="--gamma 1.5",
-        says=("--gamma", "1.5 is outside [0, 1]"),
+        says=("--gamma", "1.5 is not a finite number of 0 or more and at most 1"),
     ),
     Broken(
         mistake="a temperature of zero in training",
@@ -167,7 +167,7 @@ VALUES = (
     Broken(
         mistake="an interval of zero",
         flags="--eval-interval 0",
-        says=("--eval-interval", "0 is not a positive whole number"),
+        says=("--eval-interval", "0 is not a whole number of 1 or more"),
     ),
     Broken(
         mistake="text where JSON belongs",

@@ -128,7 +128,7 @@ def test_a_new_critic_for_a_resumed_actor_is_asked_for_by_ref_load(ppo, tmp_path
     ("overrides", "says"),
     [
         ("lrr: 1", "the critic's override lrr is no attribute of args. Did you mean lr?"),
-        ("lr: fast", "lr of the critic is 'fast'; a number is needed"),
+        ("lr: fast", "lr of the critic is 'fast': 'fast' is not a number"),
         ("save: SAVE", "save of the critic is SAVE, the folder of the actor's checkpoints"),
         ("max_tokens_per_gpu: 7", "max_tokens_per_gpu of the critic is 7 and of the actor None"),
     ],

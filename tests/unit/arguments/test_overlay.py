@@ -38,8 +38,8 @@ def test_a_number_that_yaml_reads_as_text_becomes_a_number(make_args, overlay):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("lr: fast\n", "--custom-config-path: lr is 'fast'; a number is needed"),
-        ("advantage_estimator: grop\n", "advantage_estimator is 'grop'; it must be one of grpo, gspo"),
+        ("lr: fast\n", "overlay.yaml: lr is 'fast': 'fast' is not a number"),
+        ("advantage_estimator: grop\n", "advantage_estimator is 'grop': invalid choice: 'grop' (choose from 'grpo'"),
         ("- a\n", "holds a list; a mapping of keys to values is needed"),
         ("a: [\n", "is not YAML"),
         ("custom_config_path: x\n", "overlays do not nest"),

@@ -69,9 +69,9 @@ def test_negative_numbers_are_values(parser):
 
 
 def test_a_wrong_value_is_a_config_error_that_names_the_flag(parser):
-    with pytest.raises(ConfigError, match="--rollout-batch-size.*0 is not a positive whole number"):
+    with pytest.raises(ConfigError, match="--rollout-batch-size.*0 is not a whole number of 1 or more"):
         parser.parse_args(["--rollout-batch-size", "0"])
-    with pytest.raises(ConfigError, match="--rollout-top-p.*1.5 is outside"):
+    with pytest.raises(ConfigError, match="--rollout-top-p.*1.5 is not a finite number above 0 and at most 1"):
         parser.parse_args(["--rollout-top-p", "1.5"])
     with pytest.raises(ConfigError, match="--train-env-vars.*is not JSON"):
         parser.parse_args(["--train-env-vars", "{a: 1}"])

@@ -82,7 +82,7 @@ def test_the_smallest_command_is_accepted(make_args):
         (["--use-opd", "--opd-type", "sglang", "--opd-teachers", "a=x", "a=y"], "each may occur once"),
         (["--use-opd", "--opd-type", "megatron", "--opd-teachers", "a=x", "--opd-teacher-load", "x"], "drop one"),
         (["--use-opd", "--opd-type", "megatron", "--opd-teachers", "a=/none"], "--opd-teachers"),
-        (["--use-opd", "--opd-type", "sglang", "--opd-teachers", "a=x", "b=y"], None),
+        (["--use-opd", "--opd-type", "sglang", "--opd-teachers", "a=http://a/generate", "b=http://b/generate"], None),
         (["--opd-top-k", "4"], "no effect without --use-opd"),
         (["--use-opd", "--opd-type", "sglang", "--opd-top-k", "4", "--rollout-top-p", "0.9"], "make it 1"),
         (["--use-opd", "--opd-type", "sglang", "--opd-top-k", "4", "--loss-type", "sft_loss"], "of the policy loss"),

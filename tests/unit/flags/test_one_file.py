@@ -17,7 +17,7 @@ EDITS = {
     # a line of the file -> what the flag puts before it
     '    group.add_argument("--rm-url"': """\
     group.add_argument(
-        "--rm-patience-s", type=positive_float, default=None, help="Seconds a grader may think. Default: a tenth."
+        "--rm-patience-s", type=wait_s, help="Seconds a grader may think. Default: a tenth."
     )
 """,
     "    rm_timeout_s: float": """\

@@ -325,10 +325,10 @@ def test_prompts_that_cannot_be_counted_are_said(capsys):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--mfu", "0"], "0 is outside (0, 1]"),
-        (["--mfu", "1.5"], "1.5 is outside (0, 1]"),
-        (["--gpu-memory", "-5"], "-5 is not above 0"),
-        (["--host-memory", "0"], "0 is not above 0"),
+        (["--mfu", "0"], "--mfu: 0 is not a finite number above 0"),
+        (["--mfu", "1.5"], "--mfu: 1.5 is not a finite number above 0 and at most 1"),
+        (["--gpu-memory", "-5"], "-5 is not a finite number above 0"),
+        (["--host-memory", "0"], "0 is not a finite number above 0"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, told, monkeypatch, capsys):

@@ -81,11 +81,14 @@ def test_a_yaml_file_lists_or_maps_data_sets_at_its_root_or_under_eval(tmp_path,
         ("datasets: [{name: a}]", "has path ''"),
         ("datasets: [{path: a}]", "has name ''"),
         ("datasets: [{name: a, path: p}, {name: a, path: q}]", "named a, a; each name may be used once"),
-        ("datasets: [{name: a, path: p, min_eval_samples: 0}]", "min_eval_samples .* is 0; it must be above 0"),
+        (
+            "datasets: [{name: a, path: p, min_eval_samples: 0}]",
+            "min_eval_samples .* is 0: 0 is not a whole number of 1 or more",
+        ),
         ("datasets: [{name: a, path: p, metadata_overrides: 1}]", "metadata_overrides of 'a' is 1"),
         ("datasets: [1]", "0 is 1; it must be a map"),
         ("datasets: 3", "datasets is 3; it must be a list or a map"),
-        ("datasets: [", "cannot be read"),
+        ("datasets: [", "eval.yaml is not YAML: line 1:"),
     ],
 )
 def test_a_malformed_file_says_what_is_wrong(tmp_path, text, message):
@@ -96,7 +99,7 @@ def test_a_malformed_file_says_what_is_wrong(tmp_path, text, message):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match="--eval-config is 'no.yaml', but there is no such file"):
+    with pytest.raises(ConfigError, match="--eval-config: no.yaml is not a file"):
         eval_datasets_from_args(make_args(eval_config="no.yaml"))
 
 

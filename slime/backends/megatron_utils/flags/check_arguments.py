@@ -132,7 +132,18 @@ def check_expert_layout(args: Namespace) -> None:
 
 
 def _check_schedule(args: Namespace) -> None:
-    """Check the lengths of warm-up and decay, where the flags alone say how long the run is."""
+    """Check rates and weight decay; also the lengths of warm-up and decay, where flags say how long the run is."""
+    for flag, rate in (("--min-lr", args.min_lr), ("--lr-warmup-init", args.lr_warmup_init)):
+        if rate > args.lr:
+            raise ConfigError(f"{flag} is {rate:g}, above the peak of the learning rate, --lr {args.lr:g}; lower it.")
+    start, end = args.start_weight_decay, args.end_weight_decay
+    if end < start or (end > start and args.weight_decay_incr_style == "constant"):
+        raise ConfigError(
+            f"--start-weight-decay is {start:g} and --end-weight-decay {end:g} with --weight-decay-incr-style "
+            f"{args.weight_decay_incr_style}: constant needs equal ones, linear and cosine only grow."
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its last phase.")
     sizes = (args.num_rollout, args.rollout_batch_size, args.n_samples_per_prompt)
     if all(sizes) and args.global_batch_size:
         warmup_and_decay_steps(args, max(math.prod(sizes) // args.global_batch_size, 1))

@@ -26,6 +26,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from slime.backends.megatron_utils.flags.flag_ranges import number_type
+from slime.flags.kinds import INT32_MAX, any_int
+
 CONFIG_CLASSES: tuple[type, ...] = (
     TransformerConfig,
     MLATransformerConfig,
@@ -233,9 +236,12 @@ def add_config_flag(
 
 
 def add_unless_present(parser: argparse.ArgumentParser, group: Any, options: list[str], **settings: Any) -> None:
-    """Call ``add_argument`` with those of ``options`` that the parser does not have yet."""
+    """Call ``add_argument`` with those of ``options`` that the parser does not have yet; numbers have a range."""
     missing = [option for option in options if option not in parser._option_string_actions]
     if missing:
+        if settings.get("type") in (int, float):
+            attribute = settings.get("dest") or options[0].lstrip("-").replace("-", "_")
+            settings["type"] = number_type(attribute, settings["type"])
         group.add_argument(*missing, **settings)
 
 
@@ -303,10 +309,10 @@ class OneOrMany(argparse.Action):
 
 def int_pair(text: str) -> tuple[int, int]:
     """Return two integers, ``128,0`` or ``(128, 0)``."""
-    parts = text.strip("()").split(",")
+    parts = text.strip("()[] ").split(",")
     if len(parts) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not two integers such as 128,0")
-    return int(parts[0]), int(parts[1])
+    return any_int(parts[0]), any_int(parts[1])
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -329,7 +335,9 @@ def layer_pattern(text: str) -> int | list[int]:
     """
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError) as error:
+        if isinstance(value, int) and value > INT32_MAX:
+            raise ValueError(f"a number is at most {INT32_MAX}")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a layer pattern ({error}); write a number or lists such as [0]*3+[1]*75"
         ) from None

@@ -106,7 +106,7 @@ def test_a_model_without_groups_is_a_router_alone(tmp_path):
 
 
 def test_a_missing_file_is_refused_with_the_flag():
-    with pytest.raises(ConfigError, match="--sglang-config is /nowhere.yaml"):
+    with pytest.raises(ConfigError, match="--sglang-config: /nowhere.yaml is not a file"):
         resolve_sglang_config(flags(sglang_config="/nowhere.yaml"))
 
 

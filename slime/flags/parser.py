@@ -1,0 +1,100 @@
+"""The parser of flags, through which the values of YAML files go as well."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from slime.flags.kinds import any_float, any_int, text
+from slime.utils.errors import ConfigError
+
+_LONG_WORD = re.compile(r"\S{400,}")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are ConfigErrors, and which never guesses an abbreviated flag."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+        # Whoever declares a flag: numbers are finite, whole ones fit into 64 bits, and texts have no NUL.
+        for kind, checked in ((int, any_int), (float, any_float), (str, text), (None, text)):
+            self.register("type", kind, checked)
+        # argparse takes -1 for a value, but -1e-6 for a flag.
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print, on one line that is short enough to read."""
+        raise ConfigError(_one_line(message))
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Return as argparse does; a type may fail in more ways than it expects."""
+        try:
+            return super()._get_value(action, arg_string)
+        except (ArithmeticError, AssertionError, LookupError, AttributeError, RecursionError, MemoryError) as error:
+            raise argparse.ArgumentError(
+                action, f"{arg_string[:200]!r} is no value of this flag ({type(error).__name__}: {error})"
+            ) from error
+
+    def flag_with(self, attribute: str) -> argparse.Action | None:
+        """Return the flag that sets an attribute; of several the one that takes a value."""
+        found = [action for action in self._actions if action.dest == attribute and attribute != "help"]
+        return next((action for action in found if action.nargs != 0), found[0] if found else None)
+
+    def value_from_file(self, action: argparse.Action, value: Any, source: str) -> Any:
+        """Return a value that a YAML file has for a flag, as the command line would give it.
+
+        Args:
+            action: the flag.
+            value: what YAML made of it.
+            source: file and key, for errors.
+
+        Raises:
+            ConfigError: the flag would not take it.
+        """
+        try:
+            return self._from_file(action, value)
+        except argparse.ArgumentError as error:
+            raise ConfigError(_one_line(f"{source} is {value!r}: {error.message}.")) from error
+
+    def _from_file(self, action: argparse.Action, value: Any) -> Any:
+        if value is None and action.default is None:
+            return None
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                raise argparse.ArgumentError(action, "it must be true or false, without quotes")
+            return value
+        takes_many = action.nargs not in (None, "?") or isinstance(action, argparse._AppendAction)
+        several = list(value) if takes_many and isinstance(value, list | tuple) else [value]
+        words = [_word(action, one) for one in several]
+        if action.nargs == "+" and not words or isinstance(action.nargs, int) and len(words) != action.nargs:
+            raise argparse.ArgumentError(action, f"it must be a list of {action.nargs} values (+: one or more)")
+        if isinstance(action, argparse._AppendAction):
+            return [self._get_values(action, [word]) for word in words]
+        read = self._get_values(action, words)
+        for one, made in zip(several, read if takes_many else [read], strict=True):
+            if not isinstance(one, str) and isinstance(one, Mapping | Sequence) and isinstance(made, str):
+                raise argparse.ArgumentError(action, "it must be a text or a number, not a list or a map")
+        namespace = argparse.Namespace()
+        action(self, namespace, read, "")
+        return vars(namespace)[action.dest]
+
+
+def _word(action: argparse.Action, value: Any) -> str:
+    """Return what one would write on the command line for a value of a YAML file."""
+    if value is None or isinstance(value, bool):
+        shown = "null" if value is None else str(value).lower()
+        raise argparse.ArgumentError(action, f"it must be a text or a number, not {shown}; a text goes in quotes")
+    if not isinstance(value, Mapping | Sequence) or isinstance(value, str):
+        return str(value)
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise argparse.ArgumentError(action, f"it cannot be written as JSON ({error})") from error
+
+
+def _one_line(message: str) -> str:
+    words = _LONG_WORD.sub(lambda word: f"{word[0][:80]}... ({len(word[0])} characters)", message)
+    return " ".join(words.splitlines())

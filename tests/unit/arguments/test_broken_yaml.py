@@ -1,0 +1,286 @@
+"""Values of YAML files pass the parser of the command line; what is wrong in a file is one line with its place."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.arguments import parse_args, slime_validate_args
+from slime.flags.parser import Parser
+from slime.flags.yaml_file import read_yaml
+from slime.rollout.eval_config import eval_datasets_from_args
+from slime.utils.errors import ConfigError
+from tests.unit.arguments.broken_configurations import Broken
+from tests.unit.arguments.test_broken_configurations import parse
+
+MakeArgs = Callable[..., Namespace]
+
+
+def told(call: Callable[..., Any], *given: Any) -> str:
+    """The error of ``call``, which is one line."""
+    with pytest.raises(ConfigError) as caught:
+        call(*given)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 1500, message
+    return message
+
+
+BROKEN_FILES = {
+    "a key twice": (b"lr: 1e-6\nkl_coef: 0\nlr: 1e-5\n", "line 3: the key lr is there already in line 1"),
+    "a key twice, further in": (b"mine:\n  a: 1\n  a: 2\n", "line 3: the key a is there already in line 2"),
+    "not closed": (b"a: 1\nb: [1,\n", "is not YAML: line 3"),
+    "a tab": (b"a:\n\tb: 1\n", "is not YAML: line 2"),
+    "two documents": (b"a: 1\n---\nb: 2\n", "is not YAML: line 2"),
+    "an object of Python": (b"a: !!python/object/apply:os.system ['true']\n", "is not YAML: line 1"),
+    "not UTF-8": (b"a: \xff\xfe\n", "is not UTF-8 text"),
+    "a NUL": (b"a: 'x\0y'\n", "is not YAML"),
+    "nested too deeply": (b"[" * 20000 + b"]" * 20000, "nested too deeply"),
+    "a map that holds itself": (b"a: &a\n  b: *a\n", "hold themselves"),
+    "a number of 5,000 digits": (b"a: " + b"9" * 5000 + b"\n", "is not YAML"),
+    "a date that is none": (b"a: 2024-99-99\n", "is not YAML"),
+    "an unknown anchor": (b"a: *b\n", "is not YAML: line 1"),
+    "a key that is a list": (b"? [a]\n: 1\n", "is not YAML: line 1"),
+    "anchors that multiply": (
+        b"a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+        + b"".join(b"%c: &%c [%s]\n" % (i, i, b",".join([b"*%c" % (i - 1)] * 10)) for i in range(98, 106)),
+        "its anchors written out",
+    ),
+    "two megabytes": (b"# " + b"x" * 2**21, "a file of settings has at most"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_a_broken_file_is_named_with_its_line(name, tmp_path):
+    content, says = BROKEN_FILES[name]
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(content)
+    message = told(read_yaml, str(file), "--some-flag")
+    assert message.startswith(f"--some-flag: {file} ") and says in message
+
+
+@pytest.mark.parametrize("flag", ["--custom-config-path", "--megatron-config-path", "--eval-config"])
+def test_every_flag_with_a_yaml_file_reads_it_strictly(flag, make_args, tmp_path):
+    (tmp_path / "file.yaml").write_text("lr: 1\nlr: 2\n")
+    for path, says in ((tmp_path / "file.yaml", "line 2: the key lr"), (tmp_path, "is not a file")):
+        assert says in told(slime_validate_args, make_args(flag, str(path)))
+
+
+def test_merged_maps_and_anchors_are_legal(tmp_path):
+    file = tmp_path / "file.yaml"
+    file.write_text("base: &base {a: 1, b: 2}\nmine: {<<: *base, b: 3}\n")
+    assert read_yaml(str(file), "--x")["mine"] == {"a": 1, "b": 3}
+
+
+OVERLAYS = {
+    "lr: [1e-6]": "lr is ['1e-6']: '[\"1e-6\"]' is not a number",
+    "lr: -1": "lr is -1: -1 is not a finite number of 0 or more",
+    "lr: .nan": "lr is nan: nan is not a finite number",
+    "lr: .inf": "lr is inf: inf is not a finite number",
+    "lr: true": "lr is True: it must be a text or a number, not true",
+    "lr: null": "lr is None: it must be a text or a number, not null",
+    "lr: {a: 1}": "lr is {'a': 1}: ",
+    'colocate: "false"': "colocate is 'false': it must be true or false, without quotes",
+    "colocate: 0": "colocate is 0: it must be true or false",
+    "colocate: null": "colocate is None: it must be true or false",
+    "num_rollout: -1": "num_rollout is -1: -1 is not a whole number of 0 or more",
+    "num-rollout: 2.5": "num-rollout is 2.5: '2.5' is not a whole number",
+    "rollout_temperature: -0.5": "rollout_temperature is -0.5: -0.5 is not a finite number of 0 or more",
+    "rollout_temperature: hot": "rollout_temperature is 'hot': 'hot' is not a number",
+    "rollout_top_p: 1.5": "rollout_top_p is 1.5: 1.5 is not a finite number above 0 and at most 1",
+    "eval_top_k: 0": "eval_top_k is 0: 0 is not a whole number of 1 or more",
+    "seed: -3": "seed is -3: -3 is not a whole number of 0 or more",
+    "save: ''": "save is '': '' is empty",
+    "save: [a]": "save is ['a']: it must be a text or a number, not a list or a map",
+    "save: true": "save is True: it must be a text or a number, not true; a text goes in quotes",
+    "rm_url: grader": "rm_url is 'grader': 'grader' is no address",
+    "prometheus_port: 99999": "prometheus_port is 99999: 99999 is not",
+    "loss_type: ppo": "loss_type is 'ppo': invalid choice: 'ppo'",
+    "profile_target: [train_all]": "profile_target is ['train_all']: invalid choice: 'train_all'",
+    "profile_target: []": "profile_target is []: it must be a list of + values",
+    "rollout_stop_token_ids: [1, x]": "rollout_stop_token_ids is [1, 'x']: 'x' is not a whole number",
+    "rollout_stop: [1, null]": "rollout_stop is [1, None]: it must be a text or a number, not null",
+    "train_env_vars: [1]": "train_env_vars is [1]: '[1]' is JSON, but not an object",
+    "apply_chat_template_kwargs: yes": "apply_chat_template_kwargs is True: ",
+    "disable_rollout_global_dataset: true": "write the attribute that the flag sets, rollout_global_dataset: false",
+    "1: a": "has the key 1; a key is the name",
+    "__dict__: {}": "has the key '__dict__'",
+    "__class__: x": "has the key '__class__'",
+    "null: 1": "has the key None",
+    "'': 1": "has the key ''",
+    "a: 1\nb: 2\na: 3": "line 3: the key a is there already in line 1",
+    "rollout_temperature: 0": "--rollout-temperature is 0.0; it must be above 0",
+    "tis_clip_low: 5": "--tis-clip-low 5.0 is above --tis-clip 2.0",
+}
+
+
+@pytest.mark.parametrize("text", OVERLAYS)
+def test_a_value_of_the_overlay_is_refused_as_on_the_command_line(text, make_args: MakeArgs, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(text)
+    args = make_args("--custom-config-path", str(tmp_path / "mine.yaml"))
+    assert OVERLAYS[text] in told(slime_validate_args, args)
+
+
+def test_values_of_the_overlay_become_what_the_flags_make_of_them(make_args: MakeArgs, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(
+        "lr: 1e-5\nkl_loss_type: low_var_kl\nrollout_stop: END\nprofile_target: [train_actor]\nsave_interval: null\n"
+        "apply_chat_template_kwargs: {enable_thinking: false}\nwandb_group: 2024-01-02\noffload_train: true\n"
+        "rollout_sample_hook_path: [slime.rollout.sleep_rollout.sleep]\nn_samples_per_prompt: '4'\n"
+        "my_plugin: {depth: .inf, lr: -1, colocate: 'false'}\nmax-turns: 3\n"
+    )
+    args = make_args("--custom-config-path", str(tmp_path / "mine.yaml"))
+    parser = Parser()
+    from slime.arguments.overlay import apply_overlay
+    from slime.arguments.parser import add_slime_arguments
+
+    add_slime_arguments(parser)
+    apply_overlay(args, parser)
+    assert (args.lr, args.rollout_stop, args.profile_target, args.save_interval) == (
+        1e-5,
+        ["END"],
+        ["train_actor"],
+        None,
+    )
+    assert (args.apply_chat_template_kwargs, args.wandb_group) == ({"enable_thinking": False}, "2024-01-02")
+    assert (args.offload_train, args.n_samples_per_prompt, args.max_turns) == (True, 4, 3)
+    assert args.rollout_sample_hook_path == ["slime.rollout.sleep_rollout.sleep"]
+    assert args.my_plugin == {"depth": float("inf"), "lr": -1, "colocate": "false"}
+
+
+EVALS = {
+    "temperature: -1": "temperature of {} is -1: -1 is not a finite number of 0 or more",
+    "temperature: warm": "temperature of {} is 'warm': 'warm' is not a number",
+    "temperature: .nan": "temperature of {} is nan: nan is not",
+    "temperature: [1]": "temperature of {} is [1]: '[1]' is not a number",
+    "top_p: 0": "top_p of {} is 0: 0 is not a finite number above 0 and at most 1",
+    "top_k: -2": "top_k of {} is -2: -2 is not a whole number of 1 or more",
+    "max_response_len: 0": "max_response_len of {} is 0",
+    "max_response_len: 1.5": "max_response_len of {} is 1.5: '1.5' is not a whole number",
+    "n_samples_per_eval_prompt: true": "n_samples_per_eval_prompt of {} is True",
+    "n_samples_per_eval_prompt: 0": "n_samples_per_eval_prompt of {} is 0",
+    "min_new_tokens: -1": "min_new_tokens of {} is -1",
+    "repetition_penalty: 0": "repetition_penalty of {} is 0",
+    "apply_chat_template: 'no'": "apply_chat_template of {} is 'no': it must be true or false, without quotes",
+    "skip_special_tokens: 1": "skip_special_tokens of {} is 1: it must be true or false",
+    "no_stop_trim: 'false'": "no_stop_trim of {} is 'false': it must be true or false",
+    "stop_token_ids: [-1]": "stop_token_ids of {} is [-1]",
+    "eval_task_timeout: .inf": "eval_task_timeout of {} is inf",
+    "eval_early_stop_remaining: -1": "eval_early_stop_remaining of {} is -1",
+    "custom_rm_path: ''": "custom_rm_path of {} is ''",
+    "input_key: [a]": "input_key of {} is ['a']: it must be a text or a number, not a list or a map",
+    "multimodal_keys: {image: 3}": "multimodal_keys of {} is {{'image': 3}}",
+    "apply_chat_template_kwargs: x": "apply_chat_template_kwargs of {} is 'x'",
+}
+
+
+@pytest.mark.parametrize("text", EVALS)
+def test_a_value_of_the_eval_file_is_refused_as_on_the_command_line(text, make_args: MakeArgs, tmp_path: Path):
+    file = tmp_path / "eval.yaml"
+    for layout, where in (
+        ("datasets: [{name: a, path: p, %s}]", "data set 'a'"),
+        ("defaults: {%s}\ndatasets: [{name: a, path: p}]", "defaults"),
+    ):
+        file.write_text(layout % text)
+        message = told(eval_datasets_from_args, make_args("--eval-config", str(file)))
+        assert message.startswith("--eval-config: ") and EVALS[text].format(where) in message
+
+
+def test_the_eval_file_says_what_cannot_work_together(make_args: MakeArgs, tmp_path: Path):
+    file = tmp_path / "eval.yaml"
+    for text, says in (
+        ("datasets: [{name: a, path: p, min_new_tokens: 9, max_response_len: 8}]", "has min_new_tokens 9"),
+        ("datasets: [{name: a, path: p}]\ndatasets: []", "line 2: the key datasets is there already"),
+        ("datasets: [{name: a, path: p, temperature: '${no.such}'}]", "cannot be read"),
+        ("datasets: [{name: a, path: p, temperature: '${'}]", "cannot be read"),
+    ):
+        file.write_text(text)
+        assert says in told(eval_datasets_from_args, make_args("--eval-config", str(file)))
+
+
+def test_numbers_of_the_eval_file_are_numbers(make_args: MakeArgs, tmp_path: Path):
+    file = tmp_path / "eval.yaml"
+    file.write_text("datasets: {a: {path: p, temperature: 1e-1, top_k: '5', stop: END, rm_type: null}}")
+    [one] = eval_datasets_from_args(make_args("--eval-config", str(file)))
+    assert (one.temperature, one.top_k, one.stop, one.rm_type) == (0.1, 5, ["END"], None)
+
+
+GROUP = "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 8, overrides: {%s}}]}]"
+OVERRIDES = {
+    "context_length: long": "the override context_length of the regular engines of a is 'long'",
+    "context_length: '8192'": "is '8192', which ServerArgs does not convert; write 8192",
+    "context_length: -5": "is -5: -5 is not a whole number of 0 or more, or -1",
+    "mem_fraction_static: .nan": "the override mem_fraction_static of the regular engines of a is nan",
+    "mem_fraction_static: 1e-1": "is '1e-1', which ServerArgs does not convert; write 0.1",
+    "enable_dp_attention: 'false'": "is 'false': it must be true or false, without quotes",
+    "attention_backend: fast": "is 'fast': invalid choice: 'fast'",
+    "cuda_graph_bs_decode: 8": "is 8, which ServerArgs does not convert; write [8]",
+    "disaggregation_bootstrap_port: 70000": "is 70000: 70000 is not",
+    "no_such_field: 1": "the override no_such_field of the regular engines of a is no field of the installed SGLang",
+    "a: 1, a: 2": "the key a is there already in line 1",
+}
+LAYOUTS = {
+    "[]": "the top key must be `sglang`",
+    "sglang: {a: {}}": "the top key must be `sglang`, with a list of models under it",
+    "sglang: [a]": "model 0 is 'a'; it must be a mapping",
+    "sglang: [{name: [a], server_groups: []}]": "`name` is ['a']; it must be a word",
+    "sglang: [{name: a, server_groups: 3}]": "`server_groups` is 3; it must be a list",
+    "sglang: [{name: a, server_groups: [x]}]": "group 0 is 'x'; it must be a mapping",
+    "sglang: [{name: a, server_groups: [{worker_type: [x], num_gpus: 1}]}]": "`worker_type` is ['x']",
+    "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: many}]}]": "num_gpus is 'many'",
+    "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 8, overrides: x}]}]": "`overrides` is 'x'",
+    "sglang: [{name: a, model_path: [x], server_groups: []}]": "`model_path` is ['x']",
+    "sglang: [{name: a, model_path: '', server_groups: []}]": "`model_path` is ''",
+    "sglang: [{1: a, b: 2}]": "unknown key 1, b",
+}
+
+
+@pytest.mark.parametrize("text", [*(GROUP % text for text in OVERRIDES), *LAYOUTS])
+def test_a_broken_layout_of_engines_is_refused(text, tmp_path: Path):
+    says = LAYOUTS.get(text) or next(OVERRIDES[one] for one in OVERRIDES if GROUP % one == text)
+    case = Broken(
+        mistake="a layout", flags="--sglang-config $folder/engines.yaml", files={"engines.yaml": text}, says=(says,)
+    )
+    message = told(parse, case, tmp_path)
+    assert "engines.yaml" in message and says in message
+
+
+def test_overrides_that_sglang_takes_are_accepted(tmp_path: Path):
+    text = "context_length: 8192, mem_fraction_static: 0.5, cuda_graph_bs_decode: [1, 2], cuda_graph_max_bs: 8, "
+    text += "disable_radix_cache: true, chunked_prefill_size: -1, deepep_mode: auto, context-length: 4096"
+    case = Broken(
+        mistake="none",
+        flags="--sglang-config $folder/e.yaml",
+        files={"e.yaml": GROUP % text.rsplit(",", 1)[0]},
+        says=(),
+    )
+    parse(case, tmp_path)
+
+
+ROLES = {
+    "lr: [1]": "lr of the actor is [1]: '[1]' is not a number",
+    "min_lr: -1": "min_lr of the actor is -1: -1 is not a finite number of 0 or more",
+    "tensor_model_parallel_size: 0": "tensor_model_parallel_size of the actor is 0",
+    "sequence_parallel: 'true'": "sequence_parallel of the actor is 'true': it must be true or false",
+    "__class__: x": "has the key '__class__'",
+    "min_lr: 1": "--min-lr is 1, above the peak of the learning rate",
+}
+
+
+@pytest.mark.parametrize("text", ROLES)
+def test_an_override_of_a_role_is_refused_as_on_the_command_line(text, tmp_path: Path):
+    files = {"roles.yaml": f"megatron: [{{name: a, role: actor, overrides: {{{text}}}}}]"}
+    case = Broken(mistake="a role", flags="--megatron-config-path $folder/roles.yaml", files=files, says=())
+    assert ROLES[text] in told(parse, case, tmp_path)
+
+
+def test_a_flag_of_the_drivers_own_is_checked_in_the_overlay(command, tmp_path):
+    (tmp_path / "mine.yaml").write_text("depth: deep")
+
+    def add(parser):
+        parser.add_argument("--depth", type=int, default=1)
+
+    words = [*command, "--custom-config-path", str(tmp_path / "mine.yaml")]
+    assert "depth is 'deep': 'deep' is not a whole number" in told(parse_args, add, words)
