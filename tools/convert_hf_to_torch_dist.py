@@ -98,6 +98,11 @@ def rendezvous() -> tuple[int, int, int]:
     world_size = env.get_int("WORLD_SIZE", env.get_int("SLURM_NTASKS", 1))
     rank = env.get_int("RANK", env.get_int("SLURM_PROCID", 0))
     local_rank = env.get_int("LOCAL_RANK", env.get_int("SLURM_LOCALID", 0))
+    if rank >= world_size:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE (or SLURM_PROCID and SLURM_NTASKS) say rank {rank} of {world_size} processes; ranks "
+            "begin at 0, so that the last is one less than their number."
+        )
     if env.get_str("MASTER_ADDR") is None:
         env.export({"MASTER_ADDR": "127.0.0.1"})
     if env.get_str("MASTER_PORT") is None:

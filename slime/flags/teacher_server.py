@@ -17,7 +17,6 @@ def add_teacher_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--teacher-warmup-port",
         type=port_number,
-        default=None,
         help="Port at which /healthz answers 503 until the server is ready. Default: nothing listens before that.",
     )
     group.add_argument(

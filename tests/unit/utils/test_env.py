@@ -2,6 +2,7 @@
 
 import pytest
 
+from slime.utils import env
 from slime.utils.env import visible_index
 from slime.utils.errors import ConfigError
 
@@ -35,3 +36,41 @@ def test_a_trainer_rank_takes_the_place_of_its_gpu_among_the_visible_ones(monkey
     rank = Rank()
     rank.set_rendezvous(2, 1, "127.0.0.1", 20000, 3)
     assert rank.local_rank == 1
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "1.5", "1e3", "nan", "\u0663", "9" * 30])
+def test_a_variable_that_is_no_number_is_named_with_its_value(monkeypatch, value):
+    monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", value)
+    with pytest.raises(ConfigError) as caught:
+        env.int4_group_size()
+    message = str(caught.value)
+    assert (
+        "OPEN_TRAINING_INT4_GROUP_SIZE is" in message and value in message and "whole number of 0 or more" in message
+    )
+
+
+@pytest.mark.parametrize(("value", "number"), [("", 7), ("  ", 7), ("0", 0), (" 64 ", 64)])
+def test_a_variable_that_is_a_number_is_read_and_an_empty_one_is_the_default(monkeypatch, value, number):
+    monkeypatch.setenv("SLIME_SCRIPT_NUM_NODES", value)
+    assert env.get_int("SLIME_SCRIPT_NUM_NODES", 7) == number
+
+
+@pytest.mark.parametrize(("value", "says"), [("1", True), ("Yes", True), ("off", False), ("0", False), ("", False)])
+def test_a_switch_says_yes_or_no(monkeypatch, value, says):
+    monkeypatch.setenv("SLIME_PREFER_IPV6", value)
+    assert env.prefer_ipv6() is says
+
+
+def test_a_switch_that_says_neither_is_refused(monkeypatch):
+    monkeypatch.setenv("SLIME_PREFER_IPV6", "perhaps")
+    with pytest.raises(ConfigError, match="SLIME_PREFER_IPV6 is 'perhaps'; it must be 1 .yes. or 0 .no., or unset"):
+        env.prefer_ipv6()
+
+
+@pytest.mark.parametrize("value", ["soon", "nan", "-1", "inf"])
+def test_a_variable_of_the_sandbox_that_is_no_number_is_refused(monkeypatch, value):
+    from slime.agent.sandbox.e2b import _number
+
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_LIFETIME_SEC", value)
+    with pytest.raises(ConfigError, match=f"SLIME_AGENT_SANDBOX_LIFETIME_SEC: '?{value}'? is not a"):
+        _number("SANDBOX_LIFETIME_SEC", 60.0)
