@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.flags.kinds import positive_int
+from slime.flags.kinds import any_int
 from slime.observability.logging_utils import configure_logger
 from slime.weights.hf_rewrite.to_quantized import STRATEGIES, UE8M0, to_fp8
 from tools.cli import add_rewrite_flags, clean_exit, rewrite
@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save-dir", required=True, help="folder to write; new or empty")
     parser.add_argument("--strategy", choices=STRATEGIES, default="block", help="elements that share a scale")
     parser.add_argument(
-        "--block-size", type=positive_int, nargs="*", metavar="N", help="rows and columns of a block; default: 128 128"
+        "--block-size", type=any_int, nargs="*", metavar="N", help="rows and columns of a block; default: 128 128"
     )
     parser.add_argument(
         "--scale-fmt", choices=(UE8M0,), help="round scales to powers of two, which DeepGEMM needs on Blackwell"

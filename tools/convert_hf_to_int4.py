@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.flags.kinds import non_negative_float, positive_int
+from slime.flags.kinds import any_float, any_int
 from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import copy_assets
@@ -46,16 +46,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-dir", required=True, help="folder to write; new or empty")
     parser.add_argument("--data-dir", required=True, help="calibration data")
     parser.add_argument("--quant-type", choices=tuple(NUM_BITS), default="W4A16", help="bits of the weights")
-    parser.add_argument("--num-calibration-samples", type=positive_int, default=256, help="rows of --data-dir to use")
-    parser.add_argument("--max-sequence-length", type=positive_int, default=2048, help="tokens of each row to use")
+    parser.add_argument("--num-calibration-samples", type=any_int, default=256, help="rows of --data-dir to use")
+    parser.add_argument("--max-sequence-length", type=any_int, default=2048, help="tokens of each row to use")
     parser.add_argument(
         "--dampening-frac",
-        type=non_negative_float,
+        type=any_float,
         default=0.01,
         help="damping of the Hessian, as a fraction of its mean diagonal",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the model folder")
-    parser.add_argument("--quant-group-size", type=positive_int, default=32, help="columns that share a scale")
+    parser.add_argument("--quant-group-size", type=any_int, default=32, help="columns that share a scale")
     return parser
 
 

@@ -13,7 +13,6 @@ from slime_plugins.rollout_buffer import buffer
 from tools import (
     analyze_profile,
     convert_hf_to_fp8,
-    convert_hf_to_int4,
     convert_hf_to_int4_direct,
     convert_hf_to_torch_dist,
     convert_torch_dist_to_hf_parallel,
@@ -25,7 +24,6 @@ from tools import (
 )
 
 FOLDERS = ["--model-dir", "m", "--save-dir", "s"]
-INT4 = ["--input-dir", "m", "--output-dir", "s", "--data-dir", "d"]
 
 
 def parse_with(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[list[str]], object]:
@@ -35,14 +33,9 @@ def parse_with(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[
 TOOLS: dict[str, tuple[Callable[[list[str]], object], list[str], list[str]]] = {
     # tool: (what parses its words, words that it needs, options that take a number above 0)
     "analyze_profile": (analyze_profile.main, ["--profile-dir", "x"], ["--top-n"]),
-    "convert_hf_to_fp8": (parse_with(convert_hf_to_fp8.build_parser), FOLDERS, ["--block-size", "--max-workers"]),
+    "convert_hf_to_fp8": (parse_with(convert_hf_to_fp8.build_parser), FOLDERS, ["--max-workers"]),
     "convert_hf_to_int4_direct": (
         parse_with(convert_hf_to_int4_direct.build_parser), FOLDERS, ["--group-size", "--max-workers"],
-    ),
-    "convert_hf_to_int4": (
-        parse_with(convert_hf_to_int4.build_parser),
-        INT4,
-        ["--num-calibration-samples", "--max-sequence-length", "--quant-group-size"],
     ),
     "fp8_cast_bf16": (
         parse_with(fp8_cast_bf16.build_parser),

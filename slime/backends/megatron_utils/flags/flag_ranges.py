@@ -25,7 +25,7 @@ _SIZES = """
     expert_tensor_parallel_size virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank
     num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
     microbatch_group_size_per_vp_stage hierarchical_context_parallel_sizes num_distributed_optimizer_instances
-    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size seq_length
+    ffn_hidden_size num_query_groups kv_channels vocab_size seq_length
     make_vocab_size_divisible_by max_position_embeddings original_max_position_embeddings
     recompute_num_layers moe_ffn_hidden_size q_lora_rank kv_lora_rank qk_head_dim v_head_dim dsa_indexer_n_heads
     dsa_indexer_head_dim dsa_indexer_topk linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
@@ -33,7 +33,7 @@ _SIZES = """
 """.split()
 _FACTORS = "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor softmax_scale".split()
 _PROBABILITIES = "hidden_dropout attention_dropout rotary_percent optimizer_offload_fraction".split()
-_MOMENTS = "adam_beta1 adam_beta2 sgd_momentum muon_momentum lr_warmup_fraction".split()
+_MOMENTS = "adam_beta1 adam_beta2 lr_warmup_fraction".split()
 
 RANGES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(_SIZES, positive_int),
