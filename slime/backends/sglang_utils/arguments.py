@@ -363,14 +363,7 @@ def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]
 
 
 def override_problems(path: str, config: SGLangConfig, parser: Parser, fields: Collection[str]) -> Iterator[str]:
-    """Yield overrides that are no field of ServerArgs, and values that its command line would not take.
-
-    Args:
-        path: the value of ``--sglang-config``.
-        config: what is in it.
-        parser: SGLang's own flags.
-        fields: of the installed ServerArgs.
-    """
+    """Yield overrides that are no field of ServerArgs, and values that its command line would not take."""
     for model in config.models:
         for group in model.server_groups:
             where = f"--sglang-config {path}: the override {{}} of the {group.worker_type} engines of {model.name}"
