@@ -122,8 +122,9 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
         config["quantization_config"] = FP8
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
+    names = ["unused"]
     if options.fp8:
-        # The index of such a checkpoint tells the sender what to quantise.
+        # The names in such a checkpoint tell the sender what to quantise.
         dimensions = MODELS[options.model.lower()]
         found = outputs(dimensions, lambda *shape: torch.empty(*shape, device="meta"))
         norms = dict(zip((f"norm_{index}." for index in range(4)), NORMS, strict=True))
@@ -131,9 +132,8 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
             for plain, name in norms.items():
                 object.__setattr__(output, "name", output.name.replace(plain, name))
         names = [output.name for output in found] + [f"{o.name}_scale_inv" for o in found if o.is_quantized]
-        index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    save_file({"unused": torch.zeros(1)}, folder / "model.safetensors")  # never read: the weights are random
+    # The values are never read: the weights are random.
+    save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
 
 
 def run_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Namespace:

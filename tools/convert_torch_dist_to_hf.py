@@ -26,10 +26,11 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
+from slime.flags.kinds import positive_int
 from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
-from slime.weights.named_tensors import config_dtype
+from slime.weights.named_tensors import check_finite, config_dtype
 from slime.weights.quantize.formats import logical_names
 from slime.weights.stacked_experts import join_rows, row_of, stack_sizes, tensors_in
 from tools.cli import clean_exit
@@ -46,8 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-dir", required=True, help="Hugging Face folder to write")
     parser.add_argument("--origin-hf-dir", help="folder to take config, tokenizer and dtypes from")
     parser.add_argument("--model-name", help="model type; default: that of --origin-hf-dir")
-    parser.add_argument("--vocab-size", type=int, help="vocabulary without padding; default: the checkpoint's")
-    parser.add_argument("--chunk-size", type=int, default=DEFAULT_SHARD_BYTES, help="most bytes of a shard")
+    parser.add_argument("--vocab-size", type=positive_int, help="rows without padding; default: the checkpoint's")
+    parser.add_argument("--chunk-size", type=positive_int, default=DEFAULT_SHARD_BYTES, help="most bytes of a shard")
+    parser.add_argument(
+        "--no-verify-checkpoint",
+        dest="verify_checkpoint",
+        action="store_false",
+        help="read the checkpoint without comparing its digests",
+    )
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing folder")
     return parser
 
@@ -132,9 +139,10 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     target = Path(options.output_dir)
     if target.exists() and any(target.iterdir()) and not options.force:
         raise ConfigError(f"--output-dir {target} is not empty; pass -f to write over it")
-    source = TorchDistFolder(options.input_dir)
+    source = TorchDistFolder(options.input_dir, verify=options.verify_checkpoint)
     args: Any = source.read_args()
     if options.vocab_size is not None:
+        _check_vocab_size(options, source.vocabulary_rows())
         args.vocab_size = options.vocab_size
     model_name = model_name_of(options)
     origin = Path(options.origin_hf_dir) if options.origin_hf_dir else None
@@ -146,6 +154,8 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     def read(part: StoredSlice) -> list[tuple[str, torch.Tensor]]:
         converted = []
         for name, tensor in source.read(part):
+            if options.verify_checkpoint:
+                check_finite(tensor, f"{source.folder}: {name}")
             for hf_name, hf_tensor in convert_to_hf(args, model_name, name, tensor):
                 stored = row[0] if (row := row_of(hf_name)) else hf_name
                 dtype = dtypes.get(stored, default_dtype)
@@ -189,6 +199,22 @@ def _each(parts: Iterator[tuple[Any, Any]], bar: Any) -> Iterator[tuple[str, tor
     for part, tensors in parts:
         yield from tensors
         bar.update(part.num_bytes)
+
+
+def _check_vocab_size(options: Namespace, rows: int | None) -> None:
+    """Refuse a vocabulary that is not that of the model's config, or larger than the embedding."""
+    config = _origin_config(options) if options.origin_hf_dir else {}
+    expected = (config.get("text_config") or config).get("vocab_size")
+    if expected is not None and options.vocab_size != expected:
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size}: {options.origin_hf_dir}/config.json, which is copied, says "
+            f"{expected}; leave the flag out, or correct the config"
+        )
+    if rows is not None and options.vocab_size > rows:
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size}: the embedding of {options.input_dir} has {rows} rows; leave the flag "
+            "out"
+        )
 
 
 def _read_ahead(read: Any, slices: list[Any], workers: int) -> Iterator[tuple[Any, Any]]:

@@ -12,7 +12,6 @@ import argparse
 import functools
 import http.server
 import json
-import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import port_number
+from slime.observability.dumps import read_dump
 from slime.observability.trace_export import Track, trace_events, tracks_of
 from slime.utils.errors import DataError
 from tools.cli import clean_exit
@@ -69,15 +69,7 @@ def build(dump: Path, *, rebuild: bool = False) -> tuple[Path, Path]:
 
 def read_traces(dump: Path) -> list[Any]:
     """Return ``sample.trace`` of every sample of a dump; None for those without one."""
-    import torch
-
-    try:
-        return [sample.get("trace") for sample in torch.load(dump, weights_only=False)["samples"]]
-    except (pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
-        raise DataError(
-            f"{dump} holds no samples ({type(error).__name__}: {str(error)[:100]}); it must be a file written by "
-            "--save-debug-rollout-data."
-        ) from error
+    return [sample.get("trace") for sample in read_dump(dump)]
 
 
 def page_data(title: str, tracks: Sequence[Track]) -> dict[str, Any]:

@@ -61,6 +61,19 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--async-save", action="store_true", help="Write checkpoints in the background while training continues."
     )
+    group.add_argument(
+        "--no-verify-checkpoint",
+        dest="verify_checkpoint",
+        action="store_false",
+        help="Load weights without comparing them with the digests that lie beside them (digests.json).",
+    )
+    group.add_argument(
+        "--keep-last",
+        type=positive_int,
+        default=None,
+        metavar="N",
+        help="Remove older checkpoints when a save counts: the newest N stay. Default: all stay.",
+    )
     group.add_argument("--no-save-optim", action="store_true", default=False, help="Save no optimizer state.")
     group.add_argument(
         "--save-hf",
@@ -89,7 +102,7 @@ def derive_starting_point(args: Namespace) -> None:
 def check_saves(args: Namespace) -> Iterator[str]:
     """Yield one message for each flag of saves that has no folder to save to."""
     if args.save is None:
-        for flag in ("save_interval", "save_hf", "async_save", "no_save_optim"):
+        for flag in ("save_interval", "save_hf", "async_save", "no_save_optim", "keep_last"):
             if getattr(args, flag) and not (flag == "no_save_optim" and args.use_stateless_adam):
                 yield f"--{flag.replace('_', '-')} needs --save, the folder of the checkpoints."
     elif args.save_hf is not None and args.save_interval is None:
@@ -115,7 +128,7 @@ def is_release(folder: str | None) -> bool:
     if folder is None:
         return False
     tracker = Path(folder) / TRACKER
-    return Path(folder).name == "release" or (tracker.is_file() and tracker.read_text().strip() == "release")
+    return Path(folder).name == "release" or (tracker.is_file() and tracker.read_bytes().strip() == b"release")
 
 
 def is_iteration_folder(folder: str) -> bool:
@@ -175,11 +188,17 @@ def read_tracker(file: Path, flag: str) -> int | Literal["release"]:
     Raises:
         ConfigError: it holds neither a number nor the word release.
     """
-    text = file.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise ConfigError(f"{flag}: {file} cannot be read ({error.strerror}); it must be a file.") from error
     if text == "release":
         return "release"
-    if not text.isdigit():
-        raise ConfigError(f"{flag}: {file} says {text[:40]!r}; an iteration or the word release is needed.")
+    if not re.fullmatch("[0-9]{1,9}", text):  # str.isdigit also takes digits that int() does not
+        raise ConfigError(
+            f"{flag}: {file} says {text[:40]!r}; an iteration or the word release is needed. "
+            "Write the number of a checkpoint beside it, or choose one with --ckpt-step."
+        )
     return int(text)
 
 

@@ -87,6 +87,11 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
         help="Replay saved samples while engines are running.",
     )
     group.add_argument(
+        "--trust-debug-data",
+        action="store_true",
+        help="Replay saved samples that hold objects of any class, such as those of a plug-in. The file can run code.",
+    )
+    group.add_argument(
         "--save-debug-train-data",
         type=file_path,
         metavar="TEMPLATE",

@@ -31,6 +31,7 @@ import torch
 
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
+from slime.utils.safe_pickle import read_torch_file
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,12 @@ def save_rollout_dump(
 
 
 def load_rollout_dump(
-    template: str, rollout_id: int, *, subsample: float | None = None, flag: str = "--load-debug-rollout-data"
+    template: str,
+    rollout_id: int,
+    *,
+    subsample: float | None = None,
+    flag: str = "--load-debug-rollout-data",
+    is_trusted: bool = False,
 ) -> list[Sample]:
     """Read the samples of one rollout.
 
@@ -87,9 +93,10 @@ def load_rollout_dump(
         rollout_id: the rollout.
         subsample: keep this fraction, half of it from the front and half from the back; None keeps all.
         flag: the flag that gave the template.
+        is_trusted: objects of any class are read (``--trust-debug-data``); such a file can run code.
 
     Raises:
-        DataError: the file is missing or holds no samples.
+        DataError: the file is missing or damaged, holds no samples, or objects that are no plain data.
     """
     path = Path(template.format(rollout_id=rollout_id))
     if not path.exists():
@@ -97,14 +104,33 @@ def load_rollout_dump(
             f"{flag}: {path} does not exist. It must be a file written by "
             "--save-debug-rollout-data, with {rollout_id} in the path when there is one file a rollout."
         )
-    content = torch.load(path, weights_only=False)
-    samples = [Sample.from_dict(row) for row in content["samples"]]
+    rows = read_dump(path, is_trusted=is_trusted)
+    samples = [Sample.from_dict(row) for row in rows]
     if subsample is not None:
         half = int(len(samples) * subsample) // 2
         samples = samples[:half] + samples[len(samples) - half :]
     if not samples:
         raise DataError(f"{flag}: {path} holds no samples (subsample {subsample})")
     return samples
+
+
+def read_dump(path: Path, *, is_trusted: bool = False) -> list[dict[str, Any]]:
+    """Return the samples of a dump as they were written.
+
+    Raises:
+        DataError: the file is damaged, is no dump, or holds objects that are no plain data.
+    """
+    if is_trusted:
+        content = torch.load(path, map_location="cpu", weights_only=False)
+    else:
+        content = read_torch_file(
+            path,
+            remedy="Write the dump anew without it; or, if you wrote it yourself, replay it with --trust-debug-data.",
+        )
+    rows = content.get("samples") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path} holds no samples; it must be a file written by {SAVE_FLAG}.")
+    return rows
 
 
 FORMAT_VERSION = 2
@@ -158,11 +184,11 @@ def load_train_dump(path: str | Path) -> dict[str, Any]:
     """Return the content of a file that ``save_train_dump`` wrote.
 
     Raises:
-        DataError: the file is missing or of another format.
+        DataError: the file is missing, damaged or of another format.
     """
     if not Path(path).exists():
         raise DataError(f"{path} does not exist; --save-debug-train-data writes such files.")
-    content = torch.load(path, weights_only=False)
+    content = read_torch_file(Path(path))
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
         raise DataError(f"{path} has format_version {version}; this reader knows {FORMAT_VERSION}.")

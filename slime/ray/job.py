@@ -52,7 +52,7 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
         code = 0
     except (ConfigError, DataError, HookError) as error:
         code = EXIT_BAD_INPUT
-        _report("slime cannot start this run", error)
+        _report("slime cannot go on with this run", error)
     except SlimeError as error:
         _report("slime job failed", error)
     except (KeyboardInterrupt, Interrupted):

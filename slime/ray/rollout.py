@@ -112,7 +112,10 @@ class RolloutManager(Watched):
     def _make_samples(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
         if self.args.load_debug_rollout_data:
             return load_rollout_dump(
-                self.args.load_debug_rollout_data, rollout_id, subsample=self.args.load_debug_rollout_data_subsample
+                self.args.load_debug_rollout_data,
+                rollout_id,
+                subsample=self.args.load_debug_rollout_data_subsample,
+                is_trusted=self.args.trust_debug_data,
             ), None
         output = self.ledger.make_samples(rollout_id, lambda: self._call_rollout_fn(rollout_id))
         return output.samples, output.metrics

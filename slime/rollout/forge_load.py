@@ -43,9 +43,10 @@ def generate_rollout(
         raise ConfigError(f"{FLAG} is not given; it must name a file that --save-debug-rollout-data wrote.")
     if evaluation:
         path = _first_that_exists(template, f"eval_{rollout_id}", "eval_0", rollout_id, 0)
-        return RolloutFnEvalOutput(data={EVAL_NAME: _results(args, load_rollout_dump(path, rollout_id, flag=FLAG))})
+        samples = load_rollout_dump(path, rollout_id, flag=FLAG, is_trusted=args.trust_debug_data)
+        return RolloutFnEvalOutput(data={EVAL_NAME: _results(args, samples)})
     path = _first_that_exists(template, rollout_id, 0)
-    samples = load_rollout_dump(path, rollout_id, flag=FLAG)
+    samples = load_rollout_dump(path, rollout_id, flag=FLAG, is_trusted=args.trust_debug_data)
     logger.info("Rollout %d: %d samples from %s", rollout_id, len(samples), path)
     return RolloutFnTrainOutput(samples=in_groups(samples))
 

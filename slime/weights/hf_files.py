@@ -1,7 +1,8 @@
 """A model folder in Hugging Face's layout, written shard by shard.
 
-Host memory holds one shard at a time.  The folder becomes readable only at the end, when the index is written:
-readers of a folder without ``model.safetensors.index.json`` find no model there.
+Host memory holds one shard at a time; its digests are taken there (``digests.json``).  The folder becomes readable
+only at the end, when the index is written: readers of a folder without ``model.safetensors.index.json`` find no model
+there.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.utils.errors import ConfigError, DataError
+from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of
+from slime.weights.hf_digests import pieces_of
 from slime.weights.named_tensors import tensor_bytes
+from slime.weights.stored_tensors import INDEX_FILE
 
-INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack")
-WEIGHT_INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json")
+WEIGHT_INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json", DIGEST_FILE)
 DEFAULT_SHARD_BYTES = 5 * 1024**3
 
 
 def is_weight_file(name: str) -> bool:
-    """Return True for a file of a model folder that holds weights, or their index."""
+    """Return True for a file of a model folder that holds weights, their index or their digests."""
     return name.endswith(WEIGHT_SUFFIXES) or name in WEIGHT_INDEX_FILES
 
 
@@ -77,6 +80,7 @@ class HfFolderWriter:
         self._pending_bytes = 0
         self._weight_map: dict[str, int] = {}
         self._num_shards = 0
+        self._pieces: dict[int, list[Piece]] = {}
         self._pool = ThreadPoolExecutor(save_workers) if save_workers else None
         self._max_under_way = save_workers
         self._under_way: deque[Future[None]] = deque()
@@ -115,18 +119,22 @@ class HfFolderWriter:
         self._num_shards += 1
         path = self.target / f"model-{self._num_shards:05d}.safetensors"
         if self._pool is None:
-            save_file(self._pending, path, metadata={"format": "pt"})
+            self._save(self._num_shards, self._pending, path)
         else:
             if len(self._under_way) >= self._max_under_way:
                 self._under_way.popleft().result()
-            self._under_way.append(self._pool.submit(save_file, self._pending, path, metadata={"format": "pt"}))
+            self._under_way.append(self._pool.submit(self._save, self._num_shards, self._pending, path))
         for name in self._pending:
             self._weight_map[name] = self._num_shards
         self.total_bytes += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
 
+    def _save(self, shard: int, tensors: dict[str, Tensor], path: Path) -> None:
+        save_file(tensors, path, metadata={"format": "pt"})
+        self._pieces[shard] = pieces_of(path, tensors)
+
     def close(self) -> Path:
-        """Write the last shard and the index; gives the folder."""
+        """Write the last shard, the digests and the index; gives the folder."""
         if self._pending:
             self._flush()
         if self._pool is not None:
@@ -144,6 +152,9 @@ class HfFolderWriter:
             "weight_map": {name: names[shard] for name, shard in sorted(self._weight_map.items())},
         }
         temporary = self.target / f".{INDEX_FILE}.tmp"
-        temporary.write_text(json.dumps(index, indent=2) + "\n")
+        content = (json.dumps(index, indent=2) + "\n").encode()
+        temporary.write_bytes(content)
+        pieces = {names[shard]: pieces for shard, pieces in self._pieces.items()}
+        FolderDigests(self.target, {**pieces, INDEX_FILE: [(0, len(content), digest_of(content))]}).write()
         os.replace(temporary, self.target / INDEX_FILE)
         return self.target

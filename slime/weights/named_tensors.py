@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DataError
 
 Header = tuple[str, tuple[int, ...], torch.dtype]
 """HF name, shape and dtype of a tensor as it travels."""
@@ -20,6 +20,27 @@ NamedTensors = list[tuple[str, Tensor]]
 def tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
+
+
+def check_finite(tensor: Tensor, what: str) -> None:
+    """Refuse a weight with NaN or infinity in it; one pass over its elements.
+
+    Args:
+        tensor: any; only floating-point ones of 16 bits and more are looked at.
+        what: file and name, for the error.
+
+    Raises:
+        DataError: with the place of the first such element.
+    """
+    if not tensor.is_floating_point() or tensor.itemsize < 2 or bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        return
+    wrong = torch.nonzero(~torch.isfinite(tensor))  # none where the sum alone was too large
+    if len(wrong):
+        place = wrong[0].tolist()
+        raise DataError(
+            f"{what} is {float(tensor[tuple(place)])} at {place}, one of {len(wrong)} such elements; weights must be "
+            "finite. Copy or convert the checkpoint again, or use an earlier one."
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ import torch
 
 from slime.utils.errors import DataError
 from slime.weights.delta import Bytes
-from slime.weights.hf_files import INDEX_FILE
 
 SUFFIX = ".safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 * 1024**2
 """The format's own limit."""
@@ -105,6 +105,21 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return tensors, metadata
 
 
+def read_index(index: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor, as the index of a folder says.
+
+    Raises:
+        DataError: the index cannot be read, or is something else.
+    """
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError("a file in it has no name")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{index} is no index of safetensors files: {error!r}") from error
+    return weight_map
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model: those its index names, or all when it has none.
 
@@ -114,14 +129,25 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.exists():
         return sorted(folder.glob(f"*{SUFFIX}"))
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index} is no index of safetensors files: {error!r}") from error
-    outside = [name for name in names if Path(name).name != name]
+    names = sorted(set(read_index(index).values()))
+    outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
     if outside:
         raise DataError(f"{index} names {outside[0]!r}, which is not a file beside it")
     return [folder / name for name in names]
+
+
+def check_inside(path: Path) -> None:
+    """Refuse a weight file that is a link out of its folder; the hub's cache keeps its files in ``blobs`` nearby.
+
+    Raises:
+        DataError: it leads elsewhere.
+    """
+    if not path.is_symlink():
+        return
+    folder, target = path.parent.resolve(), path.resolve()
+    allowed = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    if target.parent not in allowed:
+        raise DataError(f"{path} is a link to {target}, outside of the model's folder; put the file itself there")
 
 
 def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
@@ -132,13 +158,24 @@ def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
     """
     layout: dict[str, StoredTensor] = {}
     for path in weight_files(Path(folder)):
+        check_inside(path)
         for name, stored in read_header(path)[0].items():
             if name in layout:
                 raise DataError(f"{name} is stored twice, in {layout[name].file} and in {path}")
             layout[name] = stored
+    _check_index(Path(folder), layout)
     if not layout:
         raise DataError(f"{folder} holds no safetensors files; weights that travel over disk need them")
     return layout
+
+
+def _check_index(folder: Path, layout: Mapping[str, StoredTensor]) -> None:
+    """Compare the index of a folder, if it has one, with what is in the files."""
+    index = folder / INDEX_FILE
+    for name, file in sorted(read_index(index).items()) if index.exists() else ():
+        if name not in layout or layout[name].file.name != file:
+            there = f"it is in {layout[name].file.name}" if name in layout else "no file has it"
+            raise DataError(f"{index} puts {name} into {file}, and {there}; download the folder again")
 
 
 def read_bytes(stored: StoredTensor) -> Bytes:

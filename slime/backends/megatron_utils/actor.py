@@ -85,7 +85,7 @@ class MegatronTrainRayActor(TrainWorker):
         self._reports = TrainReports(args, role, world_size=self.world_size)
         self._last_rollout_id: int | None = None
         self._is_asleep = False
-        self._background_save = BackgroundSave(checkpoint.publish_checkpoint) if args.async_save else None
+        self._background_save = BackgroundSave(self._publish) if args.async_save else None
         memory.report(f"of {role} rank {self.rank} after loading")
         memory.freeze_long_lived_objects()
         self._rest()
@@ -345,8 +345,11 @@ class MegatronTrainRayActor(TrainWorker):
             self._background_save.publish(self.args.save, rollout_id)
             return
         if dist.get_rank() == 0:
-            checkpoint.publish_checkpoint(self.args.save, rollout_id)
+            self._publish(self.args.save, rollout_id)
         dist.barrier(group=get_gloo_group())  # over NCCL it would allocate, and the trainer may be asleep
+
+    def _publish(self, save_dir: str, iteration: int | str) -> None:
+        checkpoint.publish_checkpoint(save_dir, iteration, keep_last=self.args.keep_last)
 
     # Weights to the engines
 

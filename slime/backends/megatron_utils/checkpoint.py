@@ -24,12 +24,12 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, mpu
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core import mpu
 from megatron.core.utils import unwrap_model
-from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils.checkpoints.checkpoint_fit import check_fit, saved_shapes
+from slime.backends.megatron_utils.checkpoints.checkpoint_loader import LOAD_ERRORS, first_cause, load_sharded
+from slime.backends.megatron_utils.checkpoints.checkpoint_reader import FORMAT_FILE, CheckpointReader
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave, write_checkpoint
 from slime.backends.megatron_utils.checkpoints.optimizer_state import (
     load_optimizer_state,
@@ -39,6 +39,8 @@ from slime.backends.megatron_utils.checkpoints.optimizer_state import (
 from slime.backends.megatron_utils.checkpoints.rng_state import load_rng_state, rng_state
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
 from slime.backends.megatron_utils.layers.value_head import find_value_head, take_out_unsaved_head
+from slime.flags.checkpoint import TRACKER as TRACKER_FILE
+from slime.flags.checkpoint import read_tracker as read_tracker_file
 from slime.flags.security import redacted
 from slime.utils.atomic_file import write_atomically
 from slime.utils.distributed_utils import init_gloo_group
@@ -46,7 +48,6 @@ from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7})")
@@ -60,21 +61,14 @@ def checkpoint_folder(root: str | Path, iteration: int | str) -> Path:
     return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
 
 
-def read_tracker(root: str | Path) -> int | str | None:
+def read_tracker(root: str | Path, flag: str = "--load") -> int | str | None:
     """Return the iteration that counts, ``"release"``, or None when ``root`` has no tracker file.
 
     Raises:
-        DataError: the tracker holds something else.
+        ConfigError: the tracker holds something else.
     """
     path = Path(root) / TRACKER_FILE
-    if not path.exists():
-        return None
-    text = path.read_text().strip()
-    if text == RELEASE:
-        return RELEASE
-    if not text.isdigit():
-        raise DataError(f"{path} holds {text!r}; it must be an iteration number or the word {RELEASE}")
-    return int(text)
+    return read_tracker_file(path, flag) if path.exists() else None
 
 
 def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "--load") -> tuple[Path, int | str]:
@@ -96,14 +90,14 @@ def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "-
     if named or root.name == RELEASE:
         folder, iteration = root, int(named[1]) if named else RELEASE
     else:
-        tracked = step if step is not None else read_tracker(root)
+        tracked = step if step is not None else read_tracker(root, flag)
         if tracked is None:
             raise DataError(
                 f"{flag} {root}: no {TRACKER_FILE} in it and no Hugging Face config.json either. Convert a Hugging "
                 "Face model with tools/convert_hf_to_torch_dist.py, or name a folder written by --save."
             )
         folder, iteration = checkpoint_folder(root, tracked), tracked
-    if not (folder / "metadata.json").exists():
+    if not (folder / FORMAT_FILE).exists():
         present = sorted(path.name for path in root.glob("iter_*")) if root.is_dir() else []
         raise DataError(
             f"{flag} {root}: {folder.name} is missing or incomplete (no metadata.json in {folder}); "
@@ -166,17 +160,41 @@ def save_checkpoint(
 
 def make_empty_folder(folder: Path) -> None:
     """Make an empty folder in the place of an old one.  Collective."""
+    verdict = [""]
     if dist.get_rank() == 0:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-    dist.barrier(group=init_gloo_group())
+        try:
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+        except OSError as error:
+            verdict = [f"The folder {folder} of a checkpoint cannot be made ({error.strerror}); give another --save."]
+    dist.broadcast_object_list(verdict, src=0, group=init_gloo_group())
+    if verdict[0]:
+        raise DataError(verdict[0])
 
 
-def publish_checkpoint(save_dir: str | Path, iteration: int | str) -> None:
-    """Make ``iteration`` the checkpoint that counts: the tracker file is replaced atomically.  For one rank only."""
+def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last: int | None = None) -> None:
+    """Make ``iteration`` the checkpoint that counts: the tracker file is replaced atomically.  For one rank only.
+
+    Args:
+        save_dir: ``--save``.
+        iteration: of a save whose files are on disk.
+        keep_last: then remove all but so many checkpoints, the newest up to this one; None keeps all.
+    """
     content = str(iteration).encode()
     write_atomically(Path(save_dir, TRACKER_FILE), lambda file: file.write(content), what="Which checkpoint counts")
+    if keep_last is not None and iteration != RELEASE:
+        _remove_old(Path(save_dir), int(iteration), keep_last)
+
+
+def _remove_old(root: Path, iteration: int, keep_last: int) -> None:
+    """Remove checkpoints from before ``iteration``; later ones are of another run, which this one goes back behind."""
+    saved = sorted(int(match[1]) for path in root.iterdir() if (match := _ITERATION_FOLDER.fullmatch(path.name)))
+    for old in [number for number in saved if number <= iteration][:-keep_last]:
+        folder = checkpoint_folder(root, old)
+        (folder / FORMAT_FILE).unlink(missing_ok=True)  # first: a folder that is removed by half is no checkpoint
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.info("removed the checkpoint %s (--keep-last %d)", folder, keep_last)
 
 
 def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
@@ -243,13 +261,17 @@ def load_checkpoint(
     root = getattr(args, load_arg)
     if not root or not Path(root).is_dir() or not any(Path(root).iterdir()):
         raise DataError(f"{flag} is {root!r}: there is no such folder, or it is empty")
-    if read_tracker(root) is None and not _is_checkpoint_folder(Path(root)) and supports_hf_weight_loading(root):
+    if read_tracker(root, flag) is None and not _is_checkpoint_folder(Path(root)) and supports_hf_weight_loading(root):
         load_hf_weights(args, unwrap_model(model), root)
         _refresh(optimizer)
         return 0
     folder, iteration = find_checkpoint(root, args.ckpt_step, flag=flag)
-    common = dist_checkpointing.load_common_state_dict(str(folder))
-    _load_model(args, folder, common.get("args"), model, flag)
+    try:
+        reader = CheckpointReader(folder, verify=args.verify_checkpoint)
+        common = reader.read_common()
+    except DataError as error:
+        raise DataError(f"{flag}: {error}") from error
+    _load_model(args, reader, common.get("args"), model, flag)
     is_weights_only = iteration == RELEASE or args.finetune
     if is_weights_only:
         _refresh(optimizer)
@@ -263,9 +285,9 @@ def load_checkpoint(
         elif args.no_load_optim:
             _refresh(optimizer)
         else:
-            _load_optimizer(args, folder, common, model, optimizer, opt_param_scheduler)
+            _load_optimizer(args, reader, common, model, optimizer, opt_param_scheduler)
     if not args.no_load_rng:
-        _load_generators(folder, common)
+        _load_generators(reader, common)
     logger.info("resumed from %s", folder)
     return int(iteration)
 
@@ -274,36 +296,31 @@ def _is_checkpoint_folder(path: Path) -> bool:
     return bool(_ITERATION_FOLDER.fullmatch(path.name)) or path.name == RELEASE
 
 
-def _load_model(args: Namespace, folder: Path, saved_args: Any, model: list[torch.nn.Module], flag: str) -> None:
+def _load_model(
+    args: Namespace, reader: CheckpointReader, saved_args: Any, model: list[torch.nn.Module], flag: str
+) -> None:
+    folder = reader.folder
     wanted = model_state(model)
     must_know = dist.get_rank() == 0 or find_value_head(model) is not None
-    saved = saved_shapes(folder) if must_know else {}
+    saved = saved_shapes(reader) if must_know else {}
     fresh_head = take_out_unsaved_head(model, wanted, saved)
     check_fit(args, folder, saved, wanted, saved_args, flag, unread=fresh_head)
     if fresh_head:
         logger.info("%s: the critic's value head is not in %s; it starts from random weights", flag, folder)
     try:
-        state = dist_checkpointing.load(wanted, str(folder))
+        state = load_sharded(wanted, reader)
         chunks = unwrap_model(model)
         for index, chunk in enumerate(chunks):
             name = "model" if len(chunks) == 1 else f"model{index}"
             has_head = find_value_head([chunk]) is not None
             chunk.load_state_dict(state[name] | (fresh_head if has_head else {}))
-    except (CheckpointException, CheckpointingException, KeyError, RuntimeError, ValueError) as error:
-        raise DataError(f"{flag}: the checkpoint {folder} cannot be loaded: {_first_cause(error)}") from error
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the first rank's exception, out of the one that torch wraps around those of all ranks."""
-    if isinstance(error, CheckpointException):
-        for cause, _ in error.failures.values():
-            return cause
-    return error
+    except LOAD_ERRORS as error:
+        raise DataError(f"{flag}: the checkpoint {folder} cannot be loaded: {first_cause(error)}") from error
 
 
 def _load_optimizer(
     args: Namespace,
-    folder: Path,
+    reader: CheckpointReader,
     common: dict[str, Any],
     model: list[torch.nn.Module],
     optimizer: Any,
@@ -311,17 +328,17 @@ def _load_optimizer(
 ) -> None:
     if "optimizer" not in common:
         raise DataError(
-            f"--load: {folder} has no optimizer state (it was saved with --no-save-optim); pass --no-load-optim to "
-            "continue with a fresh optimizer"
+            f"--load: {reader.folder} has no optimizer state (it was saved with --no-save-optim); pass "
+            "--no-load-optim to continue with a fresh optimizer"
         )
     flags_rule = not args.use_checkpoint_opt_param_scheduler
     try:
-        load_optimizer_state(optimizer, model_state(model), str(folder), keep_learning_rates=flags_rule)
-    except (CheckpointException, CheckpointingException, KeyError) as error:
+        load_optimizer_state(optimizer, model_state(model), reader, keep_learning_rates=flags_rule)
+    except LOAD_ERRORS as error:
         raise DataError(
-            f"--load: the optimizer state of {folder} cannot be loaded: {_first_cause(error)}. Were other parameters "
-            "trained (--freeze-params-name-list, --only-train-params-name-list)? Pass --no-load-optim to continue "
-            "with a fresh optimizer."
+            f"--load: the optimizer state of {reader.folder} cannot be loaded: {first_cause(error)}. Were other "
+            "parameters trained (--freeze-params-name-list, --only-train-params-name-list)? Pass --no-load-optim to "
+            "continue with a fresh optimizer."
         ) from error
     if opt_param_scheduler is not None:
         # After the optimizer: both write the learning rate, and the scheduler has the last word.
@@ -344,17 +361,23 @@ def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, An
     return ours | {"num_steps": saved["num_steps"]}
 
 
-def _load_generators(folder: Path, common: dict[str, Any]) -> None:
+def _load_generators(reader: CheckpointReader, common: dict[str, Any]) -> None:
     saved_ranks = getattr(common.get("args"), "world_size", None)
     if saved_ranks != dist.get_world_size():
         logger.warning(
             "%s was saved by %s ranks and this run has %d: the random generators start from --seed",
-            folder,
+            reader.folder,
             saved_ranks,
             dist.get_world_size(),
         )
         return
-    state = dist_checkpointing.load({"rng_state": rng_state()}, str(folder), validate_access_integrity=False)
+    try:
+        state = load_sharded({"rng_state": rng_state()}, reader, validate_access_integrity=False)
+    except LOAD_ERRORS as error:
+        raise DataError(
+            f"--load: the random generators of {reader.folder} cannot be loaded: {first_cause(error)}. Pass "
+            "--no-load-rng to start them from --seed."
+        ) from error
     load_rng_state(state["rng_state"])
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from slime.utils.errors import CheckError
+from slime.utils.safe_pickle import read_torch_file
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,6 @@ def _wrong_grad_norm(path: Path, grad_norm: float) -> Iterator[str]:
     if not path.exists():
         yield f"{path} of --ci-load-grad-norm does not exist; another run must have written it (--ci-save-grad-norm)"
         return
-    saved = float(torch.load(path, weights_only=False))
+    saved = float(read_torch_file(path))
     if not math.isclose(grad_norm, saved, rel_tol=GRAD_NORM_TOLERANCE, abs_tol=GRAD_NORM_TOLERANCE):
         yield f"grad_norm is {grad_norm:g}, and was {saved:g} in the run that wrote {path}"

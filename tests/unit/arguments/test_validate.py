@@ -237,6 +237,14 @@ def test_a_tracker_holds_a_number_or_release(complaint, tmp_path):
     assert "says 'latest'; an iteration or the word release is needed" in complaint("--load", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "content", ["\u00b2", "\u0663", "-1", "1e3", "3.0", "0x3", "", "9" * 40, "3\n4", "release2", b"\xff\xfe3"]
+)
+def test_a_tracker_with_strange_digits_is_an_error_with_the_file(content, complaint, tmp_path):
+    (tmp_path / TRACKER).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert f"{tmp_path / TRACKER} says" in complaint("--load", str(tmp_path))
+
+
 def test_the_kl_loss_needs_a_reference(complaint, tmp_path):
     (tmp_path / "iter_0000001").mkdir()
     (tmp_path / "iter_0000001/x").touch()

@@ -21,7 +21,7 @@ def samples(*group_indices: int | None, reward: float = 1.0) -> list[Sample]:
 
 
 def arguments(template: str | None) -> Namespace:
-    return Namespace(load_forge_rollout_data=template, reward_key=None, eval_reward_key=None)
+    return Namespace(load_forge_rollout_data=template, reward_key=None, eval_reward_key=None, trust_debug_data=False)
 
 
 def test_each_rollout_gets_its_file_and_later_ones_the_first(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +98,41 @@ def test_a_bucket_takes_no_other_tensor_than_the_manifests(tmp_path, stored):
               tmp_path / "model.safetensors")  # fmt: skip
     with pytest.raises(WeightSyncError, match=r"weight should be float32 \[2, 3\], and on disk is"):
         read_bucket(read_layout(tmp_path), bucket, Manifest(tuple(entries), (bucket,)))
+
+
+@pytest.mark.parametrize("file", ["..", "", "/etc/passwd", "a/../../b.safetensors", 5, None])
+def test_an_index_leads_to_no_file_elsewhere(folder, file):
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(DataError, match="index"):
+        read_layout(folder)
+
+
+def test_a_file_that_is_a_link_out_of_the_folder_is_refused(folder, tmp_path):
+    outside = folder / "elsewhere"
+    outside.mkdir()
+    (folder / "part-0.safetensors").rename(outside / "x.safetensors")
+    (folder / "part-0.safetensors").symlink_to(outside / "x.safetensors")
+    with pytest.raises(DataError, match=r"part-0\.safetensors is a link to .*elsewhere"):
+        read_layout(folder)
+
+
+def test_the_cache_of_the_hub_keeps_its_files_behind_links(folder, tmp_path):
+    snapshot, blobs = tmp_path / "hub/snapshots/abc", tmp_path / "hub/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in folder.glob("*.safetensors"):
+        (blobs / path.stem).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.stem)
+    assert set(read_layout(snapshot)) == set(TENSORS)
+
+
+def test_an_index_and_its_files_must_agree(folder):
+    names = {name: "part-0.safetensors" for name in TENSORS}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+    last = list(TENSORS)[-1]
+    with pytest.raises(DataError, match=r"puts .* into part-0\.safetensors, and no file has it"):
+        read_layout(folder)
+    names |= {name: "part-1.safetensors" for name in list(TENSORS)[6:]} | {last: "part-1.safetensors"}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(DataError, match=r"and it is in part-1\.safetensors"):
+        read_layout(folder)

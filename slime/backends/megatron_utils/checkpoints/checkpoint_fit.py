@@ -13,12 +13,12 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 
@@ -102,9 +102,9 @@ def _shapes_of(model_state: Mapping[str, Any]) -> Shapes:
     }
 
 
-def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def saved_shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the model's tensors in a checkpoint."""
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata = reader.metadata.state_dict_metadata
     return {
         key: tuple(entry.size)
         for key, entry in metadata.items()

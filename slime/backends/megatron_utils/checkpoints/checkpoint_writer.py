@@ -1,9 +1,12 @@
 """Writing the files of a ``torch_dist`` checkpoint: while the caller waits, or behind the back of training.
 
-    {folder}/common.pt        arguments, scheduler, counters: written by rank 0
     {folder}/__{rank}_{n}.distcp
     {folder}/.metadata        which tensor lies where
+    {folder}/common.pt        arguments, scheduler, counters
+    {folder}/digests.json     of all bytes, computed while they pass
     {folder}/metadata.json    the format's name, last of all: a folder without it is no checkpoint
+
+Each file is on disk before the next of this list is written.  A save that fails leaves no folder behind.
 
 megatron-core's own strategy forks writer processes and talks to them over queues of a spawned manager: seconds of
 start-up, and a wait without end when a writer dies.  Here megatron-core plans, torch's file-system writer writes, in
@@ -12,10 +15,16 @@ threads of this process.  The files are the same.
 
 from __future__ import annotations
 
+import errno
+import io
+import json
 import logging
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +34,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -35,14 +44,18 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageWriterTransforms
+from torch.futures import Future
 
+from slime.backends.megatron_utils.checkpoints.checkpoint_loader import first_cause
+from slime.backends.megatron_utils.checkpoints.checkpoint_reader import COMMON_FILE, FORMAT, FORMAT_FILE
 from slime.utils.atomic_file import sync_to_disk
 from slime.utils.distributed_utils import init_gloo_group
-from slime.utils.errors import DataError
+from slime.utils.errors import DataError, SlimeError
+from slime.weights.file_digests import DigestWriter, FolderDigests, Piece
 
 logger = logging.getLogger(__name__)
 
-COMMON_FILE = "common.pt"
 WRITER_THREADS = 2
 
 Shards = dict[str, list[ShardedBase]]
@@ -74,15 +87,13 @@ def write_checkpoint(
     shards, common = _split(state)
     if resplit is not None:
         shards = resplit(shards)
+    content = io.BytesIO()
     if dist.get_rank() == 0:
-        torch.save(common, folder / COMMON_FILE)
+        torch.save(common, content)  # now: the scheduler goes on while a thread writes
     if background is not None:
-        background.start(shards, folder)
+        background.start(shards, content.getvalue(), folder)
         return
-    try:
-        _write(shards, folder, init_gloo_group(), planner or _planner(), writer_threads)
-    except (CheckpointingException, dcp.api.CheckpointException, OSError) as error:
-        raise DataError(f"the checkpoint {folder} could not be written: {error}") from error
+    _write(shards, content.getvalue(), folder, init_gloo_group(), planner or _planner(), writer_threads)
 
 
 def _split(state: dict[str, Any]) -> tuple[Shards, dict[str, Any]]:
@@ -106,28 +117,136 @@ def _planner() -> MCoreSavePlanner:
     return MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
 
 
+class _DigestedFiles(FileSystem):
+    """The files of one rank's part of a save, digested while they are written."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, list[Piece]] = {}
+        self.error: OSError | None = None
+        """The first error of the file system, of any thread."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file to be written from its beginning."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as plain:
+                yield plain
+            return
+        try:
+            with Path(path).open(mode) as file:
+                stream = DigestWriter(file, Path(path))
+                try:
+                    yield stream
+                    stream.close()
+                    self.pieces[Path(path).name] = stream.pieces
+                finally:
+                    self.error = self.error or stream.error
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Give a finished file another name."""
+        super().rename(path, new_path)
+        self.pieces[Path(new_path).name] = self.pieces.pop(Path(path).name)
+
+    def write_file(self, path: Path, content: bytes) -> None:
+        """Write a whole file; it is on disk then."""
+        with self.create_stream(path, "wb") as stream:
+            stream.write(content)
+
+
+class _PieceMarks(_StorageWriterTransforms):
+    """Changes nothing in the bytes of a tensor; tells the file where it begins."""
+
+    def transform_save_stream(self, write_item: Any, raw_stream: Any) -> Any:
+        """Return the stream to write the tensor to."""
+        raw_stream.begin_piece()
+        return super().transform_save_stream(write_item, raw_stream)
+
+
 class _FileWriter(dcp.FileSystemWriter):
-    """torch's writer, which forgets what failed in its second thread."""
+    """torch's writer, with digests, and with the causes of what failed in its threads.
+
+    Args:
+        folder: of the checkpoint, empty.
+        common: content of ``common.pt``, on rank 0.
+        threads: files at a time.
+    """
+
+    def __init__(self, folder: Path, common: bytes, threads: int) -> None:
+        # No copying ahead: it would open a CUDA stream in a thread that knows no device.  No sync of torch's either,
+        # which would forget what is still in the buffer of the file; closing does it.
+        super().__init__(folder, thread_count=threads, sync_files=False, per_thread_copy_ahead=0)
+        self.fs = self._files = _DigestedFiles()
+        self.transforms = _PieceMarks()
+        self._folder, self._common = folder, common
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write the plan's items and check that none is missing."""
-        results = super().write_data(plan, planner)
-        if len(results.value()) != len(plan.items):
-            raise OSError(f"{len(plan.items) - len(results.value())} tensors could not be written (see above)")
-        return results
+        """Write the plan's items; the last result is not torch's, but the digests."""
+        try:
+            results = super().write_data(plan, planner).value()
+        except (OSError, RuntimeError) as error:  # torch's zip writer hides a full disk behind its own complaint
+            raise self._files.error or error from error
+        if self._files.error is not None:
+            raise self._files.error
+        if len(results) != len(plan.items):
+            raise OSError(f"{len(plan.items) - len(results)} tensors could not be written (see above)")
+        done: Future[Any] = Future()
+        done.set_result([*results, self._files.pieces])
+        return done
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        """Write the files that complete the checkpoint; torch calls this on rank 0, and tells all of an error."""
+        pieces = {name: digests for rank in results for name, digests in rank.pop().items()}
+        super().finish(metadata, results)
+        self._files.write_file(self._folder / COMMON_FILE, self._common)
+        name = json.dumps(asdict(CheckpointingConfig(FORMAT, 1))).encode()
+        unfinished = self._folder / f"{FORMAT_FILE}.tmp"
+        self._files.write_file(unfinished, name)
+        self._files.pieces[FORMAT_FILE] = self._files.pieces.pop(unfinished.name)
+        FolderDigests(self._folder, pieces | self._files.pieces).write()
+        unfinished.rename(self._folder / FORMAT_FILE)
+        sync_to_disk(self._folder)
+        sync_to_disk(self._folder.parent)
 
 
 def _write(
-    shards: Shards, folder: Path, group: dist.ProcessGroup, planner: MCoreSavePlanner, writer_threads: int
+    shards: Shards,
+    common: bytes,
+    folder: Path,
+    group: dist.ProcessGroup,
+    planner: MCoreSavePlanner,
+    writer_threads: int,
 ) -> None:
-    """Write all ranks' files, then the two that complete the checkpoint.  Collective over ``group``."""
-    # No copying ahead: it would open a CUDA stream in a thread that knows no device.
-    writer = _FileWriter(folder, thread_count=writer_threads, sync_files=True, per_thread_copy_ahead=0)
-    dcp.save(mcore_to_pyt_state_dict(shards, False), storage_writer=writer, planner=planner, process_group=group)
-    if dist.get_rank() == 0:
-        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-        sync_to_disk(folder)
-    dist.barrier(group=group)
+    """Write all ranks' files, then those that complete the checkpoint.  Collective over ``group``.
+
+    Raises:
+        DataError: on every rank; the folder is removed.
+    """
+    writer = _FileWriter(folder, common, writer_threads)
+    try:
+        dcp.save(mcore_to_pyt_state_dict(shards, False), storage_writer=writer, planner=planner, process_group=group)
+    except (CheckpointingException, dcp.api.CheckpointException, OSError) as error:
+        cause = first_cause(error)
+        dist.barrier(group=group)  # no rank writes any more
+        if dist.get_rank(group) == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(cause, SlimeError):
+            raise cause from error
+        raise DataError(
+            f"The checkpoint {folder} could not be written: {_reason(cause)}. The unfinished folder is removed; the "
+            "checkpoints before it are untouched."
+        ) from error
+
+
+def _reason(cause: BaseException) -> str:
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"there is no space left for {cause.filename or 'its files'} ({cause.strerror}); free some, save to "
+            "another disk (--save), or keep fewer checkpoints (--keep-last)"
+        )
+    return f"{type(cause).__name__}: {cause}"
 
 
 class BackgroundSave:
@@ -150,18 +269,18 @@ class BackgroundSave:
         self._is_written = True
         self._wanted: tuple[str, int | str] | None = None
 
-    def start(self, shards: Shards, folder: Path) -> None:
+    def start(self, shards: Shards, common: bytes, folder: Path) -> None:
         """Copy ``shards`` to the host and begin to write them; the one before must be finished.  Collective."""
         self.wait()
         on_host = {key: [_on_host(entry) for entry in entries] for key, entries in shards.items()}
         self._is_written, self._wanted = False, None
-        self._thread = threading.Thread(target=self._run, args=(on_host, folder), name="checkpoint writer")
+        self._thread = threading.Thread(target=self._run, args=(on_host, common, folder), name="checkpoint writer")
         self._thread.start()
 
-    def _run(self, shards: Shards, folder: Path) -> None:
+    def _run(self, shards: Shards, common: bytes, folder: Path) -> None:
         start = time.monotonic()
         try:
-            _write(shards, folder, self._group, _planner(), WRITER_THREADS)
+            _write(shards, common, folder, self._group, _planner(), WRITER_THREADS)
             with self._lock:
                 self._is_written = True
                 self._publish_if_due()

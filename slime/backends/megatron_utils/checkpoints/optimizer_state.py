@@ -10,7 +10,7 @@ of the wheel's ``fully_reshardable`` format: ``optimizer.state.{param, exp_avg, 
     state = {"model": module.sharded_state_dict()}
     state["optimizer"] = optimizer_state(optimizer, state)       # collective
     ...
-    load_optimizer_state(optimizer, state, path)                 # collective; the weights are loaded before
+    load_optimizer_state(optimizer, state, reader)               # collective; the weights are loaded before
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
@@ -32,6 +31,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
+from slime.backends.megatron_utils.checkpoints.checkpoint_loader import load_sharded
+from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 
@@ -85,16 +86,20 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -
 
 
 def load_optimizer_state(
-    optimizer: MegatronOptimizer, model_state: dict[str, Any], path: str, *, keep_learning_rates: bool = True
+    optimizer: MegatronOptimizer,
+    model_state: dict[str, Any],
+    reader: CheckpointReader,
+    *,
+    keep_learning_rates: bool = True,
 ) -> None:
-    """Restore an optimizer from the checkpoint at ``path``.  Collective.
+    """Restore an optimizer from a checkpoint.  Collective.
 
     The weights must have been loaded before: fp32 master weights are views of them.
 
     Args:
         optimizer: a fresh one.
         model_state: the sharded state of the live model.
-        path: the checkpoint's folder.
+        reader: of the checkpoint.
         keep_learning_rates: the bounds of the learning rate stay those of this run's flags.
 
     Raises:
@@ -106,7 +111,7 @@ def load_optimizer_state(
     for member in members:
         request |= _request(member, entries)
     # Each rank asks for the parameters it holds a part of, so "each tensor is asked for once" does not hold.
-    loaded = dist_checkpointing.load({"optimizer": {"param_state": request}}, path, validate_access_integrity=False)
+    loaded = load_sharded({"optimizer": {"param_state": request}}, reader, validate_access_integrity=False)
     state = loaded["optimizer"]
     groups = list(_groups_in(state))
     for member in members:

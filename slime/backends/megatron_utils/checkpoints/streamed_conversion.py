@@ -61,7 +61,7 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
     _mark_splits(model)
     folder = checkpoint_folder(args.save, RELEASE)
     make_empty_folder(folder)
-    with HfTensors(source) as tensors, _progress() as bar:
+    with HfTensors(source, verify=args.verify_checkpoint) as tensors, _progress() as bar:
         weights = _Weights(args, model, tensors, bar)
         state = {**common_state(args, RELEASE), **model_state(model)}
         # One file: its tensors are written in their order, so that what is read serves those that follow.

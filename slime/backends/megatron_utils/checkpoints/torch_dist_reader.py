@@ -8,23 +8,21 @@ not installed are passed over.
 from __future__ import annotations
 
 import itertools
-import pickle
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.utils.errors import DataError
 from slime.weights.tensor_slice import TensorSlice
 
@@ -32,8 +30,6 @@ _STACKED_LAYERS = re.compile(r"^(.*\.layers)\.(?!\d+\.)(.*)$")
 _STACKED_EXPERTS = re.compile(r"^(.*\.experts)\.experts\.(linear_fc[12])\.(weight|bias)$")
 _LISTED_EXPERT = re.compile(r"^(.*\.experts)\.(?:local_experts|experts)\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 _NOT_WEIGHTS = re.compile(r"optimizer|_state")
-_KNOWN_MODULES = ("torch", "numpy", "collections", "argparse", "datetime", "pathlib", "_codecs", "copyreg")
-_KNOWN_BUILTINS = {"set", "frozenset", "slice", "complex", "bytearray", "range", "object"}
 
 
 @dataclass(frozen=True)
@@ -49,21 +45,18 @@ class StoredSlice:
 class TorchDistFolder:
     """One checkpoint folder, ``iter_0000012`` or ``release``."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
         """Read what the folder says of itself.
 
+        Args:
+            folder: the checkpoint.
+            verify: compare digests where there are any.
+
         Raises:
-            DataError: it is no complete checkpoint.
+            DataError: it is no complete checkpoint, or damaged.
         """
-        self.folder = Path(folder)
-        for name in ("common.pt", ".metadata"):
-            if not (self.folder / name).exists():
-                raise DataError(
-                    f"{folder}: no {name} in it; name an iter_... or release folder of a checkpoint whose save was "
-                    "completed"
-                )
-        with open(self.folder / ".metadata", "rb") as file:
-            self._metadata: Metadata = _TolerantUnpickler(file).load()
+        self._reader = CheckpointReader(folder, verify=verify)
+        self.folder, self._metadata = self._reader.folder, self._reader.metadata
 
     def read_args(self) -> Namespace:
         """Return the arguments of the run that saved the checkpoint.
@@ -71,12 +64,15 @@ class TorchDistFolder:
         Raises:
             DataError: it has none.
         """
-        common = torch.load(
-            self.folder / "common.pt", map_location="cpu", weights_only=False, pickle_module=_TOLERANT_PICKLE
-        )
-        if "args" not in common:
+        args = self._reader.read_common().get("args")
+        if not isinstance(args, Namespace):
             raise DataError(f"{self.folder}/common.pt holds no arguments, which say how to read the tensors")
-        return common["args"]
+        return args
+
+    def vocabulary_rows(self) -> int | None:
+        """Return the rows of the embedding, padding included; None without one."""
+        entry = self._metadata.state_dict_metadata.get("embedding.word_embeddings.weight")
+        return entry.size[0] if isinstance(entry, TensorStorageMetadata) else None
 
     def slices(self) -> list[StoredSlice]:
         """List what there is of the model's tensors, in the slices in which it is read."""
@@ -97,10 +93,8 @@ class TorchDistFolder:
         assert isinstance(entry, TensorStorageMetadata)
         tensor = torch.empty(part.sizes, dtype=entry.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
-        reader = dcp.FileSystemReader(self.folder)
-        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         planner = _Into(tensor)
-        reader.read_data(LoadPlan(create_read_items_for_chunk_list(key, entry, [chunk])), planner).wait()
+        self._reader.read_data(LoadPlan(create_read_items_for_chunk_list(key, entry, [chunk])), planner).wait()
         if planner.num_read != tensor.numel():
             raise DataError(f"{self.folder}: {key} is incomplete; parts of it were never written")
         return list(unstack(key, tensor, part.offsets))
@@ -150,33 +144,3 @@ class _Into(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Count the elements of a chunk, which was read in place."""
         self.num_read += tensor.numel()
-
-
-class _Unknown:
-    """Stands for an object whose class is not to be had."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None: ...
-
-
-class _TolerantUnpickler(pickle.Unpickler):
-    """Knows torch's, numpy's and Python's data classes; everything else becomes :class:`_Unknown`.
-
-    So it opens checkpoints whose arguments hold objects of other programs, and runs no code of theirs.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the class of a name in the file."""
-        is_known = module.split(".")[0] in _KNOWN_MODULES or (module == "builtins" and name in _KNOWN_BUILTINS)
-        if not is_known:
-            return type(name.split(".")[-1], (_Unknown,), {})
-        return super().find_class(module, name)
-
-
-_TOLERANT_PICKLE: Any = SimpleNamespace(
-    Unpickler=_TolerantUnpickler,
-    load=lambda file, **kwargs: _TolerantUnpickler(file, **kwargs).load(),
-    __name__="pickle",
-)
-"""The pickle module for ``torch.load``."""

@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.models.rule import from_hf
 from slime.backends.megatron_utils.models.weight_layouts import pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.utils.errors import DataError
+from slime.weights.named_tensors import check_finite, dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
     shape = model_dims(args)
     start = time.monotonic()
     num_bytes = 0
-    with HfTensors(path) as tensors:
+    with HfTensors(path, verify=args.verify_checkpoint) as tensors:
         for name, shard in iter_global_parameters(model, with_copies=True):
             if is_of_value_head(shard.parameter):
                 continue
@@ -86,7 +87,7 @@ def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMa
     Raises:
         DataError: a tensor is missing (also a KeyError) or has another shape.
     """
-    full = from_hf(weight_map, name, tensors.get, shape)
+    full = _read_whole(name, tensors, weight_map, shape)
     _check_copies(tensors, weight_map.copies_of(name, shape), full)
     if name in _VOCABULARY:
         full = pad_vocabulary(full, shape)
@@ -97,6 +98,40 @@ def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMa
             f"{tuple(part.shape)}; the model flags are not those of the checkpoint."
         )
     return part
+
+
+def _read_whole(name: str, tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) -> Tensor:
+    """Return a whole parameter; tensors that do not fit together (a transposed one) are named with their shapes."""
+    read: dict[str, list[int]] = {}
+    being_read: list[str] = []
+
+    def get(hf_name: str) -> Tensor:
+        being_read.append(hf_name)
+        tensor = _checked(hf_name, tensors)
+        being_read.pop()
+        read[hf_name] = list(tensor.shape)
+        return tensor
+
+    try:
+        return from_hf(weight_map, name, get, shape)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if being_read:
+            raise
+        parts = ", ".join(f"{hf_name} {sizes}" for hf_name, sizes in read.items())
+        reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}; compare the model flags."
+        raise DataError(f"{tensors.where(next(iter(read), ''))}: {parts} do not make up {name}: {reason}") from error
+
+
+def _checked(name: str, tensors: HfTensors) -> Tensor:
+    """Return a tensor of the checkpoint whose numbers are those of a weight."""
+    tensor = tensors.get(name)
+    if not tensor.is_floating_point():
+        raise DataError(
+            f"{tensors.where(name)}: {name} is {dtype_name(tensor.dtype)}; a weight is a floating-point tensor "
+            "(bfloat16, float16, float32, or quantized as config.json says). Convert the checkpoint again."
+        )
+    check_finite(tensor, f"{tensors.where(name)}: {name}")
+    return tensor
 
 
 def local_part(shard: Shard, full: Tensor) -> Tensor:
@@ -120,10 +155,11 @@ def _check_copies(tensors: HfTensors, names: Sequence[str], original: Tensor) ->
 
 
 def check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) -> None:
-    """Refuse a checkpoint whose layers have tensors that the model has not, such as biases or query norms.
+    """Refuse a checkpoint that has tensors that the model has not, such as biases, query norms, or a second head.
 
-    Only the layers of which something was read are looked at: others belong to other pipeline stages; and not their
-    experts, most of which belong to other ranks.
+    Of the layers, only those of which something was read are looked at: others belong to other pipeline stages; and
+    not their experts, most of which belong to other ranks.  Outside of the layers the family's weight map says what
+    there may be: its rules, what it ignores, what is not trained, and MTP layers that this model goes without.
     """
     prefix = re.escape(weight_map.layer_prefix).replace(r"\{layer\}", r"\d+")
     copies = {copy for name in weight_map.mtp_copies for copy in weight_map.copies_of(name, shape)}
@@ -138,8 +174,10 @@ def check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) 
         and name not in copies
         and not any(re.fullmatch(pattern, name) for pattern in weight_map.ignored)
     ]
+    unused += [name for name in tensors.names() if not weight_map.has_place(name, shape)]
     if unused:
         raise DataError(
-            f"{tensors.folder} has {len(unused)} tensors that the model has no place for, such as {unused[0]}; "
-            "compare the model flags (--add-qkv-bias, --qk-layernorm, ...) with the file of scripts/models."
+            f"{tensors.where(unused[0])}: {len(unused)} tensors have no place in the model, such as {unused[0]}; "
+            "compare the model flags (--num-layers, --add-qkv-bias, --qk-layernorm, ...) with the file of "
+            "scripts/models."
         )

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models import WeightMap
 from slime.utils.errors import DataError
+from slime.weights.file_digests import FolderDigests
+from slime.weights.hf_digests import check_header, check_tensor
 from slime.weights.manifest import TensorEntry
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
@@ -69,27 +71,29 @@ class HfTensors:
     Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        """Read the index, or the headers where there is none.
+    def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
+        """Read the headers.
+
+        Args:
+            folder: the model.
+            verify: compare what is read with the digests beside it, if there are any.
 
         Raises:
-            DataError: there are no safetensors, or a file is damaged.
+            DataError: there are no safetensors, a file is damaged, or leads out of the folder, or the files do not
+                hold what the index says, each tensor once.
         """
         self.folder = Path(folder)
         self.read: set[str] = set()
         """Names asked for so far."""
         self._open: dict[str, tuple[Any, ExitStack]] = {}
-        index = self.folder / INDEX_FILE
-        if index.is_file():
-            try:
-                self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise DataError(f"{index} is damaged ({error!r}); copy the checkpoint again.") from error
-            return
-        files = sorted(self.folder.glob("*.safetensors"))
-        if not files:
+        if not (self.folder / INDEX_FILE).is_file() and not any(self.folder.glob("*.safetensors")):
             raise DataError(f"{folder} has no *.safetensors; convert the checkpoint to safetensors.")
-        self._file_of = {name: path.name for path in files for name in self._handle(path.name).keys()}
+        self._digests = FolderDigests.read(self.folder) if verify else None
+        self._layout = read_layout(self.folder)
+        self._file_of = {name: stored.file.name for name, stored in self._layout.items()}
+        if self._digests is not None:
+            for name in sorted(set(self._file_of.values())):
+                check_header(self._digests, self.folder / name)
 
     def __enter__(self) -> HfTensors:
         return self
@@ -131,15 +135,33 @@ class HfTensors:
         if row is not None:
             return read_weight(name, lambda part: self._row_of_stored(part, row[1]), self._file_of, None)
         if name not in self._file_of and (place := place_of(name)) and place.stack in self.stacks:
-            return place.cut(self._handle(self._file_of[place.stack]).get_slice(place.stack)[place.expert])
+            part = self._handle(self._file_of[place.stack]).get_slice(place.stack)[place.expert]
+            self._check(place.stack, part, row=place.expert)
+            return place.cut(part)
         return read_weight(name, self.get_stored, self._file_of, self._format)
 
     def _row_of_stored(self, name: str, row: int) -> Tensor:
-        return self._handle(self._file_of[name]).get_slice(name)[row]
+        part = self._handle(self._file_of[name]).get_slice(name)[row]
+        self._check(name, part, row=row)
+        return part
 
     def get_stored(self, name: str) -> Tensor:
         """Return a tensor as it is in the files, one of :meth:`stored_names`."""
-        return self._handle(self._file_of[name]).get_tensor(name)
+        tensor = self._handle(self._file_of[name]).get_tensor(name)
+        self._check(name, tensor)
+        return tensor
+
+    def where(self, name: str) -> str:
+        """Return the file that holds a tensor, for messages."""
+        return str(self.folder / self._file_of[name]) if name in self._file_of else str(self.folder)
+
+    def _check(self, name: str, tensor: Tensor, *, row: int | None = None) -> None:
+        if self._digests is None:
+            return
+        if row is not None and len(self._layout[name].shape) < 3:  # a stack of biases has one digest
+            self.get_stored(name)
+        else:
+            check_tensor(self._digests, self._layout[name], tensor, row=row)
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:

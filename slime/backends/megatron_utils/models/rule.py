@@ -21,6 +21,8 @@ Split = Callable[[Tensor, ModelDims], Sequence[Tensor]]
 _EXPERT = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
+MAX_MTP_LAYERS = 8
+"""More than any published model has; a run may go without those of its checkpoint."""
 _OUTPUT_LAYER, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -121,6 +123,19 @@ class WeightMap:
     def is_untrained(self, hf_name: str) -> bool:
         """Return True for a HF tensor of a part that the trainer does not have."""
         return any(re.fullmatch(pattern, hf_name) for pattern in self.untrained)
+
+    def has_place(self, hf_name: str, shape: ModelDims) -> bool:
+        """Return False for a HF tensor that belongs to no layer of the model, nor to anything else of the family."""
+        if hf_name in {name for rule in self.top for name in rule.hf} or self.is_untrained(hf_name):
+            return True
+        mtp = {self.mtp_prefix(index, shape) for index in range(MAX_MTP_LAYERS)} if self.mtp else set()
+        if self.mtp_layer_prefix is not None:
+            mtp |= {self.mtp_layer_prefix(index, shape) for index in range(MAX_MTP_LAYERS)}
+        if hf_name.startswith(tuple(mtp)) or any(re.fullmatch(pattern, hf_name) for pattern in self.ignored):
+            return True
+        before, _, behind = self.layer_prefix.partition("{layer}")
+        layer = re.match(rf"{re.escape(before)}(\d+){re.escape(behind)}", hf_name)
+        return layer is not None and int(layer[1]) < shape.num_layers
 
     def find(self, name: str, shape: ModelDims) -> tuple[Rule, tuple[str, ...]]:
         """Return the rule of a Megatron parameter, and its HF names in full.

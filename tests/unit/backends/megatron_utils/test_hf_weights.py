@@ -158,7 +158,7 @@ def test_one_byte_tensors_with_scales_are_dequantized(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors at all")
-    with pytest.raises(DataError, match="model.safetensors cannot be read"):
+    with pytest.raises(DataError, match="model.safetensors is no whole safetensors file"):
         HfTensors(tmp_path)
 
 
@@ -166,3 +166,64 @@ def test_a_shape_knows_multi_head_attention() -> None:
     args = argparse_like()
     args.group_query_attention = False  # type: ignore[attr-defined]
     assert model_dims(args).num_query_groups == 4  # type: ignore[arg-type]
+
+
+def edit(folder: Path, **tensors: torch.Tensor) -> None:
+    """Put tensors into the one file of a model; "__" in a name stands for a dot."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}, file)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_named_with_its_place(tmp_path: Path, value: float) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(tmp_path / "model.safetensors")[name].clone()
+    weight[2, 3] = value
+    edit(tmp_path, **{name: weight})
+    with pytest.raises(DataError, match=rf"model\.safetensors: {name} is -?(nan|inf) at \[2, 3\], one of 1"):
+        load(tmp_path)
+
+
+def test_weights_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    edit(tmp_path, **{name: load_file(tmp_path / "model.safetensors")[name].int()})
+    with pytest.raises(DataError, match=rf"{name} is int32; a weight is a floating-point tensor"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["score.weight", "model.layers.9.mlp.up_proj.weight", "model.embed_positions.weight", "visual.x", "mtp.fc"]
+)
+def test_a_tensor_too_many_is_an_error_with_its_file(tmp_path: Path, name: str) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    edit(tmp_path, **{name: torch.ones(2)})
+    with pytest.raises(DataError, match=rf"model\.safetensors: 1 tensors have no place in the model, such as {name}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+def test_tensors_that_families_may_have_beside_the_model_are_passed_over(tmp_path: Path, name: str) -> None:
+    write_hf_model(tmp_path, "qwen3", tie_word_embeddings=True)
+    edit(tmp_path, **{name: torch.ones(2)})
+    load(tmp_path)
+
+
+def test_two_files_with_one_tensor_are_an_error(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "more.safetensors")
+    with pytest.raises(DataError, match=r"model\.norm\.weight is stored twice, in .* and in .*"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "self_attn.o_proj"])
+def test_a_transposed_weight_is_named_with_its_shape(tmp_path: Path, name: str) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    name = f"model.layers.1.{name}.weight"
+    weight = load_file(tmp_path / "model.safetensors")[name].t().contiguous()
+    edit(tmp_path, **{name: weight})
+    with pytest.raises(DataError) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value) and ("layers.1." in str(caught.value))
+    assert str(list(weight.shape)) in str(caught.value) or str(tuple(weight.shape)) in str(caught.value)

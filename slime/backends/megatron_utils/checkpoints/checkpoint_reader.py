@@ -1,0 +1,243 @@
+"""Reading a ``torch_dist`` folder that anybody may have written.
+
+Nothing in it is run: pickles are read by ``slime.utils.safe_pickle``.  Everything that is read is compared with its
+digest where the folder has digests.  What is missing, cut, or of another checkpoint is an error with file and tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from slime.utils.errors import DataError
+from slime.utils.safe_pickle import DAMAGE, load_pickle, load_torch
+from slime.weights.file_digests import FolderDigests
+
+COMMON_FILE = "common.pt"
+TENSOR_FILE = ".metadata"
+FORMAT_FILE = "metadata.json"
+FORMAT = "torch_dist"
+FORMAT_KEYS = {"sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version"}
+OTHER_CHECKPOINT = "Copy the checkpoint again, or use another one."
+
+
+class CheckpointReader(dcp.FileSystemReader):
+    """One checkpoint folder, ``iter_0000012`` or ``release``; torch and Megatron read through it.  Thread-safe.
+
+    Args:
+        folder: the checkpoint.
+        verify: compare digests where there are any (``--no-verify-checkpoint``).
+    """
+
+    def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
+        """Read what the folder says of itself.
+
+        Raises:
+            DataError: it is no complete checkpoint, or damaged.
+        """
+        super().__init__(folder)
+        self.folder = Path(folder)
+        for name in (COMMON_FILE, TENSOR_FILE):
+            if not (self.folder / name).exists():
+                raise DataError(
+                    f"{folder}: no {name} in it; name an iter_... or release folder of a checkpoint whose save was "
+                    "completed"
+                )
+        self.digests = FolderDigests.read(self.folder) if verify else None
+        self.expected_shapes: Mapping[str, tuple[int, ...]] = {}
+        """Tensors that the next load asks for, with their whole shapes."""
+        self.metadata = self._read_metadata()
+        self.storage_data = self.metadata.storage_data
+
+    def read_file(self, name: str) -> bytes:
+        """Return a whole small file.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+        if self.digests is not None:
+            self.digests.check_size(name)
+        try:
+            data = (self.folder / name).read_bytes()
+        except OSError as error:
+            raise DataError(f"{self.folder / name} cannot be read ({error.strerror}). {OTHER_CHECKPOINT}") from error
+        if self.digests is not None:
+            self.digests.check(name, 0, data)
+        return data
+
+    def read_common(self) -> dict[str, Any]:
+        """Return the arguments, the schedule and the counters of the run that saved.
+
+        Objects of classes of other programs are placeholders in it.
+
+        Raises:
+            DataError: the file is damaged, or something else.
+        """
+        common = load_torch(self.read_file(COMMON_FILE), where=self.folder / COMMON_FILE, tolerant=True)
+        if not isinstance(common, dict):
+            raise DataError(
+                f"{self.folder / COMMON_FILE} holds a {type(common).__name__}, not the dict of a checkpoint. "
+                f"{OTHER_CHECKPOINT}"
+            )
+        return common
+
+    def check_format(self) -> None:
+        """Check that ``metadata.json`` names the format that is read here.
+
+        Raises:
+            DataError: it is damaged or names another.
+        """
+        path = self.folder / FORMAT_FILE
+        try:
+            content = json.loads(self.read_file(FORMAT_FILE))
+            found, unknown = content["sharded_backend"], content.keys() - FORMAT_KEYS
+            if unknown:
+                raise ValueError(f"unknown keys {sorted(unknown)}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f'{path} does not name the format of a checkpoint, as in {{"sharded_backend": "{FORMAT}"}} '
+                f"({type(error).__name__}: {error}). {OTHER_CHECKPOINT}"
+            ) from error
+        if found != FORMAT:
+            raise DataError(f"{path}: the format is {found!r}; only {FORMAT} is read. Save it in that format.")
+
+    def _read_metadata(self) -> Metadata:
+        path = self.folder / TENSOR_FILE
+        metadata = load_pickle(self.read_file(TENSOR_FILE), where=path, tolerant=True)
+        entries, places = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
+        if not isinstance(metadata, Metadata) or not isinstance(entries, dict) or not isinstance(places, dict):
+            raise DataError(f"{path} does not say which tensor lies where. {OTHER_CHECKPOINT}")
+        for index, place in places.items():
+            name = getattr(place, "relative_path", None)
+            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+                raise DataError(f"{path} puts {index.fqn} into {name!r}, which is no file of {self.folder}.")
+        return metadata
+
+    # What torch calls
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return which tensor lies where."""
+        if getattr(self.metadata, "storage_meta", None) is None:
+            self.metadata.storage_meta = StorageMeta()
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check that there is what the load asks for; torch tells all ranks of an error here."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        for key, shape in sorted(self.expected_shapes.items()):
+            entry = metadata.state_dict_metadata.get(key)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise DataError(f"{self.folder}: it has no tensor {key}, {list(shape)} by the flags")
+            if tuple(entry.size) != shape:
+                raise DataError(f"{self.folder}: {key} is {list(entry.size)} there and {list(shape)} by the flags")
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of a plan in the order of their bytes."""
+        places = [(self.storage_data[item.storage_index], item) for item in plan.items]
+        files: dict[str, list[tuple[Any, ReadItem]]] = {}
+        for place, item in sorted(places, key=lambda pair: (pair[0].relative_path, pair[0].offset)):
+            files.setdefault(place.relative_path, []).append((place, item))
+        for name, items in files.items():
+            if self.digests is not None:
+                self.digests.check_size(name)
+            with self._opened(name, items[0][1]) as file:
+                last: tuple[int, Any] | None = None
+                for place, item in items:
+                    # Several items may be parts of one piece, next to each other in this order.
+                    if last is None or last[0] != place.offset:
+                        last = place.offset, self._read_piece(file, name, place, item)
+                    self._deliver(last[1], name, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @contextmanager
+    def _opened(self, name: str, item: ReadItem) -> Iterator[Any]:
+        path = self.folder / name
+        if path.is_symlink() and path.resolve().parent != self.folder.resolve():
+            raise DataError(
+                f"{path} is a link to {path.resolve()}, outside of the checkpoint; put the file itself there."
+            )
+        try:
+            with path.open("rb", buffering=0) as file:
+                yield file
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read ({error.strerror}); it holds {item.storage_index.fqn}. {OTHER_CHECKPOINT}"
+            ) from error
+
+    def _read_piece(self, file: Any, name: str, place: Any, item: ReadItem) -> Any:
+        """Return the tensor of a piece, or its bytes where it is an object."""
+        key = item.storage_index.fqn
+        size = (self.folder / name).stat().st_size
+        if not 0 <= place.offset <= place.offset + place.length <= size:
+            raise DataError(
+                f"{self.folder / name} has {size} bytes, and {key} would be the {place.length} at {place.offset}; the "
+                f"file is cut, or of another checkpoint. {OTHER_CHECKPOINT}"
+            )
+        data = _read_at(file.fileno(), place.offset, place.length)
+        if self.digests is not None:
+            self.digests.check(name, place.offset, data, what=key)
+        if item.type is LoadItemType.BYTE_IO:
+            load_torch(data, where=f"{self.folder / name}: {key}")  # torch's planner would run what is in it
+            return data
+        try:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except DAMAGE as error:
+            raise DataError(
+                f"{self.folder / name}: the {place.length} bytes at {place.offset} are not the tensor {key}; the file "
+                f"is damaged, or of another checkpoint. {OTHER_CHECKPOINT}"
+            ) from error
+        self._check_chunk(tensor, name, item)
+        return tensor
+
+    def _check_chunk(self, tensor: Any, name: str, item: ReadItem) -> None:
+        key, offset = item.storage_index.fqn, item.storage_index.offset
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        chunks = [chunk for chunk in entry.chunks if offset is None or chunk.offsets == offset]
+        shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        allowed = [list(chunk.sizes) for chunk in chunks]
+        if shape not in allowed:
+            raise DataError(
+                f"{self.folder / name}: {key} is {shape} there, and {allowed[0] if allowed else 'absent'} by "
+                f"{TENSOR_FILE}; the file is of another checkpoint. {OTHER_CHECKPOINT}"
+            )
+
+    def _deliver(self, value: Any, name: str, item: ReadItem, planner: LoadPlanner) -> None:
+        if item.type is LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(value))
+            return
+        part = value[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+        target = planner.resolve_tensor(item).detach()
+        if target.shape != part.shape:
+            raise DataError(
+                f"{self.folder / name}: {item.storage_index.fqn} gives {list(part.shape)} where {list(target.shape)} "
+                "are wanted; compare the model flags"
+            )
+        target.copy_(part)
+        planner.commit_tensor(item, target)
+
+
+def _read_at(descriptor: int, offset: int, length: int) -> bytes:
+    """Return bytes of a file; the system gives at most 2 GiB at a time."""
+    parts = []
+    while length > 0 and (part := os.pread(descriptor, length, offset)):
+        parts.append(part)
+        offset, length = offset + len(part), length - len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

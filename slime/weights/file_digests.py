@@ -1,0 +1,185 @@
+"""Digests of the files of a folder: written with it, compared while it is read.
+
+    digests.json
+    {"algorithm": "xxh3_64",
+     "files": {"common.pt": [[0, 1234, "9d0c..."]], "__0_0.distcp": [[0, 4096, "1b2f..."], [4096, 800, "77e0..."]]},
+     "digest": "..."}                                    of what stands under "files"
+
+A file is a row of pieces ``[first byte, bytes, digest]`` without gaps.  So a rank that needs some tensors of a file
+compares just those, with the bytes that it reads anyway.  XXH3 guards against damage, not against an adversary, who
+would write digests of his own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import xxhash
+
+from slime.utils.atomic_file import write_atomically
+from slime.utils.errors import DataError
+
+DIGEST_FILE = "digests.json"
+ALGORITHM = "xxh3_64"
+REMEDY = (
+    "Copy it again, or use another checkpoint; --no-verify-checkpoint reads it as it is, with whatever the damage did."
+)
+
+Piece: TypeAlias = tuple[int, int, str]
+"""First byte, number of bytes, digest."""
+
+
+def digest_of(data: Any) -> str:
+    """Return the digest of bytes, or of anything that gives a view of its bytes."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+class DigestWriter:
+    """A file that is being written, digested piece by piece as the bytes pass.
+
+    Closing it waits until it is on disk.
+
+    Invariant: ``error`` is the first error of the file system; what writes tensors through this may report another.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self.pieces: list[Piece] = []
+        self.error: OSError | None = None
+        self._file, self._path = file, path
+        self._begin = self._position = 0
+        self._hash = xxhash.xxh3_64()
+
+    def begin_piece(self) -> None:
+        """End the piece before, if there is any of it, and begin another."""
+        if self._position > self._begin:
+            self.pieces.append((self._begin, self._position - self._begin, self._hash.hexdigest()))
+            self._begin = self._position
+            self._hash.reset()
+
+    def write(self, data: Any) -> int:
+        """Write bytes and digest them."""
+        size = memoryview(data).nbytes
+        self._guarded(lambda: self._file.write(data))
+        self._hash.update(data)
+        self._position += size
+        return size
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._guarded(self._file.flush)
+
+    def tell(self) -> int:
+        """Return the number of bytes so far."""
+        return self._position
+
+    def close(self) -> None:
+        """End the last piece and wait until everything is on disk."""
+        if self._file.closed:
+            return
+        self.begin_piece()
+        self.flush()
+        self._guarded(lambda: os.fsync(self._file.fileno()))
+        self._guarded(self._file.close)
+
+    def _guarded(self, act: Any) -> None:
+        try:
+            act()
+        except OSError as error:
+            self.error = self.error or OSError(error.errno, error.strerror, str(self._path))
+            raise self.error from error
+
+
+class FolderDigests:
+    """What ``digests.json`` of a folder says."""
+
+    def __init__(self, folder: Path, files: Mapping[str, Sequence[Piece]]) -> None:
+        self.folder = folder
+        self.files = files
+        self._piece_at = {(name, piece[0]): piece for name, pieces in files.items() for piece in pieces}
+
+    @classmethod
+    def read(cls, folder: Path) -> FolderDigests | None:
+        """Return the digests of a folder; None when it was written without.
+
+        Raises:
+            DataError: the file of digests is itself damaged.
+        """
+        path = folder / DIGEST_FILE
+        try:
+            content = json.loads(path.read_bytes())
+            files = {
+                str(name): [(int(begin), int(size), str(digest)) for begin, size, digest in pieces]
+                for name, pieces in content["files"].items()
+            }
+            is_whole = content["digest"] == digest_of(_canonical(files)) and content["algorithm"] == ALGORITHM
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path} is damaged ({type(error).__name__}: {error}). {REMEDY}") from error
+        if not is_whole:
+            raise DataError(f"{path} is damaged: its digest is not that of its content. {REMEDY}")
+        return cls(folder, files)
+
+    def write(self) -> None:
+        """Write ``digests.json``, and wait until it is on disk.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        files = {name: list(pieces) for name, pieces in sorted(self.files.items())}
+        content = {"algorithm": ALGORITHM, "files": files, "digest": digest_of(_canonical(files))}
+        data = json.dumps(content, separators=(",", ":")).encode()
+        write_atomically(self.folder / DIGEST_FILE, lambda file: file.write(data), what="The digests")
+
+    def check_size(self, name: str) -> None:
+        """Compare the length of a file.
+
+        Raises:
+            DataError: it is missing, has another length, or was not there when the folder was written.
+        """
+        path = self.folder / name
+        if name not in self.files:
+            raise DataError(f"{path} is not one of the files that were written here ({DIGEST_FILE}). {REMEDY}")
+        expected = sum(size for _, size, _ in self.files[name])
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing; {DIGEST_FILE} beside it has it, with {expected} bytes.") from None
+        if size != expected:
+            raise DataError(f"{path} has {size} bytes and was written with {expected}. {REMEDY}")
+
+    def check(self, name: str, begin: int, data: Any, *, what: str = "") -> None:
+        """Compare the digest of a piece of a file that was read.
+
+        Args:
+            name: of the file.
+            begin: first byte of the piece.
+            data: its bytes.
+            what: the tensor that it holds, for the error.
+
+        Raises:
+            DataError: the bytes are not those that were written.
+        """
+        piece = self._piece_at.get((name, begin))
+        size = memoryview(data).nbytes
+        if piece is None or piece[1] != size:
+            raise DataError(
+                f"{self.folder / name}: no piece of {size} bytes was written at {begin}{_holding(what)}. {REMEDY}"
+            )
+        if (digest := digest_of(data)) != piece[2]:
+            raise DataError(
+                f"{self.folder / name} is damaged: the {size} bytes at {begin}{_holding(what)} have the digest "
+                f"{digest} and were written with {piece[2]}. {REMEDY}"
+            )
+
+
+def _holding(what: str) -> str:
+    return f", {what}," if what else ""
+
+
+def _canonical(files: Mapping[str, Sequence[Piece]]) -> bytes:
+    return json.dumps(files, sort_keys=True, separators=(",", ":")).encode()

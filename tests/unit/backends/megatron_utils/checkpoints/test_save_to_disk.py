@@ -1,0 +1,208 @@
+"""Saves on a disk that loses what was not synced, on a full disk, and with a limit on how many are kept."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from slime.backends.megatron_utils.checkpoint import (
+    find_checkpoint,
+    load_checkpoint,
+    publish_checkpoint,
+    read_tracker,
+    save_checkpoint,
+)
+from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
+from slime.backends.megatron_utils.model import build_model
+from slime.utils.errors import DataError
+from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_single_process, write_hf_model
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> tuple[Namespace, Any]:
+    folder = tmp_path_factory.mktemp("hf")
+    write_hf_model(folder, "qwen3")
+    args = parse(*hf_flags(folder), "--load", str(folder))
+    start_single_process(args)
+    return args, build_model(args, wrap_with_ddp=False)
+
+
+@pytest.fixture
+def run(case, tmp_path) -> tuple[Namespace, Any]:
+    args, model = case
+    start_single_process(args)
+    folder = str(tmp_path / "run")
+    return Namespace(**{**vars(args), "save": folder, "load": folder, "no_load_rng": True}), model
+
+
+def save(run: tuple[Namespace, Any], iteration: int, **options: Any) -> Path:
+    args, model = run
+    return save_checkpoint(args, iteration, model, None, None, **options)
+
+
+class LossyDisk:
+    """What a power cut leaves: of a file what was last synced, in a folder the names that were there at its last sync.
+
+    Renames within a folder are not lost by themselves: only the sync of the folder makes the new names last.
+    """
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.contents: dict[int, bytes] = {}
+        self.names: dict[Path, dict[str, int]] = {}
+        fsync = os.fsync
+
+        def recorded(descriptor: int) -> None:
+            fsync(descriptor)
+            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if path.is_dir():
+                self.names[path] = {entry.name: entry.stat().st_ino for entry in path.iterdir()}
+            else:
+                self.contents[os.fstat(descriptor).st_ino] = path.read_bytes()
+
+        monkeypatch.setattr(os, "fsync", recorded)
+
+    def after_a_power_cut(self, target: Path, folder: Path | None = None) -> Path:
+        folder = folder or self.root
+        target.mkdir()
+        for name, inode in self.names.get(folder, {}).items():
+            path = folder / name
+            if path.is_dir():
+                self.after_a_power_cut(target / name, path)
+            else:
+                (target / name).write_bytes(self.contents.get(inode, b""))
+        return target
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_checkpoint_that_counts_survives_the_loss_of_all_that_was_not_synced(
+    in_background, run, tmp_path, monkeypatch
+):
+    args, model = run
+    disk = LossyDisk(Path(args.save), monkeypatch)
+    background = BackgroundSave(publish_checkpoint) if in_background else None
+    folder = save(run, 5, background=background)
+    if background is not None:
+        background.publish(args.save, 5)
+        background.wait()
+    else:
+        publish_checkpoint(args.save, 5)
+    left = disk.after_a_power_cut(tmp_path / "left")
+    assert read_tracker(left) == 5
+    assert {path.name for path in (left / folder.name).iterdir()} == {path.name for path in folder.iterdir()}
+    for path in folder.iterdir():
+        assert (left / folder.name / path.name).read_bytes() == path.read_bytes(), path
+    again = build_model(args, wrap_with_ddp=False)
+    assert load_checkpoint(Namespace(**{**vars(args), "load": str(left)}), again) == 5
+
+
+def test_the_lossy_disk_loses_what_is_not_synced(tmp_path, monkeypatch):
+    root = tmp_path / "root"
+    root.mkdir()
+    disk = LossyDisk(root, monkeypatch)
+    for name in ("synced", "not"):
+        with (root / name).open("w") as file:
+            file.write(name)
+            file.flush()
+            if name == "synced":
+                os.fsync(file.fileno())
+    descriptor = os.open(root, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    (root / "late").write_text("late")
+    left = disk.after_a_power_cut(tmp_path / "left")
+    assert {path.name: path.read_text() for path in left.iterdir()} == {"synced": "synced", "not": ""}
+
+
+@contextmanager
+def full_disk(room_bytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond ``room_bytes``; Python ignores the signal, so that writes fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("room_bytes", [0, 700, 20_000])
+def test_a_full_disk_is_named_and_leaves_only_the_checkpoint_before(room_bytes, in_background, run):
+    args, _ = run
+    before = save(run, 1)
+    publish_checkpoint(args.save, 1)
+    content = {path.name: path.read_bytes() for path in before.iterdir()}
+    background = BackgroundSave(publish_checkpoint) if in_background else None
+    with full_disk(room_bytes), pytest.raises(DataError) as raised:
+        save(run, 2, background=background)
+        background.wait()
+    message = str(raised.value)
+    assert "iter_0000002" in message and "File too large" in message and "folder is removed" in message
+    assert "unexpected pos" not in message and "Traceback" not in message
+    assert sorted(path.name for path in Path(args.save).iterdir()) == [
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert {path.name: path.read_bytes() for path in before.iterdir()} == content
+    assert find_checkpoint(args.save) == (before, 1)
+    save(run, 2)  # with room it goes on
+
+
+def test_no_space_names_the_flags_that_help(run, monkeypatch):
+    from slime.weights import file_digests
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file_digests.os, "fsync", no_space)
+    with pytest.raises(DataError, match=r"no space left for .*(distcp|metadata|common).*--save.*--keep-last"):
+        save(run, 2)
+
+
+def test_only_the_newest_checkpoints_up_to_the_present_one_are_kept(run):
+    args, _ = run
+    first = save(run, 1)
+    for iteration in (2, 3, 10):
+        shutil.copytree(first, first.with_name(f"iter_{iteration:07d}"))
+    (Path(args.save) / "release").mkdir()
+    publish_checkpoint(args.save, 3, keep_last=2)
+    left = sorted(path.name for path in Path(args.save).iterdir() if path.is_dir())
+    assert left == ["iter_0000002", "iter_0000003", "iter_0000010", "release"]  # 10 is of a run that this one leaves
+    publish_checkpoint(args.save, 3)
+    assert len([path for path in Path(args.save).iterdir() if path.is_dir()]) == 4
+
+
+def test_digests_cover_every_byte_of_a_checkpoint(run):
+    from slime.weights.file_digests import DIGEST_FILE, FolderDigests, digest_of
+
+    folder = save(run, 4)
+    digests = FolderDigests.read(folder)
+    assert set(digests.files) == {path.name for path in folder.iterdir()} - {DIGEST_FILE}
+    for name, pieces in digests.files.items():
+        data, position = (folder / name).read_bytes(), 0
+        for begin, size, digest in pieces:
+            assert begin == position and size > 0 and digest_of(data[begin : begin + size]) == digest
+            position += size
+        assert position == len(data)
+
+
+def test_torch_reads_the_files_as_ever(run):
+    import torch.distributed.checkpoint as dcp
+
+    folder = save(run, 6)
+    name = "decoder.final_layernorm.weight"
+    tensor = torch.empty(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[name].size)
+    dcp.load({name: tensor}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    assert torch.isfinite(tensor).all() and tensor.abs().sum() > 0
