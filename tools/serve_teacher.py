@@ -27,6 +27,7 @@ from aiohttp import web
 
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.flags.config import read_config
+from slime.flags.security import secret_of_file
 from slime.flags.teacher_server import TeacherServerConfig
 from slime.observability.logging_utils import configure_logger
 from tools.cli import clean_exit
@@ -43,6 +44,8 @@ def serve(args: Namespace) -> None:
 
     config = read_config(TeacherServerConfig, args)
     args = join_world(with_layout(args))
+    has_secret = args.job_secret_file and dist.get_rank() == 0
+    secret = secret_of_file(Path(args.job_secret_file), "--job-secret-file") if has_secret else None
     # A collective that hangs has no other deadline before the first request.
     faulthandler.dump_traceback_later(config.teacher_warmup_timeout_s, exit=True)
     with _answer_unready(config.teacher_warmup_port if dist.get_rank() == 0 else None):
@@ -57,6 +60,7 @@ def serve(args: Namespace) -> None:
             vocab_size=args.vocab_size,
             max_length=config.megatron_server_max_length or _longest(args.hf_checkpoint),
             has_top=not args.allgather_cp,
+            secret=secret,
             info={"model_path": args.load or args.hf_checkpoint, "world_size": dist.get_world_size()},
         )
         if config.megatron_server_warmup:

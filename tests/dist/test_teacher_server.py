@@ -95,9 +95,10 @@ def test_scores_are_those_of_transformers(teacher, world_size: int, layout: str)
             assert position[ids].tolist() == pytest.approx(values, abs=2e-5)
 
 
-def ask(port: int, path: str, body: Any = None) -> tuple[int, Any]:
+def ask(port: int, path: str, body: Any = None, secret: str = "") -> tuple[int, Any]:
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data)
+    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data, headers=headers)
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
             return response.status, json.loads(response.read())
@@ -139,7 +140,9 @@ def test_students_get_their_teachers_log_probs_from_the_program(teacher, tmp_pat
     other = write_hf_model(tmp_path / "other", "qwen3_moe", seed=3)
     rows = token_rows(reference.config.vocab_size)
     log = tmp_path / "log"
-    with program(folder, log, "--megatron-server-max-length", "40") as (process, port, unready):
+    key = tmp_path / "key"
+    flags = ("--megatron-server-max-length", "40", "--job-secret-file", str(key))
+    with program(folder, log, *flags) as (process, port, unready):
         wait_until(unready, 503, process, log)
         wait_until(port, 200, process, log)
         url = f"http://127.0.0.1:{port}/generate"
@@ -164,11 +167,14 @@ def test_students_get_their_teachers_log_probs_from_the_program(teacher, tmp_pat
             status, answer = ask(port, "/generate", body.encode())
             assert status == 400 and words in answer["error"]["message"]
 
-        status, answer = ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "nothing")})
+        secret = key.read_text().strip()
+        assert ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "other")})[0] == 401
+        assert ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "other")}, "wrong")[0] == 401
+        status, answer = ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "nothing")}, secret)
         assert (status, answer["success"]) == (400, False) and "no such folder" in answer["message"]
         assert ask(port, "/healthz")[0] == 503  # the weights in the model are undefined now
         assert ask(port, "/generate", {"input_ids": [1, 2]})[0] == 503
-        status, answer = ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "other")})
+        status, answer = ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "other")}, secret)
         assert (status, answer["success"]) == (200, True)
         assert ask(port, "/info")[1]["weight_version"] == "1"
         samples = asyncio.run(all_samples())

@@ -2,7 +2,7 @@
 
     GET  /healthz  /detect  /info  /get_loads
     POST /generate                    log-probs of ``input_ids``; nothing is generated
-    POST /update_weights_from_disk    {"model_path": a Hugging Face folder or a Megatron checkpoint}
+    POST /update_weights_from_disk    {"model_path": a Hugging Face folder or a Megatron checkpoint}; guarded
 
 Requests wait in a queue; the main thread, which owns the model, takes as many at a time as fill a micro-batch on every
 data-parallel rank.
@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import queue
+import secrets
 import time
 import uuid
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from slime.backends.megatron_utils.server.scorer import Scorer, ScoreRequest, Sc
 from slime.flags.teacher_server import TeacherServerConfig
 from slime.utils.errors import DataError, SlimeError
 from slime.utils.http_utils import encode_json
+from slime.utils.net import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class MegatronServer:
         vocab_size: tokens below it exist.
         max_length: the longest sequence.
         has_top: False where a layout has no likeliest tokens (``--allgather-cp``).
+        secret: what a request for new weights must carry; without one, these requests come from this host.
         info: more entries of ``/info``.
     """
 
@@ -66,10 +69,12 @@ class MegatronServer:
         vocab_size: int,
         max_length: int,
         has_top: bool,
+        secret: str | None,
         info: dict[str, Any],
     ) -> None:
         self._scorer, self._config = scorer, config
         self._vocab_size, self._max_length, self._has_top = vocab_size, max_length, has_top
+        self._secret = secret
         self._info = info | {"max_length": max_length, "vocab_size": vocab_size}
         self._queue: queue.Queue[Any] = queue.Queue()
         self._running: list[_Work] = []
@@ -193,6 +198,9 @@ class MegatronServer:
 
     async def _update_weights(self, request: web.Request) -> web.Response:
         limit_s = self._config.megatron_server_update_timeout_s
+        if not self._may_update(request):
+            message = "New weights need the secret of the server's --job-secret-file, or come from its own host."
+            return _json({"success": False, "message": message}, 401)
         try:
             folder = (await _object_of(request)).get("model_path")
             if not isinstance(folder, str) or not folder:
@@ -209,6 +217,12 @@ class MegatronServer:
             message = f"Not loaded within {limit_s:g} s (--megatron-server-update-timeout-s); the load goes on."
             return _json({"success": False, "message": message}, 504)
         return _json({"success": True, "message": f"loaded {folder} in {seconds:.1f} s"})
+
+    def _may_update(self, request: web.Request) -> bool:
+        if self._secret is None:
+            return request.remote is not None and is_loopback(request.remote)
+        given = request.headers.get("Authorization", "")
+        return secrets.compare_digest(given.encode(), f"Bearer {self._secret}".encode())
 
     def _sequences(self, body: dict[str, Any]) -> tuple[bool, list[ScoreRequest]]:
         """Return True for a request of one sequence, and the sequences.
