@@ -8,7 +8,6 @@ real thing (``check_hooks(args, side="trainer")``).
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.util
 import inspect
 from argparse import Namespace
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from slime.arguments.hooks import HOOKS, Hook
 from slime.flags.config import backend_flags
 from slime.utils.errors import HookError
+from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin
 
 DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 OF_EVAL_DATASET = ("--custom-rm-path", "--custom-generate-function-path")
@@ -36,7 +36,7 @@ def check_hooks_on_driver(args: Namespace) -> None:
     """
     for hook, path, where in named_hooks(args):
         if hook.side == "rollout":
-            target = check_import(hook, path, where)
+            target = check_import(hook, path, where, timeout_s=args.plugin_import_timeout_s)
             if hasattr(target, "check_args") and args.plan is None:
                 target.check_args(args)
         else:
@@ -68,7 +68,7 @@ def check_hooks(args: Namespace, side: Literal["rollout", "trainer"]) -> None:
     """
     for hook, path, where in named_hooks(args):
         if hook.side == side:
-            check_import(hook, path, where)
+            check_import(hook, path, where, timeout_s=args.plugin_import_timeout_s)
 
 
 def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
@@ -84,20 +84,14 @@ def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
                 yield hook, path, f"{hook.dest} of eval data set {dataset.name}"
 
 
-def check_import(hook: Hook, path: str, where: str) -> Any:
+def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> Any:
     """Import ``path``, check what it names against the protocol of ``hook``, and return it.
 
     Raises:
         HookError: see ``check_hooks_on_driver``.
     """
     module_name, attribute = split_path(path, where)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the body of a user's module may raise anything
-        raise HookError(
-            f"{where}: importing {module_name} for {path} raised {type(error).__name__}: {error}. "
-            "The path is package.module.attribute, importable from here and in Ray's workers (PYTHONPATH)."
-        ) from error
+    module = import_plugin(module_name, f"{where}: {path}", timeout_s)
     if not hasattr(module, attribute):
         raise HookError(f"{where}: {module_name} ({module.__file__}) has no {attribute}. Correct the path {path}.")
     target = getattr(module, attribute)
@@ -233,6 +227,8 @@ def _must_not_be_async(hook: Hook, path: str, where: str) -> str:
 
 def _source_of(module_name: str, path: str, where: str) -> str | None:
     """Return the module's source; None when it has none to read (a compiled module)."""
+    if package := module_name.rpartition(".")[0]:
+        import_plugin(package, f"{where}: {path}")  # find_spec would import it without a deadline
     try:
         spec = importlib.util.find_spec(module_name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -19,7 +19,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from slime.flags.kinds import file_path
+from slime.flags.kinds import file_path, positive_float
+from slime.utils.plugins import IMPORT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -328,6 +329,12 @@ def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one flag for each row of ``HOOKS`` to ``parser``."""
     group = parser.add_argument_group(
         "plug-ins", "Your own code by import path, package.module.attribute. Contracts: slime/arguments/hooks.py."
+    )
+    group.add_argument(
+        "--plugin-import-timeout-s",
+        type=positive_float,
+        default=IMPORT_TIMEOUT_S,
+        help="Seconds that the module of a plug-in may take to import before the run ends and names it.",
     )
     for hook in HOOKS:
         if hook.repeatable:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from slime.flags.config import backend_flags
 from slime.flags.kinds import gpu_count, minutes, positive_gpu_count, wait_s, wait_s_or_zero
 from slime.flags.rollout import OWN_ROLLOUTS
+from slime.utils.async_utils import STALL_TIMEOUT_S
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +73,13 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-timeout-s", type=wait_s, default=86400.0, help="Seconds one rollout or one eval may take."
+    )
+    group.add_argument(
+        "--loop-stall-timeout-s",
+        type=positive_float,
+        default=STALL_TIMEOUT_S,
+        help="Seconds that a plug-in may block the event loop of the rollout (a generate function or grader that does "
+        "not await) before the run ends and names it. The log names it after 10 s.",
     )
     group.add_argument(
         "--train-timeout-s",

@@ -33,10 +33,11 @@ from slime.rollout.base_types import call_rollout_fn, eval_samples
 from slime.rollout.config import rollout_config
 from slime.rollout.context import RunState, use_run
 from slime.rollout.control_client import engine_versions
-from slime.utils.async_utils import run
+from slime.utils.async_utils import StallTimeout, run
 from slime.utils.errors import ProcessError, WeightSyncError
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class BackgroundEvaluator(Watched):
     def __init__(self, args: Namespace) -> None:
         configure_logger(prefix="eval")
         self.args = args
+        StallTimeout.seconds = args.loop_stall_timeout_s
         init_http_client(args)
         self.run = use_run(RunState())
         self.data_source = load_function(args.data_source_path)(args)
@@ -72,7 +74,9 @@ class BackgroundEvaluator(Watched):
         self.run.begin(rollout_id)
         config = rollout_config(self.args)
         before = run(engine_versions(config))
-        output: Any = call_rollout_fn(self.eval_rollout, self.args, rollout_id, self.data_source, evaluation=True)
+        call = PluginCall("--eval-function-path", self.args.eval_function_path)
+        work = (self.eval_rollout, self.args, rollout_id, self.data_source)
+        output: Any = call_plugin(call, call_rollout_fn, *work, evaluation=True)
         engines = {*before, *run(engine_versions(config))}
         versions = {name: version_of(result.get("samples") or (), engines) for name, result in output.data.items()}
         dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True, weight_versions=versions)

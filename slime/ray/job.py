@@ -81,4 +81,6 @@ def _report(title: str, error: BaseException) -> None:
     print(f"\n{bar}\n{title}: {type(error).__name__}: {error}", file=sys.stderr)
     if cause is not error and str(cause) not in str(error):
         print(f"first cause: {type(cause).__name__}: {cause}", file=sys.stderr)
+    for note in dict.fromkeys(getattr(error, "__notes__", []) + getattr(cause, "__notes__", [])):
+        print(note, file=sys.stderr)  # of a plug-in: flag, path, sample and its own frames
     print(bar, file=sys.stderr, flush=True)

@@ -29,9 +29,11 @@ from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, eval_samples, leaf_samples
 from slime.rollout.context import NoJournal, RunState, use_run
 from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
+from slime.utils.async_utils import StallTimeout
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
+from slime.utils.plugins import PluginCall, call_plugin
 from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class RolloutManager(Watched):
     def __init__(self, args: Namespace, gpus: GpuSlice, engines: EngineFleet | None = None) -> None:
         configure_logger(prefix="rollout")
         self.args = args
+        StallTimeout.seconds = args.loop_stall_timeout_s
         self.engines = engines if engines is not None else start_fleet(args, gpus)
         if not args.debug_train_only:
             init_http_client(args)
@@ -121,9 +124,9 @@ class RolloutManager(Watched):
         return output.samples, output.metrics
 
     def _call_rollout_fn(self, rollout_id: int) -> RolloutFnTrainOutput:
-        output = self.engines.run_watched(
-            lambda: call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
-        )
+        call = PluginCall("--rollout-function-path", self.args.rollout_function_path)
+        work = (self.generate_rollout, self.args, rollout_id, self.data_source)
+        output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=False))
         if not isinstance(output, RolloutFnTrainOutput):
             raise ConfigError(
                 f"--rollout-function-path {self.args.rollout_function_path} returned {type(output).__name__}; it must "
@@ -138,9 +141,9 @@ class RolloutManager(Watched):
         start = time.monotonic()
         self.run.begin(rollout_id)
         self.engines.begin_rollout()
-        output = self.engines.run_watched(
-            lambda: call_rollout_fn(self.eval_rollout, self.args, rollout_id, self.data_source, evaluation=True)
-        )
+        call = PluginCall("--eval-function-path", self.args.eval_function_path)
+        work = (self.eval_rollout, self.args, rollout_id, self.data_source)
+        output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=True))
         dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True)
         return log_eval(self.args, rollout_id, output.data, output.metrics, time.monotonic() - start)
 

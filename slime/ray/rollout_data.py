@@ -5,8 +5,10 @@ Hooks may replace the reward normalisation and the whole conversion; their resul
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from slime.arguments.schedule import schedule_config
@@ -19,6 +21,7 @@ from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_sched
 from slime.train_data.split import split_by_rank
 from slime.utils.errors import DataError, HookError
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 from slime.utils.types import Sample
 
 
@@ -45,7 +48,8 @@ def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
 
 def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
     path = args.custom_convert_samples_to_train_data_path
-    data = load_function(path)(args, samples)
+    call = PluginCall("--custom-convert-samples-to-train-data-path", path)
+    data = call_plugin(call, load_function(path), args, samples)
     needed = TrainBatch.required()
     missing = [name for name in needed if not isinstance(data, dict) or name not in data]
     if missing:
@@ -59,13 +63,47 @@ def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
 
 def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, Any]:
     path = args.custom_reward_post_process_path
-    result = load_function(path)(args, samples)
+    call = PluginCall("--custom-reward-post-process-path", path)
+    result = call_plugin(call, load_function(path), args, samples)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise HookError(
             f"--custom-reward-post-process-path {path} returned {type(result).__name__}; it must return two lists, "
             "the raw rewards and those to train on, with an entry for each sample."
         )
+    for name, values in zip(("raw rewards", "rewards to train on"), result, strict=True):
+        count = len(values) if hasattr(values, "__len__") else type(values).__name__
+        if count != len(samples):
+            raise HookError(
+                f"--custom-reward-post-process-path {path} returned {count} {name} for {len(samples)} samples; there "
+                "must be one for each sample."
+            )
     return result[0], result[1]
+
+
+def _raw_rewards(args: Namespace, samples: list[Sample]) -> list[Any]:
+    """Return the reward of each sample, of a dict the entry ``--reward-key``.
+
+    Raises:
+        DataError: a reward is no finite number, or lacks the entry.
+    """
+    rewards = []
+    for sample in samples:
+        reward = sample.reward
+        if args.reward_key and isinstance(reward, Mapping):
+            reward = reward.get(args.reward_key)
+        is_number = isinstance(reward, Real) and math.isfinite(reward)
+        if not is_number or (args.reward_key and not isinstance(sample.reward, Mapping)):
+            path = sample.custom_rm_path or args.custom_rm_path
+            given = f"--custom-rm-path {path}" if path else f"--rm-type {args.rm_type}"
+            wanted = f"an object whose entry {args.reward_key!r} (--reward-key) is a" if args.reward_key else "a"
+            kind = type(sample.reward).__name__
+            raise DataError(
+                f"the reward of sample {sample.index} by {given} (or the generate function) is "
+                f"{str(sample.reward)[:200]!r} ({kind}); it must be {wanted} finite number; a dict needs "
+                "--reward-key, a function of --custom-rm-path must return an int or a float"
+            )
+        rewards.append(reward)
+    return rewards
 
 
 def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatch:
@@ -75,7 +113,7 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
     if args.custom_reward_post_process_path:
         raw_rewards, rewards = _rewards_of_plug_in(args, samples)
     else:
-        raw_rewards = [sample.get_reward_value(args) for sample in samples]
+        raw_rewards = _raw_rewards(args, samples)
         rewards = post_process_rewards(
             raw_rewards,
             n_samples_per_prompt=args.n_samples_per_prompt,
@@ -86,9 +124,6 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
             group_ids=[sample.group_index for sample in samples],
             rollout_ids=[sample.rollout_id for sample in samples],
         )
-    for name, values in (("raw rewards", raw_rewards), ("rewards", rewards)):
-        if len(values) != len(samples):
-            raise DataError(f"{len(values)} {name} for {len(samples)} samples; there must be one for each sample")
     routed = None
     if args.use_rollout_routing_replay:
         routed = RoutedShape(num_layers=args.num_layers, top_k=args.moe_router_topk, num_experts=args.num_experts)
@@ -117,4 +152,25 @@ def split_for_ranks(
         global_batch_size=args.global_batch_size,
         rollout_indices=batch.rollout_ids,
     )
-    return split_by_rank(batch, schedule), schedule
+    try:
+        return split_by_rank(batch, schedule), schedule
+    except DataError as error:
+        if plug_ins := _plug_ins_of_samples(args):
+            raise DataError(f"{error}. A plug-in may have set it: {plug_ins}") from error
+        raise
+
+
+def _plug_ins_of_samples(args: Namespace) -> str:
+    """Return the plug-ins of the run that make or change samples and columns, with their flags."""
+    paths = {
+        "--rollout-function-path": args.rollout_function_path,
+        "--custom-generate-function-path": args.custom_generate_function_path,
+        "--rollout-sample-hook-path": args.rollout_sample_hook_path,
+        "--rollout-sample-filter-path": args.rollout_sample_filter_path,
+        "--custom-reward-post-process-path": args.custom_reward_post_process_path,
+        "--custom-convert-samples-to-train-data-path": args.custom_convert_samples_to_train_data_path,
+    }
+    named = (
+        (flag, path) for flag, value in paths.items() for path in ([value] if isinstance(value, str) else value or [])
+    )
+    return ", ".join(f"{flag} {path}" for flag, path in named if not path.startswith("slime."))

@@ -21,6 +21,7 @@ from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.state_file import read_state, write_state
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -272,8 +273,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _take_from_buffer(self, num_samples: int) -> list[list[Sample]]:
         if not self.buffer or num_samples <= 0:
             return []
-        taken = self.buffer_filter(self.args, None, self.buffer, num_samples)
-        return check_taken(taken, self.buffer, num_samples, self.args.buffer_filter_path or "pop_first")
+        path = self.args.buffer_filter_path or "pop_first"
+        call = PluginCall("--buffer-filter-path", path, self.buffer)
+        taken = call_plugin(call, self.buffer_filter, self.args, None, self.buffer, num_samples)
+        return check_taken(taken, self.buffer, num_samples, path)
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Put groups at the end of the buffer: aborted ones and finished ones that were not needed."""

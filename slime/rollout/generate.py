@@ -17,6 +17,7 @@ from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace
 from slime.rollout.config import RolloutConfig
 from slime.rollout.context import RolloutContext
 from slime.rollout.direct_workers import post_to_worker, router_would_drop
+from slime.utils.answer_checks import problem_with_answer
 from slime.utils.errors import DataError, EngineError, ProcessError
 from slime.utils.http_utils import post
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
@@ -119,7 +120,7 @@ async def answer_sample(context: RolloutContext, sample: Sample, sampling_params
         logger.warning("Sample %s lost its engine during the abort; it keeps its earlier tokens.", sample.index)
         sample.status = Sample.Status.ABORTED
         return sample
-    append_output(context.args, sample, output)
+    append_checked(context.args, sample, output)
     return sample
 
 
@@ -136,12 +137,13 @@ async def _ask(
     deadline_s = time.monotonic() + config.bad_answer_patience_s
     while True:
         output = await _send(config, sample, payload)
-        problem = _problem_with(output)
-        if problem is None:
+        try:
+            check_answer(config, sample, output, payload)
             return output
-        if is_over() or time.monotonic() >= deadline_s:
-            raise EngineError(f"The answer to sample {sample.index} cannot be used: {problem}")
-        logger.warning("The answer to sample %s cannot be used, asking again: %s", sample.index, problem)
+        except EngineError as error:
+            if is_over() or time.monotonic() >= deadline_s:
+                raise
+            logger.warning("%s Asking again.", error)
         await asyncio.sleep(BAD_ANSWER_WAIT_S)
 
 
@@ -158,29 +160,44 @@ async def _send(config: RolloutConfig, sample: Sample, payload: dict[str, Any]) 
     )
 
 
-def _problem_with(output: Any) -> str | None:
-    """Return why an answer of ``/generate`` cannot be used; None when it can."""
-    if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
-        return (
-            f"it is {str(output)[:300]!r}; /generate must give an object with 'text' and 'meta_info'. Look at the log "
-            "of the engine or the router."
-        )
-    meta_info = output["meta_info"]
-    if not isinstance(meta_info.get("finish_reason"), dict):
-        return f"it has no finish_reason: {str(meta_info)[:300]}. Look at the log of the engine."
-    return None
+def check_answer(config: RolloutConfig, sample: Sample, output: Any, payload: dict[str, Any]) -> None:
+    """Check an answer of the engine.
+
+    Raises:
+        EngineError: it cannot be used; names the field, and the request by the id that the engine's log has for it.
+    """
+    problem = problem_with_answer(output, payload)
+    if problem is None:
+        return
+    meta = output.get("meta_info") if isinstance(output, dict) else None
+    request = f"request {meta['id']}, " if isinstance(meta, dict) and "id" in meta else ""
+    raise EngineError(
+        f"The answer to sample {sample.index} cannot be used ({request}engine behind {config.router_url}): {problem}"
+    )
 
 
 def append_output(args: Namespace, sample: Sample, output: Any) -> None:
-    """Append one engine answer to the sample."""
-    if problem := _problem_with(output):
+    """Append one engine answer to the sample.
+
+    Raises:
+        EngineError: the answer cannot be used.
+    """
+    if problem := problem_with_answer(output, {}):
         raise EngineError(f"The answer to sample {sample.index} cannot be used: {problem}")
+    append_checked(args, sample, output)
+
+
+def append_checked(args: Namespace, sample: Sample, output: dict[str, Any]) -> None:
+    """Append an engine answer that ``check_answer`` has seen; as ``append_output`` otherwise."""
     meta_info = output["meta_info"]
     tokens, log_probs = read_output_tokens(meta_info)
-    sample.append_response_tokens(
-        args,
-        tokens=tokens,
-        log_probs=log_probs,
-        meta_info=meta_info,
-        text=output.get("text") or "",
-    )
+    try:
+        sample.append_response_tokens(
+            args,
+            tokens=tokens,
+            log_probs=log_probs,
+            meta_info=meta_info,
+            text=output.get("text") or "",
+        )
+    except ValueError as error:  # top-p spans or routed experts that do not fit the tokens
+        raise EngineError(f"The answer to sample {sample.index} cannot be used: {error}") from error

@@ -21,6 +21,7 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.waiting import cancel_all
 from slime.utils.errors import HookError
 from slime.utils.misc import copy_plain, parameters_of
+from slime.utils.plugins import PluginCall, await_plugin
 from slime.utils.types import Sample
 
 _ANSWERED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
@@ -83,12 +84,10 @@ async def _call_generate(
         return await points.generate(args, sample, sampling_params)
     function: Callable[..., Any] = points.load_function(path)
     keywords = {"evaluation": evaluation} if "evaluation" in parameters_of(function) else {}
-    entry = await function(args, sample, sampling_params, **keywords)
+    call = PluginCall("--custom-generate-function-path", path, sample)
+    entry = await await_plugin(call, function, args, sample, sampling_params, **keywords)
     if not isinstance(entry, Sample | list):
-        raise HookError(
-            f"{path} returned {type(entry).__name__}; it must return a Sample or a list of Samples. "
-            "Change the function that --custom-generate-function-path names."
-        )
+        raise HookError(f"{call} returned {type(entry).__name__}; it must return a Sample or a list of Samples.")
     return entry
 
 

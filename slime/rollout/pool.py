@@ -28,6 +28,7 @@ from slime.rollout.filter_hub.base_types import (
 from slime.rollout.staleness import oldest_version, version_number
 from slime.rollout.waiting import LongWait, cancel_all, deadline_error
 from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.plugins import PluginCall, call_plugin
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class GroupPolicy:
         self._context = context
         path = self.config.dynamic_sampling_filter_path
         self._filter = context.entry_points.load_function(path) if path else None
+        self._filter_path = path or ""
         self._num_dropped = self._num_kept = 0
 
     def admit(self, group: Group, rollout_id: int) -> None:
@@ -109,7 +111,8 @@ class GroupPolicy:
             num_outstanding: groups on their way to a rollout, this one included; a filter may depend on it.
         """
         self._context.journal.record_finished(group)
-        verdict = call_dynamic_filter(self._filter, self._context.args, group)
+        call = PluginCall("--dynamic-sampling-filter-path", self._filter_path, group)
+        verdict = call_plugin(call, call_dynamic_filter, self._filter, self._context.args, group)
         if not should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=num_outstanding, target_data_size=self.config.rollout_batch_size
         ):
@@ -351,9 +354,9 @@ class GroupPool:
         seen, self._seen = sorted(self._seen, key=first_index), []
         load, args = self.context.entry_points.load_function, self.context.args
         if path := self.config.rollout_sample_filter_path:
-            load(path)(args, batch)
+            call_plugin(PluginCall("--rollout-sample-filter-path", path), load(path), args, batch)
         if path := self.config.rollout_all_samples_process_path:
-            load(path)(args, seen, get_samples)
+            call_plugin(PluginCall("--rollout-all-samples-process-path", path), load(path), args, seen, get_samples)
         ages = self.bound.metrics(batch, self.rollout_id)
         return batch, {"rollout/groups/kept": len(batch), **self.policy.take_metrics(), **ages}
 

@@ -11,6 +11,7 @@ from slime.rollout.config import rollout_config
 from slime.rollout.context import current_run
 from slime.utils.errors import HookError
 from slime.utils.misc import load_function, parameters_of
+from slime.utils.plugins import PluginCall, await_plugin
 from slime.utils.types import Sample
 
 
@@ -42,13 +43,18 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     facts = {"rollout_id": current_run().rollout_id, "evaluation": evaluation, **kwargs}
     for path in [paths] if isinstance(paths, str) else paths:
         hook = load_function(path)
-        returned = hook(args, value, **_accepted(hook, facts))
-        if inspect.isawaitable(returned):
-            returned = await returned
+        call = PluginCall("--rollout-sample-hook-path", path, value)
+        returned = await await_plugin(call, _run, hook, args, value, _accepted(hook, facts))
         if returned is not None and not isinstance(returned, Sample):
-            raise HookError(f"{path} returned {type(returned).__name__}; a sample hook must return a Sample or None.")
+            raise HookError(f"{call} returned {type(returned).__name__}; a sample hook must return a Sample or None.")
         value = value if returned is None else returned
     return value
+
+
+async def _run(hook: Callable[..., Any], args: Namespace, sample: Sample, facts: Mapping[str, Any]) -> Any:
+    """Call a hook, which may be a coroutine function."""
+    returned = hook(args, sample, **facts)
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def _accepted(hook: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:

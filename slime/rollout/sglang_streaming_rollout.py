@@ -24,7 +24,7 @@ from slime.rollout import sglang_rollout
 from slime.rollout.config import RolloutConfig
 from slime.rollout.context import RolloutContext, context_of
 from slime.rollout.direct_workers import WorkerPicker, router_would_drop
-from slime.rollout.generate import append_output, request_payload
+from slime.rollout.generate import append_checked, append_output, check_answer, request_payload
 from slime.rollout.waiting import cancel_all
 from slime.utils.errors import ConfigError, EngineError, ProcessError
 from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post_for_events
@@ -81,7 +81,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             )
             await asyncio.sleep(RETRY_WAIT_S)
             continue
-        append_output(args, sample, output)
+        append_checked(args, sample, output)
         return sample
     raise AssertionError("the last attempt returns or raises")
 
@@ -115,7 +115,9 @@ async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[st
         if stream.latest is not None:
             append_output(context.args, sample, _cut_off(_decode(stream.latest)))
         raise
-    return _cut_off(output)
+    output = _cut_off(output)
+    check_answer(context.config, sample, output, payload)
+    return output
 
 
 async def _until_over(reader: asyncio.Task[None], state: Any) -> None:

@@ -87,7 +87,10 @@ def rollout_mask_sums(loss_masks: Sequence[Ints], rollout_ids: Sequence[int]) ->
     """
     totals: dict[int, int] = defaultdict(int)
     for mask, rollout_id in zip(loss_masks, rollout_ids, strict=True):
-        totals[rollout_id] += int(sum(mask))
+        try:
+            totals[rollout_id] += int(sum(mask))
+        except TypeError as error:
+            raise DataError(f"a loss mask holds {str(mask)[:200]}; it may have 0 and 1 only") from error
     return [totals[rollout_id] for rollout_id in rollout_ids]
 
 
@@ -136,9 +139,10 @@ def _check_lengths(sample: Sample) -> None:
         )
     entries = {"loss_mask": sample.loss_mask} | {name: read(sample) for name, read in _PER_TOKEN.items()}
     for name, values in entries.items():
-        if values is not None and len(values) != response:
+        if values is not None and (not hasattr(values, "__len__") or len(values) != response):
+            count = f"{len(values)} entries" if hasattr(values, "__len__") else repr(values)[:200]
             raise DataError(
-                f"sample {sample.index} has {len(values)} entries in {name} and response_length {response}; there "
+                f"sample {sample.index} has {count} in {name} and response_length {response}; there "
                 "must be one for each response token; Sample.append_response_tokens keeps them together"
             )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from numbers import Real
 
 import torch
 
@@ -52,7 +53,7 @@ def post_process_rewards(
         DataError: a reward is no finite number, or the samples cannot be told apart into groups.
     """
     for position, reward in enumerate(raw_rewards):
-        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        if not isinstance(reward, Real) or not math.isfinite(reward):
             raise DataError(
                 f"the reward of sample {position} of the rollout is {reward!r}; it must be a finite number; a reward "
                 "that is a dict needs --reward-key, a function of --custom-rm-path must return an int or a float"

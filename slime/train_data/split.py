@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from slime.train_data.columns import RankBatch, TrainBatch
@@ -18,9 +21,10 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
     """Return the share of each data-parallel rank.
 
     Raises:
-        DataError: a column has not one entry per sample.
+        DataError: a column has not one entry per sample, or a value that cannot be trained on.
     """
     num_samples = _check_columns(batch)
+    check_rewards(batch.rewards, batch)
     if batch.rollout_mask_sums is None:
         batch = replace(batch, rollout_mask_sums=rollout_mask_sums(batch.loss_masks, batch.rollout_ids))
     total_lengths = [len(tokens) for tokens in batch.tokens]
@@ -28,12 +32,14 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
     ranks: list[RankBatch] = []
     for partition, micro_batch_indices in zip(schedule.partitions, schedule.micro_batch_indices, strict=True):
         assert all(0 <= position < num_samples for position in partition), (partition, num_samples)
+        names = [sample_name(batch, position) for position in partition]
         columns: dict[str, Any] = {
             name: list(values)
             if column.scope == "batch"
-            else _as_column([values[position] for position in partition], column.dtype)
+            else _as_column(name, [values[position] for position in partition], column.dtype, names)
             for name, column, values in batch.columns()
         }
+        _check_values(columns, names)
         raw_reward = batch.raw_reward
         columns |= {
             "partition": list(partition),
@@ -69,10 +75,83 @@ def _check_columns(batch: TrainBatch) -> int:
     return num_samples
 
 
-def _as_column(values: list[Any], dtype: torch.dtype | None) -> list[Any] | torch.Tensor:
+def sample_name(batch: TrainBatch, position: int) -> str:
+    """Return the words that name a sample in an error: its index where it has one, else its position."""
+    index = batch.sample_indices[position] if batch.sample_indices is not None else None
+    return f"sample {index}" if index is not None else f"sample {position} of the train data"
+
+
+def check_rewards(rewards: Any, batch: TrainBatch) -> None:
+    """Check the rewards that advantages are made of.
+
+    Raises:
+        DataError: one of them is no finite number.
+    """
+    if isinstance(rewards, torch.Tensor):
+        rewards = rewards.tolist()
+    for position, reward in enumerate(rewards):
+        if not isinstance(reward, Real | torch.Tensor) or not math.isfinite(reward):
+            raise DataError(
+                f"{sample_name(batch, position)} has the reward {str(reward)[:200]!r} ({type(reward).__name__}); what "
+                "is trained on must be a finite number"
+            )
+
+
+def _as_column(
+    name: str, values: list[Any], dtype: torch.dtype | None, names: Sequence[str]
+) -> list[Any] | torch.Tensor:
     """Return the entries as CPU tensors; a column of plain numbers becomes one tensor."""
     if dtype is None:
         return values
     if values and isinstance(values[0], (int, float)):
         return torch.tensor(values, dtype=dtype)
-    return [torch.as_tensor(value, dtype=dtype) for value in values]
+    return [_as_tensor(name, value, dtype, sample) for value, sample in zip(values, names, strict=True)]
+
+
+def _as_tensor(name: str, value: Any, dtype: torch.dtype, sample: str) -> torch.Tensor:
+    """Return one entry as a tensor.
+
+    Raises:
+        DataError: it holds something that is no number, or a fraction where whole numbers belong.
+    """
+    try:
+        # numpy reads a list twice as fast as torch does, and tells what is in it.
+        tensor = torch.from_numpy(np.array(value)) if isinstance(value, list) else torch.as_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{sample} has {str(value)[:200]} in {name}; these must be numbers: {error}") from error
+    if tensor.is_floating_point() and not dtype.is_floating_point and not torch.equal(tensor, tensor.trunc()):
+        raise DataError(f"{sample} has {str(value)[:200]} in {name}; these must be whole numbers")
+    return tensor.to(dtype)
+
+
+TOKENS_AT_ONCE = 1 << 20
+"""Response tokens whose values are checked together."""
+
+
+def _check_values(columns: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Check the values of a rank's columns, many samples at a time.
+
+    Raises:
+        DataError: a loss mask is neither 0 nor 1, or the log-prob of a trained token is not finite.
+    """
+    masks = columns["loss_masks"]
+    checked = {name: columns[name] for name in ("rollout_log_probs", "teacher_log_probs") if name in columns}
+    start = tokens = 0
+    for stop in range(1, len(masks) + 1):
+        tokens += len(masks[stop - 1])
+        if tokens < TOKENS_AT_ONCE and stop < len(masks):
+            continue
+        mask_T = torch.cat(masks[start:stop])
+        if not bool(((mask_T == 0) | (mask_T == 1)).all()):
+            for mask, sample in zip(masks[start:stop], names[start:stop], strict=True):
+                wrong = mask[(mask != 0) & (mask != 1)]
+                if len(wrong):
+                    raise DataError(f"{sample} has {wrong[0].item()} in its loss mask; it may have 0 and 1 only")
+        for name, column in checked.items():
+            if bool((torch.cat(column[start:stop]).isfinite() | (mask_T == 0)).all()):
+                continue
+            for values, mask, sample in zip(column[start:stop], masks[start:stop], names[start:stop], strict=True):
+                wrong = values[~values.isfinite() & (mask == 1)]
+                if len(wrong):
+                    raise DataError(f"{sample} has {wrong[0].item()} in {name}, at a trained token; it must be finite")
+        start, tokens = stop, 0

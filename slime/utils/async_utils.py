@@ -7,17 +7,81 @@ as the process, so connections and semaphores made on it stay valid from one rol
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import logging
 import threading
+import time
 from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
-from slime.utils.errors import DeadlineError, ProcessError
+from slime.utils.errors import DeadlineError, HookError, ProcessError
+from slime.utils.plugins import frames_of, frames_of_thread
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 86400.0
 """Longest wait of ``run``; the default of ``--rollout-timeout-s``."""
+STALL_TIMEOUT_S = 600.0
+"""Longest time that the loop may be blocked; the default of ``--loop-stall-timeout-s``."""
+STALL_WARNING_S = 10.0
+"""A block of this length is named in the log, and then one of twice that length, and so on."""
+BEAT_S = 1.0
+"""Interval of the heartbeat."""
+INTERPRETER_MARGIN_S = 60.0
+"""Beyond the stall timeout: code that holds the interpreter's lock, so that no thread can say anything, has ended the
+process by then."""
+STDERR = 2
+
+
+class StallTimeout:
+    """The stall timeout of this process."""
+
+    seconds = STALL_TIMEOUT_S
+
+
+class LoopWatch:
+    """Heartbeat of an event loop, kept from the thread that waits for it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+        self._loop = loop
+        self._thread = thread
+        self._warn_s = min(STALL_WARNING_S, StallTimeout.seconds / 2)
+        self._answered = threading.Event()
+        self._send()
+
+    def _send(self) -> None:
+        self._answered.clear()
+        self._sent_s = time.monotonic()
+        self._loop.call_soon_threadsafe(self._answered.set)
+
+    def look(self) -> None:
+        """Send a beat when the last one was answered; otherwise say what blocks the loop.
+
+        Raises:
+            DeadlineError: the loop has been blocked for ``--loop-stall-timeout-s``.
+        """
+        if self._answered.is_set():
+            self._warn_s = min(STALL_WARNING_S, StallTimeout.seconds / 2)
+            self._send()
+            return
+        passed_s = time.monotonic() - self._sent_s
+        limit_s = StallTimeout.seconds
+        if passed_s < min(self._warn_s, limit_s):
+            return
+        call, frames = frames_of_thread(self._thread)
+        blocked = (
+            f"The event loop of the rollout has been blocked for {passed_s:.0f} s by {call or 'code'} at\n{frames}"
+        )
+        if passed_s >= limit_s:
+            raise DeadlineError(
+                f"{blocked}\nMeanwhile no request and no deadline of the rollout is served. Await instead of blocking "
+                "(asyncio.to_thread for slow synchronous code), or raise --loop-stall-timeout-s."
+            )
+        logger.warning("%s\nThe run ends when this lasts %g s (--loop-stall-timeout-s).", blocked, limit_s)
+        self._warn_s *= 2
 
 
 class AsyncLoopThread:
@@ -25,12 +89,18 @@ class AsyncLoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self._escaped: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="slime-async-loop", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while True:
+            try:
+                return self.loop.run_forever()
+            except BaseException as error:  # a task raised SystemExit; whoever waits in run() raises it
+                logger.error("%s ended a task of the background loop.", type(error).__name__, exc_info=error)
+                self._escaped = error
 
     def is_alive(self) -> bool:
         """Return True while the loop serves; False in a forked child, which has the object but not the thread."""
@@ -41,20 +111,46 @@ class AsyncLoopThread:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise ProcessError("run() was called on the background loop itself; await the coroutine instead.")
+        name = getattr(coroutine, "__qualname__", coroutine)
+        deadline_s = time.monotonic() + timeout_s
+        self._escaped = None
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        watch = LoopWatch(self.loop, self._thread)
         try:
-            return future.result(timeout_s)
-        except FutureTimeoutError as error:
-            if future.done():  # the coroutine's own TimeoutError, which is the same class from Python 3.11 on
-                raise
-            future.cancel()
-            raise DeadlineError(
-                f"{getattr(coroutine, '__qualname__', coroutine)} did not end within {timeout_s:.0f} s; "
-                "see --rollout-timeout-s."
-            ) from error
+            while True:
+                left_s = max(0.0, deadline_s - time.monotonic())
+                try:
+                    return future.result(min(BEAT_S, left_s))
+                except FutureTimeoutError as error:
+                    if future.done():  # just now; or it was the coroutine's own TimeoutError, which is the same class
+                        return future.result(0)
+                    if left_s <= BEAT_S:
+                        raise DeadlineError(
+                            f"{name} did not end within {timeout_s:.0f} s; see --rollout-timeout-s."
+                        ) from error
+                except (SystemExit, KeyboardInterrupt) as error:
+                    if not future.done():  # Ctrl-C
+                        raise
+                    raise _ended(error) from error
+                if self._escaped is not None:
+                    raise _ended(self._escaped) from self._escaped
+                watch.look()
+                # Armed anew with every beat.  It needs no lock of the interpreter, which a beat does.
+                margin_s = StallTimeout.seconds + INTERPRETER_MARGIN_S
+                faulthandler.dump_traceback_later(margin_s, exit=True, file=STDERR)
         except BaseException:
             future.cancel()
             raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _ended(error: BaseException) -> HookError:
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return HookError(
+        f"A task of the rollout's event loop raised {said}. A plug-in must not end the process; raise an exception "
+        f"instead.\n{frames_of(error)}"
+    )
 
 
 _LOOPS: list[AsyncLoopThread] = []
@@ -73,6 +169,8 @@ def run(coroutine: Coroutine[Any, Any, T], timeout_s: float = DEFAULT_TIMEOUT_S)
     """Run the coroutine and return its result; it is cancelled when the wait ends early (deadline or Ctrl-C).
 
     Raises:
-        DeadlineError: it did not end within ``timeout_s`` seconds (it is cancelled then).
+        DeadlineError: it did not end within ``timeout_s`` seconds (it is cancelled then), or something blocked the
+            loop for ``--loop-stall-timeout-s``.
+        HookError: a task of the loop raised SystemExit or KeyboardInterrupt.
     """
     return get_async_loop().run(coroutine, timeout_s)

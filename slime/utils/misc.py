@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import inspect
 import subprocess
 import threading
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from slime.utils.errors import HookError
 from slime.utils.net import get_current_node_ip, get_free_port
+from slime.utils.plugins import import_plugin
 from slime.utils.sglang_meta import decode_int32_meta_array
 
 __all__ = [
@@ -42,13 +42,7 @@ def load_function(path: str) -> Any:
     module_path, dot, name = path.rpartition(".")
     if not dot or ":" in path or "/" in path:
         raise HookError(f"{path!r} is not an import path; write package.module.attribute, with dots only.")
-    try:
-        module = importlib.import_module(module_path)
-    except ImportError as error:
-        raise HookError(
-            f"{path!r} cannot be loaded: importing {module_path} failed with {type(error).__name__}: {error}. "
-            "The module must be importable on every node (PYTHONPATH)."
-        ) from error
+    module = import_plugin(module_path, repr(path))
     try:
         return getattr(module, name)
     except AttributeError as error:

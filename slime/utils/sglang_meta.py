@@ -193,12 +193,17 @@ def _parse_entries(entries: bytes) -> TokenLogProbs | None:
     """Return the columns of ``log_prob,id,null],[log_prob,id,null ... null]]``; None when the text is
     anything else.
     """
+    if b"t" in entries or b"f" in entries or b'"' in entries:  # true, false, a string; looked for in the bytes: cheap
+        return None
     try:
         values = orjson.loads(b"[%b]" % entries.translate(None, b"[]"))
-        ids = share_ids(values[1::3])
+        sent = values[1::3]
+        ids = share_ids(sent)
     except (orjson.JSONDecodeError, TypeError):
         return None
     if len(values) != 3 * len(ids) or values[2::3].count(None) != len(ids):
+        return None
+    if ids is sent and not all(type(token) is int and token >= 0 for token in ids):
         return None
     return TokenLogProbs(ids, values[0::3])
 

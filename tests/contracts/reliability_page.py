@@ -21,8 +21,8 @@ Written by `python -m tests.contracts.reliability_page`; edit `tests/contracts/r
 Nobody on the rollout side waits without an owner and a deadline. This page lists every edge on which somebody waits:
 what sets the deadline (a flag with its default, or a constant with its value, in seconds unless named otherwise), what
 is raised when it passes, where it is seen, and what comes of it. `tests/contracts/test_reliability.py` holds the page
-against the code: the names exist, the code reads the flags, every module that waits has a row, and no wait is without
-a deadline but those at the end of the page.
+against the code: names and tests exist, the code reads the flags, every module that waits has a row, and no wait is
+without a deadline but those at the end of the page.
 
 Errors travel to the driver as they were raised, and the driver's last lines have the first cause on top. "Ends the
 run" means: the same command goes on from the last checkpoint and the ledger (`docs/ledger.md`).
@@ -82,7 +82,7 @@ def page() -> str:
     sections = [HEAD]
     for area in AREAS:
         rows = [_row(edge, defaults) for edge in EDGES if edge.area == area]
-        head = "| who waits for what | deadline | what is seen | outcome |\n|---|---|---|---|"
+        head = "| who waits for what | deadline | what is seen | outcome | shown by |\n|---|---|---|---|---|"
         sections.append("\n".join([f"## {area}\n", head, *rows, ""]))
     exceptions = [f"* `{place}`: {reason}" for place, reason in sorted(UNTIMED.items())]
     sections.append(
@@ -96,7 +96,8 @@ def _row(edge: Edge, defaults: dict[str, object]) -> str:
     bounds = ", ".join(bound_text(bound, defaults) for bound in edge.bounds)
     deadline = "; ".join(part for part in (bounds, edge.deadline) if part)
     error = f"`{edge.raises}`; {edge.log}" if edge.raises else edge.log
-    cells = (f"{edge.waits}<br>{names}", deadline, error, edge.outcome)
+    tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in edge.tests)
+    cells = (f"{edge.waits}<br>{names}", deadline, error, edge.outcome, tests)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

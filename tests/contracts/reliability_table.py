@@ -26,6 +26,8 @@ class Edge:
     log: str
     """Where it is seen."""
     outcome: str
+    tests: tuple[str, ...]
+    """What shows that the row is true, as ``file::test``."""
 
 
 DRIVER = "Driver and Ray"
@@ -49,6 +51,9 @@ EDGES: tuple[Edge, ...] = (
         raises="ConfigError",
         log="driver's last lines",
         outcome="the run does not start; the line says how to set RAY_ADDRESS",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_cluster_that_does_not_let_the_driver_in_is_an_error_that_names_the_variable",
+        ),
     ),
     Edge(
         area=DRIVER,
@@ -59,6 +64,7 @@ EDGES: tuple[Edge, ...] = (
         raises="ConfigError",
         log="driver; what is missing is a warning as soon as the wait begins",
         outcome="the run does not start; the error says what the cluster has and what the job needs",
+        tests=("tests/dist/test_ray_waiting.py::test_too_few_gpus_is_an_error_that_says_what_to_change",),
     ),
     Edge(
         area=DRIVER,
@@ -69,6 +75,9 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="driver",
         outcome="ends the run",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_the_actors_that_tell_the_place_of_each_gpu_have_five_minutes_and_are_killed",
+        ),
     ),
     Edge(
         area=DRIVER,
@@ -79,6 +88,10 @@ EDGES: tuple[Edge, ...] = (
         raises="EngineDiedError",
         log="driver, with the actor's name",
         outcome="ends the run with that actor as first cause, whatever was waited for",
+        tests=(
+            "tests/dist/test_ray_waiting.py::test_the_death_of_a_watched_actor_ends_a_wait_for_another_one",
+            "tests/dist/test_logical_nodes.py::test_a_node_that_leaves_ends_every_wait_with_an_error_that_names_it",
+        ),
     ),
     Edge(
         area=DRIVER,
@@ -93,6 +106,10 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="driver; a line every minute that it still waits",
         outcome="ends the run",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_wait_has_the_deadline_of_its_row",
+            "tests/dist/test_ray_waiting.py::test_a_passed_deadline_names_the_work",
+        ),
     ),
     Edge(
         area=DRIVER,
@@ -103,6 +120,10 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="driver",
         outcome="ends the run",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_wait_has_the_deadline_of_its_row",
+            "tests/dist/test_ray_waiting.py::test_a_passed_deadline_names_the_work",
+        ),
     ),
     Edge(
         area=DRIVER,
@@ -113,6 +134,10 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="driver",
         outcome="ends the run",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_wait_has_the_deadline_of_its_row",
+            "tests/dist/test_ray_waiting.py::test_a_passed_deadline_names_the_work",
+        ),
     ),
     Edge(
         area=DRIVER,
@@ -123,6 +148,10 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="trainer, then driver",
         outcome="ends the run",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_wait_has_the_deadline_of_its_row",
+            "tests/dist/test_ray_waiting.py::test_a_passed_deadline_names_the_work",
+        ),
     ),
     Edge(
         area=DRIVER,
@@ -133,6 +162,7 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="driver",
         outcome="what is left is killed with its owner: servers and routers watch it and end themselves",
+        tests=("tests/unit/ray/test_deadlines.py::test_the_end_waits_for_engines_no_longer_than_its_flag",),
     ),
     # Engines and routers
     Edge(
@@ -147,6 +177,9 @@ EDGES: tuple[Edge, ...] = (
         raises="ProcessError",
         log="driver, with the end of the server's log and its path",
         outcome="first start: ends the run; a restart: next attempt, 3 in all",
+        tests=(
+            "tests/dist/test_engine_replacement.py::test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -157,6 +190,10 @@ EDGES: tuple[Edge, ...] = (
         raises="ProcessError",
         log="driver",
         outcome="ends the run",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_wait_has_the_deadline_of_its_row",
+            "tests/dist/test_ray_waiting.py::test_a_passed_deadline_names_the_work",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -173,6 +210,10 @@ EDGES: tuple[Edge, ...] = (
         raises="ProcessError",
         log="driver, with the end of the router's log",
         outcome="ends the run; for a restarted engine: next attempt",
+        tests=(
+            "tests/unit/backends/sglang_utils/test_router_process.py::test_no_router_at_the_given_address_is_an_error",
+            "tests/unit/backends/sglang_utils/test_router_process.py::test_an_engine_that_answers_nothing_is_never_listed",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -183,6 +224,9 @@ EDGES: tuple[Edge, ...] = (
         raises="EngineError",
         log="whoever asked",
         outcome="as the caller says; sent once, never repeated",
+        tests=(
+            "tests/unit/backends/sglang_utils/test_server_control.py::test_a_refused_probe_is_a_fault_and_a_late_answer_is_not",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -193,6 +237,9 @@ EDGES: tuple[Edge, ...] = (
         raises="ConfigError",
         log="driver",
         outcome="the run does not start",
+        tests=(
+            "tests/unit/backends/sglang_utils/test_external_engines.py::test_an_engine_that_does_not_answer_is_named",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -203,6 +250,9 @@ EDGES: tuple[Edge, ...] = (
         raises="ProcessError",
         log="manager and driver, with the engine's name, how it ended and the end of its log",
         outcome="ends the run; with --use-fault-tolerance the engine and the router are restarted",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_rollout_function_that_does_not_return_ends_the_run_at_its_deadline",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -213,6 +263,9 @@ EDGES: tuple[Edge, ...] = (
         raises="EngineDiedError",
         log="manager",
         outcome="ends the run; with --use-fault-tolerance restarted at its address, engines registered anew",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_router_that_gives_no_sign_of_life_ends_the_run_or_is_started_again",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -223,6 +276,9 @@ EDGES: tuple[Edge, ...] = (
         raises="EngineDiedError",
         log="manager: a warning for each look without an answer; then the driver, with the engine's name",
         outcome="ends the run",
+        tests=(
+            "tests/unit/ray/engines/test_monitor.py::test_an_engine_that_says_nothing_for_the_whole_time_is_named",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -237,6 +293,9 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="manager: '... is evicted now: why'",
         outcome="evicted (removed from the router, killed), restarted, given the weights, registered",
+        tests=(
+            "tests/dist/test_engine_replacement.py::test_a_faulty_engine_is_evicted_and_restarted_on_the_same_gpu_without_touching_the_other",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -247,6 +306,10 @@ EDGES: tuple[Edge, ...] = (
         raises="ProcessError",
         log="manager, with the reason of the first death",
         outcome="ends the run with that reason",
+        tests=(
+            "tests/dist/test_engine_replacement.py::test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause",
+            "tests/dist/test_engine_replacement.py::test_an_engine_that_dies_again_and_again_is_given_up",
+        ),
     ),
     Edge(
         area=ENGINES,
@@ -257,6 +320,7 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="whoever stopped it",
         outcome="the error names the processes that are left",
+        tests=("tests/unit/backends/sglang_utils/test_child_process.py::test_killing_a_tree_leaves_none_of_it",),
     ),
     # Requests
     Edge(
@@ -273,16 +337,48 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="manager: groups done and wanted, and which engines still hold requests",
         outcome="ends the run; every task is cancelled",
+        tests=(
+            "tests/unit/rollout/test_sglang_rollout.py::test_the_deadline_names_what_is_done_and_which_engine_is_busy",
+            "tests/unit/rollout/test_eval_rollout.py::test_the_deadline_ends_an_evaluation",
+        ),
     ),
     Edge(
         area=REQUESTS,
         waits="Synchronous code for a coroutine on the background loop",
         code=("slime.utils.async_utils.AsyncLoopThread.run", "slime.rollout.sglang_rollout.generate_rollout"),
         bounds=("--rollout-timeout-s", "slime.rollout.sglang_rollout.IDLE_WAIT_S"),
-        deadline="the flag and twice the constant, for a loop that is blocked",
+        deadline="the flag and twice the constant: the coroutine keeps the flag itself",
         raises="DeadlineError",
         log="manager",
         outcome="ends the run",
+        tests=("tests/unit/utils/test_async_utils.py::test_a_coroutine_past_its_deadline_is_cancelled",),
+    ),
+    Edge(
+        area=REQUESTS,
+        waits="Anybody on the background loop for code of a plug-in that blocks it",
+        code=("slime.utils.async_utils.LoopWatch.look", "slime.ray.rollout.RolloutManager"),
+        bounds=(
+            "--loop-stall-timeout-s",
+            "slime.utils.async_utils.STALL_WARNING_S",
+            "slime.utils.async_utils.INTERPRETER_MARGIN_S",
+        ),
+        deadline="the flag ends the run; the warning comes first, then after twice its time and so on; code that "
+        "holds the interpreter's lock ends the process the margin later",
+        raises="DeadlineError",
+        log="manager: flag, path and sample of the plug-in, and the frames at which it is",
+        outcome="ends the run: the deadlines of requests and rewards do not pass while the loop is blocked",
+        tests=("tests/unit/utils/test_plugins.py::test_what_blocks_the_loop_is_named_and_ends_the_wait",),
+    ),
+    Edge(
+        area=REQUESTS,
+        waits="Anybody for the module of a plug-in to import",
+        code=("slime.utils.plugins.import_plugin", "slime.arguments.hook_checks.check_hooks_on_driver"),
+        bounds=("--plugin-import-timeout-s", "slime.utils.plugins.IMPORT_WARNING_S"),
+        deadline="the flag; a warning after the constant",
+        raises="HookError",
+        log="driver, before anything starts: flag, path and the frames at which the import is",
+        outcome="the run does not start",
+        tests=("tests/unit/utils/test_plugins.py::test_a_module_that_blocks_has_a_deadline_and_names_where_it_is",),
     ),
     Edge(
         area=REQUESTS,
@@ -293,6 +389,7 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="manager: how many are left, and the first of them",
         outcome="they are left behind; the first cause goes on its way",
+        tests=("tests/unit/rollout/test_waiting.py::test_a_task_that_swallows_its_cancellation_is_named_and_left",),
     ),
     Edge(
         area=REQUESTS,
@@ -303,10 +400,15 @@ EDGES: tuple[Edge, ...] = (
             "slime.utils.http_utils.CONNECT_TIMEOUT_S",
             "slime.rollout.config.DEFAULT_RETRIES",
         ),
-        deadline="60 tries, a second apart; with --use-fault-tolerance as many more as an engine may take to start",
+        deadline="60 repetitions, a second apart; with --use-fault-tolerance a further one for each second that an "
+        "engine may take to start",
         raises="EngineError",
         log="manager: a warning at tries 1, 10, 60, 120 ...",
         outcome="repeated, through the router, from the tokens that the sample holds; then ends the run",
+        tests=(
+            "tests/unit/rollout/test_rollout_faults.py::test_the_samples_are_those_of_a_rollout_without_the_fault",
+            "tests/unit/utils/test_http_utils.py::test_retries_end_with_one_error_that_names_url_attempts_and_cause",
+        ),
     ),
     Edge(
         area=REQUESTS,
@@ -317,16 +419,27 @@ EDGES: tuple[Edge, ...] = (
         raises="EngineError",
         log="manager",
         outcome="repeated elsewhere with fault tolerance; without, the stall monitor ends the run",
+        tests=(
+            "tests/unit/rollout/test_rollout_faults.py::test_an_engine_that_hangs_ends_the_rollout_at_its_deadline",
+        ),
     ),
     Edge(
         area=REQUESTS,
-        waits="Sample for a usable answer (garbage, no meta_info, no finish_reason)",
-        code=("slime.rollout.generate._ask", "slime.rollout.config.RolloutConfig"),
+        waits="Sample for a usable answer (garbage, parts missing, impossible tokens or log-probs, wrong counts)",
+        code=(
+            "slime.rollout.generate._ask",
+            "slime.utils.answer_checks.problem_with_answer",
+            "slime.rollout.config.RolloutConfig",
+        ),
         bounds=("--rollout-health-check-interval", "--rollout-health-check-timeout"),
         deadline="the sum and 30 s with --use-fault-tolerance; none without",
         raises="EngineError",
-        log="manager, with the start of the answer and the sample's index",
+        log="manager, with sample, request and the field that is wrong",
         outcome="asked again until the monitor has found the engine; then, or without fault tolerance, ends the run",
+        tests=(
+            "tests/unit/rollout/test_engine_faults.py::test_nonsense_without_an_end_is_an_error_when_the_monitor_has_had_its_time",
+            "tests/unit/rollout/test_engine_faults.py::test_an_answer_with_impossible_numbers_is_asked_for_again_or_ends_the_run",
+        ),
     ),
     Edge(
         area=REQUESTS,
@@ -337,6 +450,9 @@ EDGES: tuple[Edge, ...] = (
         raises="EngineError",
         log="manager: 'Worker ... failed; trying another'",
         outcome="sent to another worker; then ends the run",
+        tests=(
+            "tests/unit/rollout/test_direct_workers.py::test_a_worker_that_has_died_is_left_out_and_its_requests_go_elsewhere",
+        ),
     ),
     Edge(
         area=REQUESTS,
@@ -353,6 +469,9 @@ EDGES: tuple[Edge, ...] = (
         raises="EngineError",
         log="manager: 'The stream of sample ... broke; it goes on from N tokens'",
         outcome="what had arrived is kept, and the sample goes on from there; as many tries as a plain request",
+        tests=(
+            "tests/unit/rollout/test_sglang_streaming_rollout.py::test_an_aborted_stream_keeps_its_tokens_and_goes_on_from_them",
+        ),
     ),
     Edge(
         area=REQUESTS,
@@ -367,6 +486,9 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="manager: 'Engine ... did not take the abort'",
         outcome="an engine that does not answer is left to its monitor; groups that do not come back end the run",
+        tests=(
+            "tests/unit/rollout/test_sglang_rollout.py::test_a_request_that_reaches_the_engine_after_the_first_abort_is_aborted_too",
+        ),
     ),
     Edge(
         area=REQUESTS,
@@ -377,6 +499,9 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="manager: engines and their requests",
         outcome="goes on without them",
+        tests=(
+            "tests/unit/rollout/test_sglang_rollout.py::test_engines_that_stay_busy_after_the_abort_hold_the_rollout_up_no_longer_than_a_minute",
+        ),
     ),
     Edge(
         area=REQUESTS,
@@ -387,6 +512,9 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="manager, with the engines that hold requests",
         outcome="ends the run",
+        tests=(
+            "tests/unit/rollout/test_fully_async_rollout.py::test_a_rollout_that_takes_too_long_says_which_engine_holds_requests",
+        ),
     ),
     Edge(
         area=REQUESTS,
@@ -397,6 +525,7 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="manager (debug)",
         outcome="the version counts as unknown; the next rollout asks again",
+        tests=("tests/unit/rollout/test_staleness.py::test_engines_without_numbers_have_no_clock",),
     ),
     Edge(
         area=REQUESTS,
@@ -407,6 +536,9 @@ EDGES: tuple[Edge, ...] = (
         raises="EngineError",
         log="manager",
         outcome="an actor that dies is asked no more; without any, requests are posted from the manager",
+        tests=(
+            "tests/dist/test_engine_replacement.py::test_posts_go_through_actors_and_through_this_process_when_they_are_gone",
+        ),
     ),
     # Rewards
     Edge(
@@ -414,11 +546,16 @@ EDGES: tuple[Edge, ...] = (
         waits="Sample for its reward, whoever gives it (built-in, --custom-rm-path, a server, a group's)",
         code=("slime.rollout.rm_hub.policy.within", "slime.rollout.rm_hub.policy.GraderThreads.run"),
         bounds=("--rm-timeout-s",),
-        deadline="for a built-in grader from when its thread begins",
+        deadline="for a built-in grader from when its thread begins; for a custom one that awaits (one that blocks "
+        "the event loop meets --loop-stall-timeout-s)",
         raises="TimeoutError",
         log="manager: a warning with the sample's index; the sample's metadata['reward_error']",
         outcome="--rm-failure-policy: reward 0, or FAILED and not trained, or the run ends; "
         "--rm-max-failures in a row end it with the first cause",
+        tests=(
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_a_failed_grading_is_a_logged_zero",
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_a_built_in_grader_that_blocks_costs_its_response_and_not_the_loop",
+        ),
     ),
     Edge(
         area=REWARDS,
@@ -429,6 +566,10 @@ EDGES: tuple[Edge, ...] = (
         raises="GraderError",
         log="manager: a warning for every try",
         outcome="repeated; then the policy above",
+        tests=(
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_a_reward_server_that_hangs_costs_one_deadline",
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_garbage_from_a_reward_server_is_asked_for_again_and_then_zero",
+        ),
     ),
     Edge(
         area=REWARDS,
@@ -439,6 +580,10 @@ EDGES: tuple[Edge, ...] = (
         raises="GraderError",
         log="manager: a warning for every try",
         outcome="repeated; then the policy above, and the sample is not trained",
+        tests=(
+            "tests/unit/rollout/test_on_policy_distillation.py::test_a_teacher_that_fails_for_a_while_is_asked_again",
+            "tests/unit/rollout/test_on_policy_distillation.py::test_a_teacher_that_goes_on_failing_is_named",
+        ),
     ),
     Edge(
         area=REWARDS,
@@ -453,6 +598,9 @@ EDGES: tuple[Edge, ...] = (
         raises="GraderError",
         log="manager (info)",
         outcome="the answer counts as wrong and the child is replaced; one that cannot start: the policy above",
+        tests=(
+            "tests/unit/rollout/rm_hub/test_math_graders.py::test_an_expression_that_never_ends_is_wrong_and_the_next_one_is_graded",
+        ),
     ),
     Edge(
         area=REWARDS,
@@ -463,6 +611,9 @@ EDGES: tuple[Edge, ...] = (
         raises="ConfigError",
         log="manager",
         outcome="ends the run",
+        tests=(
+            "tests/unit/rollout/rm_hub/test_other_graders.py::test_a_download_of_ifbench_that_does_not_end_is_an_error_with_the_command",
+        ),
     ),
     # Weights and memory
     Edge(
@@ -478,6 +629,10 @@ EDGES: tuple[Edge, ...] = (
         raises="ProcessError",
         log="trainer: 'engine ... is excluded from the push', with the reason",
         outcome="it stays paused, the others go on; --weight-push-failure refills it, drops it or ends the run",
+        tests=(
+            "tests/unit/weights/push/test_participants.py::test_an_engine_gets_half_of_the_time_that_is_left",
+            "tests/dist/test_push_faults.py::test_each_engine_serves_a_whole_version_or_is_fenced_and_named",
+        ),
     ),
     Edge(
         area=WEIGHTS,
@@ -491,6 +646,10 @@ EDGES: tuple[Edge, ...] = (
         raises="WeightSyncError",
         log="trainer: 'engine ... is excluded from the push', with the reason",
         outcome="the push is repeated over a group without the engine that broke it",
+        tests=(
+            "tests/unit/weights/test_channel.py::test_a_member_that_does_not_come_ends_the_joining_of_the_others_at_the_deadline",
+            "tests/dist/test_push_faults.py::test_the_push_is_repeated_only_where_a_broadcast_broke",
+        ),
     ),
     Edge(
         area=WEIGHTS,
@@ -504,6 +663,9 @@ EDGES: tuple[Edge, ...] = (
         raises="WeightSyncError",
         log="trainer: 'engine ... is excluded from the push', with the reason",
         outcome="as for every engine that does not take a push",
+        tests=(
+            "tests/unit/weights/test_local_copy.py::test_another_process_at_work_is_waited_for_until_the_deadline",
+        ),
     ),
     Edge(
         area=WEIGHTS,
@@ -517,6 +679,9 @@ EDGES: tuple[Edge, ...] = (
         raises="WeightSyncError",
         log="trainer: 'engine ... is excluded from the push', with the reason",
         outcome="as for every engine that does not take a push",
+        tests=(
+            "tests/unit/weights/test_local_copy.py::test_a_version_that_never_shows_up_is_an_error_that_says_what_is_there",
+        ),
     ),
     Edge(
         area=WEIGHTS,
@@ -530,6 +695,10 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="driver",
         outcome="ends the run",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_wait_has_the_deadline_of_its_row",
+            "tests/dist/test_ray_waiting.py::test_a_passed_deadline_names_the_work",
+        ),
     ),
     Edge(
         area=WEIGHTS,
@@ -540,6 +709,9 @@ EDGES: tuple[Edge, ...] = (
         raises="ProcessError",
         log="driver: 'new engines did not take the weights; they will be tried again'",
         outcome="repeated; then ends the run",
+        tests=(
+            "tests/unit/ray/test_push_policy.py::test_a_replacement_that_does_not_take_its_first_weights_either_is_replaced_again",
+        ),
     ),
     Edge(
         area=WEIGHTS,
@@ -550,6 +722,10 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="manager and driver",
         outcome="ends the run; with --use-fault-tolerance the engine is restarted",
+        tests=(
+            "tests/unit/ray/test_deadlines.py::test_a_wait_has_the_deadline_of_its_row",
+            "tests/dist/test_ray_waiting.py::test_a_passed_deadline_names_the_work",
+        ),
     ),
     # Data on disk
     Edge(
@@ -561,6 +737,10 @@ EDGES: tuple[Edge, ...] = (
         raises="DataError",
         log="manager: a warning for every try, a second apart",
         outcome="repeated, the file cut back to its last whole record; then ends the run, which a restart resumes",
+        tests=(
+            "tests/unit/rollout/ledger/test_segments.py::test_a_full_disk_is_waited_for_and_nothing_is_written_twice",
+            "tests/unit/rollout/ledger/test_segments.py::test_a_disk_that_stays_full_ends_the_job_with_the_flags_that_help",
+        ),
     ),
     Edge(
         area=DATA,
@@ -574,7 +754,11 @@ EDGES: tuple[Edge, ...] = (
         deadline="an error of the disk: at once",
         raises="DataError",
         log="driver, with the path",
-        outcome="ends the run before the checkpoint counts; the one before is whole, and the half file is removed",
+        outcome="ends the run before the checkpoint counts; the one before is whole; what was half written is removed",
+        tests=(
+            "tests/unit/rollout/test_disk_full.py::test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole",
+            "tests/unit/rollout/test_disk_full.py::test_half_a_file_gives_its_room_back",
+        ),
     ),
     Edge(
         area=DATA,
@@ -590,6 +774,10 @@ EDGES: tuple[Edge, ...] = (
         log="manager, trainer or driver: an error with the path and the flag",
         outcome="the dump or record is lost and the run goes on; with --debug-rollout-only the dump is the purpose, "
         "and its DataError ends the run",
+        tests=(
+            "tests/unit/rollout/test_disk_full.py::test_a_dump_without_room_is_named_and_the_run_goes_on",
+            "tests/unit/rollout/test_disk_full.py::test_metrics_without_room_are_lost_and_the_run_goes_on",
+        ),
     ),
     # Agents and services
     Edge(
@@ -601,6 +789,7 @@ EDGES: tuple[Edge, ...] = (
         raises="TimeoutError",
         log="the client: status 504 in its protocol's words",
         outcome="repeated by the HTTP client; then the agent's own affair",
+        tests=("tests/unit/agent/test_openai_adapter.py::test_a_hung_engine_is_a_timeout",),
     ),
     Edge(
         area=OTHERS,
@@ -611,6 +800,7 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="manager: how many turns were in flight",
         outcome="they are not part of the samples",
+        tests=("tests/unit/agent/test_openai_adapter.py::test_a_turn_in_flight_is_cancelled_when_its_session_ends",),
     ),
     Edge(
         area=OTHERS,
@@ -621,6 +811,7 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="whoever started it",
         outcome="the caller's error",
+        tests=("tests/unit/agent/test_aiohttp_threaded.py::test_a_start_that_hangs_ends_at_its_deadline",),
     ),
     Edge(
         area=OTHERS,
@@ -631,6 +822,7 @@ EDGES: tuple[Edge, ...] = (
         raises="SandboxError",
         log="the custom generate function",
         outcome="local: killed with what it started; remote: tried again when it may be",
+        tests=("tests/unit/agent/test_sandbox.py::test_commands_and_files_of_the_local_sandbox",),
     ),
     Edge(
         area=OTHERS,
@@ -645,6 +837,10 @@ EDGES: tuple[Edge, ...] = (
         raises="SandboxError",
         log="the custom generate function; a sandbox that does not end is a warning",
         outcome="its processes are killed",
+        tests=(
+            "tests/unit/agent/test_isolation.py::test_where_nothing_isolates_it_does_not_start",
+            "tests/unit/agent/test_isolation.py::test_nothing_outlives_the_runner",
+        ),
     ),
     Edge(
         area=OTHERS,
@@ -655,6 +851,7 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="manager",
         outcome="the program's connection is closed",
+        tests=("tests/unit/agent/test_isolation.py::test_a_program_reaches_the_one_address_it_is_given",),
     ),
     Edge(
         area=OTHERS,
@@ -665,6 +862,7 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="the harness's result",
         outcome="the agent is killed; what it did so far counts",
+        tests=("tests/unit/agent/test_sandbox.py::test_a_long_job_gives_its_code_and_output_and_ends_at_its_budget",),
     ),
     Edge(
         area=OTHERS,
@@ -679,6 +877,9 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="manager, with how many items are there",
         outcome="repeated; then ends the run",
+        tests=(
+            "tests/unit/slime_plugins/rollout_buffer/test_rollout_buffer_example.py::test_a_service_without_data_ends_the_rollout_after_the_retries",
+        ),
     ),
     Edge(
         area=OTHERS,
@@ -689,6 +890,9 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="the service",
         outcome="killed with its workers",
+        tests=(
+            "tests/unit/slime_plugins/rollout_buffer/test_buffer.py::test_a_generator_that_ignores_its_end_is_killed",
+        ),
     ),
 )
 

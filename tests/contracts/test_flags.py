@@ -16,7 +16,7 @@ from slime.arguments.unsupported import HISTORICAL, NOT_YET
 from tests.contracts.seed_commands import SEED_COMMANDS
 from tests.contracts.source_tree import REPO, module_name, python_files, tree_of
 
-READS_IN_THE_FLAGS_PACKAGE = ("slime.arguments.resolve", "slime.arguments.overlay")
+READS_IN_THE_FLAGS_PACKAGE = ("slime.arguments.resolve", "slime.arguments.overlay", "slime.arguments.hook_checks")
 """Modules of slime.arguments that act on a flag; checking one is not acting on it, nor is declaring it."""
 
 READ_BY_A_COMPUTED_NAME = {

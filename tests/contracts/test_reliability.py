@@ -9,7 +9,7 @@ import pytest
 
 from tests.contracts.reliability_page import PAGE, constant, flag_defaults, module_path, page
 from tests.contracts.reliability_table import AREAS, EDGES, OUTSIDE, UNTIMED, Edge
-from tests.contracts.source_tree import module_name, tree_of
+from tests.contracts.source_tree import REPO, module_name, tree_of
 from tests.contracts.waits import Wait, rollout_side_files, waits_in, waits_of
 
 
@@ -50,6 +50,14 @@ def test_what_a_row_names_exists(edge):
             assert constant(bound) >= 0
     assert edge.bounds or edge.deadline, "a row without a deadline"
     assert edge.outcome and edge.log
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=ids)
+def test_a_row_names_the_tests_that_show_it(edge):
+    assert edge.tests, "a row that nothing shows"
+    for test in edge.tests:
+        file, _, name = test.partition("::")
+        assert name.startswith("test_") and find(tree_of(REPO / file), [name]) is not None, f"there is no {test}"
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=ids)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.contracts.source_tree import FACADES, REPO, module_name
 
 KIT = {
+    "answer_checks",
+    "plugins",
     "types",
     "misc",
     "http_utils",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.agent.trajectory import TurnRecord
+from slime.utils.answer_checks import problem_with_answer
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 from slime.utils.sglang_meta import read_output_tokens
@@ -66,7 +67,9 @@ async def call_sglang_generate(
         payload = {"input_ids": [*prompt_ids, *ids], "sampling_params": left, "return_logprob": True}
         payload["rid"] = uuid.uuid4().hex
         output = await post(url, payload, CONNECT_RETRIES, headers)
-        meta = _meta_of(output)
+        if problem := problem_with_answer(output, payload):
+            raise EngineError(f"The answer to a turn cannot be used (request {payload['rid']}, {url}): {problem}")
+        meta = output["meta_info"]
         # Texts of several calls may be cut within a character: the ids are to be decoded as a whole.
         text = "" if attempt else output.get("text") or ""
         new_ids, new_log_probs = read_output_tokens(meta)
@@ -89,15 +92,3 @@ async def call_sglang_generate(
         began_s=began_s,
         ended_s=time.monotonic(),
     )
-
-
-def _meta_of(output: Any) -> dict[str, Any]:
-    meta = output.get("meta_info") if isinstance(output, dict) else None
-    if not isinstance(meta, dict) or not isinstance(meta.get("finish_reason"), dict):
-        raise EngineError(
-            f"The engine answered a turn with {str(output)[:300]!r}; /generate must give an object with 'text' and "
-            "'meta_info', whose finish_reason is an object. Look at the log of the engine or the router."
-        )
-    if "output_token_logprobs" not in meta and meta.get("completion_tokens"):
-        raise EngineError("The engine's answer has tokens without log-probs, which cannot be trained on.")
-    return meta

@@ -44,6 +44,7 @@ from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 from slime.weights.push.participants import ExcludedEngine
 from slime.weights.push.verbs import EngineProxy
 
@@ -270,8 +271,9 @@ class MegatronTrainRayActor(TrainWorker):
 
     def _postprocess_and_log(self, rollout_id: int, data: DeviceBatch) -> dict[str, float]:
         args = self.args
-        if args.rollout_data_postprocess_path is not None:
-            load_function(args.rollout_data_postprocess_path)(args, rollout_id, data)
+        if path := args.rollout_data_postprocess_path:
+            call = PluginCall("--rollout-data-postprocess-path", path)
+            call_plugin(call, load_function(path), args, rollout_id, data)
         metrics = train_metrics.rollout_metrics(args, data)
         self._reports.rollout(rollout_id, metrics)
         return metrics

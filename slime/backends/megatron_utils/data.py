@@ -24,6 +24,7 @@ from slime.backends.megatron_utils.cp_utils import cp_layout, slice_log_prob_wit
 from slime.train_data.columns import COLUMNS, RankBatch
 from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
+from slime.train_data.split import sample_name
 from slime.utils.errors import DataError
 
 PER_TOKEN_COLUMNS = frozenset(
@@ -53,7 +54,7 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Dev
     device = current_device()
     tokens_N = [torch.as_tensor(tokens, dtype=torch.long) for tokens in batch.tokens]
     if vocab_size is not None:
-        _check_tokens(tokens_N, vocab_size)
+        _check_tokens(tokens_N, vocab_size, batch)
     data.tokens = [tokens.to(device) for tokens in tokens_N]
     data.total_lengths = [int(tokens.numel()) for tokens in data.tokens]
     data.response_lengths = [int(length) for length in batch.response_lengths]
@@ -75,12 +76,12 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Dev
     return data
 
 
-def _check_tokens(tokens_N: list[torch.Tensor], vocab_size: int) -> None:
+def _check_tokens(tokens_N: list[torch.Tensor], vocab_size: int, batch: RankBatch) -> None:
     for index, tokens in enumerate(tokens_N):
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             wrong = int(tokens.max()) if int(tokens.max()) >= vocab_size else int(tokens.min())
             raise DataError(
-                f"sample {index} of this rank has the token {wrong}; the model has the tokens 0 to {vocab_size - 1} "
+                f"{sample_name(batch, index)} has the token {wrong}; the model has the tokens 0 to {vocab_size - 1} "
                 "(--vocab-size). Does the rollout function use the tokenizer of --hf-checkpoint?"
             )
 

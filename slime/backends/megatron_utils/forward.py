@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.data import DataIterator, forward_arguments, 
 from slime.backends.megatron_utils.loss import wants_mismatch
 from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 
 _KEYS = ("tokens", "multimodal_train_inputs", "total_lengths", "response_lengths", "loss_masks")
 _TOP_P_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
@@ -64,8 +65,9 @@ def forward_only(
     Returns:
         ``{prefix + name: [tensor of each sample]}`` on the last pipeline stage, nothing on the others.
     """
-    if args.custom_megatron_before_log_prob_hook_path is not None:
-        load_function(args.custom_megatron_before_log_prob_hook_path)(args, list(model), store_prefix)
+    if path := args.custom_megatron_before_log_prob_hook_path:
+        call = PluginCall("--custom-megatron-before-log-prob-hook-path", path)
+        call_plugin(call, load_function(path), args, list(model), store_prefix)
     was_training = [chunk.training for chunk in model]
     for iterator in data_iterator:
         iterator.reset()

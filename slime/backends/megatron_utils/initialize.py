@@ -21,6 +21,7 @@ from megatron.core import mpu, tensor_parallel
 
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ def init(args: Namespace) -> None:
         torch.use_deterministic_algorithms(True)
     if args.enable_experimental:
         megatron_config.set_experimental_flag(True)
-    if args.custom_megatron_init_path:
-        load_function(args.custom_megatron_init_path)(args)
+    if path := args.custom_megatron_init_path:
+        call_plugin(PluginCall("--custom-megatron-init-path", path), load_function(path), args)
 
 
 def initialize_parallel_state(args: Namespace) -> None:

@@ -45,6 +45,7 @@ from slime.backends.megatron_utils.loss_columns import (
 from slime.backends.megatron_utils.top_k import top_k_divergence
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 
 __all__ = [
     "LOSSES",
@@ -117,10 +118,10 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
 
     # The loss of the micro-batch
     reduce_loss = reduce
-    if args.custom_pg_loss_reducer_function_path is not None:
-        custom = load_function(args.custom_pg_loss_reducer_function_path)
+    if path := args.custom_pg_loss_reducer_function_path:
+        call = PluginCall("--custom-pg-loss-reducer-function-path", path)
         lengths = batch["total_lengths"], batch["response_lengths"]
-        reduce_loss = custom(*lengths, loss_masks, args.calculate_per_token_loss)
+        reduce_loss = call_plugin(call, load_function(path), *lengths, loss_masks, args.calculate_per_token_loss)
     pg_loss, entropy = reduce_loss(loss_T), reduce(entropy_T)
     loss = pg_loss - args.entropy_coef * entropy
     metrics = {"pg_loss": pg_loss, "entropy_loss": entropy}
@@ -174,7 +175,9 @@ def custom_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     """Call the function of ``--custom-loss-function-path``, which sees fp32 logits and the columns as they are."""
     if args.custom_loss_function_path is None:
         raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path")
-    loss, metrics = load_function(args.custom_loss_function_path)(args, batch, logits.float(), sum_of_sample_mean)
+    path = args.custom_loss_function_path
+    call = PluginCall("--custom-loss-function-path", path)
+    loss, metrics = call_plugin(call, load_function(path), args, batch, logits.float(), sum_of_sample_mean)
     return loss, {"loss": loss, **metrics}
 
 
@@ -277,10 +280,10 @@ def correct_mismatch(
     rollout_log_prob_N: Sequence[Tensor],
 ) -> Corrected:
     """Run the correction; adds the metric ``ois``, the plain weight ``pi_train / pi_rollout``."""
-    correct = vanilla_tis_function
-    if args.custom_tis_function_path is not None:
-        correct = load_function(args.custom_tis_function_path)
-    corrected_T, masks, metrics_T = correct(
+    path = args.custom_tis_function_path
+    corrected_T, masks, metrics_T = call_plugin(
+        PluginCall("--custom-tis-function-path", path or ""),
+        vanilla_tis_function if path is None else load_function(path),
         args=args,
         pg_loss=loss_T,
         train_log_probs=list(train_log_prob_N),

@@ -31,6 +31,7 @@ from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.utils.errors import SlimeError
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 
 _KEYS = (
     "tokens",
@@ -108,9 +109,9 @@ def train_one_step(
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    if args.custom_megatron_before_train_step_hook_path is not None:
-        hook = load_function(args.custom_megatron_before_train_step_hook_path)
-        hook(args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
+    if path := args.custom_megatron_before_train_step_hook_path:
+        call = PluginCall("--custom-megatron-before-train-step-hook-path", path)
+        call_plugin(call, load_function(path), args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
 
     reports = accumulate_gradients(
         args, moment, data_iterator, model, num_microbatches, step_global_batch_size, loss_type=loss_type

@@ -19,6 +19,7 @@ from typing import Any
 from slime.backends.sglang_utils import cpu_shim
 from slime.utils.errors import ConfigError, ProcessError, WeightSyncError
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 from slime.weights.local_copy import LocalCopy
 from slime.weights.push.verbs import (
     COMPARE_SNAPSHOT,
@@ -236,8 +237,10 @@ class WeightVerbs(EngineVerbs):
     def pull_weights(self, target_version: int, rebuild: bool = False) -> str:
         # In this process, which runs on the engine's host: stock SGLang has no endpoint for it.
         args = self.args
-        if args.sglang_custom_pull_weights_pre_read_hook is not None and target_version > 0:
-            load_function(args.sglang_custom_pull_weights_pre_read_hook)(args.update_weight_disk_dir, target_version)
+        path = args.sglang_custom_pull_weights_pre_read_hook
+        if path is not None and target_version > 0:
+            call = PluginCall("--sglang-custom-pull-weights-pre-read-hook", path)
+            call_plugin(call, load_function(path), args.update_weight_disk_dir, target_version)
         copy = LocalCopy(
             args.update_weight_local_checkpoint_dir,
             source=args.update_weight_disk_dir,

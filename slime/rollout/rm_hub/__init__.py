@@ -25,6 +25,7 @@ from slime.rollout.rm_hub.math_utils import extract_answer as extract_boxed_answ
 from slime.rollout.rm_hub.policy import GRADER_THREADS, grade_by_policy, timeout_s_of, within
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, await_plugin
 from slime.utils.types import Sample
 
 __all__ = [
@@ -53,8 +54,6 @@ _GRADERS: dict[str, Callable[[Sample], Any]] = {
 }
 RM_TYPES = ("remote_rm", *_GRADERS)
 """Values of ``--rm-type``, each also with the prefix ``boxed_``."""
-
-_MAY_BLOCK = frozenset({"deepscaler", "math", "math_verify", "ifbench"})
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
@@ -88,7 +87,8 @@ async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     timeout_s = timeout_s_of(args)
     path = _custom_path(args, sample)
     if path:
-        return await within(timeout_s, load_function(path)(args, sample, **kwargs))
+        call = PluginCall("--custom-rm-path", path, sample)
+        return await within(timeout_s, await_plugin(call, load_function(path), args, sample, **kwargs))
     rm_type = _rm_type(args, sample)
     if rm_type.startswith(BOXED_PREFIX):
         rm_type = rm_type.removeprefix(BOXED_PREFIX)
@@ -101,10 +101,8 @@ async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
             f"The reward type {rm_type!r} does not exist; it may be {', '.join(RM_TYPES)}, each also with the prefix "
             f"{BOXED_PREFIX}. Set --rm-type, --custom-rm-path or the sample's metadata['rm_type']."
         )
-    if rm_type in _MAY_BLOCK:
-        # Off the event loop: sympy may take seconds, and other samples' requests must go on.
-        return await GRADER_THREADS.run(_GRADERS[rm_type], sample, timeout_s=timeout_s)
-    return _GRADERS[rm_type](sample)
+    # Off the event loop: a grader may take seconds, and other samples' requests must go on.
+    return await GRADER_THREADS.run(_GRADERS[rm_type], sample, timeout_s=timeout_s)
 
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:
@@ -114,6 +112,7 @@ async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
     async def grade() -> Any:
-        return await within(timeout_s_of(args), load_function(path)(args, samples, **kwargs))
+        call = PluginCall("--custom-rm-path", path, samples)
+        return await within(timeout_s_of(args), await_plugin(call, load_function(path), args, samples, **kwargs))
 
     return await grade_by_policy(args, samples, grade)  # type: ignore[return-value]

@@ -127,7 +127,7 @@ def test_the_trainers_plug_ins_are_not_imported_on_the_driver(plug_in):
 
 def no_hooks(**named: object) -> Namespace:
     values: dict[str, object] = {hook.dest: [] if hook.repeatable else None for hook in HOOKS}
-    values["eval_datasets"] = []
+    values |= {"eval_datasets": [], "plugin_import_timeout_s": 60.0}
     return Namespace(**values | named)
 
 

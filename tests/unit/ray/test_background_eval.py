@@ -128,7 +128,11 @@ def evaluator(monkeypatch, folder, data: dict[str, Any], told: list[list[str]]) 
     monkeypatch.setattr(background_eval, "engine_versions", engine_versions)
     monkeypatch.setattr(background_eval, "rollout_config", lambda args: None)
     made: Any = object.__new__(BackgroundEvaluator)
-    made.args = Namespace(save_debug_rollout_data=str(folder / "{rollout_id}.pt"), debug_rollout_only=False)
+    made.args = Namespace(
+        eval_function_path="mine.evaluate",
+        save_debug_rollout_data=str(folder / "{rollout_id}.pt"),
+        debug_rollout_only=False,
+    )
     made.run, made.data_source = Namespace(begin=lambda rollout_id: None), "the data"
     made.eval_rollout = lambda args, rollout_id, source, evaluation: RolloutFnEvalOutput(data, {"eval/mine": 1})
     return made

@@ -5,9 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from slime.ray.rollout_data import train_data_from_samples
+from slime.arguments.parser import build_parser
+from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
 from slime.utils.errors import DataError, HookError
 from slime.utils.types import Sample
 
@@ -30,6 +32,8 @@ def train_data(samples: list[Sample], **flags: Any) -> dict[str, Any]:
         use_rollout_routing_replay=False,
         rollout_top_p=1.0,
         use_opd=False,
+        custom_rm_path=None,
+        rm_type="math",
     )
     return train_data_from_samples(Namespace(**vars(args) | flags), samples)
 
@@ -72,3 +76,101 @@ def test_a_reward_that_is_no_number_is_shown(reward):
 def test_tokens_are_ids():
     with pytest.raises(DataError, match="sample 0 has the token 'c'; tokens are whole numbers"):
         train_data([sample(tokens=["a", "b", "c"])])
+
+
+@pytest.mark.parametrize("reward", [None, True, 0.5])
+def test_with_a_reward_key_the_reward_is_a_dict_that_has_it(reward):
+    with pytest.raises(DataError, match="sample 0 by --custom-rm-path mine.grade .*entry 'score' .--reward-key. is a"):
+        train_data([sample(reward=reward)], reward_key="score", custom_rm_path="mine.grade")
+    assert train_data([sample(reward={"score": 0.5})], reward_key="score").rewards == [0.5]
+
+
+def test_a_truth_value_and_a_number_of_numpy_are_rewards():
+    samples = [sample(reward=True), sample(reward=np.float32(0.5))]
+    assert train_data(samples, rollout_batch_size=2).rewards == [1.0, 0.5]
+
+
+def too_few(args, samples):
+    return [1.0], []
+
+
+def no_lists(args, samples):
+    return None, None
+
+
+@pytest.mark.parametrize(("function", "says"), [(too_few, "0 rewards to train on for 1"), (no_lists, "NoneType raw")])
+def test_rewards_of_a_plug_in_are_as_many_as_the_samples(function, says):
+    with pytest.raises(HookError, match=f"--custom-reward-post-process-path .*{function.__name__} returned {says}"):
+        train_data([sample()], custom_reward_post_process_path=path(function))
+
+
+def nan_rewards(args, samples):
+    return [1.0] * len(samples), [float("nan")] * len(samples)
+
+
+def text_rewards(args, samples):
+    return [1.0] * len(samples), ["1.0"] * len(samples)
+
+
+def raises(args, samples):
+    raise ZeroDivisionError("std of one")
+
+
+PARALLEL = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+
+
+def split(samples: list[Sample], **flags: Any) -> Any:
+    """The way of ``RolloutManager.generate`` from samples to ranks."""
+    args = parse(
+        "--num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 1 --global-batch-size 1 --micro-batch-size 1"
+    )
+    for name, value in ({"disable_rewards_normalization": True, "rewards_normalization": False} | flags).items():
+        setattr(args, name, value)
+    return split_for_ranks(args, train_data_from_samples(args, samples), PARALLEL)
+
+
+def parse(words: str) -> Namespace:
+    args = build_parser(with_engine_flags=False).parse_known_args(words.split())[0]
+    args.grpo_std_normalization = True
+    return args
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"loss_mask": [7]}, "sample 0 has 7 in its loss mask; it may have 0 and 1 only"),
+        ({"loss_mask": [0.5]}, r"sample 0 has \[0.5\] in loss_masks; these must be whole numbers"),
+        ({"loss_mask": ["1"]}, "a loss mask holds .*; it may have 0 and 1 only"),
+        ({"loss_mask": 7}, "sample 0 has 7 in loss_mask and response_length 1"),
+        ({"rollout_log_probs": [float("nan")]}, "sample 0 has nan in rollout_log_probs, at a trained token"),
+        ({"rollout_log_probs": ["x"]}, r"sample 0 has \['x'\] in rollout_log_probs; these must be numbers"),
+        ({"tokens": [1.5, 2, 3]}, r"sample 0 has \[1.5, 2, 3\] in tokens; these must be whole numbers"),
+        ({"tokens": [None, 2, 3]}, r"sample 0 has \[None, 2, 3\] in tokens; these must be numbers"),
+    ],
+)
+def test_values_that_cannot_be_trained_on_name_the_sample_and_the_plug_in(fields, says):
+    with pytest.raises(DataError, match=says) as error:
+        split([sample(**fields)], custom_generate_function_path="mine.generate")
+    if "holds" not in says and "loss_mask and" not in says:
+        assert "--custom-generate-function-path mine.generate" in str(error.value)
+
+
+def test_what_is_not_trained_may_be_anything():
+    (data,), _ = split([sample(tokens=[1, 2, 3], loss_mask=[0], rollout_log_probs=[float("nan")])])
+    assert data.loss_masks[0].tolist() == [0]
+
+
+@pytest.mark.parametrize(("function", "says"), [(nan_rewards, "'nan' .float"), (text_rewards, "'1.0' .str")])
+def test_rewards_of_a_plug_in_are_finite_numbers(function, says):
+    with pytest.raises(
+        DataError, match=f"sample 0 has the reward {says}.*--custom-reward-post-process-path .*{function.__name__}"
+    ):
+        split([sample()], custom_reward_post_process_path=path(function))
+
+
+def test_what_a_plug_in_raises_is_told_under_its_flag():
+    with pytest.raises(ZeroDivisionError) as error:
+        train_data([sample()], custom_reward_post_process_path=path(raises))
+    first, *frames = error.value.__notes__[0].splitlines()
+    assert first == f"--custom-reward-post-process-path {path(raises)} raised ZeroDivisionError: std of one"
+    assert "in raises" in frames[0]

@@ -118,3 +118,19 @@ def test_requests_are_repeated_for_as_long_as_an_engine_may_take_to_start():
     assert tolerant.bad_answer_patience_s == 90.0
     assert rollout_config(Namespace()).request_retries == DEFAULT_RETRIES
     assert rollout_config(Namespace()).bad_answer_patience_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("value", "field"), [(0.5, r"output_token_logprobs'\]\[0\] has the log-prob 0.5"), (float("nan"), "log-prob nan")]
+)
+def test_an_answer_with_impossible_numbers_is_asked_for_again_or_ends_the_run(monkeypatch, value, field):
+    monkeypatch.setattr(generate, "BAD_ANSWER_WAIT_S", 0.01)
+    bad = iter([value])
+    script = Script(length=6, log_prob=lambda token, position: next(bad, -0.5))
+    with ScriptedEngine(script) as engine:
+        sample = ask(flags(engine))
+        assert sample.response_length == 6 and max(sample.rollout_log_probs) < 0
+        assert len(engine.payloads) == 2, "not asked again"
+        bad = iter([value])
+        with pytest.raises(EngineError, match=rf"sample 3 cannot be used \(request \w+.*http://.*{field}"):
+            ask(flags(engine, use_fault_tolerance=False))

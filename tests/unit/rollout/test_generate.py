@@ -12,6 +12,7 @@ from slime.rollout import direct_workers, sglang_rollout
 from slime.rollout.config import rollout_config
 from slime.rollout.generate import _payload, _prepare_prompt_ids, append_output
 from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
+from slime.utils.async_utils import run
 from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import FakeTokenizer
@@ -172,3 +173,17 @@ def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
     assert set(before.values()) == {"a", "b", "c"}
     assert all(after[key] == before[key] for key in keys if before[key] != "c")
     direct_workers.WorkerPicker.clear_instances()
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+def test_a_generate_function_cannot_end_the_loop(monkeypatch, error):
+    async def leaves(args, sample, sampling_params):
+        raise error
+
+    monkeypatch.setattr(sglang_rollout, "GenerateState", FakeState)
+    monkeypatch.setattr(sglang_rollout, "load_function", lambda path: leaves)
+    call = generate_and_rm(Namespace(**MINIMAL), Sample(index=3, group_index=1), {}, evaluation=True)
+    with pytest.raises(
+        HookError, match="--custom-generate-function-path plugin.generate, called for sample 3 of group 1, raised"
+    ):
+        run(call, timeout_s=20)

@@ -118,7 +118,9 @@ def test_requests_of_an_engine_that_is_replaced_are_asked_again(rollout, kind):
 
 @pytest.mark.parametrize("kind", ["garbage", "empty"])
 def test_without_fault_tolerance_nonsense_ends_the_rollout_with_the_engines_own_words(rollout, kind):
-    with pytest.raises(EngineError, match="cannot be used: it is .*Look at the log of the engine"):
+    with pytest.raises(
+        EngineError, match="cannot be used .engine behind http.*: it is .*Look at the log of the engine"
+    ):
         rollout(Fault(kind))
 
 

@@ -58,7 +58,9 @@ def test_without_hooks_a_sample_is_untouched():
 
 def test_a_hook_that_returns_something_else_is_named(hooks):
     hooks["my.hook"] = lambda args, sample: [sample]
-    with pytest.raises(HookError, match="my.hook returned list; a sample hook must return a Sample or None"):
+    with pytest.raises(
+        HookError, match="--rollout-sample-hook-path my.hook returned list; a sample hook must return a Sample or None"
+    ):
         apply(["my.hook"], Sample())
 
 

@@ -480,3 +480,20 @@ def test_a_replaced_name_is_used_at_the_next_call(start_job, monkeypatch, name):
     monkeypatch.setattr(sglang_rollout, name, replacement)
     job.rollout()
     assert len(seen) == (2 if name == "generate_and_rm_group" else 4)
+
+
+def test_engines_that_stay_busy_after_the_abort_hold_the_rollout_up_no_longer_than_a_minute(monkeypatch, caplog):
+    aborts: list[Any] = []
+
+    async def busy(config: Any) -> dict[str, int]:
+        return {"http://engine": 2}
+
+    async def abort(config: Any) -> None:
+        aborts.append(config)
+
+    assert sglang_rollout.IDLE_WAIT_S == 60
+    monkeypatch.setattr(sglang_rollout, "IDLE_WAIT_S", 0.2)
+    monkeypatch.setattr(sglang_rollout, "engine_loads", busy)
+    monkeypatch.setattr(sglang_rollout, "abort_engines", abort)
+    run(sglang_rollout._wait_until_idle(None, repeat_s=0.02), timeout_s=20)
+    assert aborts and "Engines still busy" in caplog.text and "http://engine" in caplog.text

@@ -324,3 +324,10 @@ def test_unfinished_versions_are_invisible_and_go_with_the_first_push(pusher):
     (pusher.root / "notes.txt").write_text("somebody's")
     remove_all(pusher.root)
     assert [path.name for path in pusher.root.iterdir()] == ["notes.txt"]
+
+
+def test_a_version_that_never_shows_up_is_an_error_that_says_what_is_there(pusher):
+    with pytest.raises(
+        WeightSyncError, match="does not exist on this host.* shows no version.*--update-weight-disk-dir"
+    ):
+        copy_of(pusher).pull(3)

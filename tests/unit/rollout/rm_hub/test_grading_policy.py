@@ -17,6 +17,7 @@ from slime.rollout import rm_hub
 from slime.rollout.rm_hub import async_rm, batched_async_rm, math_utils, policy, remote
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
 from slime.rollout.rm_hub.policy import GraderThreads
+from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.types import Sample
 
@@ -232,3 +233,35 @@ def test_math_verify_is_used_where_it_is_installed():
     else:
         with pytest.raises(ConfigError, match="pip install"):
             asyncio.run(async_rm(flags, sample))
+
+
+def test_a_grader_that_exits_ends_the_run_with_its_name(monkeypatch):
+    async def leaves(args: Namespace, sample: Any, **kwargs: Any) -> float:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(rm_hub, "load_function", lambda path: leaves)
+    sample = Sample(index=3, group_index=1)
+    with pytest.raises(
+        HookError, match="--custom-rm-path mine.grade, called for sample 3 of group 1, raised SystemExit"
+    ):
+        run(async_rm(args(custom_rm_path="mine.grade"), sample), timeout_s=20)
+
+
+@pytest.mark.parametrize("rm_type", ["f1", "gpqa", "dapo", "random", "math", "boxed_f1"])
+def test_a_built_in_grader_that_blocks_costs_its_response_and_not_the_loop(monkeypatch, rm_type):
+    release = threading.Event()
+    monkeypatch.setitem(rm_hub._GRADERS, rm_type.removeprefix("boxed_"), lambda sample: release.wait(60))
+    sample = Sample(index=3, response=RIGHT, label="7")
+
+    async def main() -> Any:
+        grading = asyncio.create_task(async_rm(args(rm_type=rm_type), sample))
+        await asyncio.sleep(0.05)  # does not come back while a grader blocks the loop
+        assert not grading.done()
+        return await grading
+
+    began = time.monotonic()
+    try:
+        assert asyncio.run(main()) == 0.0 and "no result within 0.2 s" in sample.metadata["reward_error"]
+    finally:
+        release.set()
+    assert time.monotonic() - began < 20

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from slime.rollout.rm_hub import ifbench
 from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,15 @@ def test_ifbench_asks_the_checkers_of_the_checkout(tmp_path, monkeypatch):
     assert ifbench.compute_ifbench_reward("", None, metadata) == 0.0
     with pytest.raises(DataError, match="instruction_id_list"):
         ifbench.compute_ifbench_reward("a cat", None, {})
+
+
+def test_a_download_of_ifbench_that_does_not_end_is_an_error_with_the_command(tmp_path, monkeypatch):
+    def slow(command, timeout, **options):
+        assert timeout == ifbench.CLONE_TIMEOUT_S
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(ifbench.subprocess, "run", slow)
+    monkeypatch.setattr(ifbench, "IFBENCH_FOLDER", tmp_path / "ifbench")
+    metadata = {"instruction_id_list": ["x"], "kwargs": [{}], "prompt_text": "Write", "record_id": 3}
+    with pytest.raises(ConfigError, match="cannot be fetched: .*timed out.*Put it there: git clone"):
+        ifbench.compute_ifbench_reward("a cat", None, metadata)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from slime.utils.errors import ConfigError
+from slime_plugins.rollout_buffer import buffer as buffer_module
 from slime_plugins.rollout_buffer.buffer import RolloutBuffer, create_app
 from slime_plugins.rollout_buffer.registry import load_generators
 
@@ -160,3 +162,27 @@ def test_the_service_does_not_listen_beyond_loopback_without_a_secret():
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     assert ended.returncode == 2 and "--secret-file" in ended.stderr and "--no-job-secret" in ended.stderr
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+TASK_TYPE = "stubborn"
+def run_rollout(data):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(data["started"], "w").close()
+    time.sleep(600)
+"""
+
+
+def test_a_generator_that_ignores_its_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(buffer_module, "STOP_WAIT_S", 0.3)
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    generator = load_generators([tmp_path])["stubborn"]
+    process, started = buffer_module.GeneratorProcess(), tmp_path / "started"
+    process.start(generator, {"started": str(started)})
+    deadline = time.monotonic() + 60
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert started.exists() and process.exit_code() == "running"
+    process.stop()
+    assert process.exit_code() == -signal.SIGKILL

@@ -1,0 +1,234 @@
+"""Import and call plug-ins so that every failure names the plug-in: its flag, its import path, and the sample.
+
+An exception leaves a plug-in as it was raised, with a note: one line with flag, path and sample, and below it the
+plug-in's own frames.  What would end the process or the event loop in silence (``SystemExit``) becomes a HookError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from slime.utils.errors import HookError
+
+logger = logging.getLogger(__name__)
+
+IMPORT_TIMEOUT_S = 600.0
+"""Longest import of a plug-in's module; the default of ``--plugin-import-timeout-s``."""
+IMPORT_WARNING_S = 30.0
+"""An import that takes longer is named in the log."""
+_MAX_FRAMES = 12
+_SLIME = str(Path(__file__).parents[1])
+_MACHINERY = ("<frozen", str(importlib.__file__))
+
+
+@dataclass(frozen=True, slots=True)
+class PluginCall:
+    """One call of a plug-in, as errors name it."""
+
+    flag: str
+    path: str
+    subject: Any = None
+    """The sample, or the list of samples, that the call is about."""
+
+    def __str__(self) -> str:
+        about = _name_of(self.subject)
+        return f"{self.flag} {self.path}" + (f", called for {about}," if about else "")
+
+    def describe(self, error: BaseException) -> str:
+        """Return one line that says what the plug-in raised, and below it the plug-in's own frames."""
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return f"{self} raised {said}\n{frames_of(error)}"
+
+
+def _name_of(subject: Any) -> str:
+    count = len(subject) if isinstance(subject, list) else 1
+    while isinstance(subject, list) and subject:
+        subject = subject[0]
+    if isinstance(subject, list | tuple | str) or getattr(subject, "index", None) is None:
+        return ""
+    first = f"sample {subject.index} of group {getattr(subject, 'group_index', None)}"
+    return first if count == 1 else f"{count} samples from {first} on"
+
+
+def call_plugin(call: PluginCall, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a plug-in; its exceptions get a note that names ``call``.
+
+    Raises:
+        HookError: the plug-in tried to end the process.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        _add_note(call, error)
+        raise
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _ended(call, error) from error
+
+
+async def await_plugin(call: PluginCall, function: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    """Call a plug-in and await its result; as ``call_plugin`` otherwise."""
+    try:
+        return await function(*args, **kwargs)
+    except Exception as error:
+        _add_note(call, error)
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise _ended(call, error) from error
+
+
+_WRAPPERS = (call_plugin.__code__, await_plugin.__code__)
+
+
+def _add_note(call: PluginCall, error: Exception) -> None:
+    """Name the plug-in in the error, unless a plug-in that it called has been named already.
+
+    slime's own rollout and loss functions are no plug-ins, and a HookError says by itself what it is about.
+    """
+    is_named = any(note.startswith("--") for note in getattr(error, "__notes__", ()))
+    is_own = call.subject is None and (not call.path or call.path.startswith("slime."))
+    if not is_named and not is_own and not isinstance(error, HookError):
+        error.add_note(call.describe(error))
+
+
+def _ended(call: PluginCall, error: BaseException) -> BaseException:
+    """Return what to raise for an exception that would end the process; Ctrl-C stays what it is."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        return error
+    return HookError(f"{call.describe(error)}\nA plug-in must not end the process; raise an exception instead.")
+
+
+# Frames
+
+
+def frames_of(error: BaseException) -> str:
+    """Return the plug-in's own frames of a traceback, without those of slime and of the import machinery."""
+    return _format([(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)])
+
+
+def frames_of_thread(thread: threading.Thread) -> tuple[PluginCall | None, str]:
+    """Return the plug-in call that a thread is in, None when it is in none, and the frames at which it is."""
+    found: list[tuple[FrameType, int]] = []
+    call = None
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and call is None:
+        if frame.f_code in _WRAPPERS:
+            call = frame.f_locals["call"]
+        else:
+            found.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return call, _format(found[::-1])
+
+
+def _format(frames: list[tuple[FrameType, int]]) -> str:
+    """Return the last frames as a traceback shows them; those of slime only where there are no others."""
+    named = [item for item in frames if not item[0].f_code.co_filename.startswith(_MACHINERY)]
+    own = [item for item in named if not item[0].f_code.co_filename.startswith(_SLIME)]
+    summary = traceback.StackSummary.extract(iter((own or named)[-_MAX_FRAMES:]))
+    return "".join(summary.format()).rstrip()
+
+
+# Imports
+
+
+class _Overdue(BaseException):
+    """The end of an import's time; no ``except Exception`` of the module may swallow it."""
+
+
+def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOUT_S) -> ModuleType:
+    """Import the module of a plug-in.
+
+    Args:
+        module_name: dotted name.
+        where: beginning of the error: the flag and the path that name the module.
+        timeout_s: deadline.
+
+    Raises:
+        HookError: the import raised something, tried to end the process, or did not end in time.
+    """
+    if module_name in sys.modules:
+        return importlib.import_module(module_name)
+    try:
+        if threading.current_thread() is threading.main_thread():
+            with _alarm(module_name, where, timeout_s):
+                return importlib.import_module(module_name)
+        return _import_in_thread(module_name, where, timeout_s)
+    except (Exception, SystemExit, _Overdue) as error:
+        if isinstance(error, _Overdue):
+            raise HookError(str(error)) from None
+        raise HookError(
+            f"{where}: importing {module_name} raised {type(error).__name__}: {error}. The path is "
+            "package.module.attribute, importable from here and in Ray's workers (PYTHONPATH)."
+            f"\n{frames_of(error)}".rstrip()
+        ) from error
+
+
+@contextmanager
+def _alarm(module_name: str, where: str, timeout_s: float) -> Iterator[None]:
+    """Interrupt the main thread when the import's time is over.  It stays there, because modules may need it."""
+    began = time.monotonic()
+
+    def on_alarm(signum: int, frame: FrameType | None) -> None:
+        passed_s = time.monotonic() - began
+        at = _format([(f, line) for f, line in traceback.walk_stack(frame)][::-1])
+        if passed_s < timeout_s - 0.01:
+            _warn_of_import(module_name, where, passed_s, at)
+            signal.setitimer(signal.ITIMER_REAL, timeout_s - passed_s, 1.0)
+            return
+        raise _Overdue(_overdue(module_name, where, timeout_s, at))  # every second, until it gets through
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, min(IMPORT_WARNING_S, timeout_s), 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
+
+
+def _import_in_thread(module_name: str, where: str, timeout_s: float) -> ModuleType:
+    """Import away from the main thread, where no alarm can interrupt; a module that blocks is left behind."""
+    outcome: list[ModuleType | BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(importlib.import_module(module_name))
+        except BaseException as error:  # raised where the import is waited for
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, name=f"import {module_name}", daemon=True)
+    thread.start()
+    thread.join(min(IMPORT_WARNING_S, timeout_s))
+    if not outcome and timeout_s > IMPORT_WARNING_S:
+        _warn_of_import(module_name, where, IMPORT_WARNING_S, frames_of_thread(thread)[1])
+        thread.join(timeout_s - IMPORT_WARNING_S)
+    if not outcome:
+        raise _Overdue(_overdue(module_name, where, timeout_s, frames_of_thread(thread)[1]))
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _warn_of_import(module_name: str, where: str, passed_s: float, at: str) -> None:
+    logger.warning("%s: importing %s has taken %.0f s so far. It is at:\n%s", where, module_name, passed_s, at)
+
+
+def _overdue(module_name: str, where: str, timeout_s: float, at: str) -> str:
+    return (
+        f"{where}: importing {module_name} did not end within {timeout_s:g} s (--plugin-import-timeout-s). Do such "
+        f"work in the plug-in's function, or raise the flag. The import is at:\n{at}"
+    )

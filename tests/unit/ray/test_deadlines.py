@@ -1,0 +1,162 @@
+"""Every wait of the Ray layer gets the deadline of docs/reliability.md; what passes when it ends: test_ray_waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slime.ray import connect, gpus, train_actor
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.engines import actor as engine_actor
+from slime.ray.engines import fleet, models
+from slime.ray.train_loop import TrainJob
+from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError
+
+FLAGS = Namespace(
+    rollout_timeout_s=1000.0,
+    train_timeout_s=200.0,
+    weight_update_timeout_s=30.0,
+    shutdown_timeout_s=4.0,
+    engine_start_timeout_s=50.0,
+    offload_rollout=True,
+    debug_train_only=False,
+    use_fault_tolerance=False,
+    rollout_global_dataset=True,
+)
+
+
+class Anything:
+    """A handle whose every method is remote."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Namespace(remote=lambda *args, **kwargs: name)
+
+
+def job() -> TrainJob:
+    made = TrainJob.__new__(TrainJob)
+    made.args, made.manager, made._seconds = FLAGS, Anything(), {}
+    made.actor, made._background = Namespace(restarts_engines=False), None
+    return made
+
+
+def trainers() -> RayTrainGroup:
+    made = RayTrainGroup(FLAGS, 1, 1, pg=None)  # type: ignore[arg-type]
+    made.actors, made._manager = [Anything()], Anything()
+    return made
+
+
+def engines() -> fleet.EngineFleet:
+    made = fleet.EngineFleet.__new__(fleet.EngineFleet)
+    group = Namespace(needs_offload=True, indices=lambda *states: [0], engines=[Anything()])
+    made.args, made.servers = FLAGS, [Namespace(groups=[group], router=None)]
+    return made
+
+
+def trainer_with_box() -> None:
+    made = Namespace(get_parallel_config=lambda: {"dp_rank": 0}, train=lambda *args, **kwargs: None)
+    train_actor.TrainRayActor.train_boxed(made, 0, [Namespace(inner="box")])  # type: ignore[arg-type]
+
+
+CASES: list[tuple[str, Callable[[], Any], float]] = [
+    ("slime.ray.train_loop", lambda: job().finish_generate("ref"), 1000 + 2 * 180),
+    ("slime.ray.train_loop", lambda: job().evaluate(0), 1000 + 2 * 180),
+    ("slime.ray.train_loop", lambda: job()._ask("record_trained", 0, what="the ledger"), 200),
+    ("slime.ray.train_loop", lambda: job().offload_engines(), 30),
+    ("slime.ray.actor_group", lambda: trainers().layouts(), 120),
+    ("slime.ray.actor_group", lambda: trainers().wait_trained(0, ["ref"]), 200),
+    ("slime.ray.actor_group", lambda: trainers()._push("update_weights", "the push"), 30 + 120),
+    ("slime.ray.engines.fleet", lambda: engines().offload(), 30),
+    ("slime.ray.engines.models", lambda: models.wait_until_serving(FLAGS, ["ref"]), 50 + 120),
+    ("slime.ray.engines.actor", lambda: engine_actor._probe(Anything(), 1, 1), 600),
+    ("slime.ray.train_actor", trainer_with_box, 3600),
+]
+
+
+@pytest.mark.parametrize(("module", "call", "deadline_s"), CASES)
+def test_a_wait_has_the_deadline_of_its_row(monkeypatch, module, call, deadline_s):
+    given: list[float] = []
+
+    def wait_for(refs: Any, *, what: str, timeout_s: float, **rest: Any) -> Any:
+        assert what
+        given.append(timeout_s)
+        return [{}] if isinstance(refs, list) else {}
+
+    monkeypatch.setattr(f"{module}.wait_for", wait_for)
+    call()
+    assert given[0] == deadline_s
+
+
+def test_the_actors_that_tell_the_place_of_each_gpu_have_five_minutes_and_are_killed(monkeypatch):
+    killed: list[Any] = []
+    handle = Anything()
+    monkeypatch.setattr(gpus, "_InfoActor", Namespace(options=lambda **_: Namespace(remote=lambda: handle)))
+    monkeypatch.setattr(gpus, "PlacementGroupSchedulingStrategy", lambda *args, **kwargs: None)
+    monkeypatch.setattr(gpus.ray, "kill", killed.append)
+
+    def wait_for(refs: Any, *, what: str, timeout_s: float) -> Any:
+        assert timeout_s == 300
+        raise DeadlineError(what)
+
+    monkeypatch.setattr(gpus, "wait_for", wait_for)
+    with pytest.raises(DeadlineError, match="addresses of the GPUs"):
+        gpus._bundle_identities(None, 2)  # type: ignore[arg-type]
+    assert killed == [handle, handle]
+
+
+def test_a_cluster_that_does_not_let_the_driver_in_is_an_error_that_names_the_variable(monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connect.ray, "init", lambda **_: release.wait(60))
+    outcome = connect._join("10.0.0.1:6379")
+    release.set()
+    assert isinstance(outcome, ConfigError) and "10.0.0.1:6379 does not let this process in" in str(outcome)
+    assert "RAY_ADDRESS" in str(outcome)
+
+
+def quiet_fleet(**flags: Any) -> fleet.EngineFleet:
+    values = {"rollout_timeout_s": -fleet.DEADLINE_MARGIN_S, "use_fault_tolerance": False, "shutdown_timeout_s": 0.2}
+    values |= {"rollout_health_check_interval": 1000.0, "rollout_health_check_timeout": 1000.0} | flags
+    made = fleet.EngineFleet.__new__(fleet.EngineFleet)
+    made.args, made.servers, made._monitors, made._next_router_check_s = Namespace(**values), [], [], float("inf")
+    return made
+
+
+def test_a_rollout_function_that_does_not_return_ends_the_run_at_its_deadline(monkeypatch):
+    monkeypatch.setattr(fleet, "ENGINE_CHECK_INTERVAL_S", 0.05)
+    release = threading.Event()
+    with pytest.raises(DeadlineError, match="--rollout-timeout-s.* has not returned"):
+        quiet_fleet().run_watched(lambda: release.wait(60))
+    release.set()
+
+
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_a_router_that_gives_no_sign_of_life_ends_the_run_or_is_started_again(monkeypatch, tolerant):
+    made = quiet_fleet(use_fault_tolerance=tolerant)
+    restarted: list[Any] = []
+    router = Namespace(url="http://router", process=object())
+    server = Namespace(router=router, config=Namespace(name="actor"), groups=[], restart_router=restarted.append)
+    made.servers = [server]
+    monkeypatch.setattr(fleet.EngineFleet, "_router_problem", lambda self, router, ask: "does not answer")
+    if tolerant:
+        made.check()
+        assert restarted == [made.args]
+    else:
+        with pytest.raises(EngineDiedError, match="the router http://router .* does not answer"):
+            made.check()
+
+
+def test_the_end_waits_for_engines_no_longer_than_its_flag(monkeypatch):
+    given: list[float] = []
+    monkeypatch.setattr(fleet.ray, "wait", lambda refs, num_returns, timeout: given.append(timeout))
+    made = quiet_fleet()
+    made.servers = [Namespace(groups=[Namespace(states=[], shutting_down=["ref"])], router=None)]
+    began = time.monotonic()
+    made.stop()
+    assert given == [0.2] and time.monotonic() - began < 5
