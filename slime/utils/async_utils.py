@@ -118,6 +118,9 @@ class AsyncLoopThread:
         watch = LoopWatch(self.loop, self._thread)
         try:
             while True:
+                # Armed anew with every beat.  It needs no lock of the interpreter, which a beat does.
+                end_s = StallTimeout.seconds + INTERPRETER_MARGIN_S
+                faulthandler.dump_traceback_later(end_s, exit=True, file=STDERR)
                 left_s = max(0.0, deadline_s - time.monotonic())
                 try:
                     return future.result(min(BEAT_S, left_s))
@@ -135,9 +138,6 @@ class AsyncLoopThread:
                 if self._escaped is not None:
                     raise _ended(self._escaped) from self._escaped
                 watch.look()
-                # Armed anew with every beat.  It needs no lock of the interpreter, which a beat does.
-                margin_s = StallTimeout.seconds + INTERPRETER_MARGIN_S
-                faulthandler.dump_traceback_later(margin_s, exit=True, file=STDERR)
         except BaseException:
             future.cancel()
             raise

@@ -80,6 +80,7 @@ def test_what_fits_is_accepted(plug_in, flag, source):
         ("--custom-rm-path", "def hook(args, sample): ...", "is a plain function, but its result is awaited"),
         ("--custom-rm-path", "hook = 3", "is a int and cannot be called"),
         ("--custom-rm-path", "raise ValueError('no key')", "raised ValueError: no key"),
+        ("--custom-rm-path", "import sys\nsys.exit(0)", "raised SystemExit: 0"),
         ("--custom-rm-path", "other = 3", "has no hook"),
         ("--dynamic-sampling-filter-path", "async def hook(args, samples): ...", "nobody awaits it"),
         ("--data-source-path", "class hook:\n    def __init__(self, args): ...", "lacks get_samples, add_samples"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from slime.utils.errors import DeadlineError, EngineError, HookError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, await_plugin, call_plugin, import_plugin
 
+REPO = Path(__file__).parents[3]
 SAMPLE = SimpleNamespace(index=3, group_index=1)
 CALL = PluginCall("--custom-rm-path", "mine.grade", SAMPLE)
 
@@ -199,6 +202,23 @@ def test_a_task_that_exits_is_reported_and_the_loop_lives_on(loop):
         with pytest.raises(HookError, match="raised SystemExit: 0(.|\n)*in background"):
             loop.run(function())
     assert loop.run(four()) == 4
+
+
+HOLDS_THE_LOCK = """
+import asyncio, re
+from slime.utils import async_utils
+async_utils.StallTimeout.seconds, async_utils.INTERPRETER_MARGIN_S = 0.5, 0.5
+async def endless_pattern():
+    re.match("(a+)+$", "a" * 64 + "b")
+async_utils.run(endless_pattern())
+"""
+
+
+def test_code_that_holds_the_interpreters_lock_ends_the_process_with_its_frames():
+    words = [sys.executable, "-c", HOLDS_THE_LOCK]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=REPO)
+    assert done.returncode == 1, done.stderr
+    assert "Timeout" in done.stderr and "in endless_pattern" in done.stderr
 
 
 def test_an_engines_error_keeps_its_class_on_the_way_through_a_plug_in():

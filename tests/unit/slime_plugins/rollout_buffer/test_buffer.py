@@ -165,7 +165,7 @@ def test_the_service_does_not_listen_beyond_loopback_without_a_secret():
 
 
 STUBBORN = """
-import signal, subprocess, sys, time
+import signal, time
 TASK_TYPE = "stubborn"
 def run_rollout(data):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -176,7 +176,7 @@ def run_rollout(data):
 
 def test_a_generator_that_ignores_its_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(buffer_module, "STOP_WAIT_S", 0.3)
-    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    (tmp_path / "stubborn_generator.py").write_text(STUBBORN)
     generator = load_generators([tmp_path])["stubborn"]
     process, started = buffer_module.GeneratorProcess(), tmp_path / "started"
     process.start(generator, {"started": str(started)})
