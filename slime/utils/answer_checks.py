@@ -82,7 +82,12 @@ def _problem_with_counts(
     if is_counted and input_ids is not None and prompt is not None and prompt != len(input_ids):
         return f"meta_info['prompt_tokens'] is {_shown(prompt)}; the request has {len(input_ids)} input_ids."
     ids = output.get("output_ids")
-    if ids is not None and (not isinstance(ids, list) or len(ids) not in (0, num_tokens)):
+    if (
+        is_counted
+        and not payload.get("stream")
+        and ids is not None
+        and (not isinstance(ids, list) or len(ids) not in (0, num_tokens))
+    ):
         count = len(ids) if isinstance(ids, list) else _shown(ids)
         return f"output_ids has {count} entries, and output_token_logprobs {num_tokens}; both list the new tokens."
     text = output.get("text")

@@ -166,9 +166,10 @@ def _record_failure(args: Namespace, samples: Sequence[Sample], error: Exception
         raise error
     if 0 < config.rm_max_failures <= FAILURES.in_a_row:
         first = FAILURES.first or error
+        notes = "".join(f"\n{note}" for note in getattr(first, "__notes__", ()))
         raise GraderError(
             f"The last {FAILURES.in_a_row} gradings failed (--rm-max-failures); the first of them with "
-            f"{type(first).__name__}: {first}. Look at --rm-type, --custom-rm-path or the server of --rm-url."
+            f"{type(first).__name__}: {first}. Look at --rm-type, --custom-rm-path or the server of --rm-url.{notes}"
         ) from first
 
 

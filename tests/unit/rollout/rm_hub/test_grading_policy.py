@@ -110,8 +110,9 @@ def test_failures_in_a_row_end_the_run_with_the_first_cause():
             await async_rm(flags, Sample(response=response))
 
     asyncio.run(run(["crash", "crash", "ok", "crash", "nan"]))
-    with pytest.raises(GraderError, match="last 3 gradings failed .* first of them with KeyError"):
+    with pytest.raises(GraderError, match="last 3 gradings failed .* first of them with KeyError") as error:
         asyncio.run(run(["crash"]))
+    assert "--custom-rm-path moody raised KeyError: 'x'" in str(error.value) and "in moody" in str(error.value)
 
 
 def test_an_overdue_thread_is_replaced_and_others_are_graded_meanwhile():

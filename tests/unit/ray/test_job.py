@@ -1,0 +1,56 @@
+"""The last lines of a driver say what went wrong, and its exit code of what kind it was."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.ray import job
+from slime.utils.errors import HookError
+from slime.utils.plugins import PluginCall, call_plugin
+
+
+def broken() -> None:
+    raise ValueError("boom")
+
+
+def calls_a_broken_plug_in(args: Namespace) -> None:
+    call_plugin(PluginCall("--custom-rm-path", "mine.grade"), broken)
+
+
+def meets_a_hook_error(args: Namespace) -> None:
+    raise HookError("no such column")
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "parse_args", Namespace)
+    monkeypatch.setattr(job, "connect", lambda args: None)
+    monkeypatch.setattr(job, "configure_logger", lambda: None)
+    monkeypatch.setattr(job.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(job.sys, "argv", ["train.py"])
+
+
+def end_of(train: Any, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    with pytest.raises(SystemExit) as end:
+        job.run(train)
+    return end.value.code, capsys.readouterr().err
+
+
+def test_an_error_of_a_plug_in_is_followed_by_its_name_and_its_own_frames(capsys):
+    code, lines = end_of(calls_a_broken_plug_in, capsys)
+    last = lines[lines.index("slime job failed") :]
+    assert (
+        code == 1 and "slime job failed: ValueError: boom\n--custom-rm-path mine.grade raised ValueError: boom" in last
+    )
+    assert "in broken" in last and "in call_plugin" not in last
+
+
+def test_a_job_that_runs_is_not_said_to_be_unable_to_start(capsys, monkeypatch):
+    code, lines = end_of(meets_a_hook_error, capsys)
+    assert code == 2 and "slime job failed: HookError: no such column" in lines
+    monkeypatch.setattr(job, "parse_args", lambda: meets_a_hook_error(Namespace()))
+    code, lines = end_of(lambda args: None, capsys)
+    assert code == 2 and "slime cannot start this run: HookError: no such column" in lines
