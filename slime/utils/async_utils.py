@@ -114,13 +114,11 @@ class AsyncLoopThread:
         name = getattr(coroutine, "__qualname__", coroutine)
         deadline_s = time.monotonic() + timeout_s
         self._escaped = None
+        _arm()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         watch = LoopWatch(self.loop, self._thread)
         try:
             while True:
-                # Armed anew with every beat.  It needs no lock of the interpreter, which a beat does.
-                end_s = StallTimeout.seconds + INTERPRETER_MARGIN_S
-                faulthandler.dump_traceback_later(end_s, exit=True, file=STDERR)
                 left_s = max(0.0, deadline_s - time.monotonic())
                 try:
                     return future.result(min(BEAT_S, left_s))
@@ -138,11 +136,19 @@ class AsyncLoopThread:
                 if self._escaped is not None:
                     raise _ended(self._escaped) from self._escaped
                 watch.look()
+                _arm()
         except BaseException:
             future.cancel()
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _arm() -> None:
+    """Have the process end with its frames unless this is called again: code that holds the interpreter's lock stops
+    every thread but this watch, which is not Python's.
+    """
+    faulthandler.dump_traceback_later(StallTimeout.seconds + INTERPRETER_MARGIN_S, exit=True, file=STDERR)
 
 
 def _ended(error: BaseException) -> HookError:
