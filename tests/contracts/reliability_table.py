@@ -75,9 +75,7 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="driver",
         outcome="ends the run",
-        tests=(
-            "tests/unit/ray/test_deadlines.py::test_the_actors_that_tell_the_place_of_each_gpu_have_five_minutes_and_are_killed",
-        ),
+        tests=("tests/unit/ray/test_deadlines.py::test_the_tasks_that_tell_the_place_of_each_gpu_have_five_minutes",),
     ),
     Edge(
         area=DRIVER,

@@ -93,21 +93,18 @@ def test_a_wait_has_the_deadline_of_its_row(monkeypatch, module, call, deadline_
     assert given[0] == deadline_s
 
 
-def test_the_actors_that_tell_the_place_of_each_gpu_have_five_minutes_and_are_killed(monkeypatch):
-    killed: list[Any] = []
-    handle = Anything()
-    monkeypatch.setattr(gpus, "_InfoActor", Namespace(options=lambda **_: Namespace(remote=lambda: handle)))
+def test_the_tasks_that_tell_the_place_of_each_gpu_have_five_minutes(monkeypatch):
+    task = Namespace(options=lambda **_: Namespace(remote=lambda: "ref"))
+    monkeypatch.setattr(gpus.ray, "remote", lambda **_: lambda function: task)
     monkeypatch.setattr(gpus, "PlacementGroupSchedulingStrategy", lambda *args, **kwargs: None)
-    monkeypatch.setattr(gpus.ray, "kill", killed.append)
 
     def wait_for(refs: Any, *, what: str, timeout_s: float) -> Any:
-        assert timeout_s == 300
+        assert timeout_s == 300 and refs == ["ref", "ref"]
         raise DeadlineError(what)
 
     monkeypatch.setattr(gpus, "wait_for", wait_for)
     with pytest.raises(DeadlineError, match="addresses of the GPUs"):
         gpus._bundle_identities(None, 2)  # type: ignore[arg-type]
-    assert killed == [handle, handle]
 
 
 def test_a_cluster_that_does_not_let_the_driver_in_is_an_error_that_names_the_variable(monkeypatch):
