@@ -55,7 +55,7 @@ def trainers() -> RayTrainGroup:
 def engines() -> fleet.EngineFleet:
     made = fleet.EngineFleet.__new__(fleet.EngineFleet)
     group = Namespace(needs_offload=True, indices=lambda *states: [0], engines=[Anything()])
-    made.args, made.servers = FLAGS, [Namespace(groups=[group], router=None)]
+    made.args, made.servers, made._monitors = FLAGS, [Namespace(groups=[group], router=None)], []
     return made
 
 
