@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from slime.flags.kinds import file_path, positive_float
+from slime.flags.kinds import file_path, wait_s
 from slime.utils.plugins import IMPORT_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--plugin-import-timeout-s",
-        type=positive_float,
+        type=wait_s,
         default=IMPORT_TIMEOUT_S,
         help="Seconds that the module of a plug-in may take to import before the run ends and names it.",
     )

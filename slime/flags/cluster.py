@@ -76,7 +76,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--loop-stall-timeout-s",
-        type=positive_float,
+        type=wait_s,
         default=STALL_TIMEOUT_S,
         help="Seconds that a plug-in may block the event loop of the rollout (a generate function or grader that does "
         "not await) before the run ends and names it. The log names it after 10 s.",
