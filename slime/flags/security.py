@@ -29,7 +29,7 @@ _SECRET_NAME = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class SecretFlags:
-    """What the job's secret is made of; the flags of SGLang and its router have their defaults here."""
+    """The flags from which the job's secret is made, with defaults for those of SGLang and its router."""
 
     job_secret_file: str | None
     no_job_secret: bool

@@ -94,7 +94,7 @@ class DigestWriter:
 
 
 class FolderDigests:
-    """What ``digests.json`` of a folder says."""
+    """The content of a folder's ``digests.json``."""
 
     def __init__(self, folder: Path, files: Mapping[str, Sequence[Piece]]) -> None:
         self.folder = folder

@@ -52,7 +52,7 @@ class Limits:
 
 
 class Ended(NamedTuple):
-    """How a program ended."""
+    """The end of a program."""
 
     code: int
     """Its exit status; -N when signal N ended it."""

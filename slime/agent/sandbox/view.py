@@ -1,4 +1,4 @@
-"""What of this machine a program in isolation sees, and the command that puts it there.
+"""The part of this machine that an isolated program sees, and the command that mounts it.
 
 Two ways lead there: namespaces of our own (``isolation/``), and bubblewrap, which some machines allow where they deny
 users namespaces.  The first that works on this machine is taken.
@@ -33,7 +33,7 @@ SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store"),
     *("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/etc/localtime"),
 )
-"""What programs need of a system; nothing in it belongs to a user."""
+"""The system folders that programs need; nothing in them belongs to a user."""
 TEXTS = {
     "/etc/passwd": f"root:x:0:0::/root:/bin/sh\nsandbox:x:{USER}:{USER}::/tmp:/bin/bash\n",
     "/etc/group": f"root:x:0:\nsandbox:x:{USER}:\n",

@@ -1,4 +1,4 @@
-"""Who may reach which endpoint of an engine, decided before SGLang sees the request.
+"""The guard of an engine's endpoints, which decides before SGLang sees a request.
 
 SGLang's own keys do not fit: its ``/load_lora_adapter_from_tensors`` has no admin level, ``/metrics`` is open to all,
 a client needs one key for generation and another for administration, and the server tells its keys in

@@ -113,7 +113,7 @@ class ReplayState:
         self.other_flags: dict[str, Any] = {}
         """Sample flags of a process whose records do not count."""
         self.damage: list[Record] = []
-        """Where records or samples could not be read."""
+        """The places of records or samples that could not be read."""
         self._fingerprint = fingerprint
         self._counts = True
         self._is_replayable = True

@@ -44,7 +44,7 @@ class Supervisor:
         self._ports = spec["ports"]
         self._jobs: dict[int, socket.socket] = {}
         self._reason = ""
-        """What ended everything, for the jobs that ended by it."""
+        """The limit that ended all jobs; empty while none did."""
 
     def serve(self) -> None:
         """Start jobs until the host hangs up; what still runs then is killed."""

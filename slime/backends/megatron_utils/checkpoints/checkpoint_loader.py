@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 
 LOAD_ERRORS = (CheckpointException, CheckpointingException, KeyError, RuntimeError, ValueError)
-"""What a load of a checkpoint that does not fit raises; a DataError is a ValueError."""
+"""The exceptions of loading a checkpoint that does not fit; a DataError is a ValueError."""
 
 
 def load_sharded(state: dict[str, Any], reader: CheckpointReader, *, validate_access_integrity: bool = True) -> Any:
