@@ -102,7 +102,15 @@ def _with_defaults(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
     return gpt_oss_mismatches(args, {**_DEFAULTS, **config})
 
 
-_PUBLISHED = {"model_type": "gpt_oss", "sliding_window": WINDOW}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+_PUBLISHED = {"model_type": "gpt_oss", "sliding_window": WINDOW, "rope_scaling": _YARN}
 
 FAMILIES = (
     ModelFamily(
