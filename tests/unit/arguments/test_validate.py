@@ -288,9 +288,7 @@ def test_replayed_data_must_exist(complaint, tmp_path):
 
 def test_a_plug_in_that_does_not_exist_stops_the_run(complaint):
     text = complaint("--custom-rm-path", "nowhere.to.be.found", error=HookError)
-    assert text.startswith(
-        "--custom-rm-path: nowhere.to.be.found: importing nowhere.to.be raised ModuleNotFoundError"
-    )
+    assert text.startswith("--custom-rm-path: nowhere.to.be.found: importing nowhere.to.be raised ModuleNotFoundError")
 
 
 def test_the_grader_of_an_eval_data_set_is_checked(complaint, tmp_path, prompt_file):
