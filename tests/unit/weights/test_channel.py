@@ -55,8 +55,11 @@ def test_everybody_gets_the_bytes_of_rank_0_again_and_again() -> None:
 
 
 def test_abandoning_frees_those_who_wait() -> None:
+    all_joined = threading.Barrier(3)
+
     def work(rank: int, port: int) -> float:
         channel = join(rank, port)
+        all_joined.wait(40)
         start = time.monotonic()
         if rank == 0:
             channel.abandon()
@@ -67,7 +70,8 @@ def test_abandoning_frees_those_who_wait() -> None:
             channel.start_broadcast(torch.zeros(8, dtype=torch.uint8))
         return time.monotonic() - start
 
-    assert all(isinstance(waited, float) and waited < 20 for waited in members(work).values())
+    outcomes = members(work)
+    assert all(isinstance(waited, float) and waited < 20 for waited in outcomes.values()), outcomes
 
 
 def test_a_member_that_does_not_come_ends_the_joining_of_the_others_at_the_deadline() -> None:

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any, NoReturn
 
 from slime.agent.sandbox.isolation import namespaces, seccomp
@@ -22,6 +23,8 @@ PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 1 << 18
 WATCH_MS = 200
 """Between two looks at the memory and the number of all processes."""
+DYING_S = 10.0
+"""The longest wait for processes that were killed; one that hangs in the kernel is left to it."""
 EXIT_NOT_STARTED = 127
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -74,6 +77,7 @@ class Supervisor:
                     _kill_tree(pid)
             if self._control.fileno() in ready and not self._start():
                 _kill_everything()
+                _wait_for_the_dead()
                 return
             self._watch()
 
@@ -176,6 +180,17 @@ def _kill_everything() -> None:
             os.kill(-1, signal.SIGKILL)  # of the namespace: none is started while the kernel does this
     else:
         _kill_tree(os.getpid())
+
+
+def _wait_for_the_dead() -> None:
+    """Return when all that was killed is gone; this process is the parent of what detached itself."""
+    deadline = time.monotonic() + DYING_S
+    while time.monotonic() < deadline:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.005)
+        except ChildProcessError:
+            return
 
 
 def _kill_tree(root: int) -> None:
