@@ -10,7 +10,9 @@ import pickle
 import re
 import socket
 import stat
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -63,12 +65,24 @@ def ask(url: str, path: str, marker: Path, **headers: str) -> dict[str, requests
     body = {"serialized_named_tensors": [poison], "serialized_tensors": poison, "lora_name": "x", "text": "1+1="}
     body |= {"load_format": "x", "messages": [{"role": "user", "content": "hi"}], "model": "x", "prompt": "hi"}
     answers = {}
-    with requests.Session() as session:
-        session.trust_env = False
-        for method in ("GET", "POST", "PUT", "DELETE"):
-            payload = None if method == "GET" else body
-            answers[method] = session.request(method, url + path, json=payload, headers=headers, timeout=30)
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        payload = None if method == "GET" else body
+        answers[method] = answer_of(method, url + path, json=payload, headers=headers)
     return answers
+
+
+def answer_of(method: str, url: str, **request: Any) -> requests.Response:
+    """Return the answer.  A server that refuses a body unread may close before its answer is seen: ask again."""
+    for attempt in range(4):
+        try:
+            with requests.Session() as session:
+                session.trust_env = False
+                return session.request(method, url, timeout=30, **request)
+        except requests.ConnectionError:
+            if attempt == 3:
+                raise
+            time.sleep(0.2)
+    raise AssertionError
 
 
 def listening(job: Job) -> set[tuple[str, int, str]]:
