@@ -10,21 +10,19 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: install
 	@scripts/demo.sh
 
-# Two files of tests run at the same time, and after them two files of real jobs: a job starts on one core.  Both parts
-# run whatever the first one finds.  Files keep their order: by number of tests, the few and long ones would come last.
+# Two files of tests run at the same time: a real job starts on one core.  Files keep their order, the long ones first:
+# the few tests of a real job, several processes each (layouts, resumes, pushes), then the others.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10
-SPREAD = $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: install
-	@status=0; $(SPREAD) $(SUITE) || status=1; $(SPREAD) tests/e2e || status=1; exit $$status
+	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SUITE)
 
-# Several processes each: layouts, resumes, pushes, placement.  The suite has these files of them; all take longer than the
-# suite.
-# Folders one by one, because pytest drops a file that is named beside a folder around it.
-SUITE = $(DIST_IN_SUITE) $(filter-out tests/dist/ tests/e2e/ tests/__pycache__/,$(wildcard tests/*/))
+# The suite has these files of tests/dist; all take longer than the suite.  Folders one by one, because pytest drops a
+# file that is named beside a folder around it.
+SUITE = tests/e2e $(DIST_IN_SUITE) $(filter-out tests/dist/ tests/e2e/ tests/__pycache__/,$(wildcard tests/*/))
 DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py weight_push.py shard_buckets.py log_probs_tp.py)
 test-dist: install
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10 tests/dist/test_*.py
+	@$(PYTEST) tests/dist/test_*.py
 
 # Engines and routers of real jobs, killed in the middle of a rollout: minutes each, on a machine with nothing else to do.
 faults: install

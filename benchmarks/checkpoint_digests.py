@@ -3,8 +3,9 @@
     python benchmarks/checkpoint_digests.py [--mib 512] [--rounds 5] [--folder DIR]
 
 One process writes a ``torch_dist`` checkpoint of bf16 matrices and reads it back, in turns with digests and without;
-"without" takes the place of the digest's arithmetic alone.  Printed: the medians, their ratio, and the speed of the
-digest by itself.  The page cache holds what was written, so that a load is as fast, and digests as dear, as they get.
+"without" takes the place of the digest's arithmetic alone.  Printed: medians, their ratio, the median ratio of runs
+that follow each other (what else the machine does is in both), and the speed of the digest by itself.  The page cache
+holds what was written, so that a load is as fast, and digests as dear, as they get.
 """
 
 from __future__ import annotations
@@ -99,9 +100,11 @@ def main() -> None:
             else:
                 seconds[digests].append(run(tensors, root / "checkpoint", digests=digests))
         with_, without = (statistics.median(seconds[digests]) for digests in (True, False))
+        paired = statistics.median(a / b for a, b in zip(seconds[True], seconds[False], strict=True))
         print(
             f"{name} of {total / 2**20:.0f} MiB: {with_:.3f} s with digests, {without:.3f} s without; "
-            f"ratio {with_ / without:.3f} (with: {min(seconds[True]):.3f}-{max(seconds[True]):.3f}, "
+            f"ratio {with_ / without:.3f}, of neighbours {paired:.3f} "
+            f"(with: {min(seconds[True]):.3f}-{max(seconds[True]):.3f}, "
             f"without: {min(seconds[False]):.3f}-{max(seconds[False]):.3f})"
         )
     dist.destroy_process_group()

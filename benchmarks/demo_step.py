@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.model_shapes import model_flags
 from benchmarks.phase_table import Stopwatch
 from examples.tiny_arithmetic import task
 from examples.tiny_arithmetic.reward import END_OF_TURN
@@ -31,7 +31,6 @@ from slime.utils.net import find_available_port, get_free_port
 from slime.utils.types import Sample
 from slime.weights.push.verbs import EngineProxy, Verb
 
-REPO = Path(__file__).resolve().parents[1]
 RESPONSE_TOKENS = 32
 SEED = 1
 START_TIMEOUT_S = 600.0
@@ -39,9 +38,6 @@ START_TIMEOUT_S = 600.0
 
 def demo_args(folder: Path, num_prompts: int, num_samples: int, more: Sequence[str]) -> Namespace:
     """The flags of scripts/run-tiny-cpu.sh that matter within a step."""
-    script = REPO / "scripts/models/tiny-arithmetic.sh"
-    shell = f'source "{script}"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
-    model_flags = subprocess.run(["bash", "-c", shell], check=True, capture_output=True, text=True).stdout.split()
     hf, data = folder / "task/hf", folder / "task/data/grpo.jsonl"
     flags = f"""
         --actor-num-nodes 1 --actor-num-gpus-per-node 1 --colocate --rollout-num-gpus-per-engine 1
@@ -61,7 +57,7 @@ def demo_args(folder: Path, num_prompts: int, num_samples: int, more: Sequence[s
         --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
     """
     env.export({"TENSORBOARD_DIR": str(folder / "tensorboard")})
-    args = parse_args(argv=[*model_flags, *flags.split(), *more])
+    args = parse_args(argv=[*model_flags("tiny-arithmetic"), *flags.split(), *more])
     record_runtime(args, **init_tracking(args))
     return args
 

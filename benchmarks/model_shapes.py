@@ -6,11 +6,21 @@ heads behind each other, gate above up, experts stacked.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def model_flags(name: str) -> list[str]:
+    """Return the words of MODEL_ARGS in ``scripts/models/{name}.sh``."""
+    script = f'source "{ROOT}/scripts/models/{name}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ CASES = {
 
 def trainer_words(case: Case, folder: str) -> list[str]:
     """The flags of the trainer."""
-    from benchmarks.train_mfu import TRAINER_FLAGS, model_flags
+    from benchmarks.model_shapes import model_flags
+    from benchmarks.train_mfu import TRAINER_FLAGS
 
     return [
         *model_flags(case.model), "--hf-checkpoint", folder, "--ref-load", folder, "--load", folder, *TRAINER_FLAGS,

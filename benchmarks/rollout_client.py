@@ -186,7 +186,6 @@ def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = 
     """``generate_rollout``, called as the rollout manager calls it: from a thread that is not the event loop's."""
     import aiohttp
 
-    from slime.rollout.control_client import close_control_client
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
     from slime.rollout.ledger.ledger import open_ledger
     from slime.rollout.sglang_rollout import generate_rollout
@@ -215,7 +214,6 @@ def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = 
         beating.cancel()
         ledger.close()
         run(close_http_client(), 30)
-        run(close_control_client(), 30)
         leaves = [sample for group in output.samples for sample in group]
         assert len(leaves) == num_samples and all(sample.response_length == length for sample in leaves)
         assert all(sample.trace["events"] for sample in leaves)

@@ -2,12 +2,16 @@
 
     python benchmarks/train_mfu.py --model qwen3-1.7B --microbatches 4
     torchrun --nproc-per-node 2 benchmarks/train_mfu.py --model qwen3-4B -- --tensor-model-parallel-size 2
+    python benchmarks/train_mfu.py --model moonlight --layers 6
+    python benchmarks/train_mfu.py --model qwen3-30B-A3B --layers 12 --reference
 
 The weights are random, everything else is what a job runs: packed micro-batches, forward, backward, the policy loss
-over the vocabulary and the optimizer step.  Flags behind ``--`` are the trainer's.
+over the vocabulary and the optimizer step, and before it the log-prob pass of the old policy and, with
+``--reference``, of a reference model whose weights wait on the host.  Models are those of published_configs.py; their
+flags are derived, as for a job without them.  Flags behind ``--`` are the trainer's.
 
-Model FLOPs are 6 N D (N: parameters, a tied vocabulary matrix counted once, an untied input embedding not at all)
-plus those of causal attention; recomputed work is not counted.  The peak is 989 TFLOP/s a GPU, dense bf16 of an H100.
+Model FLOPs are those of the matrices that a token passes (of experts, the active ones) and of causal attention, three
+forward passes for a step; recomputed work is not counted.  The peak is 989 TFLOP/s a GPU, dense bf16 of an H100.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ import contextlib
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,8 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.published_configs import PUBLISHED, WITHOUT_A_FILE  # noqa: E402
 
 PEAK_FLOPS = 989e12
 NUM_WARM_UP = 2
@@ -43,30 +49,15 @@ TRAINER_FLAGS = """
 """.split()
 
 
-def model_flags(name: str) -> list[str]:
-    """The words of MODEL_ARGS in ``scripts/models/{name}.sh``."""
-    script = f'source "{ROOT}/scripts/models/{name}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
-
-
-def write_hf_config(folder: Path, flags: list[str]) -> None:
-    """A HF folder without weights, as the check of the model flags wants it."""
-    value = dict(zip(flags, flags[1:]))
-    config = {
-        "model_type": "qwen3" if "--qk-layernorm" in flags else "llama",
-        "architectures": ["Qwen3ForCausalLM" if "--qk-layernorm" in flags else "LlamaForCausalLM"],
-        "hidden_size": int(value["--hidden-size"]),
-        "num_hidden_layers": int(value["--num-layers"]),
-        "num_attention_heads": int(value["--num-attention-heads"]),
-        "num_key_value_heads": int(value["--num-query-groups"]),
-        "intermediate_size": int(value["--ffn-hidden-size"]),
-        "vocab_size": int(value["--vocab-size"]),
-        "rms_norm_eps": float(value.get("--norm-epsilon", 1e-5)),
-        "rope_theta": float(value["--rotary-base"]),
-        "tie_word_embeddings": "--untie-embeddings-and-output-weights" not in flags,
-    }
-    if "--kv-channels" in value:
-        config["head_dim"] = int(value["--kv-channels"])
+def write_hf_config(folder: Path, model: str, layers: int | None) -> None:
+    """Write a HF folder without weights: the config of ``model``, with its first ``layers`` layers."""
+    config = PUBLISHED.get(model) or WITHOUT_A_FILE[model]
+    whole = config["num_hidden_layers"]
+    if layers is not None:
+        config = {
+            key: value[:layers] if isinstance(value, list) and len(value) == whole else value
+            for key, value in config.items()
+        } | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     save_file({"unused": torch.zeros(1)}, folder / "model.safetensors")  # never read: the weights are random
@@ -115,12 +106,6 @@ def make_rank_data(args: Namespace, options: argparse.Namespace, dp_size: int, d
     return split_by_rank(TrainBatch.from_dict(data), schedule)[dp_rank], lengths
 
 
-def model_flops(args: Namespace, num_parameters: int, lengths: list[int]) -> tuple[float, float]:
-    """FLOPs of the matrices and of causal attention, forward and backward, over all sequences."""
-    attention = sum(2 * n * n * args.num_attention_heads * args.kv_channels for n in lengths) * args.num_layers
-    return 6.0 * num_parameters * sum(lengths), 3.0 * attention
-
-
 def print_profile(profile: Any, wall_s: float, top: int) -> None:
     """GPU time by kernel, and what of the wall time had no kernel running."""
     from torch.autograd import DeviceType
@@ -138,7 +123,10 @@ def print_profile(profile: Any, wall_s: float, top: int) -> None:
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
     """Options of the benchmark, and the flags for the trainer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6B", help="a file of scripts/models, without .sh")
+    parser.add_argument("--model", default="qwen3-0.6B", choices=sorted([*PUBLISHED, *WITHOUT_A_FILE]), metavar="NAME",
+                        help="of published_configs.py: a file of scripts/models, without .sh")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=None, metavar="N", help="only its first N layers")
+    parser.add_argument("--reference", action="store_true", help="run the reference's log-prob pass, too")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of one packed micro-batch on one GPU")
     parser.add_argument("--longest", type=int, default=16384, help="longest sequence")
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches of one optimizer step")
@@ -155,10 +143,9 @@ def trainer_args(options: argparse.Namespace, extra: list[str], world_size: int)
     """Complete args of a trainer of ``world_size`` ranks: the model's flags, ours, then ``extra``."""
     from slime.arguments import parse_args
 
-    flags = model_flags(options.model)
     with tempfile.TemporaryDirectory() as folder:
-        write_hf_config(Path(folder), [*flags, *extra])
-        argv = [*flags, "--hf-checkpoint", folder, "--ref-load", folder, "--load", folder, *TRAINER_FLAGS]
+        write_hf_config(Path(folder), options.model, options.layers)
+        argv = ["--hf-checkpoint", folder, "--ref-load", folder, "--load", folder, *TRAINER_FLAGS]
         argv += ["--max-tokens-per-gpu", str(options.tokens)]
         # Every rank must have a sample; how many there are is decided by the data made below.
         argv += ["--rollout-batch-size", str(world_size), "--global-batch-size", str(world_size)]
@@ -195,40 +182,44 @@ def main() -> None:
     from slime.backends.megatron_utils.forward import forward_only
     from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
     from slime.backends.megatron_utils.model import setup_model_and_optimizer
+    from slime.backends.megatron_utils.policies import ModelSwitch
     from slime.backends.megatron_utils.train_step import train_rollout
 
     model, optimizer, scheduler = setup_model_and_optimizer(args)
     assert optimizer is not None and scheduler is not None
-    num_parameters = count_parameters(args, model)
+    weights = ModelSwitch(model)
+    if options.reference:
+        weights.backup("ref")
     dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    forward_s, train_s, all_lengths = [], [], []
+    steps: list[Step] = []
     num_steps = NUM_WARM_UP + options.steps
-    for step in range(num_steps + bool(options.profile)):
-        rank_data, lengths = make_rank_data(args, options, dp_size, dp_rank, seed=step)
+    for number in range(num_steps + bool(options.profile)):
+        rank_data, lengths = make_rank_data(args, options, dp_size, dp_rank, seed=number)
         data = prepare_rollout_data(rank_data)
         iterators = get_data_iterator(data, len(model))
-        synchronize()
-        start = time.perf_counter()
-        data.update(forward_only(get_log_probs_and_entropy, args, model, iterators, data["num_microbatches"]))
-        synchronize()
-        middle = time.perf_counter()
+        step = Step(lengths)
+        if options.reference:
+            with step.timed("reference"):
+                weights.backup("actor")
+                weights.switch_to("ref")
+                forward_only(get_log_probs_and_entropy, args, model, iterators, data["num_microbatches"], "ref_")
+                weights.switch_to("actor")
+        with step.timed("log-probs"):
+            data.update(forward_only(get_log_probs_and_entropy, args, model, iterators, data["num_microbatches"]))
         if "log_probs" in data:
             pairs = zip(data["log_probs"], data["rewards"], strict=True)
             data["advantages"] = data["returns"] = [torch.full_like(x, reward) for x, reward in pairs]
-        with profiled(options.profile if step == num_steps else 0):
+        with profiled(options.profile if number == num_steps else 0), step.timed("step"):
             train_rollout(
-                args, step, model, optimizer, scheduler, iterators, data["num_microbatches"], [len(lengths)],
+                args, number, model, optimizer, scheduler, iterators, data["num_microbatches"], [len(lengths)],
                 loss_type=args.loss_type, on_step=lambda *_: None,
             )  # fmt: skip
-            synchronize()
-        if NUM_WARM_UP <= step < num_steps:
-            forward_s.append(middle - start)
-            train_s.append(time.perf_counter() - middle)
-            all_lengths.append(lengths)
-        elif torch.cuda.is_available() and step < NUM_WARM_UP:
+        if NUM_WARM_UP <= number < num_steps:
+            steps.append(step)
+        elif torch.cuda.is_available() and number < NUM_WARM_UP:
             torch.cuda.reset_peak_memory_stats()
     if dist.get_rank() == 0:
-        report(args, options, num_parameters, forward_s, train_s, all_lengths)
+        report(args, options, steps)
     dist.destroy_process_group()
 
 
@@ -247,37 +238,43 @@ def profiled(top: int) -> Iterator[None]:
     print_profile(trace, elapsed_s, top)
 
 
-def count_parameters(args: Namespace, model: Any) -> int:
-    """Parameters of the whole model that take part in matrix products."""
-    from slime.backends.megatron_utils.update_weight.sources.gather import iter_full_tensors
+@dataclass
+class Step:
+    """One optimizer step with its log-prob passes."""
 
-    total = 0
-    for name, tensor in iter_full_tensors(model, dtype=None):
-        is_lookup = name.startswith("embedding.") and args.untie_embeddings_and_output_weights
-        total += 0 if is_lookup else tensor.numel()
-    return total
+    lengths: list[int]
+    """Tokens of each sequence, on all ranks."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By pass."""
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Take the time of what runs inside, kernels included."""
+        synchronize()
+        start = time.perf_counter()
+        yield
+        synchronize()
+        self.seconds[name] = time.perf_counter() - start
 
 
-def report(
-    args: Namespace, options: Any, num_parameters: int, forward_s: list[float], train_s: list[float],
-    all_lengths: list[list[int]],
-) -> None:  # fmt: skip
-    """One line of numbers: those of the median step."""
-    world_size = dist.get_world_size()
-    middle = sorted(range(len(train_s)), key=lambda i: train_s[i])[len(train_s) // 2]
-    lengths, seconds = all_lengths[middle], train_s[middle]
-    num_tokens = sum(lengths)
-    matrices, attention = model_flops(args, num_parameters, lengths)
-    rate = (matrices + attention) / seconds / world_size
+def report(args: Namespace, options: Any, steps: list[Step]) -> None:
+    """Print a line of numbers, those of the median step, and a line with the share of each pass."""
+    from slime.backends.megatron_utils.flags.model_dims import model_dims
+
+    step = sorted(steps, key=lambda step: step.seconds["step"])[len(steps) // 2]
+    dims, num_tokens, seconds = model_dims(args), sum(step.lengths), step.seconds["step"]
+    flops = 3 * sum(map(dims.forward_flops, step.lengths))
+    rate = flops / seconds / dist.get_world_size()
     line = (
-        f"{options.name or options.model}: N {num_parameters / 1e9:.3f} B, {num_tokens} tokens in {len(lengths)} "
-        f"sequences, {options.microbatches} micro-batches: step {seconds:.3f} s, "
-        f"{num_tokens / seconds / world_size:,.0f} tok/s/GPU, {rate / 1e12:.0f} TFLOP/s = MFU {rate / PEAK_FLOPS:.1%} "
-        f"(attention {attention / (matrices + attention):.1%} of the FLOPs); log-prob pass {forward_s[middle]:.3f} s"
+        f"{options.name or options.model}: {flops / 6 / num_tokens / 1e9:.3f} B multiply-adds a token, "
+        f"{num_tokens} tokens in {len(step.lengths)} sequences, {options.microbatches} micro-batches: "
+        f"step {seconds:.3f} s, {num_tokens / seconds / dist.get_world_size():,.0f} tok/s/GPU, "
+        f"{rate / 1e12:.0f} TFLOP/s = MFU {rate / PEAK_FLOPS:.1%}"
     )
     if torch.cuda.is_available():
         line += f"; peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-    print(line, flush=True)
+    whole = sum(step.seconds.values())
+    print(line, "; ".join(f"{k} {v:.3f} s ({v / whole:.0%})" for k, v in step.seconds.items()), sep="\n", flush=True)
 
 
 def synchronize() -> None:

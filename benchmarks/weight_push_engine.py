@@ -8,7 +8,8 @@
 Trainer ranks and one engine share the GPUs ``0 .. num-gpus - 1``, as with ``--colocate``; with ``--disaggregated`` the
 engine has the GPUs behind the trainer's.  Shapes are those of the model, weights are random on both sides, and neither
 side reads a checkpoint.  Every push is the product's own: pause, flush, buckets, digests compared, commit, continue.
-Flags behind ``--`` are those of ``train.py``.  Printed: the median push, its phases, bytes, and the rate.
+Flags behind ``--`` are those of ``train.py``.  Printed: the median push, its phases, bytes, rate, and timeline,
+with the time that a copy of the bytes takes beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.model_shapes import MODELS, outputs  # noqa: E402
+from benchmarks.model_shapes import MODELS, model_flags, outputs  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 from slime.weights.push.verbs import EngineProxy, Verb  # noqa: E402
@@ -89,7 +90,7 @@ RUN_FLAGS = """
 --num-rollout 1 --n-samples-per-prompt 1 --disable-rewards-normalization --disable-rollout-global-dataset
 --num-steps-per-rollout 1 --attention-dropout 0 --hidden-dropout 0 --sglang-load-format dummy
 --sglang-skip-tokenizer-init --sglang-max-total-tokens 16384 --sglang-cuda-graph-backend-decode disabled
---sglang-cuda-graph-backend-prefill disabled
+--sglang-cuda-graph-backend-prefill disabled --no-job-secret
 """.split()
 
 
@@ -97,6 +98,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     """Options of the benchmark, and the flags for train.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", choices=sorted(CONFIGS))
+    parser.add_argument("--layers", type=int, default=None, help="only so many layers of it")
     parser.add_argument("--fp8", action="store_true", help="the engine serves blockwise FP8")
     parser.add_argument("--num-gpus", type=int, default=1, help="trainer ranks")
     parser.add_argument("--engine-gpus", type=int, default=None, help="GPUs of the engine; default: --num-gpus")
@@ -118,6 +120,8 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
     """A model folder without weights."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     config = COMMON | CONFIGS[options.model] | {"torch_dtype": dtype}
+    if options.layers:
+        config["num_hidden_layers"] = options.layers
     if options.fp8:
         config["quantization_config"] = FP8
     (folder / "config.json").write_text(json.dumps(config))
@@ -138,11 +142,14 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
 
 def run_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Namespace:
     """Complete args of the job that this run stands for."""
-    from benchmarks.train_mfu import model_flags
     from slime.arguments import parse_args
 
     tiny = {"tiny": TINY_FLAGS, "tiny-moe": [*TINY_FLAGS, *TINY_MOE_FLAGS]}
-    flags = tiny[options.model] if options.model in tiny else model_flags(options.model)
+    flags = list(tiny[options.model] if options.model in tiny else model_flags(options.model))
+    if options.layers:
+        flags += ["--num-layers", options.layers]
+        if "num_experts" in CONFIGS[options.model]:
+            flags += ["--moe-layer-freq", f"[1]*{options.layers}"]
     place = [] if options.disaggregated else ["--colocate"]
     argv = [
         *(*flags, *RUN_FLAGS, *place, "--hf-checkpoint", folder, "--ref-load", folder, "--load", folder),
@@ -229,6 +236,7 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     updater = WeightUpdater(args, model, lambda: None, hf_config=hf_config)
     updater.connect([proxy], num_new_engines=1)
     reports, seconds = [], []
+    rate = copy_rate(next(model[0].parameters()).device)
     for push in range(options.pushes + 1):
         perturb(model)
         dist.barrier()
@@ -241,9 +249,45 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
             print(f"push {push}: {time.perf_counter() - started:.3f} s {asdict(report)}", flush=True)
     if rank == 0:
         print_result(options, extra, engine, seconds, reports)
+        print_timeline(reports[seconds.index(sorted(seconds)[len(seconds) // 2])], rate, options.num_gpus)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # threads that hold connections must not delay the end
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second that a copy on the device reads, and writes."""
+    source = torch.zeros((1 << 30) if device.type == "cuda" else (64 << 20), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return source.numel() / min(seconds)
+
+
+def print_timeline(report: Any, rate: float, num_ranks: int) -> None:
+    """Print the steps of a push on the trainer's first rank, what the engine's devices did, and the floor."""
+    width = 60
+    scale = width / report.elapsed_s
+    print("\n   begin      end  step, of the median push (ms)")
+    for step, begin_s, end_s in report.spans:
+        if step == "fill" and end_s - begin_s < 1e-5:
+            continue  # the end of the walk
+        first, last = int(begin_s * scale), min(max(int(end_s * scale), int(begin_s * scale) + 1), width)
+        bar = " " * first + "#" * (last - first)
+        print(f"{begin_s * 1e3:8.1f} {end_s * 1e3:8.1f}  {step:12} |{bar:{width}}|")
+    parts = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in report.engine_seconds.items())
+    print(f"the engine's slowest device, ms: {parts}")
+    own = report.num_bytes / num_ranks
+    print(
+        f"floor: {2 * own / rate * 1e3:.1f} ms to copy {own / 2**30:.2f} GiB a GPU into buckets and out of them at "
+        f"{rate / 1e9:.0f} GB/s, as a copy runs here; the push took {report.elapsed_s * 1e3:.1f} ms",
+        flush=True,
+    )
 
 
 def perturb(model: Any) -> None:

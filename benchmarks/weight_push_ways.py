@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import gc
 import json
 import os
 import statistics
@@ -34,7 +33,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,16 +50,6 @@ if TYPE_CHECKING:
 
 BLOCK = (128, 128)
 PAIRS = (("gathered", "own"), ("gathered", "traced"), ("shards", "own"), ("shards", "traced"))
-
-
-class Loader(Protocol):
-    """An engine's way to take the buckets of a push."""
-
-    def begin(self, manifest: Manifest) -> None: ...
-
-    def load(self, index: int, flat: Tensor) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 class OwnLoader:
@@ -100,6 +89,9 @@ class TracedLoader:
         """Wait for the comparison."""
         self._load.finish()
         assert not self._load.problems, self._load.problems[:3]
+
+
+Loader = OwnLoader | TracedLoader
 
 
 # Memory and time
@@ -145,10 +137,8 @@ class Meter:
 
 def _status_bytes(key: str) -> int:
     """A size in the kernel's description of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) << 10
-    raise KeyError(key)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":"))
 
 
 # The two models
@@ -190,7 +180,7 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
 
 def trainer_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Namespace:
     """Complete args of a colocated trainer of one rank."""
-    from benchmarks.train_mfu import model_flags
+    from benchmarks.model_shapes import model_flags
     from slime.arguments import parse_args
 
     tiny = {"tiny": TINY_FLAGS, "tiny-moe": [*TINY_FLAGS, *TINY_MOE_FLAGS]}
@@ -228,14 +218,6 @@ def build(args: Namespace) -> nn.Module:
     return model
 
 
-def quantizer_of(names: list[str]) -> Any:
-    """Block-wise FP8 of the tensors that the offline converter quantises."""
-    from slime.weights.quantize import Quantizer
-    from slime.weights.quantize.formats import BlockFp8
-
-    return Quantizer(BlockFp8(BLOCK), names)
-
-
 # A push
 
 
@@ -255,13 +237,14 @@ def measure(
     make_source: Callable[[], BucketSource], make_loader: Callable[[], Loader], device: torch.device, pushes: int
 ) -> dict[str, float]:
     """Numbers of one pair of ways: seconds, GiB."""
+    from slime.backends.megatron_utils.memory import clear_memory
+
     result: dict[str, float] = {}
     for key in ("cold_first_s", "first_s"):
-        release(device)
+        clear_memory()  # pairs do not inherit from each other
         trainer, engine = Meter(device), Meter(device)
         source, loader = trainer.step(make_source), engine.step(make_loader)
-        made_s = trainer.seconds + engine.seconds
-        result[key] = made_s + push(source, loader, trainer, engine)
+        result[key] = trainer.seconds + engine.seconds + push(source, loader, trainer, engine)
         result[key.replace("_s", "_trainer_s")] = trainer.seconds
         result[key.replace("_s", "_engine_s")] = engine.seconds
         if key == "cold_first_s":
@@ -269,36 +252,19 @@ def measure(
     result["first_trainer_gib"], result["first_engine_gib"] = trainer.peak_bytes / 2**30, engine.peak_bytes / 2**30
     # The second push of a traced plan still makes tables: it belongs to no steady state.
     result["second_s"] = push(source, loader, trainer, engine)
-    totals, trainer_s, engine_s = [], [], []
-    peaks = [0, 0]
+    later = []
     for _ in range(pushes):
         trainer.reset()
         engine.reset()
-        totals.append(push(source, loader, trainer, engine))
-        trainer_s.append(trainer.seconds)
-        engine_s.append(engine.seconds)
-        peaks = [max(peaks[0], trainer.peak_bytes), max(peaks[1], engine.peak_bytes)]
-    result["later_s"] = statistics.median(totals)
-    result["later_trainer_s"], result["later_engine_s"] = statistics.median(trainer_s), statistics.median(engine_s)
-    result["later_trainer_gib"], result["later_engine_gib"] = peaks[0] / 2**30, peaks[1] / 2**30
-    result["num_buckets"] = len(source.manifest.buckets)
-    result["num_tensors"] = len(source.manifest.tensors)
+        seconds = push(source, loader, trainer, engine)
+        later.append((seconds, trainer.seconds, engine.seconds, trainer.peak_bytes, engine.peak_bytes))
+    *seconds_of, trainer_bytes, engine_bytes = zip(*later, strict=True)
+    for name, values in zip(("later_s", "later_trainer_s", "later_engine_s"), seconds_of, strict=True):
+        result[name] = statistics.median(values)
+    result["later_trainer_gib"], result["later_engine_gib"] = max(trainer_bytes) / 2**30, max(engine_bytes) / 2**30
+    result["num_buckets"], result["num_tensors"] = len(source.manifest.buckets), len(source.manifest.tensors)
     result["gib"] = sum(bucket.num_bytes for bucket in source.manifest.buckets) / 2**30
     return result
-
-
-def release(device: torch.device) -> None:
-    """Give back what no longer has an owner, so that pairs do not inherit from each other."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def fill_with_zeros(model: nn.Module) -> None:
-    """Make sure that what a pair leaves behind is its own."""
-    for parameter in model.parameters():
-        parameter.data.zero_()
 
 
 def digest_of(model: nn.Module) -> str:
@@ -315,18 +281,21 @@ def run_format(
     kind: str, args: Namespace, trained: nn.Module, engine: nn.Module, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """All pairs for one format of the engine."""
+    from slime.backends.megatron_utils.memory import clear_memory
     from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
     from slime.backends.megatron_utils.update_weight.sources.gather import hf_headers
     from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
+    from slime.weights.quantize import Quantizer
+    from slime.weights.quantize.formats import BlockFp8
     from slime.weights.quantize.offline_rules import is_quantized_offline
 
     name = str(CONFIGS[options.model]["model_type"])
     device = torch.device(options.device)
-    quantizer = None
+    quantizer = host = None
     if kind == "fp8":
         (headers,) = hf_headers(args, [trained], model_name=name, dtype=torch.bfloat16)
-        quantizer = quantizer_of([n for n, shape, _ in headers if len(shape) == 2 and is_quantized_offline(n)])
-    host = None
+        names = [n for n, shape, _ in headers if len(shape) == 2 and is_quantized_offline(n)]
+        quantizer = Quantizer(BlockFp8(BLOCK), names)
     if options.host:
         host = {f"0.{n}": p.detach().to("cpu").pin_memory() for n, p in trained.named_parameters()}
     weights = SentWeights(
@@ -348,9 +317,10 @@ def run_format(
     }
     rows: list[dict[str, Any]] = []
     for source, loader in PAIRS:
-        row: dict[str, Any] = {"model": options.model, "layers": options.layers, "format": kind}
-        row |= {"source": source, "loader": loader}
-        fill_with_zeros(engine)
+        where = {"model": options.model, "layers": options.layers, "format": kind}
+        row: dict[str, Any] = {**where, "source": source, "loader": loader}
+        for parameter in engine.parameters():
+            parameter.data.zero_()  # what a pair leaves behind is its own
         try:
             row |= measure(sources[source], loaders[loader], device, options.pushes)
             row["digest"] = digest_of(engine)
@@ -359,7 +329,7 @@ def run_format(
             row["error"] = f"{type(error).__name__}: {error}"
         rows.append(row)
         print(json.dumps(row), flush=True)
-        release(device)
+        clear_memory()  # pairs do not inherit from each other
     digests = {row["digest"] for row in rows if "digest" in row}
     if len(digests) > 1:
         print(f"{options.model} {kind}: the pairs leave different bytes in the engine: {digests}", flush=True)

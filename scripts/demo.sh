@@ -8,7 +8,6 @@
 # UNTIL: "warm_start" stops after the warm start.
 # DEVICE (cpu): "gpu" runs GRPO with scripts/run-tiny-gpu.sh, on one GPU, and the warm start on it as well.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"
 export SEED="${SEED:-1}"
@@ -41,7 +40,7 @@ convert() {
         echo "${TINY_DIR}/torch_dist exists; skipped"
         return
     fi
-    python3 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" \
+    python3 tools/convert_hf_to_torch_dist.py \
         --hf-checkpoint "${TINY_DIR}/task/hf" --save "${TINY_DIR}/torch_dist"
 }
 

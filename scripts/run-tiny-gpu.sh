@@ -11,7 +11,6 @@
 # TINY_DIR (runs/tiny): task/ and the warm start sft/, which scripts/demo.sh makes.  SEED (1): of sampling and data
 # order.  The result is in SAVE_DIR (TINY_DIR/grpo-gpu-seed1); the same command resumes a run that was killed.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"
 
 TINY_DIR="${TINY_DIR:-runs/tiny}"
 SEED="${SEED:-1}"
@@ -126,7 +125,6 @@ JOB_ENV="{\"TENSORBOARD_DIR\": \"${SAVE_DIR}/tensorboard\"}" submit_job "${SCRIP
     --actor-num-nodes 1 \
     --actor-num-gpus-per-node 1 \
     "${LOOP_ARGS[@]}" \
-    "${MODEL_ARGS[@]}" \
     "${CKPT_ARGS[@]}" \
     "${ROLLOUT_ARGS[@]}" \
     "${EVAL_ARGS[@]}" \

@@ -9,6 +9,7 @@ the test and stay.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ CLOCK_TOLERANCE_S = 0.1
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = uuid.uuid4().hex
+    os.environ["SLIME_CACHE_DIR"] = f"{tempfile.gettempdir()}/slime-cache-{os.environ[MARK]}"  # of these tests alone
 
 
 def processes_since(start_s: float) -> list[psutil.Process]:

@@ -36,6 +36,12 @@ def add_rewrite_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="cpu, cuda (all GPUs in turn) or cuda:N; default: cuda where there is a GPU")
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is in the output folder")
+    parser.add_argument(
+        "--no-verify-checkpoint",
+        dest="verify_checkpoint",
+        action="store_false",
+        help="do not compare the input with the digests beside it",
+    )
 
 
 def rewrite(
@@ -52,6 +58,7 @@ def rewrite(
         device=options.device,
         overwrite=options.overwrite,
         only_files=only_files,
+        verify=options.verify_checkpoint,
     )
     speed = report.source_bytes / 1e6 / max(report.elapsed_s, 1e-9)
     logger.info(

@@ -1,11 +1,11 @@
 """Convert a Hugging Face model into a Megatron ``torch_dist`` checkpoint.
 
-    source scripts/models/qwen3-4B.sh
-    python tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint MODEL --save MODEL_torch_dist
-    torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint ... --save ...
+    python tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist
+    torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist
 
-The checkpoint can be loaded in any parallel layout.  Several processes split the model into pipeline stages, unless
-parallel flags say otherwise.  The result is ``SAVE/release``, for ``--ref-load``.
+config.json says what the model is; model flags may be given, and must agree.  The checkpoint can be loaded in any
+parallel layout.  Several processes split the model into pipeline stages, unless parallel flags say otherwise.  The
+result is ``SAVE/release``, for ``--ref-load``.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], descript
     Raises:
         ConfigError: one of them is missing, a flag is unknown, or ``--hf-checkpoint`` is no model folder.
     """
+    from slime.backends.megatron_utils.arguments import fill_model_flags
+
     parser = build_parser(with_engine_flags=False)
     parser.prog, parser.usage, parser.description = Path(sys.argv[0]).name, "%(prog)s [FLAGS]", description
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -62,6 +64,7 @@ def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], descript
             raise ConfigError(f"--{name.replace('_', '-')} is missing; the conversion needs {flags}")
     if not (Path(args.hf_checkpoint) / "config.json").exists():
         raise ConfigError(f"--hf-checkpoint {args.hf_checkpoint}: no config.json in it; name a Hugging Face folder")
+    vars(args).update(fill_model_flags(args))
     return args
 
 

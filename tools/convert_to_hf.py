@@ -1,7 +1,6 @@
 """Export a checkpoint as a Hugging Face folder, by loading it into the model in any parallel layout.
 
-    source scripts/models/qwen3-4B.sh
-    torchrun --nproc-per-node 8 tools/convert_to_hf.py ${MODEL_ARGS[@]} --tensor-model-parallel-size 8 \\
+    torchrun --nproc-per-node 8 tools/convert_to_hf.py --tensor-model-parallel-size 8 \\
         --hf-checkpoint MODEL --load RUN --output-dir EXPORT
 
 ``--load`` names a Megatron checkpoint (``--ckpt-step`` chooses the iteration) or a Hugging Face folder.  The export is

@@ -21,8 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.flags.kinds import positive_float, positive_fraction
-from slime.planning.command import run_plan
+from slime.flags.kinds import positive_float, positive_fraction, positive_int
+from slime.planning.command import asks_to_fit, run_plan
+from slime.planning.fit import fitted
 from slime.planning.plan import CARDS, PlanOptions, find_card
 from slime.planning.recipe import read_recipe
 from slime.planning.trainer_memory import GIB
@@ -37,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--gpu", default="H100", help=f"the card: {', '.join(CARDS)} (H100)")
+    parser.add_argument("--gpus", type=positive_int, default=8, help="GPUs of a node, for --fit (8)")
     parser.add_argument("--gpu-memory", type=positive_float, metavar="GIB", help="memory of the card, if it differs")
     parser.add_argument("--host-memory", type=positive_float, metavar="GIB", help="memory of a node")
     parser.add_argument(
@@ -86,6 +88,9 @@ def main() -> None:
                 print(f"{script} also calls {', '.join(called)}: written down, not done.", file=sys.stderr)
         lengths = read_lengths(options.lengths) if options.lengths else None
         settings = PlanOptions(card=card, mfu=options.mfu, lengths=lengths, environment=environment)
+        if asks_to_fit(words):
+            words, table = fitted(words, settings, options.gpus)
+            print(table, file=sys.stderr)
         code = run_plan(words, settings, as_json=options.json, all_ranks=options.ranks)
     sys.exit(code)
 

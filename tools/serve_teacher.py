@@ -1,7 +1,6 @@
 """Serve the log-probs of a Megatron model: a distillation teacher of any layout, on GPUs of its own.
 
-    source scripts/models/qwen3-32B.sh
-    torchrun --nproc-per-node 8 tools/serve_teacher.py ${MODEL_ARGS[@]} --hf-checkpoint MODEL --load TEACHER \\
+    torchrun --nproc-per-node 8 tools/serve_teacher.py --hf-checkpoint MODEL --load TEACHER \\
         --tensor-model-parallel-size 8 --max-tokens-per-gpu 16384 --teacher-port 7999
 
 Students give its address: --use-opd --opd-type sglang --rm-url http://HOST:7999/generate.  --load is a Megatron

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from slime.arguments.hooks import HOOKS, Hook
 from slime.flags.config import backend_flags
 from slime.utils.errors import HookError
-from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin
+from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin, said_by
 
 DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 OF_EVAL_DATASET = ("--custom-rm-path", "--custom-generate-function-path")
@@ -92,13 +92,20 @@ def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT
     """
     module_name, attribute = split_path(path, where)
     module = import_plugin(module_name, f"{where}: {path}", timeout_s)
-    if not hasattr(module, attribute):
-        raise HookError(f"{where}: {module_name} ({module.__file__}) has no {attribute}. Correct the path {path}.")
-    target = getattr(module, attribute)
+    try:
+        target = getattr(module, attribute)
+    except AttributeError:
+        raise HookError(
+            f"{where}: {module_name} ({module.__file__}) has no {attribute}. Correct the path {path}."
+        ) from None
+    except Exception as error:  # of the module's own __getattr__
+        raise HookError(
+            f"{where}: {module_name} raised {said_by(error)} when it was asked for {attribute}."
+        ) from error
     _check_kind(hook, path, where, target)
     try:
         signature = inspect.signature(target)
-    except ValueError:
+    except (TypeError, ValueError):
         return target  # a builtin tells nobody its signature
     check_signature(hook, path, where, signature)
     return target

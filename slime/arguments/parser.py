@@ -19,6 +19,7 @@ from slime.flags.cluster import add_cluster_arguments, add_fault_tolerance_argum
 from slime.flags.data import add_data_arguments, add_eval_arguments
 from slime.flags.debug import add_debug_arguments
 from slime.flags.distillation import add_distillation_arguments
+from slime.flags.lora import add_lora_arguments
 from slime.flags.observability import add_observability_arguments
 from slime.flags.parser import Parser
 from slime.flags.reward import add_reward_arguments
@@ -37,6 +38,7 @@ GROUPS: tuple[Callable[[argparse.ArgumentParser], None], ...] = (
     add_cluster_arguments,
     add_security_arguments,
     add_train_arguments,
+    add_lora_arguments,
     add_rollout_arguments,
     add_data_arguments,
     add_eval_arguments,

@@ -48,7 +48,7 @@ HISTORICAL = {
     "slime_router_timeout": _ROUTER,
     "slime_router_max_connections": _ROUTER,
     "disable_rollout_trim_samples": "samples are never trimmed; what does not fill a step is said in a line",
-    "use_hf_config_for_megatron": "the model's flags come from scripts/models and are checked against config.json",
+    "use_hf_config_for_megatron": "model flags that are left out always come from config.json",
     "memory_snapshot_path": "snapshots name themselves, in --memory-snapshot-dir",
     # of Megatron's own training program
     "train_iters": _LENGTH,

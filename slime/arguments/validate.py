@@ -23,6 +23,7 @@ from slime.flags.cluster import check_gpus
 from slime.flags.data import check_batches, check_eval
 from slime.flags.debug import check_ci, check_dump_templates, check_modes
 from slime.flags.distillation import check_distillation
+from slime.flags.lora import check_lora
 from slime.flags.reward import check_reward
 from slime.flags.rollout import check_data_transport, check_length_of_the_run, check_sampling
 from slime.flags.security import check_security
@@ -50,6 +51,7 @@ CHECKS = (
     check_ci,
     check_dump_templates,
     check_trained_parameters,
+    check_lora,
     check_routing_replay,
     check_stateless_adam,
     check_weight_flags,

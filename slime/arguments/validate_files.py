@@ -23,6 +23,7 @@ from slime.flags.rollout import OWN_ROLLOUTS
 from slime.flags.security import trusts_remote_code
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import read_format
+from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 
 if TYPE_CHECKING:
     from slime.rollout.eval_config import EvalDatasetConfig
@@ -65,6 +66,8 @@ def _check_model(args: Namespace) -> None:
         raise ConfigError(f"--hf-checkpoint: {folder} has no tokenizer (tokenizer.json); download the model again.")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_positions(args, config)
+    if not args.debug_rollout_only and (args.save_hf is not None or not args.debug_train_only):
+        read_format(config.get("quantization_config"))  # in which pushes and exports are made
     if args.apply_chat_template and not _may_have_chat_template(folder):
         raise ConfigError(
             f"--apply-chat-template: the tokenizer of --hf-checkpoint {folder} has no chat template; a base model has "
@@ -169,6 +172,8 @@ def _check_starting_point(args: Namespace) -> None:
 def _check_format(folder: str, flag: str) -> None:
     """Refuse quantized weights of a format that the trainer cannot turn back."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    if config is not None and config.get("quant_method") == MXFP4:
+        return  # read, though not made
     try:
         read_format(config)
     except ConfigError as error:
@@ -180,6 +185,8 @@ def _check_format(folder: str, flag: str) -> None:
 def _check_reference(args: Namespace) -> None:
     if args.debug_rollout_only or not (args.use_kl_loss or args.kl_coef != 0):
         return
+    if args.ref_load is None and args.lora_rank is not None:
+        return  # the actor without its adapters
     if args.ref_load is None:
         asking = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
         raise ConfigError(f"{asking} needs a reference model; name its checkpoint: --ref-load.")
@@ -213,6 +220,7 @@ def _check_dumps(template: str, flag: str) -> None:
 
 def _check_prompts(args: Namespace) -> None:
     from slime.rollout.prompt_dataset import check_prompt_file
+    from slime.rollout.rm_hub import RM_TYPES
 
     if args.prompt_data is None:
         wanted = args.rollout_global_dataset and args.data_source_path in OWN_DATA_SOURCES
@@ -223,6 +231,7 @@ def _check_prompts(args: Namespace) -> None:
             )
         return
     asked = {"--metadata-key": (args.metadata_key, "metadata"), "--tool-key": (args.tool_key, "tools")}
+    has_built_in = _is_plain(args) and not args.custom_rm_path
     num_rows = check_prompt_file(
         args.prompt_data,
         args.input_key,
@@ -230,7 +239,8 @@ def _check_prompts(args: Namespace) -> None:
         tool_key=args.tool_key,
         metadata_key=args.metadata_key,
         multimodal_keys=args.multimodal_keys,
-        grader=args.rm_type if _is_plain(args) and not args.custom_rm_path else None,
+        grader=args.rm_type if has_built_in else None,
+        rm_types=RM_TYPES if has_built_in else None,
         template=_template(args, args.apply_chat_template, args.apply_chat_template_kwargs),
         some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
     )

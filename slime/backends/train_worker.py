@@ -50,6 +50,7 @@ class TrainWorker(ABC):
             local_rank: index of this rank's accelerator among those the process can see.
         """
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self._rendezvous = master_addr, master_port
         env.export(
             {
                 "MASTER_ADDR": master_addr,
@@ -75,7 +76,12 @@ class TrainWorker(ABC):
             torch.cuda.set_device(self.local_rank)
             backend = args.distributed_backend
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
-        dist.init_process_group(backend=backend, world_size=self.world_size, rank=self.rank, timeout=timeout)
+        store = distributed_utils.open_store(
+            *self._rendezvous, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+        dist.init_process_group(
+            backend=backend, store=store, world_size=self.world_size, rank=self.rank, timeout=timeout
+        )
         distributed_utils.init_gloo_group(timeout=timeout)
         logger.info("Rank %d of %d joined the training group over %s.", self.rank, self.world_size, backend)
 

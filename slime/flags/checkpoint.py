@@ -242,6 +242,10 @@ def _check_weight_files(path: Path, flag: str) -> None:
         weight_map = _read_json(index, flag).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{flag}: {index} has no weight_map; download the model again.")
+        if wrong := [file for file in weight_map.values() if not isinstance(file, str) or Path(file).name != file]:
+            raise ConfigError(
+                f"{flag}: {index} names {str(wrong[0])[:80]!r}, which is no file beside it; download the model again."
+            )
         missing = sorted({name for name in weight_map.values() if not (path / name).is_file()})
         if missing:
             raise ConfigError(
@@ -258,6 +262,8 @@ def _check_weight_files(path: Path, flag: str) -> None:
 def _check_fetched(files: Iterable[Path], flag: str) -> None:
     """Refuse the notes of three lines that a clone without git-lfs has in the place of large files."""
     for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{flag}: {file} is a folder or a device, not a file; download the model again.")
         with file.open("rb") as content:
             is_note = content.read(len(LFS_NOTE)) == LFS_NOTE
         if is_note:
@@ -272,7 +278,7 @@ def _read_json(file: Path, flag: str) -> dict[str, Any]:
         raise ConfigError(f"{flag}: {file} does not exist; a Hugging Face model folder has it.")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{flag}: {file} is not JSON: {error}. Download the model again.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{flag}: {file} holds a {type(content).__name__}, not an object. Download the model again.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 from slime.flags.security import secret_of_file
 from slime.utils import env
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,5 +164,10 @@ def derive_observability(args: Namespace) -> None:
     if args.wandb_key is None:
         path = args.wandb_key_file
         args.wandb_key = secret_of_file(Path(path), "--wandb-key-file", make=False) if path else env.wandb_api_key()
+    else:
+        logger.warning(
+            "--wandb-key: every user of this host sees the key in the list of processes; give --wandb-key-file or "
+            "WANDB_API_KEY instead."
+        )
     if args.prometheus_port is not None:
         args.log_expert_load = True

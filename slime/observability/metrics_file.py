@@ -224,8 +224,8 @@ class StepLine:
         """Return the reader of the run that ``args`` describe; it skips the records that its file already has."""
         return cls(metrics_path(args), num_rollout=tracking_config(args).num_rollout)
 
-    def gather(self, rollout_id: int, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the metrics logged for ``rollout_id`` since the last call, with ``extra`` on top."""
+    def gather(self, rollout_id: int) -> dict[str, Any]:
+        """Return the metrics logged for ``rollout_id`` since the last call."""
         records = self._early
         if self._path is not None:
             new, self._offset = read_new_records(self._path, self._offset)
@@ -237,9 +237,8 @@ class StepLine:
                 self._early.append(record)
             else:
                 merged.update(record)
-        merged.update(extra or {})
         return merged
 
-    def line(self, rollout_id: int, extra: Mapping[str, Any] | None = None) -> str:
-        """Return the line of ``rollout_id``; ``extra`` are metrics that only the caller knows."""
-        return format_step(rollout_id, self.gather(rollout_id, extra), num_rollout=self._num_rollout)
+    def line(self, rollout_id: int) -> str:
+        """Return the line of ``rollout_id``."""
+        return format_step(rollout_id, self.gather(rollout_id), num_rollout=self._num_rollout)

@@ -2,8 +2,8 @@
 
 It has the latest value of every metric that any process of the job logged (``metrics.jsonl``), the state of the
 engines, and the pages of engines and routers with a label that says whose they are.  Names: ``rollout/raw_reward`` is
-``slime_rollout_raw_reward``; what names a layer, a data set or a reason becomes a label; counts of one rollout are
-summed, too, under a name that ends in ``_total``.
+``slime_rollout_raw_reward``; what names a rank, a layer, a data set or a reason becomes a label; counts of one rollout
+are summed, too, under a name that ends in ``_total``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import secrets
 import socket
 import threading
 from collections import defaultdict
@@ -28,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slime.observability.job_state import JobState, PageSource, read_page
 from slime.observability.metrics_file import read_new_records
 from slime.utils.errors import ConfigError
+from slime.utils.http_utils import has_secret
 from slime.utils.net import format_host_port, is_ipv6, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ COUNTS = re.compile(
 """Metrics that count what happened in one rollout."""
 _LABELS = (
     (re.compile(r"/layer_(?P<value>\d+)(?=/|$)"), "layer"),
+    (re.compile(r"(?<=rank)_(?P<value>\d+)(?=/)"), "rank"),
     (re.compile(r"(?<=/drop)_(?P<value>.+)$"), "reason"),
     (re.compile(r"(?<=/error_cat)/(?P<value>.+)$"), "category"),
 )
@@ -168,7 +169,7 @@ class MetricsPage:
         self._logged, self._state = logged, state
         self._secret = secret
         self._lock = threading.Lock()
-        self._wanted = None if secret is None or is_loopback(host) else f"Bearer {secret}".encode()
+        self._wanted = None if is_loopback(host) else secret
         host = host.strip("[]")
         try:
             listening = socket.create_server((host, port), family=socket.AF_INET6 if is_ipv6(host) else socket.AF_INET)
@@ -201,7 +202,7 @@ class MetricsPage:
 
     def allows(self, authorization: str | None) -> bool:
         """Return True when a request with this header may see the page."""
-        return self._wanted is None or secrets.compare_digest((authorization or "").encode(), self._wanted)
+        return self._wanted is None or has_secret(authorization, self._wanted)
 
     def text(self) -> bytes:
         """Return the page, in Prometheus' text format."""

@@ -42,6 +42,11 @@ def asks_for_plan(words: Sequence[str]) -> bool:
     return any(word == "--plan" or word.startswith("--plan=") for word in words)
 
 
+def asks_to_fit(words: Sequence[str]) -> bool:
+    """Return True for a command line that has ``--fit``."""
+    return "--fit" in words
+
+
 def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
     """Parse and check ``words`` as train.py does, in every stage, so that all that is wrong is told at once.
 

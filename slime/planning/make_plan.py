@@ -117,8 +117,8 @@ def _notes(args: Namespace, options: PlanOptions) -> Iterator[str]:
     if args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None):
         which = args.custom_model_provider_path or " ".join(args.spec)
         yield f"{which} makes the layers; the plan counts standard layers with the sizes of the flags."
-    if args.only_train_params_name_list or args.freeze_params_name_list:
-        yield "Parameters frozen by name are counted as trained: gradients and optimizer are an upper bound."
+    if args.only_train_params_name_list or args.freeze_params_name_list or args.lora_rank:
+        yield "Frozen parameters are counted as trained: gradients and optimizer are an upper bound."
     if args.use_critic:
         yield "The critic is counted as a second trainer of the actor's shape, asleep while the actor works."
     if options.lengths is None and not options.prompts and args.rollout_max_prompt_len is None:

@@ -6,7 +6,7 @@ tests/unit/planning/test_parameters.py holds it against megatron-core's own mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.planning.layout import ParallelSizes, StageChunk
@@ -49,22 +49,15 @@ class ParameterCount:
         return ParameterCount(frozen=self.total, buffers_fp32=self.buffers_fp32)
 
 
-def add_up(counts: Iterable[ParameterCount]) -> ParameterCount:
-    """Return the sum of the counts."""
-    return sum(counts, ParameterCount())
-
-
 def chunk_parameters(
-    chunks: Sequence[StageChunk], dims: ModelDims, sizes: ParallelSizes, *, role: str = "actor",
-    has_router_bias: bool = False,
-) -> ParameterCount:  # fmt: skip
+    chunks: Sequence[StageChunk], dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool = False
+) -> ParameterCount:
     """Count the parameters that one rank of a pipeline stage holds.
 
     Args:
         chunks: of the stage.
         dims: of the model.
         sizes: of the parallel groups.
-        role: "critic" has a value head in place of the vocabulary projection, and no MTP layers.
         has_router_bias: each router has a bias in fp32 (``--moe-router-enable-expert-bias``).
     """
     is_alone = sum(chunk.has_embedding + chunk.has_head for chunk in chunks) == 2
@@ -75,9 +68,8 @@ def chunk_parameters(
         for layer in chunk.layers:
             total += layer_parameters(dims, sizes, layer, has_router_bias=has_router_bias)
         if chunk.has_head:
-            total += _head(dims, sizes, role, shares_embedding=is_alone)
-            if role != "critic":
-                total += mtp_parameters(dims, sizes, has_router_bias=has_router_bias)
+            total += _head(dims, sizes, shares_embedding=is_alone)
+            total += mtp_parameters(dims, sizes, has_router_bias=has_router_bias)
     return total
 
 
@@ -86,10 +78,8 @@ def embedding_size(dims: ModelDims, sizes: ParallelSizes) -> int:
     return (dims.vocab_rows // sizes.tensor + dims.learned_positions) * dims.hidden_size
 
 
-def _head(dims: ModelDims, sizes: ParallelSizes, role: str, *, shares_embedding: bool) -> ParameterCount:
+def _head(dims: ModelDims, sizes: ParallelSizes, *, shares_embedding: bool) -> ParameterCount:
     norm = dims.norm_params * dims.hidden_size
-    if role == "critic":
-        return ParameterCount(dense=norm + dims.hidden_size)
     is_copy_needed = not (dims.has_tied_embeddings and shares_embedding)
     return ParameterCount(dense=norm + is_copy_needed * (dims.vocab_rows // sizes.tensor) * dims.hidden_size)
 
@@ -173,7 +163,7 @@ def mtp_parameters(dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bo
     """Count all MTP layers: norms of both inputs, the projection that joins them, a layer, a norm."""
     join = 3 * dims.norm_params * dims.hidden_size + 2 * dims.hidden_size * dims.hidden_size // sizes.tensor
     layer = layer_parameters(dims, sizes, dims.num_layers, has_router_bias=has_router_bias)
-    total = add_up([ParameterCount(dense=join) + layer] * dims.num_mtp_layers)
+    total = sum([ParameterCount(dense=join) + layer] * dims.num_mtp_layers, ParameterCount())
     return total if dims.trains_mtp else total.as_frozen()
 
 

@@ -24,17 +24,19 @@ class Card:
     """Dense, without sparsity."""
     host_memory: int
     """Of a node of eight, as it is usually sold."""
+    bandwidth: float
+    """Of its memory, bytes a second."""
 
 
 CARDS = {
     card.name: card
     for card in (
-        Card("H100", int(79.1 * GIB), 989e12, 2048 * GIB),
-        Card("H200", int(139.8 * GIB), 989e12, 2048 * GIB),
-        Card("H800", int(79.1 * GIB), 989e12, 2048 * GIB),
-        Card("H20", int(95.0 * GIB), 148e12, 2048 * GIB),
-        Card("A100", int(79.1 * GIB), 312e12, 1024 * GIB),
-        Card("B200", int(178.0 * GIB), 2250e12, 2048 * GIB),
+        Card("H100", int(79.1 * GIB), 989e12, 2048 * GIB, 3.35e12),
+        Card("H200", int(139.8 * GIB), 989e12, 2048 * GIB, 4.8e12),
+        Card("H800", int(79.1 * GIB), 989e12, 2048 * GIB, 3.35e12),
+        Card("H20", int(95.0 * GIB), 148e12, 2048 * GIB, 4.0e12),
+        Card("A100", int(79.1 * GIB), 312e12, 1024 * GIB, 2.0e12),
+        Card("B200", int(178.0 * GIB), 2250e12, 2048 * GIB, 8.0e12),
     )
 }
 

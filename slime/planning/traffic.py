@@ -31,9 +31,9 @@ class StepWork:
     """Work of the rank with the most, over the mean."""
 
 
-def reference_lengths(num_samples: int, longest: int, seed: int = 0) -> list[int]:
+def reference_lengths(num_samples: int, longest: int) -> list[int]:
     """Return the lengths of the reference distribution, log-normal with a long tail, cut to ``longest`` tokens."""
-    generator = random.Random(seed)
+    generator = random.Random(0)
     return [min(longest, int(generator.lognormvariate(7.5, 1.0)) + 10) for _ in range(num_samples)]
 
 
@@ -43,7 +43,6 @@ def step_work(
     schedule: ScheduleConfig,
     flops: ModelDims,
     global_batch_size: int,
-    samples_per_rollout: int = 1,
     pipeline: int,
     forward_passes: int,
     recomputes_everything: bool,
@@ -55,13 +54,12 @@ def step_work(
         schedule: layout and packing.
         flops: cost of a sequence.
         global_batch_size: rollouts of an optimizer step.
-        samples_per_rollout: samples that one rollout was cut into.
         pipeline: stages.
         forward_passes: over all samples, without gradients.
         recomputes_everything: full recompute makes a third forward pass of every layer.
     """
-    ids = [index // samples_per_rollout for index in range(len(lengths))]
-    plan = build_dp_schedule(schedule, lengths, global_batch_size=global_batch_size, rollout_indices=ids)
+    one_each = range(len(lengths))
+    plan = build_dp_schedule(schedule, lengths, global_batch_size=global_batch_size, rollout_indices=one_each)
     per_rank = [sum(flops.forward_flops(lengths[i]) for i in partition) for partition in plan.partitions]
     forward = sum(per_rank)
     return StepWork(

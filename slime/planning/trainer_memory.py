@@ -30,6 +30,8 @@ class TrainerSettings:
     """4 where gradients are summed in fp32, else the weights'."""
     has_master_weights: bool = True
     """Weights of less than fp32 have a copy in fp32 beside Adam's two moments."""
+    moments_bytes: int = 8
+    """Of Adam's two moments of one element."""
     offloaded_fraction: float = 0.0
     """Part of the optimizer that lives on the host (``--optimizer-cpu-offload``)."""
     has_optimizer: bool = True
@@ -64,6 +66,7 @@ class TrainerSettings:
             weight_bytes=element,
             gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 or args.fp32 else 2,
             has_master_weights=not args.fp32,
+            moments_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize,
             offloaded_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
             has_optimizer=args.num_rollout != 0,
             num_microbatches=num_microbatches,
@@ -74,7 +77,7 @@ class TrainerSettings:
     @property
     def optimizer_bytes(self) -> int:
         """Of one element: two moments, and the master weight."""
-        return 12 if self.has_master_weights else 8
+        return self.moments_bytes + (4 if self.has_master_weights else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ class RayTrainGroup:
     def serve_new_engines(self) -> None:
         """Give the weights to engines in the place of dead ones; to be called while the trainer is idle."""
         engines = self._ask_manager("get_engines_without_weights")
-        if not engines.handles:
+        if not engines.engines:
             return
         try:
             self.resend_weights(engines)
@@ -259,7 +259,7 @@ class RayTrainGroup:
         """Push the present weights once; :attr:`excluded` has the engines that did not take them."""
         self.excluded = []
         engines = self._ask_manager("push_started")
-        if not engines.handles:
+        if not engines.engines:
             return {}
         if engines.num_new:
             self._connect(engines)

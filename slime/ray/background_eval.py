@@ -155,7 +155,7 @@ class BackgroundEvaluation:
     def _send_weights(self) -> str | None:
         """Return why the engines cannot evaluate; None when all of them hold the present weights."""
         engines = self._ask("get_evaluation_engines")
-        if not engines.handles:
+        if not engines.engines:
             return f"no engine of the model {EVALUATION_MODEL} is there"
         try:
             self._actor.resend_weights(engines)

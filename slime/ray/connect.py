@@ -15,6 +15,7 @@ from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+START_ATTEMPTS = 3
 CONNECT_TIMEOUT_S = 120.0
 
 
@@ -41,8 +42,30 @@ def connect(args: Namespace) -> None:
     num_gpus = None if torch.cuda.is_available() else plan_gpus(args).num_gpus
     num_cpus = None if num_gpus is None else 2 * num_gpus + 4
     logger.info("no Ray cluster is named or running here: starting a private one (%s logical GPUs)", num_gpus or "no")
-    # From the main thread: Ray's servers end when the thread that started them does.
-    ray.init(address="local", num_gpus=num_gpus, num_cpus=num_cpus, include_dashboard=False, log_to_driver=True)
+    _start(num_gpus, num_cpus)
+
+
+def _start(num_gpus: int | None, num_cpus: int | None) -> None:
+    """Start a private cluster.  Ray gives its own processes 30 seconds, which a busy machine may exceed: try again.
+
+    In the main thread: Ray's servers end when the thread that started them does.
+    """
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            ray.init(
+                address="local",
+                num_gpus=num_gpus,
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=True,
+                _system_config={"prestart_worker_first_driver": False},  # no actor of a job can use them
+            )
+            return
+        except Exception as error:
+            # Ray raises a plain Exception here.
+            if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS:
+                raise
+            logger.warning("attempt %d of %d to start Ray failed: %s", attempt, START_ATTEMPTS, error)
 
 
 def _join(address: str | None) -> Exception | None:

@@ -18,7 +18,8 @@ from ray.exceptions import RayError
 
 from slime.arguments import parse_args
 from slime.observability.logging_utils import configure_logger
-from slime.planning.command import asks_for_plan, plan_of_train
+from slime.planning.command import asks_for_plan, asks_to_fit, plan_of_train
+from slime.planning.fit import fitted_here
 from slime.ray.connect import connect
 from slime.ray.waiting import forget_all
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
@@ -43,7 +44,7 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
     signal.signal(signal.SIGTERM, _raise_interrupted)
     code = EXIT_FAILED
     try:
-        args = parse_args()
+        args = parse_args(argv=fitted_here(sys.argv[1:]) if asks_to_fit(sys.argv[1:]) else None)
         if check is not None:
             check(args)
         connect(args)

@@ -86,7 +86,7 @@ class ReleasedTrainGroup(RayTrainGroup):
     def push_once(self) -> dict[str, float]:
         """Have every engine that takes updates read what the trainer left; return the metrics of the push."""
         engines = self._ask_manager("push_started")
-        return self._deliver(engines) if engines.handles else {}
+        return self._deliver(engines) if engines.engines else {}
 
     def resend_weights(self, engines: UpdatableEngines) -> None:
         """Have engines that started late read what the others have read."""
@@ -100,7 +100,7 @@ class ReleasedTrainGroup(RayTrainGroup):
             self._ask_manager("clear_updatable_num_new_engines")
         push = Push(
             str(self._written.number),
-            Participants(engines.proxies(), PushClock(args.weight_update_timeout_s)),
+            Participants(engines.engines, PushClock(args.weight_update_timeout_s)),
             repacks=self._written.repacks,
             checks=args.check_weight_update_equal,
         )

@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
 from slime.observability.dumps import dump_rollout, load_rollout_dump
-from slime.observability.job_state import JobState
 from slime.observability.logging_utils import configure_logger, finish_tracking
 from slime.ray.background_eval import evaluation_args
 from slime.ray.distributed_post import start_distributed_post
-from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S, EngineFleet, start_fleet
 from slime.ray.gpus import GpuSlice
 from slime.ray.rollout_data import check_fan_out, split_for_ranks, train_data_from_samples
@@ -27,14 +25,13 @@ from slime.ray.rollout_logging import log_eval, log_rollout
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
 from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, eval_samples, leaf_samples
-from slime.rollout.context import NoJournal, RunState, use_run
+from slime.rollout.context import GroupJournal, RunState, use_run
 from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
 from slime.utils.async_utils import StallTimeout
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
 from slime.utils.plugins import PluginCall, call_plugin
-from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -171,86 +168,19 @@ class RolloutManager(Watched):
 
     # Engines
 
-    def wait_ready(self) -> None:
-        """See ``EngineFleet.wait_ready``."""
-        self.engines.wait_ready()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_job_state(self) -> JobState:
-        """See ``EngineFleet.job_state``."""
-        return self.engines.job_state()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_updatable_engines(self) -> UpdatableEngines:
-        """See ``EngineFleet.updatable``."""
-        return self.engines.updatable()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_evaluation_engines(self) -> UpdatableEngines:
-        """See ``EngineFleet.for_evaluation``."""
-        return self.engines.for_evaluation()
-
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_evaluation_args(self) -> Namespace:
         """Return the args of a process whose requests go to the engines that evaluate in the background."""
         return evaluation_args(self.args)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_engines_without_weights(self) -> UpdatableEngines:
-        """See ``EngineFleet.without_weights``."""
-        return self.engines.without_weights()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
     def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:
         """Return ``(engines, lock, num_new_engines, gpu_counts, gpu_offsets, parallel_configs)``."""
-        engines = self.engines.updatable()
-        configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in engines.gpu_counts]
-        lock = self.engines.lock()
-        return engines.handles, lock, engines.num_new, engines.gpu_counts, engines.gpu_offsets, configs
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def clear_updatable_num_new_engines(self) -> None:
-        """See ``EngineFleet.connected``."""
-        self.engines.connected()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def push_started(self) -> UpdatableEngines:
-        """See ``EngineFleet.push_started``."""
-        return self.engines.push_started()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
-        """See ``EngineFleet.push_done``."""
-        self.engines.push_done(excluded)
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
-        """See ``EngineFleet.push_refused``."""
-        self.engines.push_refused(excluded)
-
-    def find_dead_engines(self, patience_s: float = 0.0) -> int:
-        """See ``EngineFleet.find_dead_engines``."""
-        return self.engines.find_dead_engines(patience_s)
-
-    def recover_updatable_engines(self) -> None:
-        """See ``EngineFleet.recover``."""
-        self.engines.recover()
-
-    def health_monitoring_pause(self) -> None:
-        """See ``EngineFleet.pause_monitors``."""
-        self.engines.pause_monitors()
-
-    def health_monitoring_resume(self) -> None:
-        """See ``EngineFleet.resume_monitors``."""
-        self.engines.resume_monitors()
-
-    def offload(self) -> None:
-        """See ``EngineFleet.offload``."""
-        self.engines.offload()
-
-    def onload(self, tags: list[str] | None = None) -> None:
-        """See ``EngineFleet.onload``."""
-        self.engines.onload(tags)
+        described = self.engines.updatable()
+        counts = [engine.num_gpus for engine in described.engines]
+        offsets = [engine.gpu_offset for engine in described.engines]
+        configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in counts]
+        return described.handles, self.engines.lock(), described.num_new, counts, offsets, configs
 
     def onload_weights(self) -> None:
         """Make room for the weights, which a push then fills."""
@@ -260,17 +190,50 @@ class RolloutManager(Watched):
         """Make room for the KV cache and the CUDA graphs: after this an engine can generate."""
         self.engines.onload(["kv_cache", "cuda_graph"])
 
-    def check_weights(self, action: str) -> list[Any]:
-        """See ``EngineFleet.check_weights``."""
-        return self.engines.check_weights(action)
-
     def dispose(self) -> None:
         """Stop engines and routers in an orderly way."""
         self.engines.stop()
-        self.run.journal = NoJournal()
+        self.run.journal = GroupJournal()
         self.ledger.close()
         finish_tracking(self.args)
 
+
+_FLEET_VERBS: Mapping[str | None, Mapping[str, Callable[..., Any]]] = {
+    CONTROL_GROUP: {
+        "get_job_state": EngineFleet.job_state,
+        "get_updatable_engines": EngineFleet.updatable,
+        "get_evaluation_engines": EngineFleet.for_evaluation,
+        "get_engines_without_weights": EngineFleet.without_weights,
+        "clear_updatable_num_new_engines": EngineFleet.connected,
+        "push_started": EngineFleet.push_started,
+        "push_done": EngineFleet.push_done,
+        "push_refused": EngineFleet.push_refused,
+    },
+    None: {
+        "wait_ready": EngineFleet.wait_ready,
+        "find_dead_engines": EngineFleet.find_dead_engines,
+        "recover_updatable_engines": EngineFleet.recover,
+        "health_monitoring_pause": EngineFleet.pause_monitors,
+        "health_monitoring_resume": EngineFleet.resume_monitors,
+        "offload": EngineFleet.offload,
+        "onload": EngineFleet.onload,
+        "check_weights": EngineFleet.check_weights,
+    },
+}
+"""Concurrency group -> verb of the manager -> the method of its engines that it calls."""
+
+
+def _fleet_verb(name: str, method: Callable[..., Any], group: str | None) -> Callable[..., Any]:
+    def verb(self: RolloutManager, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.engines, method.__name__)(*arguments, **keywords)
+
+    verb.__name__, verb.__doc__ = name, f"See ``{method.__qualname__}``."
+    return verb if group is None else ray.method(concurrency_group=group)(verb)
+
+
+for _group, _verbs in _FLEET_VERBS.items():
+    for _name, _method in _verbs.items():
+        setattr(RolloutManager, _name, _fleet_verb(_name, _method, _group))
 
 RemoteRolloutManager = ray.remote(num_cpus=1, num_gpus=0, concurrency_groups={WATCH_GROUP: 1, CONTROL_GROUP: 4})(
     RolloutManager

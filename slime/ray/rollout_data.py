@@ -20,8 +20,7 @@ from slime.train_data.routed_experts import RoutedShape
 from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
 from slime.utils.errors import DataError, HookError
-from slime.utils.misc import load_function
-from slime.utils.plugins import PluginCall, call_plugin
+from slime.utils.misc import call_hook
 from slime.utils.types import Sample
 
 
@@ -48,8 +47,7 @@ def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
 
 def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
     path = args.custom_convert_samples_to_train_data_path
-    call = PluginCall("--custom-convert-samples-to-train-data-path", path)
-    data = call_plugin(call, load_function(path), args, samples)
+    data = call_hook("--custom-convert-samples-to-train-data-path", path, args, samples)
     needed = TrainBatch.required()
     missing = [name for name in needed if not isinstance(data, dict) or name not in data]
     if missing:
@@ -63,8 +61,7 @@ def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
 
 def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, Any]:
     path = args.custom_reward_post_process_path
-    call = PluginCall("--custom-reward-post-process-path", path)
-    result = call_plugin(call, load_function(path), args, samples)
+    result = call_hook("--custom-reward-post-process-path", path, args, samples)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise HookError(
             f"--custom-reward-post-process-path {path} returned {type(result).__name__}; it must return two lists, "

@@ -9,8 +9,7 @@ from typing import Any
 from slime.observability.logging_utils import log
 from slime.observability.rollout_metrics import compute_eval_record, compute_rollout_record
 from slime.utils.errors import DataError
-from slime.utils.misc import load_function
-from slime.utils.plugins import PluginCall, call_plugin
+from slime.utils.misc import call_hook
 from slime.utils.types import Sample
 
 
@@ -20,8 +19,7 @@ def log_rollout(
     """Log one rollout; ``--custom-rollout-log-function-path`` may do it instead by returning something true."""
     path = args.custom_rollout_log_function_path
     if path:
-        call = PluginCall("--custom-rollout-log-function-path", path)
-        if call_plugin(call, load_function(path), rollout_id, args, samples, extra, seconds):
+        if call_hook("--custom-rollout-log-function-path", path, rollout_id, args, samples, extra, seconds):
             return
     log(args, compute_rollout_record(args, rollout_id, samples, extra, seconds), step_key="rollout/step")
 
@@ -37,8 +35,7 @@ def log_eval(
     path = args.custom_eval_rollout_log_function_path
     is_logged = False
     if path:
-        call = PluginCall("--custom-eval-rollout-log-function-path", path)
-        is_logged = bool(call_plugin(call, load_function(path), rollout_id, args, data, extra))
+        is_logged = bool(call_hook("--custom-eval-rollout-log-function-path", path, rollout_id, args, data, extra))
     try:
         record = compute_eval_record(args, rollout_id, data, extra) | {"perf/time_eval_s": seconds}
     except DataError:

@@ -12,12 +12,32 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from slime.utils.errors import ConfigError
 
 LOCK_FILE = "job.lock"
 logger = logging.getLogger(__name__)
+
+
+def lock_folders(folders: Mapping[str, str | None]) -> list[SaveLock]:
+    """Take the locks of the folders that a job writes to, by the flags that name them.
+
+    Raises:
+        ConfigError: another job holds one of them; no lock is held then.
+    """
+    locks: list[SaveLock] = []
+    for flag, folder in folders.items():
+        if folder is None or any(Path(folder).resolve().is_relative_to(lock.path.parent.resolve()) for lock in locks):
+            continue
+        try:
+            locks.append(SaveLock(folder, flag))
+        except ConfigError:
+            for lock in locks:
+                lock.release()
+            raise
+    return locks
 
 
 class SaveLock:

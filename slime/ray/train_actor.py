@@ -56,7 +56,7 @@ class TrainRayActor(Watched, RayActor):
 
     def connect_engines(self, engines: UpdatableEngines) -> None:
         """Let the weight updater connect to the engines behind the handles."""
-        self.connect_rollout_engines(engines.proxies(), engines.num_new)  # type: ignore[attr-defined]
+        self.connect_rollout_engines(engines.engines, engines.num_new)  # type: ignore[attr-defined]
 
 
 def remote_class(worker_class: type[TrainWorker]) -> Any:

@@ -21,7 +21,7 @@ from slime.observability.metrics_file import StepLine, metrics_path
 from slime.ray.background_eval import BackgroundEvaluation
 from slime.ray.gpus import create_placement_groups
 from slime.ray.rollout import DEADLINE_MARGIN_S
-from slime.ray.save_lock import SaveLock
+from slime.ray.save_lock import lock_folders
 from slime.ray.startup import create_rollout_manager, create_training_models
 from slime.ray.utils import listen_address
 from slime.ray.waiting import forget_all, wait_for
@@ -40,7 +40,10 @@ class TrainJob:
     def __init__(self, args: Namespace) -> None:
         configure_logger()
         self.args = args
-        self._save_lock = SaveLock(args.save) if args.save is not None else None
+        critic_save = args.critic_args.save if args.critic_args is not None else None
+        self._save_locks = lock_folders(
+            {"--save": args.save, "save of the critic (--megatron-config-path)": critic_save}
+        )
         gpus = create_placement_groups(args)
         init_tracking(args)
         self._seconds: dict[str, float] = {}
@@ -203,8 +206,8 @@ class TrainJob:
             if trainer is not None:
                 trainer.release()
         finish_tracking(self.args)
-        if self._save_lock is not None:
-            self._save_lock.release()
+        for lock in self._save_locks:
+            lock.release()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -14,8 +14,8 @@ from slime.rollout.config import RolloutConfig, rollout_config
 from slime.rollout.staleness import StalenessBound
 
 
-class GroupJournal(Protocol):
-    """Record of what becomes of groups; the journal of the ledger is one."""
+class GroupJournal:
+    """Record of what becomes of groups: the journal of the ledger is one, and this one records nothing."""
 
     def record_response(self, sample: Any, entry: Any) -> None:
         """Record that the generate function made ``entry`` of ``sample``; hooks and reward are still to come."""
@@ -25,19 +25,6 @@ class GroupJournal(Protocol):
 
     def record_filtered(self, group: list[Any], reason: str | None) -> None:
         """Record that a group is not trained, and why."""
-
-
-class NoJournal:
-    """The journal of a run that keeps none."""
-
-    def record_response(self, sample: Any, entry: Any) -> None:
-        """Do nothing."""
-
-    def record_finished(self, group: list[Any]) -> None:
-        """Do nothing."""
-
-    def record_filtered(self, group: list[Any], reason: str | None) -> None:
-        """Do nothing."""
 
 
 class EntryPoints(Protocol):
@@ -57,7 +44,7 @@ class EntryPoints(Protocol):
 class RunState:
     """State that outlives a rollout: its number, the journal, and the count of weight versions."""
 
-    journal: GroupJournal = field(default_factory=NoJournal)
+    journal: GroupJournal = field(default_factory=GroupJournal)
     rollout_id: int | None = None
     """The rollout in progress; None before the first."""
     first_rollout_id: int | None = None

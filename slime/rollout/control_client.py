@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import aiohttp
 
 from slime.rollout.config import RolloutConfig
-from slime.utils.errors import EngineError, ProcessError
+from slime.utils.errors import ConfigError, EngineError, GraderError, ProcessError
 from slime.utils.http_utils import LoopSessions, add_job_servers, job_headers
 
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 30.0
+MAX_WAIT_S = 30.0
+"""Between two tries of a server of rewards."""
+
+Answer = TypeVar("Answer")
 
 
 def control_sessions(*, max_connections: int, timeout_s: float) -> LoopSessions:
@@ -32,6 +38,36 @@ def control_sessions(*, max_connections: int, timeout_s: float) -> LoopSessions:
         )
 
     return LoopSessions(make)
+
+
+class UnusableAnswer(Exception):
+    """An answer of a server of rewards is of no use; the next one may be better."""
+
+
+async def ask_patiently(attempt: Callable[[], Awaitable[Answer]], *, server: str, max_attempts: int) -> Answer:
+    """Return what ``attempt`` returns, tried again after 1, 2, 4 ... at most 30 seconds, plus up to a random one.
+
+    Args:
+        attempt: sends one request; ``UnusableAnswer`` and errors of the connection are met with another try.
+        server: in words, for errors.
+        max_attempts: at least 1.
+
+    Raises:
+        GraderError: the last attempt failed too.
+    """
+    for number in range(1, max_attempts + 1):
+        try:
+            return await attempt()
+        except (UnusableAnswer, aiohttp.ClientError, TimeoutError, ValueError) as error:
+            problem = str(error) if isinstance(error, UnusableAnswer) else f"{type(error).__name__}: {error}"
+            if number == max_attempts:
+                raise GraderError(
+                    f"The {server} failed {number} times; last: {problem}. Look at its log, or change --rm-url."
+                ) from error
+        wait_s = min(2.0 ** (number - 1), MAX_WAIT_S) + random.random()
+        logger.warning("The %s failed (%s); asking again in %.1f s", server, problem, wait_s)
+        await asyncio.sleep(wait_s)
+    raise ConfigError(f"The {server} is to be asked {max_attempts} times; it must be at least once.")
 
 
 _control = control_sessions(max_connections=0, timeout_s=CONTROL_TIMEOUT_S)
@@ -58,11 +94,6 @@ async def control_post(url: str, payload: Any) -> None:
             response.raise_for_status()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise EngineError(f"POST {url} failed: {type(error).__name__}: {error}. Is that server alive?") from error
-
-
-async def close_control_client() -> None:
-    """Close the control connections of the running event loop."""
-    await _control.close()
 
 
 async def worker_urls(config: RolloutConfig) -> list[str]:

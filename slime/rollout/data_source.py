@@ -12,11 +12,12 @@ import logging
 import pickle
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from slime.flags.security import trusts_remote_code
-from slime.rollout.pickled_values import try_dumps
+from slime.rollout import plain_values
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.state_file import read_state, write_state
 from slime.utils.errors import ConfigError, DataError, HookError
@@ -28,9 +29,6 @@ from slime.utils.types import Sample
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first", "state_path"]
 
 logger = logging.getLogger(__name__)
-
-_LEFT_OUT: set[str] = set()
-"""Attributes that were named in the log already."""
 
 
 def state_path(folder: str, rollout_id: int) -> Path:
@@ -281,6 +279,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Put groups at the end of the buffer: aborted ones and finished ones that were not needed."""
         check_groups(samples, self.args.n_samples_per_prompt)
+        _warn_of_objects(samples)
         self.buffer.extend(samples)
 
     def state_dict(self) -> dict[str, Any]:
@@ -303,6 +302,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add to the notes; they are saved and restored with the position."""
         self.metadata.update(metadata)
+        _warn_of_objects(self.metadata, "metadata")
 
 
 def _check_counters(state: Mapping[str, Any]) -> None:
@@ -352,17 +352,30 @@ def check_groups(groups: list[list[Sample]], n_samples_per_prompt: int) -> None:
             )
 
 
+def _warn_of_objects(value: Any, name: str = "Sample") -> None:
+    """Say at once, not after a restart, what a checkpoint's data position lacks."""
+    if isinstance(value, list):
+        for item in value:
+            _warn_of_objects(item)
+        return
+    fields = value.to_dict() if isinstance(value, Sample) else value
+    for key, item in fields.items():
+        if type(item) not in (list, str):
+            with suppress(plain_values.NotPlainError):  # the whole field; the warning names it
+                plain_values.dumps(item, name=f"{name}.{key}", warning="Checkpoints will not hold")
+
+
 def groups_to_state(groups: list[Any]) -> list[Any]:
     """Return plain values that share nothing with the samples, so that they stay as they are while the samples grow.
 
-    Going through pickle is about five times as fast as ``copy.deepcopy`` on long token lists.  Attributes that cannot
-    be pickled (a client that a hook left on a sample) are left out.
+    Going through pickle is about five times as fast as ``copy.deepcopy`` on long token lists.  What cannot be pickled
+    (a client that a hook left on a sample) is left out.
     """
     plain = _to_plain(groups)
-    data = try_dumps(plain)
-    if data is None:
-        data = pickle.dumps(_without_unpicklable(plain), protocol=pickle.HIGHEST_PROTOCOL)
-    return pickle.loads(data)
+    try:
+        return pickle.loads(pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL))
+    except Exception:  # Anything may be raised: the objects are the user's.
+        return plain_values.loads(plain_values.dumps(plain), where="The buffer")
 
 
 def groups_from_state(state: list[Any]) -> list[Any]:
@@ -372,16 +385,6 @@ def groups_from_state(state: list[Any]) -> list[Any]:
 
 def _to_plain(value: Any) -> Any:
     return [_to_plain(item) for item in value] if isinstance(value, list) else value.to_dict()
-
-
-def _without_unpicklable(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_unpicklable(item) for item in value]
-    kept = {name: field for name, field in value.items() if try_dumps(field) is not None}
-    for name in value.keys() - kept.keys() - _LEFT_OUT:
-        _LEFT_OUT.add(name)
-        logger.warning("Groups are stored without Sample.%s, which cannot be pickled.", name)
-    return kept
 
 
 def _from_plain(value: Any) -> Any:

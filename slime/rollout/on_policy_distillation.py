@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
-
 from slime.flags.distillation import ONLY_TEACHER, teacher_config, teachers_of
-from slime.rollout.control_client import control_sessions
+from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
 from slime.train_data.convert import source_name
 from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json, job_headers
@@ -40,14 +37,8 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 REQUEST_TIMEOUT_S = 600.0
 MAX_ATTEMPTS = 10
-MAX_WAIT_S = 30.0
 
 _sessions = control_sessions(max_connections=MAX_CONNECTIONS, timeout_s=REQUEST_TIMEOUT_S)
-
-
-async def close_teacher_client() -> None:
-    """Close the client of the running event loop."""
-    await _sessions.close()
 
 
 async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> Any:
@@ -105,26 +96,19 @@ def teacher_name(args: Namespace, sample: Sample) -> str:
 
 
 async def _ask(url: str, body: bytes) -> dict[str, Any]:
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        try:
-            headers = {**job_headers(url), "Content-Type": "application/json"}
-            async with _sessions.current().post(url, data=body, headers=headers) as response:
-                raw = await response.read()
-                if response.status >= 400 and response.status not in RETRIED_STATUSES:
-                    raise GraderError(f"The teacher {url} refused with status {response.status}: {_start_of(raw)}")
-                answer = decode_json(raw)
-                if response.status < 400 and isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict):
-                    return answer
-                problem = f"status {response.status}: {_start_of(raw)}"
-        except (aiohttp.ClientError, TimeoutError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        if attempt < MAX_ATTEMPTS:
-            wait_s = min(2.0 ** (attempt - 1), MAX_WAIT_S) + random.random()
-            logger.warning("The teacher %s failed (%s); asking again in %.1f s", url, problem, wait_s)
-            await asyncio.sleep(wait_s)
-    raise GraderError(
-        f"The teacher {url} failed {MAX_ATTEMPTS} times; last: {problem}. Look at its log, or change --rm-url."
-    )
+    headers = {**job_headers(url), "Content-Type": "application/json"}
+
+    async def ask() -> dict[str, Any]:
+        async with _sessions.current().post(url, data=body, headers=headers) as response:
+            raw = await response.read()
+        if response.status >= 400 and response.status not in RETRIED_STATUSES:
+            raise GraderError(f"The teacher {url} refused with status {response.status}: {_start_of(raw)}")
+        answer = decode_json(raw)
+        if response.status >= 400 or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+            raise UnusableAnswer(f"status {response.status}: {_start_of(raw)}")
+        return answer
+
+    return await ask_patiently(ask, server=f"teacher {url}", max_attempts=MAX_ATTEMPTS)
 
 
 def _start_of(raw: bytes) -> str:

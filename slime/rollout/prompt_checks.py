@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -117,6 +117,20 @@ def check_label(label: Any, where: str, name: str, grader: Any = None) -> None:
         )
 
 
+def check_grader(metadata: Mapping[str, Any], where: str, allowed: Collection[str]) -> None:
+    """Check that a row which names its grader names a built-in one.
+
+    Raises:
+        DataError: it does not.
+    """
+    name = metadata.get("rm_type") or ""
+    if name and (not isinstance(name, str) or name.strip().removeprefix(BOXED_PREFIX) not in allowed):
+        raise DataError(
+            f"{where}: rm_type in its metadata is {short(name)}; it may be {', '.join(allowed)}, each also with the "
+            f"prefix {BOXED_PREFIX}. Correct the row, or give --custom-rm-path."
+        )
+
+
 def _is_answer(value: Any) -> bool:
     if isinstance(value, str):
         return not _is_blank(value)
@@ -133,6 +147,8 @@ def parse_tools(value: Any, where: str) -> list[Any] | None:
         value = value.tolist()
     if not isinstance(value, list):
         raise DataError(f"{where}: tools are {short(value)}; they must be a list, or JSON text of one.")
+    if wrong := [tool for tool in value if not tool or not isinstance(tool, Mapping | str)]:
+        raise DataError(f"{where} has the tool {short(wrong[0])}; a tool is an object that names a function.")
     return value
 
 

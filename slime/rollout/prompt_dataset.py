@@ -10,12 +10,12 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import xxhash
 
-from slime.rollout.prompt_checks import check_label, check_prompt, parse_metadata, parse_tools
+from slime.rollout.prompt_checks import check_grader, check_label, check_prompt, parse_metadata, parse_tools
 from slime.rollout.prompt_files import checked_file, parquet_columns, read_rows
 from slime.rollout.prompt_template import TemplateCheck, as_messages, insert_multimodal, map_with_deadline, render
 from slime.utils.errors import DataError
@@ -37,6 +37,7 @@ def check_prompt_file(
     multimodal_keys: Mapping[str, str] | None = None,
     some_keys: Mapping[str, str] | None = None,
     grader: str | None = None,
+    rm_types: Collection[str] | None = None,
     template: TemplateCheck | None = None,
     flag: str = "--prompt-data",
     input_flag: str = "--input-key",
@@ -52,6 +53,7 @@ def check_prompt_file(
         multimodal_keys: kind -> key; rows without such items may lack the key.
         some_keys: key -> its flag; at least one row must have it.
         grader: the built-in one of rows that name none; None when another one judges the label.
+        rm_types: graders that rows may name; None when nobody asks for these names.
         template: renders the first row, and the first one with each role.
         flag, input_flag, label_flag: names of the flags, for errors.
 
@@ -72,6 +74,8 @@ def check_prompt_file(
         check_prompt(row[input_key], where)
         metadata = parse_metadata(row.get(metadata_key), where)
         tools = parse_tools(row.get(tool_key), where) if tool_key else None
+        if rm_types is not None:
+            check_grader(metadata, where, rm_types)
         if label_key:
             check_label(row[label_key], where, f"{label_key} ({label_flag})", metadata.get("rm_type") or grader)
         if template is not None and template.needs(row[input_key]):
@@ -88,11 +92,6 @@ def check_prompt_file(
     if template is not None:
         template.run()
     return num_rows
-
-
-def get_source(sample: Sample) -> str:
-    """Return the origin of a sample's data: ``sample.source``, else ``metadata["source_name"]``, else "unknown"."""
-    return getattr(sample, "source", None) or (sample.metadata or {}).get("source_name") or "unknown"
 
 
 class Dataset:

@@ -22,6 +22,11 @@ def _mask_generator(hf_checkpoint: str, loss_mask_type: str, trust_remote_code: 
     return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type)
 
 
+def mask_generator(args: Namespace) -> MultiTurnLossMaskGenerator:
+    """Return the generator of loss masks for ``--loss-mask-type``, made once."""
+    return _mask_generator(args.hf_checkpoint, args.loss_mask_type, trusts_remote_code(args))
+
+
 def generate_rollout(
     args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> list[list[Sample]]:
@@ -37,7 +42,7 @@ def generate_rollout(
         raise ConfigError(
             f"--n-samples-per-prompt is {args.n_samples_per_prompt}; sft_rollout needs 1: a row has one response."
         )
-    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type, trusts_remote_code(args))
+    generator = mask_generator(args)
     groups = data_buffer.get_samples(args.rollout_batch_size)
     for group in groups:
         for sample in group:

@@ -42,7 +42,6 @@ def multi_token_depths(
     cp_rank: int = 0,
     cp_size: int = 1,
     pad_multiple: int = 1,
-    pad_id: int = 0,
     layout: CPLayout = "zigzag",
 ) -> list[MultiTokenDepth]:
     """Return inputs and targets of depths 1 ... ``num_depths``.
@@ -59,7 +58,6 @@ def multi_token_depths(
         cp_rank: this context-parallel rank.
         cp_size: number of them.
         pad_multiple: as the tokens were packed, see ``pack_thd``.
-        pad_id: id of the padding.
         layout: way in which context parallelism cuts.
     """
     device = sequences[0].device
@@ -81,7 +79,7 @@ def multi_token_depths(
 
     depths = []
     for depth in range(1, num_depths + 1):
-        inputs = [F.pad(ids[depth:], (0, min(depth, len(ids))), value=pad_id) for ids in sequences]
+        inputs = [F.pad(ids[depth:], (0, min(depth, len(ids)))) for ids in sequences]
         # Where in ``stream`` the predicted token of each position is, on the CPU: which rows those are need not be
         # asked of the accelerator.
         predicted, start = [], 0
@@ -95,7 +93,7 @@ def multi_token_depths(
         token_R = packed[row_R].to(device, non_blocking=True)
         depths.append(
             MultiTokenDepth(
-                input_ids=pack(inputs, pad_id),
+                input_ids=pack(inputs, 0),
                 row_R=row_R.to(device, non_blocking=True),
                 target_R=stream[token_R],
                 weight_R=weight_stream[token_R],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
@@ -108,20 +109,37 @@ def _as_column(
     return [_as_tensor(name, value, dtype, sample) for value, sample in zip(values, names, strict=True)]
 
 
+_ARRAY_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
+"""Dtypes and their codes for ``array``."""
+
+
 def _as_tensor(name: str, value: Any, dtype: torch.dtype, sample: str) -> torch.Tensor:
     """Return one entry as a tensor.
 
     Raises:
         DataError: it holds something that is no number, or a fraction where whole numbers belong.
     """
+    if (plain := _plain_numbers(value, dtype)) is not None:
+        return plain
     try:
-        # numpy reads a list twice as fast as torch does, and tells what is in it.
         tensor = torch.from_numpy(np.array(value)) if isinstance(value, list) else torch.as_tensor(value)
     except (TypeError, ValueError) as error:
         raise DataError(f"{sample} has {str(value)[:200]} in {name}; these must be numbers: {error}") from error
-    if tensor.is_floating_point() and not dtype.is_floating_point and not torch.equal(tensor, tensor.trunc()):
-        raise DataError(f"{sample} has {str(value)[:200]} in {name}; these must be whole numbers")
-    return tensor.to(dtype)
+    column = tensor.to(dtype)
+    if not dtype.is_floating_point and not torch.equal(column.to(tensor.dtype), tensor):
+        raise DataError(f"{sample} has {str(value)[:200]} in {name}; these must be whole numbers of {dtype}")
+    return column
+
+
+def _plain_numbers(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the tensor of a flat list of numbers of this kind, else None.  ``array`` takes half of numpy's time."""
+    code = _ARRAY_CODES.get(dtype)
+    if not isinstance(value, list) or code is None:
+        return None
+    try:
+        return torch.frombuffer(array(code, value), dtype=dtype) if value else torch.empty(0, dtype=dtype)
+    except (TypeError, OverflowError):
+        return None
 
 
 TOKENS_AT_ONCE = 1 << 20

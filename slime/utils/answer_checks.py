@@ -6,7 +6,6 @@ train in silence.  What is found here is treated as a failure of the engine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,9 @@ from slime.utils.sglang_meta import TokenLogProbs
 
 MAX_LOG_PROB = 1e-3
 """A log-prob is at most 0; the rounding of an engine may add a little."""
+MIN_LOG_PROB = -1e30
+"""Less is minus infinity in float32."""
+MAX_TOKEN = 2**31 - 1
 MAX_TEXT_PER_TOKEN = 4096
 """Characters; the longest tokens of today's vocabularies have a few hundred."""
 _LOOK_AT_LOG = "Look at the log of the engine."
@@ -37,7 +39,11 @@ def problem_with_answer(output: Any, payload: Mapping[str, Any]) -> str | None:
     entries = meta.get("output_token_logprobs")
     if entries is None:
         entries = []
-    problem = _problem_with_tokens(entries) or _problem_with_counts(output, meta, payload, len(entries))
+    problem = (
+        _problem_with_tokens(entries)
+        or _problem_with_facts(meta)
+        or _problem_with_counts(output, meta, payload, len(entries))
+    )
     return f"{problem} {_LOOK_AT_LOG}" if problem else None
 
 
@@ -45,7 +51,8 @@ def _problem_with_tokens(entries: Any) -> str | None:
     """Return what is wrong with one of the ``[log_prob, token_id, ...]``."""
     if isinstance(entries, TokenLogProbs):
         try:
-            if not entries.ids or max(entries.log_probs) <= MAX_LOG_PROB:
+            low, high = min(entries.log_probs, default=0), max(entries.log_probs, default=0)
+            if MIN_LOG_PROB <= low and high <= MAX_LOG_PROB and max(entries.ids, default=0) <= MAX_TOKEN:
                 return None  # the ids were checked when the text was parsed
         except TypeError:
             pass  # a log-prob is missing; which one is found below
@@ -56,10 +63,22 @@ def _problem_with_tokens(entries: Any) -> str | None:
         if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) < 2:
             return f"{where} is {_shown(entry)}; it must be [log_prob, token_id, ...]."
         log_prob, token = entry[0], entry[1]
-        if type(log_prob) not in (float, int) or not math.isfinite(log_prob) or log_prob > MAX_LOG_PROB:
+        if type(log_prob) not in (float, int) or not MIN_LOG_PROB <= log_prob <= MAX_LOG_PROB:
             return f"{where} has the log-prob {_shown(log_prob)}; it must be a finite number, at most 0."
-        if type(token) is not int or token < 0:
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN:
             return f"{where} has the token {_shown(token)}; it must be a whole number from 0 on."
+    return None
+
+
+def _problem_with_facts(meta: Mapping[str, Any]) -> str | None:
+    """Return which entry of ``meta_info`` is of a type that it never has."""
+    for name in ("cached_tokens", "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct"):
+        value = meta.get(name) or 0
+        if type(value) is not int or value < 0:
+            return f"meta_info[{name!r}] is {_shown(value)}; it must be a whole number from 0 on."
+    version = meta.get("weight_version")
+    if version is not None and not isinstance(version, str | int):
+        return f"meta_info['weight_version'] is {_shown(version)}; it must be a text or a number."
     return None
 
 

@@ -1,15 +1,41 @@
-"""Process groups that every trainer has: one gloo group of all ranks, for objects and CPU tensors."""
+"""The store of a process group, and the group that every trainer has: gloo, for objects and CPU tensors."""
 
 from __future__ import annotations
 
+import errno
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from slime.utils.errors import ProcessError
+from slime.utils.net import format_host_port, is_ipv6
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """By purpose, because torch.distributed has no such registry."""
+
+
+def open_store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """Return the store over which ranks meet; rank 0 serves it, at that address alone.
+
+    Torch by itself would listen on all interfaces, and the store knows no secret.
+
+    Raises:
+        RuntimeError: the port is taken, or rank 0 does not answer within ``timeout``.
+    """
+    host = address.strip("[]")
+    listener = None
+    if rank == 0:
+        family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=1024).detach()
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # an address of a gateway in front of this host
+                raise RuntimeError(f"{format_host_port(host, port)}: {error.strerror}") from error
+    return dist.TCPStore(
+        host, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listener,
+    )  # fmt: skip
 
 
 def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:

@@ -5,8 +5,10 @@ Nothing else in the package touches ``os.environ``: here is the whole list, type
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,8 +70,22 @@ def copy() -> dict[str, str]:
 
 
 def host_ip_override() -> str | None:
-    """Return ``SLIME_HOST_IP``: the address other nodes reach this one by."""
-    return get_str("SLIME_HOST_IP")
+    """Return ``SLIME_HOST_IP``: the address other nodes reach this one by.
+
+    Raises:
+        ConfigError: it is neither an address nor a host's name, or the address of every interface.
+    """
+    host = get_str("SLIME_HOST_IP")
+    try:
+        is_usable = host is None or not ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        is_usable = re.fullmatch(r"(?!-)[A-Za-z0-9._-]*[A-Za-z][A-Za-z0-9._-]*", host or "") is not None
+    if not is_usable:
+        raise ConfigError(
+            f"The environment variable SLIME_HOST_IP is {host!r}; it must be the address, or the name, by which other "
+            "nodes reach this one, without a port, or unset."
+        )
+    return host
 
 
 def prefer_ipv6() -> bool:
@@ -89,6 +105,11 @@ def log_dir() -> str | None:
     return get_str("SLIME_LOG_DIR")
 
 
+def cache_dir() -> Path:
+    """Return ``SLIME_CACHE_DIR``: folder for what one job finds out and the next need not; ``~/.cache/slime``."""
+    return Path(get_str("SLIME_CACHE_DIR") or "~/.cache/slime").expanduser()
+
+
 def log_run() -> str | None:
     """Return ``SLIME_LOG_RUN``: name of the run whose engines and routers log together; set for its processes by
     slime.
@@ -104,7 +125,12 @@ def wandb_api_key() -> str | None:
 def job_secret() -> str | None:
     """Return the secret in the file ``SLIME_JOB_SECRET_FILE``, which is set for the generators of a rollout buffer."""
     path = get_str("SLIME_JOB_SECRET_FILE")
-    return None if path is None else Path(path).read_text(encoding="utf-8").strip()
+    try:
+        return None if path is None else Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"The environment variable SLIME_JOB_SECRET_FILE is {path!r}, which cannot be read: {error}."
+        ) from error
 
 
 def job_servers() -> list[str]:

@@ -17,7 +17,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import orjson
@@ -37,6 +37,7 @@ __all__ = [
     "get",
     "get_host_info",
     "get_rollout_num_engines",
+    "has_secret",
     "init_http_client",
     "is_from_job",
     "is_port_available",
@@ -107,7 +108,10 @@ _CLIENT = _Client()
 class LoopSessions:
     """One aiohttp session for each event loop, made on its first request: a connection belongs to its loop."""
 
+    of_process: ClassVar[list[LoopSessions]] = []
+
     def __init__(self, make: Callable[[], aiohttp.ClientSession]) -> None:
+        self.of_process.append(self)
         self._make = make
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
             weakref.WeakKeyDictionary()
@@ -161,8 +165,12 @@ def job_headers(url: str) -> dict[str, str]:
 
 def is_from_job(authorization: str | None) -> bool:
     """Return True when a request with this header ``Authorization`` knows the job's secret."""
-    wanted = f"Bearer {_CLIENT.secret}".encode()
-    return _CLIENT.secret is not None and secrets.compare_digest((authorization or "").encode(), wanted)
+    return _CLIENT.secret is not None and has_secret(authorization, _CLIENT.secret)
+
+
+def has_secret(authorization: str | None, secret: str) -> bool:
+    """Return True when the header ``Authorization`` of a request is ``Bearer`` and this secret."""
+    return secrets.compare_digest((authorization or "").encode(), f"Bearer {secret}".encode())
 
 
 def set_post_transport(transport: PostTransport | None) -> None:
@@ -188,8 +196,9 @@ _SESSIONS = LoopSessions(_new_session)
 
 
 async def close_http_client() -> None:
-    """Close the connections that belong to the running loop; the next request opens new ones."""
-    await _SESSIONS.close()
+    """Close all connections that belong to the running loop; the next request opens new ones."""
+    for sessions in LoopSessions.of_process:
+        await sessions.close()
 
 
 async def post(
@@ -239,7 +248,7 @@ async def get(
 
 
 async def post_for_events(
-    url: str, payload: Any, headers: Mapping[str, str] | None = None, *, timeout_s: float = POST_TIMEOUT_S
+    url: str, payload: Any, headers: Mapping[str, str] | None = None
 ) -> AsyncGenerator[bytes, None]:
     """POST ``payload`` as JSON; gives the data of each server-sent event, as long as the server sends.
 
@@ -253,7 +262,7 @@ async def post_for_events(
     rest = bytearray()
     try:
         async with (
-            asyncio.timeout(timeout_s),
+            asyncio.timeout(POST_TIMEOUT_S),
             _SESSIONS.current().request("POST", url, data=encode_json(payload), headers=headers) as response,
         ):
             if response.status >= 400:

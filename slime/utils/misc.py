@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 from slime.utils.errors import HookError
 from slime.utils.net import get_current_node_ip, get_free_port
-from slime.utils.plugins import import_plugin
+from slime.utils.plugins import PluginCall, call_plugin, import_plugin
 from slime.utils.sglang_meta import decode_int32_meta_array
 
 __all__ = [
     "Box",
     "SingletonMeta",
+    "call_hook",
     "copy_plain",
     "decode_int32_meta_array",
     "exec_command",
@@ -48,6 +49,11 @@ def load_function(path: str) -> Any:
     except AttributeError as error:
         where = f"{module_path} ({getattr(module, '__file__', None)})"
         raise HookError(f"{path!r} cannot be loaded: {where} has no attribute {name!r}.") from error
+
+
+def call_hook(flag: str, path: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the function that ``flag`` names by its import ``path``; as ``slime.utils.plugins.call_plugin`` does."""
+    return call_plugin(PluginCall(flag, path), load_function(path), *args, **kwargs)
 
 
 @functools.lru_cache(maxsize=256)

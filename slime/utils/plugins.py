@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from slime.utils.errors import HookError
 
@@ -49,8 +50,16 @@ class PluginCall:
 
     def describe(self, error: BaseException) -> str:
         """Return one line that says what the plug-in raised, and below it the plug-in's own frames."""
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return f"{self} raised {said}\n{frames_of(error)}"
+        return f"{self} raised {said_by(error)}\n{frames_of(error)}"
+
+
+def said_by(error: BaseException) -> str:
+    """Return the type and the text of an exception, whose own methods may fail."""
+    try:
+        text = str(error)
+    except Exception as other:  # anything: the class is the user's
+        text = f"(its text cannot be had: {type(other).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _name_of(subject: Any) -> str:
@@ -163,18 +172,38 @@ def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOU
     if module_name in sys.modules:
         return importlib.import_module(module_name)
     try:
-        if threading.current_thread() is threading.main_thread():
-            with _alarm(module_name, where, timeout_s):
-                return importlib.import_module(module_name)
-        return _import_in_thread(module_name, where, timeout_s)
-    except (Exception, SystemExit, _Overdue) as error:
+        with _exits_raise():
+            if threading.current_thread() is threading.main_thread():
+                with _alarm(module_name, where, timeout_s):
+                    return importlib.import_module(module_name)
+            return _import_in_thread(module_name, where, timeout_s)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a module raises, the job must not end without its name
         if isinstance(error, _Overdue):
             raise HookError(str(error)) from None
         raise HookError(
-            f"{where}: importing {module_name} raised {type(error).__name__}: {error}. The path is "
+            f"{where}: importing {module_name} raised {said_by(error)}. The path is "
             "package.module.attribute, importable from here and in Ray's workers (PYTHONPATH)."
             f"\n{frames_of(error)}".rstrip()
         ) from error
+
+
+@contextmanager
+def _exits_raise() -> Iterator[None]:
+    """Let ``os._exit`` of this process raise, since an exit without a word would look like the end of the job."""
+    end, own = os._exit, os.getpid()
+
+    def raise_exit(status: int) -> NoReturn:
+        if os.getpid() != own:
+            end(status)  # a child that the module forked
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = raise_exit
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 @contextmanager

@@ -8,6 +8,7 @@ only a part is needed it becomes a placeholder, which does nothing.
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import io
@@ -120,7 +121,7 @@ def load_torch(data: bytes, *, where: str | Path, tolerant: bool = False, remedy
         raise DataError(_damage(where, data, error)) from error
 
 
-def read_torch_file(path: Path, *, tolerant: bool = False, remedy: str = REMEDY) -> Any:
+def read_torch_file(path: Path, *, remedy: str = REMEDY) -> Any:
     """Return the content of a file that ``torch.save`` wrote; see :func:`load_torch`.
 
     Raises:
@@ -130,7 +131,7 @@ def read_torch_file(path: Path, *, tolerant: bool = False, remedy: str = REMEDY)
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}).") from error
-    return load_torch(data, where=path, tolerant=tolerant, remedy=remedy)
+    return load_torch(data, where=path, remedy=remedy)
 
 
 def _refusal(where: str | Path, error: Exception, remedy: str) -> str:
@@ -172,10 +173,34 @@ class Placeholder:
 
 
 class _Strict(pickle.Unpickler):
-    """Refuses names that are not on the list."""
+    """Refuses names that are not on the list, and changes of what they mean.
+
+    A pickle may set attributes of all that it has on its stack, classes and functions too.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._given: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+    def load(self) -> Any:
+        """Return the object; what the pickle changed outside of it is put back, and refused."""
+        try:
+            return super().load()
+        finally:
+            changed = [thing for thing, before in self._given.values() if _put_back(thing, before)]
+            if changed:
+                raise _RefusedError(f"a change of {getattr(changed[0], '__qualname__', changed[0])!s}")
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a name on the list means."""
+        meaning = self._meaning(module, name)
+        if id(meaning) not in self._given:
+            members: list[Any] = list(meaning) if isinstance(meaning, enum.EnumMeta) else []
+            for thing in (meaning, *members):
+                self._given[id(thing)] = thing, _attributes(thing)
+        return meaning
+
+    def _meaning(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if module == "_codecs" and name == "encode":
             return _encode
@@ -194,6 +219,29 @@ class _Tolerant(_Strict):
 
     def _unlisted(self, module: str, name: str) -> Any:
         return type(name.split(".")[-1], (Placeholder,), {"__module__": module})
+
+
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """Return the attributes of a class, a function or a member of an enumeration that may be set."""
+    own = dict(vars(thing)) if hasattr(thing, "__dict__") else {}
+    return own | {name: getattr(thing, name) for name in _OF_FUNCTIONS if hasattr(thing, name)}
+
+
+def _put_back(thing: Any, before: dict[str, Any]) -> bool:
+    """Give a class or a function the attributes that it had; return True when one was another."""
+    now = _attributes(thing)
+    changed = [name for name in now.keys() | before.keys() if now.get(name, before) is not before.get(name, now)]
+    for name in changed:
+        if isinstance(thing, type) or name in _OF_FUNCTIONS:
+            setattr(thing, name, before[name]) if name in before else delattr(thing, name)
+        elif name in before:
+            vars(thing)[name] = before[name]
+        else:
+            del vars(thing)[name]
+    return bool(changed)
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:

@@ -35,7 +35,8 @@ class BucketSource(Protocol):
 
         Collective over the ranks that send in one turn: all of them walk the iterator to its end, and it gives each of
         them equally many steps.  A step in which a rank has nothing to send is ``(NO_BUCKET, empty buffer)``.  One
-        buffer is valid at a time: until the next step.  The same bucket may come from several ranks (each engine GPU
+        buffer is valid at a time: until the next step.  It starts at the first byte of its memory, and the same memory
+        again is mapped by engines only once.  The same bucket may come from several ranks (each engine GPU
         then takes the one of the trainer rank beside it); its bytes are then the same on all of them.
         """
 
@@ -104,13 +105,16 @@ def plan_buckets(
     return tensors, buckets
 
 
-def read_bucket(layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifest: Manifest) -> Tensor:
-    """Return the bucket's bytes on the host, in pinned memory where there is a GPU.
+def read_bucket(
+    layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifest: Manifest, positions: Iterable[int]
+) -> Tensor:
+    """Return the bucket with the bytes of some slices, on the host, in pinned memory where there is a GPU.
 
     Args:
         layout: what ``read_layout`` found in the folder of the version.
         bucket: of the manifest; its slices are whole tensors.
         manifest: of the push.
+        positions: of the slices to read.
 
     Raises:
         WeightSyncError: the folder has another tensor under a name, or none, or the bucket wants a part of one; a
@@ -118,7 +122,7 @@ def read_bucket(layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifes
     """
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     view = flat.numpy().data
-    for part in bucket.slices:
+    for part in map(bucket.slices.__getitem__, positions):
         entry = manifest.by_name[part.name]
         stored = layout.get(part.name)
         if stored is None or (stored.dtype, stored.shape) != (STORED_DTYPES.get(entry.dtype), entry.shape):

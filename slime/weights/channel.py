@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.utils import env
+from slime.utils.distributed_utils import open_store
 from slime.utils.errors import WeightSyncError
 
 POLL_S = 0.02
@@ -73,10 +74,7 @@ class WeightChannel:
         self._work: dist.Work | None = None
         limit = timedelta(seconds=timeout_s)
         try:
-            self._store = dist.TCPStore(
-                master_address.strip("[]"), master_port, world_size, is_master=rank == 0, timeout=limit,
-                wait_for_workers=False,
-            )  # fmt: skip
+            self._store = open_store(master_address, master_port, rank=rank, world_size=world_size, timeout=limit)
             # All must have joined before any of them makes connections: a backend's own hand-shake is harder to end.
             if self._store.add("joined", 1) == world_size:
                 self._store.set("complete", "1")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -25,6 +26,8 @@ from slime.utils.errors import DataError
 
 DIGEST_FILE = "digests.json"
 ALGORITHM = "xxh3_64"
+OVERLAP_BYTES = 1 << 20
+"""Writes from this size on are digested by another thread while they are written."""
 REMEDY = (
     "Copy it again, or use another checkpoint; --no-verify-checkpoint reads it as it is, with whatever the damage did."
 )
@@ -39,7 +42,7 @@ def digest_of(data: Any) -> str:
 
 
 class DigestWriter:
-    """A file that is being written, digested piece by piece as the bytes pass.
+    """A file that is being written, digested piece by piece while the bytes pass.
 
     Closing it waits until it is on disk.
 
@@ -52,6 +55,7 @@ class DigestWriter:
         self._file, self._path = file, path
         self._begin = self._position = 0
         self._hash = xxhash.xxh3_64()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest")
 
     def begin_piece(self) -> None:
         """End the piece before, if there is any of it, and begin another."""
@@ -63,8 +67,11 @@ class DigestWriter:
     def write(self, data: Any) -> int:
         """Write bytes and digest them."""
         size = memoryview(data).nbytes
-        self._guarded(lambda: self._file.write(data))
-        self._hash.update(data)
+        digest = self._pool.submit(self._hash.update, data) if size >= OVERLAP_BYTES else None
+        try:
+            self._guarded(lambda: self._file.write(data))
+        finally:
+            digest.result() if digest is not None else self._hash.update(data)
         self._position += size
         return size
 
@@ -78,6 +85,7 @@ class DigestWriter:
 
     def close(self) -> None:
         """End the last piece and wait until everything is on disk."""
+        self._pool.shutdown()
         if self._file.closed:
             return
         self.begin_piece()
@@ -118,7 +126,7 @@ class FolderDigests:
             is_whole = content["digest"] == digest_of(_canonical(files)) and content["algorithm"] == ALGORITHM
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path} is damaged ({type(error).__name__}: {error}). {REMEDY}") from error
         if not is_whole:
             raise DataError(f"{path} is damaged: its digest is not that of its content. {REMEDY}")
@@ -130,10 +138,14 @@ class FolderDigests:
         Raises:
             DataError: it cannot be written.
         """
+        data = self.to_bytes()
+        write_atomically(self.folder / DIGEST_FILE, lambda file: file.write(data), what="The digests")
+
+    def to_bytes(self) -> bytes:
+        """Return the content of ``digests.json``."""
         files = {name: list(pieces) for name, pieces in sorted(self.files.items())}
         content = {"algorithm": ALGORITHM, "files": files, "digest": digest_of(_canonical(files))}
-        data = json.dumps(content, separators=(",", ":")).encode()
-        write_atomically(self.folder / DIGEST_FILE, lambda file: file.write(data), what="The digests")
+        return json.dumps(content, separators=(",", ":")).encode()
 
     def check_size(self, name: str) -> None:
         """Compare the length of a file.

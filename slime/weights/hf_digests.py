@@ -6,14 +6,15 @@ A reader maps the file and takes one tensor, or one expert of a stack; it compar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, uint8
 
 from slime.utils.errors import DataError
-from slime.weights.file_digests import FolderDigests, Piece, digest_of
-from slime.weights.stored_tensors import LENGTH_BYTES, StoredTensor, read_header
+from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of
+from slime.weights.stored_tensors import LENGTH_BYTES, MappedFile, StoredTensor, read_header, weight_files
 
 
 def pieces_of(path: Path, tensors: Mapping[str, Tensor]) -> list[Piece]:
@@ -28,6 +29,48 @@ def pieces_of(path: Path, tensors: Mapping[str, Tensor]) -> list[Piece]:
     for name, stored in read_header(path)[0].items():
         pieces += [(begin, part.nbytes, digest_of(part)) for begin, part in _parts(stored, tensors[name])]
     return pieces
+
+
+def pieces_of_file(path: Path) -> list[Piece]:
+    """Return the digests of a file that others wrote, from its bytes."""
+    header = _header(path)
+    pieces = [(0, len(header), digest_of(header))]
+    with MappedFile(path) as mapped:
+        for stored in read_header(path)[0].values():
+            pieces += [(begin, part.nbytes, digest_of(part)) for begin, part in _split(stored, mapped.part(stored))]
+    return pieces
+
+
+def check_in_background(folder: Path) -> Future[None] | None:
+    """Begin to compare all weights of a folder with the digests beside them; None where there are none.
+
+    The result is a DataError when a file is damaged, or was not there when the folder was written.
+    """
+    if not (folder / DIGEST_FILE).is_file():
+        return None
+    pool = ThreadPoolExecutor(1, thread_name_prefix="digests of the model")
+    done = pool.submit(_check_files, folder)
+    pool.shutdown(wait=False)
+    return done
+
+
+def _check_files(folder: Path) -> None:
+    digests = FolderDigests.read(folder)
+    assert digests is not None
+    for path in weight_files(folder):
+        check_file(digests, path)
+
+
+def check_file(digests: FolderDigests, path: Path) -> None:
+    """Compare a whole file.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    check_header(digests, path)
+    with MappedFile(path) as mapped:
+        for begin, size, _ in digests.files[path.name]:
+            digests.check(path.name, begin, mapped.bytes[begin : begin + size])
 
 
 def check_header(digests: FolderDigests, path: Path) -> None:
@@ -56,7 +99,10 @@ def check_tensor(digests: FolderDigests, stored: StoredTensor, tensor: Tensor, *
 
 
 def _parts(stored: StoredTensor, tensor: Tensor) -> Iterator[tuple[int, Any]]:
-    data = _bytes(tensor)
+    yield from _split(stored, _bytes(tensor))
+
+
+def _split(stored: StoredTensor, data: Any) -> Iterator[tuple[int, Any]]:
     size = stored.row_bytes if len(stored.shape) >= 3 else stored.num_bytes
     for begin in range(0, stored.num_bytes, size) if size else ():
         yield stored.begin + begin, data[begin : begin + size]

@@ -19,6 +19,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slime.utils.atomic_file import sync_to_disk, write_atomically
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of
 from slime.weights.hf_digests import pieces_of
@@ -131,6 +132,7 @@ class HfFolderWriter:
 
     def _save(self, shard: int, tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
+        sync_to_disk(path)
         self._pieces[shard] = pieces_of(path, tensors)
 
     def close(self) -> Path:
@@ -151,10 +153,13 @@ class HfFolderWriter:
             "metadata": {"total_size": self.total_bytes},
             "weight_map": {name: names[shard] for name, shard in sorted(self._weight_map.items())},
         }
-        temporary = self.target / f".{INDEX_FILE}.tmp"
+        for path in self.target.iterdir():  # config and tokenizer, too
+            if path.is_file():
+                sync_to_disk(path)
         content = (json.dumps(index, indent=2) + "\n").encode()
-        temporary.write_bytes(content)
         pieces = {names[shard]: pieces for shard, pieces in self._pieces.items()}
         FolderDigests(self.target, {**pieces, INDEX_FILE: [(0, len(content), digest_of(content))]}).write()
-        os.replace(temporary, self.target / INDEX_FILE)
+        write_atomically(
+            self.target / INDEX_FILE, lambda file: file.write(content), what="The index", flag="--save-hf"
+        )
         return self.target

@@ -117,7 +117,7 @@ class Manifest:
     @cached_property
     def id(self) -> str:
         """Name of this layout: equal for equal content."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return _digest(self.to_json())
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
@@ -146,9 +146,9 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that :meth:`to_json` wrote."""
+        """Return the manifest that :meth:`to_json` wrote; its :attr:`id` is that of the text."""
         content = json.loads(text)
-        return cls(
+        manifest = cls(
             tensors=_entries(content["tensors"]),
             kept=_entries(content.get("kept", ())),
             buckets=tuple(
@@ -162,6 +162,12 @@ class Manifest:
                 for size, slices in content["buckets"]
             ),
         )
+        vars(manifest)["id"] = _digest(text)
+        return manifest
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _entries(listed: Iterable[tuple[str, list[int], str]]) -> tuple[TensorEntry, ...]:

@@ -31,6 +31,8 @@ STORED_DTYPES = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 """Names of torch's dtypes in the format."""
+OTHER_DTYPES = frozenset("U16 U32 U64 C64 F4 F6_E2M3 F6_E3M2 F8_E4M3FNUZ F8_E5M2FNUZ".split())
+"""Names that the format has, and nothing here computes with."""
 TORCH_DTYPES = {code: getattr(torch, name) for name, code in STORED_DTYPES.items()}
 
 
@@ -78,18 +80,24 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         DataError: the file is missing, is no safetensors file, or is shorter or longer than its header says.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is a folder or a device")
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
                 raise ValueError(f"its header claims {length} bytes, and it has {size}")
-            header: dict[str, Any] = json.loads(file.read(length))
-        metadata = header.pop("__metadata__", {})
+            header: dict[str, Any] = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+        metadata = dict(header.pop("__metadata__", {}))
         position = LENGTH_BYTES + length
         tensors = {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             begin, end = (LENGTH_BYTES + length + offset for offset in entry["data_offsets"])
             stored = StoredTensor(name, entry["dtype"], tuple(entry["shape"]), end - begin, path, begin)
+            if any(type(size) is not int or size < 0 for size in (*stored.shape, begin, end)) or not name:
+                raise ValueError(f"it gives {name!r} the shape {entry['shape']} at {entry['data_offsets']}")
+            if stored.dtype not in TORCH_DTYPES and stored.dtype not in OTHER_DTYPES:
+                raise ValueError(f"it gives {name} the dtype {stored.dtype!r}, which the format does not have")
             dtype = TORCH_DTYPES.get(stored.dtype)
             needed = stored.num_bytes if dtype is None else math.prod(stored.shape) * dtype.itemsize
             if begin != position or stored.num_bytes != needed or end < begin:
@@ -100,9 +108,16 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             raise ValueError(f"it has {size} bytes, its header says {position}")
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing, though the index of its folder names it") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is no whole safetensors file: {error!s}; copy it again") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is no whole safetensors file: {str(error)[:300]}; copy it again") from error
     return tensors, metadata
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"its header has one of {sorted(values)[:3]} twice")
+    return values
 
 
 def read_index(index: Path) -> dict[str, str]:

@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from slime.flags.kinds import port_number, positive_int
 from slime.flags.security import secret_of_file
 from slime.utils import env
 from slime.utils.errors import ConfigError
+from slime.utils.http_utils import has_secret
 from slime.utils.net import is_loopback
 from slime_plugins.rollout_buffer.registry import Generator, Item, load_generators
 
@@ -182,11 +182,10 @@ def create_app(folders: Iterable[Path] = (), group_size: int = 1, secret_file: P
         yield
         process.stop()
 
-    wanted = None if secret_file is None else f"Bearer {secret_of_file(secret_file, SECRET_FLAG)}".encode()
+    secret = None if secret_file is None else secret_of_file(secret_file, SECRET_FLAG)
 
     def check(request: Request) -> None:
-        given = request.headers.get("Authorization", "").encode()
-        if wanted is not None and not secrets.compare_digest(given, wanted):
+        if secret is not None and not has_secret(request.headers.get("Authorization"), secret):
             raise HTTPException(401, f"This buffer needs the secret of its {SECRET_FLAG}.")
 
     # No pages that describe the service: they would be open to everybody.

@@ -7,7 +7,6 @@ them over through the data source, so that what is not needed yet stays there, a
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from argparse import Namespace
@@ -16,13 +15,12 @@ from typing import Any
 
 from slime.flags.cluster import add_cluster_arguments
 from slime.flags.config import read_config
-from slime.flags.security import trusts_remote_code
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.sft_rollout import mask_generator
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DataError, DeadlineError, ProcessError
 from slime.utils.http_utils import add_job_servers, post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
-from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 __all__ = ["generate_rollout"]
@@ -130,12 +128,6 @@ async def _start_once(args: Namespace, url: str, data_buffer: Any) -> None:
     _STARTED.add(url)
 
 
-@functools.cache
-def _mask_generator(hf_checkpoint: str, loss_mask_type: str, trust_remote_code: bool) -> MultiTurnLossMaskGenerator:
-    tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
-    return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type)
-
-
 def _hand_over(args: Namespace, data_buffer: Any, items: list[dict[str, Any]]) -> None:
     """Give groups of samples, the newest first, and their instances to the data source."""
     by_instance: dict[str, list[dict[str, Any]]] = {}
@@ -147,7 +139,7 @@ def _hand_over(args: Namespace, data_buffer: Any, items: list[dict[str, Any]]) -
         short = {name: len(group) for name, group in by_instance.items() if name not in whole}
         logger.warning("Groups with fewer than %d items were left out: %s", size, short)
     newest_first = sorted(whole.values(), key=lambda group: max(i.get("timestamp", 0.0) for i in group), reverse=True)
-    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type, trusts_remote_code(args))
+    generator = mask_generator(args)
     data_buffer.add_samples([_group(data_buffer, group[:size], generator) for group in newest_first])
     seen = [*data_buffer.get_metadata().get(SEEN_KEY, []), *whole]
     data_buffer.update_metadata({SEEN_KEY: seen})

@@ -31,9 +31,9 @@ FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
         *("mscale", "mscale_all_dim"),
     ),
     f"{_SLIME}.flags.sparse_arguments": (
-        *("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-        *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
+        *("experimental_attention_variant", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
     ),
+    f"{_SLIME}.models.deepseek": ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     f"{_SLIME}.flags.linear_arguments": (
         *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads"),
@@ -47,7 +47,9 @@ FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
         "moe_token_dispatcher_type",
     ),
     f"{_SLIME}.flags.resolve_arguments": ("moe_enable_deepep", "transformer_impl", "overlap_p2p_comm"),
-    f"{_SLIME}.model": ("min_lr", "bf16", "fp16", "optimizer"),
+    f"{_SLIME}.flags.check_arguments": ("optimizer",),
+    f"{_SLIME}.adam": ("exp_avg_dtype", "exp_avg_sq_dtype"),
+    f"{_SLIME}.model": ("min_lr", "bf16", "fp16"),
     f"{_SLIME}.train_step": ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather"),
     # megatron-core
     "transformer.transformer_config": (

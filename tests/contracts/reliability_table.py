@@ -897,6 +897,7 @@ EDGES: tuple[Edge, ...] = (
 OUTSIDE = {
     "slime.observability.prometheus_page": "a page for people: an engine has SCRAPE_TIMEOUT_S, the run never waits",
     "slime.utils.misc": "exec_command is a helper for plug-ins and tools; its caller gives the deadline",
+    "slime.planning.fit": "a plan is no run: nvidia-smi has 60 s",
     "slime.planning.recipe": "a plan is no run: a recipe with recorders for commands has TIMEOUT_S to print its flags",
     "slime.agent.sandbox.isolation.__main__": "a program of its own, ended by the runner or by the plan's TIMEOUT_S",
     "slime.agent.sandbox.isolation.namespaces": "a program of its own: START_TIMEOUT_S of the runner, or the plan's",

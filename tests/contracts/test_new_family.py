@@ -90,7 +90,7 @@ from slime.planning.make_plan import _notes
 from slime.planning.parameters import model_size
 from slime.planning.plan import PlanOptions, find_card
 from slime.utils.errors import ConfigError
-from tests.matrix.families.llama import flags
+from tests.matrix.flags import model_flags as flags
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process, write_hf_model
 
 folder = Path("checkpoint")
@@ -111,7 +111,7 @@ def refusal(*flags):
         return str(error)
 
 spec = "slime.backends.megatron_utils.models.acme.layers get_acme_spec"
-without_spec = refusal(*model_flags)
+found_spec = parse(*model_flags).spec
 model_flags += ["--spec", *spec.split()]
 args = parse(*model_flags)
 start_single_process(args)
@@ -128,7 +128,7 @@ print(json.dumps({
     "names": sorted(exported),
     "expected": sorted(tensors),
     "differ": [name for name in exported if not torch.equal(exported[name], tensors[name])],
-    "without_spec": without_spec,
+    "found_spec": found_spec,
     "another_width": refusal(*model_flags),
     "parameters": sum(parameter.numel() for parameter in model.parameters()),
     "planned": model_size(model_dims(args)),
@@ -154,7 +154,7 @@ def test_a_family_with_layers_of_its_own_is_one_folder(tmp_path):
     assert "model.layers.2.input_layernorm.shift" in found["names"]
     assert found["names"] == found["expected"]
     assert found["differ"] == []
-    assert "--spec is not given; the checkpoint is a acme" in found["without_spec"]
+    assert found["found_spec"] == ["slime.backends.megatron_utils.models.acme.layers", "get_acme_spec"]
     assert "--ffn-hidden-size is 56; mlp_width is 57" in found["another_width"]
     assert found["planned"] == found["parameters"]
     assert found["notes"] == []

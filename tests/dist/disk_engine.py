@@ -108,9 +108,12 @@ class DiskEngine:
         self.pulls.append(self._copy.pull(target_version, rebuild=rebuild))
         return str(self._copy.folder)
 
-    def _begin_weight_update(self, manifest_json: str, push_id: str) -> None:
+    def _begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
         assert self.is_paused
-        self._manifest, self._push_id, self._is_acknowledged = Manifest.from_json(manifest_json), push_id, False
+        if manifest_json is not None:
+            self._manifest = Manifest.from_json(manifest_json)
+        self._push_id, self._is_acknowledged = push_id, False
+        return self._manifest is not None and self._manifest.id == manifest_id
 
     def _receive_weight_folder(self, push_id: str, folder: str) -> None:
         assert push_id == self._push_id

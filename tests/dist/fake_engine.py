@@ -16,11 +16,11 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.manifest import Manifest
 from tests.dist.fault_engine import HoldingEngine
+from tests.matrix.pool import fork_context
 
 ANSWER_TIMEOUT_S = 60
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
@@ -68,7 +68,7 @@ class FakeEngine:
         address = address or f"{tempfile.mkdtemp()}/engine"
         self.process: Any = None
         if folder is not None:
-            self.process = mp.get_context("spawn").Process(target=_serve, args=(address, folder), daemon=True)
+            self.process = fork_context().Process(target=_serve, args=(address, folder), daemon=True)
             self.process.start()
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not os.path.exists(address) and time.monotonic() < deadline:
@@ -130,11 +130,12 @@ class _Server(HoldingEngine):
             parameter.data.fill_(float("nan"))
         self.groups: dict[str, Any] = {}
 
-    def begin_weight_update(self, manifest_json: str, push_id: str) -> None:
+    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
         """One model stands for those of all of the engine's GPUs."""
-        names = [tensor.name for tensor in Manifest.from_json(manifest_json).tensors]
-        self.held = [{name: self.place_of(name) for name in names}] * self.num_gpus
-        super().begin_weight_update(manifest_json, push_id)
+        if manifest_json is not None:
+            names = [tensor.name for tensor in Manifest.from_json(manifest_json).tensors]
+            self.held = [{name: self.place_of(name) for name in names}] * self.num_gpus
+        return super().begin_weight_update(manifest_id, push_id, manifest_json)
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str

@@ -148,6 +148,7 @@ class HoldingEngine:
         self.push_id: str | None = None
         self.acknowledged: str | None = None
         self.manifest: Manifest | None = None
+        self.mapped: dict[str, Tensor] = {}
         self.loaded: set[int] = set()
         self.problems: list[str] = []
         self.channels: dict[str, list[WeightChannel]] = {}
@@ -196,15 +197,18 @@ class HoldingEngine:
         self.note_served()
         self.at("continue:after")
 
-    def begin_weight_update(self, manifest_json: str, push_id: str) -> None:
+    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
         self.at("begin:before")
-        manifest = Manifest.from_json(manifest_json)
+        manifest = self.manifest if manifest_json is None else Manifest.from_json(manifest_json)
+        if manifest is None or manifest.id != manifest_id:
+            return False
         assert {(t.name, t.shape) for t in manifest.tensors} == {
             (name, tuple(tensor.shape)) for name, tensor in self.held[0].items()
         }
         self.manifest, self.push_id, self.acknowledged = manifest, push_id, None
         self.loaded, self.problems = set(), []
         self.at("begin:after")
+        return True
 
     def receive_weight_bucket(self, push_id: str, bucket_index: int, group_name: str) -> None:
         assert self.manifest is not None
@@ -228,7 +232,13 @@ class HoldingEngine:
     def receive_weight_buckets(self, push_id: str, payloads: dict[int, list[str]]) -> None:
         for bucket_index, payload in payloads.items():
             self.begin_receive(push_id, bucket_index)
-            self.load_received(bucket_index, [pickle.loads(base64.b64decode(text)) for text in payload])
+            self.load_received(bucket_index, [self.map(handle) for handle in payload])
+
+    def map(self, handle: str) -> Tensor:
+        """Open a buffer of the trainer, whose handle may be used once."""
+        if handle not in self.mapped:
+            self.mapped[handle] = pickle.loads(base64.b64decode(handle))
+        return self.mapped[handle]
 
     def begin_receive(self, push_id: str, bucket_index: int) -> None:
         self.require(push_id)

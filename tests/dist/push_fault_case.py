@@ -173,6 +173,7 @@ def push_one(hall: str, case: Case, updaters: dict[str, Any]) -> Outcome:
             colocate=mode.colocate,
             update_weight_mode="full",
             update_weight_transport="nccl",
+            params_dtype=torch.float32,
         )
         updaters[case.mode] = FixedUpdater(args, [], lambda: None, hf_config={}, first_version=1, owned=mode.owned)
     updater = updaters[case.mode]

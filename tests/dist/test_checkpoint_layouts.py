@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.gloo_ranks import run_ranks
+from tests.matrix.pool import run_ranks
 
 pytestmark = pytest.mark.dist
 

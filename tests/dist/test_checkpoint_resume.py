@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 
 from slime.utils.errors import DataError
-from tests.dist.gloo_ranks import run_ranks
+from tests.matrix.pool import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -147,3 +147,9 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(saved_by_one_process):
     folder, _ = saved_by_one_process
     (message,) = run_ranks(load_into_wider_model, 1, folder)
     assert "does not fit the model" in message and "linear_fc" in message
+
+
+def test_bf16_moments_of_adam_resume_bit_for_bit_on_two_ranks(tmp_path):
+    layout = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
+    expected = run_ranks(train_and_save, 2, layout, "--bf16", str(tmp_path))
+    assert run_ranks(load_and_train, 2, layout, "--bf16", str(tmp_path)) == expected

@@ -15,7 +15,7 @@ from megatron.core import mpu
 from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp, zigzag_from_contiguous
 from slime.backends.megatron_utils.data import DataIterator, get_batch
 from slime.backends.megatron_utils.log_probs import get_values, response_rows
-from tests.dist.gloo_ranks import run_ranks
+from tests.matrix.pool import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -80,9 +80,10 @@ def test_changes_reach_both_ranks_of_a_real_model(engine: LoadedModel, pusher: T
         pusher.change()
         pusher.push()
         folder = engine.pull_weights(number)
-        engine.begin_weight_update(pusher.manifest().to_json(), f"push {number}")
+        engine.begin_weight_update(pusher.manifest().id, f"push {number}", pusher.manifest().to_json())
         engine.receive_weight_folder(f"push {number}", folder)
         answer = engine.acknowledge_weight_update(f"push {number}")
+        del answer["seconds"]
         assert answer == {"push_id": f"push {number}", "buckets": pusher.digests(), "problems": []}
         embedding = pusher.current["model.embed_tokens.weight"].view(np.float32)
         held = torch.cat([rank["model.embed_tokens.weight"] for rank in engine.parameters()])
@@ -102,7 +103,7 @@ def test_a_copy_that_was_damaged_unseen_is_not_acknowledged_as_the_trainers(
     content = bytearray(stored.file.read_bytes())
     content[stored.begin] ^= 1
     stored.file.write_bytes(content)
-    engine.begin_weight_update(pusher.manifest().to_json(), "push")
+    engine.begin_weight_update(pusher.manifest().id, "push", pusher.manifest().to_json())
     engine.receive_weight_folder("push", folder)
     held, sent = engine.acknowledge_weight_update("push")["buckets"], pusher.digests()
     assert [index for index in range(3) if held[index] != sent[index]] == [
@@ -110,7 +111,7 @@ def test_a_copy_that_was_damaged_unseen_is_not_acknowledged_as_the_trainers(
         if "model.norm.weight" in {piece.name for piece in bucket.slices}
     ]  # fmt: skip
     engine.pull_weights(1, rebuild=True)
-    engine.begin_weight_update(pusher.manifest().to_json(), "again")
+    engine.begin_weight_update(pusher.manifest().id, "again", pusher.manifest().to_json())
     engine.receive_weight_folder("again", folder)
     assert engine.acknowledge_weight_update("again")["buckets"] == sent
 
@@ -118,7 +119,7 @@ def test_a_copy_that_was_damaged_unseen_is_not_acknowledged_as_the_trainers(
 def test_a_folder_of_another_model_is_a_problem_that_names_the_tensor(engine: LoadedModel, pusher: Trained) -> None:
     pusher.change()
     changes = pusher.push()
-    engine.begin_weight_update(pusher.manifest().to_json(), "push")
+    engine.begin_weight_update(pusher.manifest().id, "push", pusher.manifest().to_json())
     engine.receive_weight_folder("push", str(changes))  # the changes themselves, not a copy they were applied to
     answer = engine.acknowledge_weight_update("push")
     assert "on disk is" in " ".join(answer["problems"])

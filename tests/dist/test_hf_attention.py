@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime_plugins.models.hf_attention import HuggingfaceAttention
-from tests.dist.gloo_ranks import run_ranks
+from tests.matrix.pool import run_ranks
 from tests.dist.trainer_case import write_model
 
 pytestmark = pytest.mark.dist

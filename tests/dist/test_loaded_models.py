@@ -60,7 +60,7 @@ def push(model: LoadedModel, manifest: Manifest, tensors: dict[str, Tensor], pus
     """All buckets of a push; gives what was acknowledged, which must be the digests of what was sent."""
     from sglang.srt.utils import MultiprocessingSerializer
 
-    model.begin_weight_update(manifest.to_json(), push_id)
+    model.begin_weight_update(manifest.id, push_id, manifest.to_json())
     flats = [flat.share_memory_() for flat in fill(manifest, tensors)]
     for index, flat in enumerate(flats):
         handle = MultiprocessingSerializer.serialize(flat, output_str=True)
@@ -147,8 +147,8 @@ def test_what_is_wrong_with_a_push_is_named_for_each_rank(model: LoadedModel, tm
     k_proj = "model.layers.1.self_attn.k_proj.weight"
     missing = {name: tensor for name, tensor in tensors.items() if name != k_proj}
     with pytest.raises(WeightSyncError, match=r"rank 1: model.layers.1.self_attn.qkv_proj.weight: no tensor of the"):
-        model.begin_weight_update(whole_buckets(missing).to_json(), "missing")
+        model.begin_weight_update(whole_buckets(missing).id, "missing", whole_buckets(missing).to_json())
     wrong = tensors | {k_proj: tensors[k_proj][:, 1:].contiguous()}
     with pytest.raises(WeightSyncError, match=r"rank 0: model.layers.1.self_attn.k_proj.weight \[.*\] does not fit"):
-        model.begin_weight_update(whole_buckets(wrong).to_json(), "wrong")
+        model.begin_weight_update(whole_buckets(wrong).id, "wrong", whole_buckets(wrong).to_json())
     assert push(model, whole_buckets(tensors, 2), tensors, "right")["problems"] == []

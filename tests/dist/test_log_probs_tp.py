@@ -9,7 +9,7 @@ import torch.distributed as dist
 from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.log_probs import vocab_parallel_log_probs
 from slime.algorithms.top_k import logits_of, top_logits
-from tests.dist.gloo_ranks import run_ranks
+from tests.matrix.pool import run_ranks
 
 ROWS, COLUMNS = 7, 12
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.gloo_ranks import run_ranks
+from tests.matrix.pool import run_ranks
 
 pytestmark = pytest.mark.dist
 

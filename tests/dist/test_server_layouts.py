@@ -147,7 +147,8 @@ def test_two_models_with_groups_of_their_own_a_gap_and_an_engine_over_two_nodes(
     assert set(listed(judge.router)) == set(judge.groups[0].urls)
     # The judge keeps its weights; offsets count from the first GPU of the placement, behind the trainer's.
     engines = fleet.updatable()
-    assert (engines.gpu_counts, engines.gpu_offsets, engines.num_new) == ([1, 1, 4], [1, 2, 4], 3)
+    assert [(engine.num_gpus, engine.gpu_offset) for engine in engines.engines] == [(1, 1), (1, 2), (4, 4)]
+    assert engines.num_new == 3
     fleet.connected()
     assert fleet.updatable().num_new == 0
     assert fleet.without_weights().handles == []
@@ -210,8 +211,9 @@ def test_external_engines_are_adopted_behind_a_router_and_left_running(start):
         fleet = start(**given)
         assert set(listed(fleet.servers[0].router)) == {first.url, second.url}
         engines = fleet.updatable()
-        assert (engines.gpu_counts, engines.gpu_offsets, engines.num_new) == ([1, 1], [1, 2], 2)
-        assert [r.is_colocated for r in engines.proxies()] == [False, False]
+        assert [(engine.num_gpus, engine.gpu_offset) for engine in engines.engines] == [(1, 1), (1, 2)]
+        assert engines.num_new == 2
+        assert [engine.is_colocated for engine in engines.engines] == [False, False]
         assert ray.get(engines.handles[0].get_weight_version.remote(), timeout=30) == first.weight_version
         fleet.stop()
         assert first.is_up and second.is_up

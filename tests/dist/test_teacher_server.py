@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime.rollout.on_policy_distillation import close_teacher_client, post_process_rewards, reward_func
+from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
+from slime.utils.http_utils import close_http_client
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
-from tests.dist.gloo_ranks import run_ranks
+from tests.matrix.pool import run_ranks
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, write_hf_model
 
 pytestmark = pytest.mark.dist
@@ -152,7 +153,7 @@ def test_students_get_their_teachers_log_probs_from_the_program(teacher, tmp_pat
             samples = [Sample(index=i, tokens=row, response_length=len(row) // 2) for i, row in enumerate(rows)]
             for sample, answer in zip(samples, await reward_func(args, samples), strict=True):
                 sample.reward = answer
-            await close_teacher_client()
+            await close_http_client()
             return samples
 
         samples = asyncio.run(all_samples())

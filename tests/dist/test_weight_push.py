@@ -38,11 +38,7 @@ FAULTS = ("forgets commit", "refuses receive:before", "differs", "loses a tensor
 
 
 def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[str, Any]:
-    """Push through shared memory and by broadcast, before and after a step; then to an engine with faults.
-
-    One world of trainer ranks and one engine serve all cases: their processes are what takes the time.
-    """
-    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    """Push through shared memory and by broadcast, before and after a step; then to an engine with faults."""
     from slime.backends.sglang_utils import cpu_shim
     from slime.utils.errors import WeightSyncError
 
@@ -51,9 +47,7 @@ def push_every_way(rank: int, world_size: int, port: int, folder: str) -> dict[s
         Path(folder), "--actor-num-gpus-per-node", world_size, *TENSOR, *SMALL_BUCKETS, "--check-weight-update-equal"
     )
     engine = (FakeEngine if rank == 0 else NoEngine)(folder, num_gpus=world_size, is_colocated=True)
-    worker = MegatronTrainRayActor()
-    worker.set_rendezvous(world_size, rank, "127.0.0.1", port)
-    worker.init(args, "actor")
+    worker = start_worker(args, rank, world_size, port)
     train_data = make_train_data()
     rank_data = cut(args, train_data, worker.get_parallel_config())[0]
     result: dict[str, Any] = {"messages": []}
@@ -139,27 +133,34 @@ def push_and_compare(worker: Any, engine: Any, rank_data: Any, train_data: dict[
     )
 
 
+Pushed = tuple[dict[str, Any], dict[str, float]]
+
+
+def push_all(rank: int, world_size: int, port: int, dense: str, experts: str) -> Pushed:
+    return push_every_way(rank, world_size, port, dense), push_from_layouts(rank, world_size, port, experts)
+
+
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    folder = tmp_path_factory.mktemp("moe")
-    write_model(folder, "qwen3_moe", num_hidden_layers=4)
-    return run_workers(push_from_layouts, 2, str(folder), timeout_s=240)
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> list[Pushed]:
+    """What each rank found; one start of two ranks serves all tests here."""
+    dense, experts = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("moe")
+    write_model(dense)
+    write_model(experts, "qwen3_moe", num_hidden_layers=4)
+    return run_workers(push_all, 2, str(dense), str(experts), timeout_s=480)
+
+
+@pytest.fixture(scope="module")
+def ranks(pushed: list[Pushed]) -> list[dict[str, Any]]:
+    return [every_way for every_way, _ in pushed]
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_engine_computes_the_log_probs_of_a_trainer_in_stages_or_with_experts_apart(
-    layouts: list[dict[str, float]], layout: str, carrier: str
+    pushed: list[Pushed], layout: str, carrier: str
 ) -> None:
-    differences = [rank[f"{layout}, {carrier}"] for rank in layouts]
+    differences = [layouts[f"{layout}, {carrier}"] for _, layouts in pushed]
     assert max(differences) < 2e-5
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("hf")
-    write_model(folder)
-    return run_workers(push_every_way, 2, str(folder), timeout_s=240)
 
 
 @pytest.mark.parametrize("carrier", BUCKET_VERBS)
@@ -178,13 +179,27 @@ def test_nobody_hears_the_new_version_before_every_digest_is_acknowledged(
     steps = [name for name in first if name not in ("receive_weight_bucket", "update_weights_from_tensor")]
     join = [] if carrier == "shared" else ["join_weight_group"]
     assert steps[2:] == [
-        *("begin_weight_update", *join, "acknowledge_weight_update", "commit_weight_update", "get_weight_version"),
+        *("begin_weight_update", "begin_weight_update", *join, "acknowledge_weight_update", "commit_weight_update", "get_weight_version"),
         "continue_generation",
     ]
     last_bucket = len(first) - 1 - first[::-1].index("receive_weight_bucket")
     assert last_bucket < first.index("acknowledge_weight_update")
     checks = [details for name, details in ranks[0][carrier]["calls"] if name == "update_weights_from_tensor"]
     assert {details["weight_version"] for details in checks} == {None}
+
+
+def test_a_buffer_is_mapped_once_and_a_manifest_told_once(ranks: list[dict[str, Any]]) -> None:
+    calls = ranks[0]["shared"]["calls"]
+    handles = {
+        handle
+        for name, details in calls
+        if name == "receive_weight_buckets"
+        for of_gpus in details["arguments"][1].values()
+        for handle in of_gpus
+    }
+    assert len(handles) <= 2 * 2, "two ranks, whose buffers two GPUs read"
+    told = [len(details["arguments"]) for name, details in calls if name == "begin_weight_update"]
+    assert told == [2, 3, 2], "asked by name, told, and known in the second push"
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

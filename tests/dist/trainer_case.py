@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.multiprocessing as mp
+from slime.utils.net import find_available_port
+from tests.matrix.pool import RankPool
 
 UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "backends" / "megatron_utils"
 sys.path.insert(0, str(UNIT_TESTS))
@@ -134,40 +133,8 @@ def start_worker(
     return worker
 
 
-def _main(function: Any, rank: int, world_size: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
-    import traceback
-
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    try:
-        results.put((rank, function(rank, world_size, port, *arguments), None))
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-        raise
-
-
-def run_workers(function: Any, world_size: int, *arguments: Any, timeout_s: float = 100) -> list[Any]:
+def run_workers(function: Any, world_size: int, *arguments: Any, timeout_s: float = 250) -> list[Any]:
     """``function(rank, world_size, port, *arguments)`` in fresh processes; the results in rank order."""
-    from slime.utils.net import find_available_port
-
-    context = mp.get_context("spawn")
-    results = context.Queue()
     port = find_available_port(21000)
-    processes = [
-        context.Process(target=_main, args=(function, rank, world_size, port, results, arguments))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    outcome: dict[int, Any] = {}
-    try:
-        for _ in range(world_size):
-            rank, value, error = results.get(timeout=timeout_s)
-            assert error is None, f"rank {rank} failed:\n{error}"
-            outcome[rank] = value
-    finally:
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-    return [outcome[rank] for rank in range(world_size)]
+    with RankPool() as pool:
+        return pool.run(function, world_size, port, *arguments, timeout_s=timeout_s, joins_world=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import JOBS, REPO, model_flags
+from tests.e2e.job import JOBS, REPO
 
 
 @pytest.fixture(autouse=True)
@@ -22,16 +23,22 @@ def no_job_survives() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny task, its random model, and the converted checkpoint."""
-    folder = tmp_path_factory.mktemp("task")
+    """The tiny task, its random model, and the converted checkpoint; the workers of pytest-xdist share them."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "task"
+    folder.mkdir(exist_ok=True)
     environment = dict(os.environ) | {"PYTHONPATH": str(REPO)}
-    for command in (
+    commands = (
         [REPO / "examples/tiny_arithmetic/make_task.py", "--output", folder / "task"],
         [
             REPO / "tools/convert_hf_to_torch_dist.py",
-            *model_flags(),
             *("--hf-checkpoint", folder / "task/hf", "--save", folder / "torch_dist"),
         ],
-    ):
-        subprocess.run([sys.executable, *map(str, command)], check=True, env=environment, timeout=400)
+    )
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            for command in commands:
+                subprocess.run([sys.executable, *map(str, command)], check=True, env=environment, timeout=400)
+            (folder / "made").touch()
     return folder

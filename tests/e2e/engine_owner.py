@@ -32,6 +32,7 @@ def engine_args(checkpoint: str) -> Namespace:
         weight_update_timeout_s=300,
         sglang_router_request_timeout_secs=600,
         job_secret="s3cret of the test",
+        verify_checkpoint=True,
     )
 
 

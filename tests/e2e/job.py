@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -87,6 +88,16 @@ class Job:
             time.sleep(0.2)
         return time.monotonic() - start
 
+    def strike(self, process: str, message: str) -> None:
+        """SIGKILL to a part of the job: it ends with ``message``, a pattern of the cause, and leaves nothing."""
+        victims = self.pids(process)
+        assert victims, f"no {process} runs: {self.commands()}"
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        assert self.finish(GONE_S) == 1
+        assert re.search("slime job failed: " + message, self.text(), re.DOTALL), self.text()[-3000:]
+        self.seconds_until_gone(GONE_S)
+
     def commands(self) -> list[str]:
         """The command lines of what is alive."""
         lines = []
@@ -118,14 +129,8 @@ def records(folder: Path, key: str) -> list[dict[str, Any]]:
     return [row for row in rows if key in row]
 
 
-def model_flags() -> list[str]:
-    """MODEL_ARGS of the tiny model, as a recipe sources them."""
-    script = 'source scripts/models/tiny-arithmetic.sh; printf "%s\\n" "${MODEL_ARGS[@]}"'
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=REPO).stdout.split()
-
-
 def grpo_flags(task: Path, save: Path, *more: str) -> list[str]:
-    """A small GRPO run with the features of a large one."""
+    """A small GRPO run with the features of a large one; config.json says what the model is."""
     text = f"""
         --actor-num-nodes 1 --hf-checkpoint {task}/task/hf --ref-load {task}/torch_dist --load {save} --save {save}
         --save-interval 1 --prompt-data {task}/task/data/grpo.jsonl --input-key prompt --label-key label
@@ -137,7 +142,7 @@ def grpo_flags(task: Path, save: Path, *more: str) -> list[str]:
         --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
         --rollout-num-gpus-per-engine 1 --save-debug-rollout-data {save}/dump/{{rollout_id}}.pt
     """
-    return [*model_flags(), *shlex.split(text), *more]
+    return [*shlex.split(text), *more]
 
 
 def replay_flags(task: Path, save: Path, dumps: str, *more: str) -> list[str]:

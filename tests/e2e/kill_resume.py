@@ -44,6 +44,7 @@ sys.path.insert(0, str(REPO))
 
 from slime.rollout.ledger.records import ReplayState  # noqa: E402
 from slime.rollout.ledger.segments import folder_bytes, read_folder  # noqa: E402
+from slime.rollout.state_file import read_state  # noqa: E402
 from tools import ledger as ledger_tool  # noqa: E402
 
 FLUSH_S = 0.2
@@ -129,7 +130,7 @@ def tracker(save: Path) -> int:
 
 def data_state(save: Path, rollout_id: int) -> dict:
     """The saved position in the data."""
-    return torch.load(save / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt", weights_only=False)
+    return read_state(save / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt", what="It")
 
 
 def lines(path: Path) -> list[dict]:
@@ -182,7 +183,7 @@ def kill_during_save(job: Job, save: Path, after: int, timeout_s: float) -> str:
 
 def waiting_groups(save: Path, rollout_id: int) -> set[int]:
     """Groups that a checkpoint holds to go on with: in the data source's buffer, or in flight."""
-    position = torch.load(save / "rollout" / f"ledger_position_{rollout_id}.pt", weights_only=False)
+    position = read_state(save / "rollout" / f"ledger_position_{rollout_id}.pt", what="It")
     return {group[0]["group_index"] for group in data_state(save, rollout_id)["buffer"] + position["open"]}
 
 

@@ -95,7 +95,7 @@ class Running:
         sent = digests(manifest, flats)
         if corrupt is not None:
             flats[corrupt][8] ^= 1
-        self.engine.begin_weight_update(manifest.to_json(), push_id)
+        self.engine.begin_weight_update(manifest.id, push_id, manifest.to_json())
         for index in buckets:
             handle = MultiprocessingSerializer.serialize(flats[index].share_memory_(), output_str=True)
             self.engine.receive_weight_buckets(push_id, {index: [handle]})
@@ -189,6 +189,7 @@ def test_pushes_in_two_phases_are_acknowledged_committed_and_served(running: Run
         engine.pause_generation()
         engine.flush_cache()
         sent, answer = running.offer(seed, f"push {version}")
+        assert answer.pop("seconds").keys() == {"digest", "place"}
         assert answer == {"push_id": f"push {version}", "buckets": sent, "problems": []}
         assert engine.get_weight_version() != version
         with pytest.raises(WeightSyncError, match=f"holds the unfinished push push {version}"):

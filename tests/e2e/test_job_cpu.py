@@ -27,11 +27,14 @@ def run_folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("run")
 
 
-def test_a_colocated_run_trains_saves_exports_and_checks_every_push(task, run_folder):
+def test_a_colocated_run_whose_trainer_ends_with_every_push_trains_saves_and_exports(task, run_folder):
+    """After each push, over disk, the trainer goes on from its checkpoint."""
     eval_file = task / "eval32.jsonl"
     eval_file.write_text("".join((task / "task/data/eval.jsonl").read_text().splitlines(keepends=True)[:32]))
     flags = grpo_flags(
-        task, run_folder, *"--actor-num-gpus-per-node 1 --colocate --check-weight-update-equal".split(),
+        task, run_folder, *"--actor-num-gpus-per-node 1 --colocate --release-train".split(),
+        *"--update-weight-transport disk --check-weight-update-equal".split(),
+        *("--update-weight-disk-dir", str(run_folder / "shared")),
         *f"--eval-interval 1 --eval-prompt-data held_out {eval_file} --eval-temperature 0.7".split(),
         *f"--save-hf {run_folder}/hf/{{rollout_id}} --use-tensorboard --use-wandb --wandb-mode offline".split(),
         *f"--wandb-dir {run_folder} --wandb-project tiny --wandb-group tiny".split(),
@@ -41,8 +44,9 @@ def test_a_colocated_run_trains_saves_exports_and_checks_every_push(task, run_fo
     assert "step 2/2" in job.text()
     job.seconds_until_gone(GONE_S)
     assert (run_folder / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert [path.name for path in (run_folder / "shared").iterdir()] == ["weight_v000003"]
     steps = records(run_folder, "train/step")
-    assert len(steps) == 4  # two optimizer steps a rollout
+    assert [step["train/step"] for step in steps] == [0, 1, 2, 3]  # two optimizer steps a rollout
     assert all(0 < step["train/grad_norm"] < 100 for step in steps)
     differences = [record["train/train_rollout_logprob_abs_diff"] for record in steps]
     assert differences[0] < 1e-4  # fp32 on both sides; later rollouts hold groups that older weights finished
@@ -55,8 +59,9 @@ def test_a_colocated_run_trains_saves_exports_and_checks_every_push(task, run_fo
     assert list((run_folder / "tensorboard").rglob("events.*")) and list(run_folder.rglob("run-*.wandb"))
 
 
-def test_the_same_command_with_more_rollouts_goes_on_where_it_stopped_until_ctrl_c(task, run_folder):
-    flags = grpo_flags(task, run_folder, *"--actor-num-gpus-per-node 1 --colocate --num-rollout 1000".split())
+def test_a_run_whose_trainer_stays_goes_on_where_that_one_stopped_until_ctrl_c(task, run_folder):
+    more = "--actor-num-gpus-per-node 1 --colocate --check-weight-update-equal --num-rollout 1000".split()
+    flags = grpo_flags(task, run_folder, *more)
     job = Job("train.py", flags, run_folder / "log2.txt")
     job.wait_until(lambda: "step 4/1000" in job.text(), "second step after the resume", STEP_S)
     job.process.send_signal(signal.SIGINT)

@@ -1,19 +1,15 @@
-"""Real jobs on two CPU cores that are struck or cannot start, and a driver of the user's own that ends well.
-
-Each has the parts that its test needs and no others: the tests run in this order.
-"""
+"""Real jobs on two CPU cores: engines alone until one dies, and a driver of the user's own that ends well."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-from pathlib import Path
 
 import pytest
+import requests
 import torch
+from transformers import AutoModelForCausalLM
 
-from tests.e2e.job import GONE_S, JOB_S, STEP_S, Job, grpo_flags, records, replay_flags
+from tests.e2e.job import GONE_S, JOB_S, STEP_S, Job, grpo_flags, records
 
 pytestmark = [
     pytest.mark.e2e,
@@ -21,52 +17,42 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; scripts/run-tiny-gpu.sh is the GPU's"),
 ]
 
-ENDLESS = "--actor-num-gpus-per-node 1 --num-rollout 1000 --save-interval 1000".split()
+
+def error_of_answer(url: str, model: torch.nn.Module, length: int) -> float:
+    """Largest difference of a log-prob of 24 tokens behind a prompt of ``length`` from that of ``model``."""
+    prompt = [5 + i * 7 % 100 for i in range(length)]
+    sampling = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    payload = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    with requests.Session() as session:
+        session.trust_env = False
+        response = session.post(f"{url}/generate", json=payload, timeout=300)
+    response.raise_for_status()
+    pairs = response.json()["meta_info"]["output_token_logprobs"]
+    assert len(pairs) == 24
+    tokens = torch.tensor([prompt + [token for _, token, *_ in pairs]])
+    with torch.no_grad():
+        log_probs = model(tokens).logits.float().log_softmax(-1)[0]
+    expected = log_probs[range(length - 1, tokens.shape[1] - 1), tokens[0, length:]]
+    return float((expected - torch.tensor([log_prob for log_prob, *_ in pairs])).abs().max())
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory) -> Path:
-    """The folder of the first job's rollouts."""
-    return tmp_path_factory.mktemp("generated")
-
-
-def generating_job(task: Path, folder: Path) -> Job:
-    """Engines alone, in the middle of their work, with responses long enough to be caught generating."""
-    more = "--rollout-num-gpus 1 --debug-rollout-only --rollout-max-response-len 400".split()
-    job = Job("train.py", grpo_flags(task, folder, *ENDLESS, *more), folder / "log.txt")
-    job.wait_until(lambda: (folder / "dump/1.pt").exists(), "second rollout", STEP_S)
-    return job
-
-
-def strike(job: Job, process: str, message: str) -> None:
-    """SIGKILL to a part of the job; it ends with the cause, and leaves nothing."""
-    victims = job.pids(process)
-    assert victims, f"no {process} runs: {job.commands()}"
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
-    assert job.finish(GONE_S) == 1
-    assert re.search("slime job failed: " + message, job.text(), re.DOTALL), job.text()[-3000:]
-    job.seconds_until_gone(GONE_S)
-
-
-def test_engines_alone_generate_without_a_trainer_until_one_dies(task, generated):
-    job = generating_job(task, generated)
-    strike(job, "slime.backends.sglang_utils.server_main", r"EngineDiedError: engine 0 .*killed by signal 9")
+def test_a_prefill_and_a_decode_engine_generate_without_a_trainer_until_they_die(task, tmp_path):
+    flags = grpo_flags(
+        task, tmp_path, *"--actor-num-gpus-per-node 1 --rollout-num-gpus 2 --prefill-num-servers 1".split(),
+        # Responses long enough to be caught generating.
+        *"--debug-rollout-only --rollout-max-response-len 400 --num-rollout 1000 --save-interval 1000".split(),
+    )  # fmt: skip
+    job = Job("train.py", flags, tmp_path / "log.txt")
+    job.wait_until(lambda: (tmp_path / "dump/1.pt").exists(), "second rollout", STEP_S)
+    url = re.search(r"router default (http://127\.0\.0\.1:\d+)", job.text())[1]
+    model = AutoModelForCausalLM.from_pretrained(task / "task/hf", dtype=torch.float32)
+    worst = max(error_of_answer(url, model, length) for length in (1, 9, 450))
+    print(f"largest difference of a log-prob {worst:.1e}")
+    assert worst < 1e-4
+    job.strike("slime.backends.sglang_utils.server_main", r"EngineDiedError: engine [01] .*killed by signal 9")
     assert "MegatronTrainRayActor" not in job.text()
-    samples = torch.load(generated / "dump/0.pt", weights_only=False)["samples"]
+    samples = torch.load(tmp_path / "dump/0.pt", weights_only=False)["samples"]
     assert len(samples) == 16 and all(sample["response_length"] > 0 for sample in samples)
-
-
-def test_a_dead_router_ends_the_job(task, tmp_path):
-    job = generating_job(task, tmp_path)
-    strike(job, "slime.backends.sglang_utils.router_main", r"EngineDiedError: the router http.* has ended")
-
-
-def test_a_dead_trainer_ends_the_job(task, generated, tmp_path):
-    dumps = str(generated / "dump/0.pt")  # the same one for every rollout
-    job = Job("train.py", replay_flags(task, tmp_path, dumps, *ENDLESS), tmp_path / "log.txt")
-    job.wait_until(lambda: "step 1/" in job.text(), "first step", STEP_S)
-    strike(job, "ray::MegatronTrainRayActor", r"EngineDiedError: (actor rank 0 died|an actor died during training)")
 
 
 def test_a_driver_of_the_users_own_trains_actor_and_critic(task, tmp_path):
@@ -92,19 +78,3 @@ def test_a_driver_of_the_users_own_trains_actor_and_critic(task, tmp_path):
     }
     assert versions == {"1", "2"}
     job.seconds_until_gone(GONE_S)
-
-
-def test_a_cluster_that_is_too_small_is_an_error_not_a_wait(task, tmp_path):
-    import ray
-
-    ray.init(address="local", num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        address = ray.get_runtime_context().gcs_address
-        flags = grpo_flags(
-            task, tmp_path, *"--actor-num-gpus-per-node 4 --colocate --cluster-wait-timeout-s 2".split()
-        )
-        job = Job("train.py", flags, tmp_path / "log.txt", RAY_ADDRESS=address)
-        assert job.finish(STEP_S) == 2
-        assert "the job needs 4 GPUs and 5 CPUs; the Ray cluster has 1 GPUs and 4 CPUs" in job.text()
-    finally:
-        ray.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import time
 from pathlib import Path
@@ -10,14 +11,17 @@ import psutil
 import pytest
 
 from slime.utils.net import get_current_node_ip, get_free_port
+from tests.e2e.job import grpo_flags
 
 REPO = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
-def cluster(tmp_path: Path, hosts: list[str], expected: int, timeout_s: int) -> subprocess.CompletedProcess[str]:
-    """Start ``expected`` nodes of two GPUs with the hostfile of ``hosts``."""
+def cluster(
+    tmp_path: Path, hosts: list[str], expected: int, timeout_s: int, then: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Start ``expected`` nodes of two GPUs with the hostfile of ``hosts``; run the command ``then`` on them."""
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("# the nodes\n" + "".join(f"{host} slot=2\n" for host in hosts))
     port = get_free_port(28000, consecutive=2)
@@ -26,7 +30,8 @@ def cluster(tmp_path: Path, hosts: list[str], expected: int, timeout_s: int) -> 
         source {REPO}/scripts/lib.sh; source {REPO}/scripts/nodes.sh
         export MASTER_ADDR={get_current_node_ip()} RAY_PORT={port} RAY_DASHBOARD_PORT={port + 1}
         export HOSTFILE={hostfile} NODES_TIMEOUT_S={timeout_s}
-        start_nodes {expected} 2
+        start_nodes {expected} 2 || exit
+        {then}
     """
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=900, check=False)
     deadline = time.monotonic() + 120
@@ -43,10 +48,14 @@ def command_lines() -> list[list[str]]:
     return lines
 
 
-def test_the_nodes_of_a_hostfile_join_and_end_with_the_script(tmp_path):
-    done = cluster(tmp_path, [get_current_node_ip(), "127.0.0.2"], expected=2, timeout_s=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ray: 2 nodes with 4 GPUs" in done.stdout
+def test_the_nodes_of_a_hostfile_join_refuse_a_job_that_is_too_large_and_end_with_the_script(task, tmp_path):
+    flags = "--actor-num-gpus-per-node 8 --colocate --cluster-wait-timeout-s 2".split()
+    command = ["python3", str(REPO / "train.py"), *grpo_flags(task, tmp_path, *flags)]
+    then = f"RAY_ADDRESS=${{MASTER_ADDR}}:${{RAY_PORT}} PYTHONPATH={REPO} {shlex.join(command)}"
+    done = cluster(tmp_path, [get_current_node_ip(), "127.0.0.2"], expected=2, timeout_s=600, then=then)
+    assert "ray: 2 nodes with 4 GPUs" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the job needs 8 GPUs and 9 CPUs; the Ray cluster has 4 GPUs and " in done.stderr
 
 
 def test_a_node_that_never_comes_is_said_after_the_deadline(tmp_path):

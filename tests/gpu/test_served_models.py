@@ -108,7 +108,7 @@ def push(engine: SGLangEngine, folder: Path, version: str) -> None:
     flats = [flat.cuda() for flat in fill(manifest, tensors)]
     engine.pause_generation()
     engine.flush_cache()
-    engine.begin_weight_update(manifest.to_json(), version)
+    engine.begin_weight_update(manifest.id, version, manifest.to_json())
     for index, flat in enumerate(flats):
         handle = MultiprocessingSerializer.serialize(flat, output_str=True)
         engine.receive_weight_buckets(version, {index: [handle]})

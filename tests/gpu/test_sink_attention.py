@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.layers.sink_attention import per_sequence_sink_attention, varlen_sink_attention
+from slime.backends.megatron_utils.layers.attention import per_sequence_attention
+from slime.backends.megatron_utils.layers.sink_attention import varlen_sink_attention
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -27,7 +28,8 @@ def test_flash_with_sinks_is_the_formula(window: int | None, fewer_queries: bool
         if is_flash:
             out = varlen_sink_attention(*own, cu_q, cu_k, max(lengths_q), max(lengths_k), scale=0.125, window=window)
         else:
-            out = per_sequence_sink_attention(*own, lengths_q, lengths_k, scale=0.125, window=window)
+            *parts, sinks = own
+            out = per_sequence_attention(*parts, lengths_q, lengths_k, scale=0.125, window=window, sinks=sinks)
         (out * upstream.to(dtype)).sum().backward()
         return [out.detach().float(), *(x.grad.float() for x in own)]
 

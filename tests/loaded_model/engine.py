@@ -1,7 +1,7 @@
 """An engine without a server: SGLang's model on one CPU process for each rank, behind the weight verbs.
 
     with LoadedModel(folder, tp_size=2) as model:
-        model.begin_weight_update(manifest.to_json(), "push 1")     # the methods of SGLangEngine, blocking
+        model.begin_weight_update(manifest.id, "push 1", manifest.to_json())  # as SGLangEngine: it blocks
         model.parameters()[0]["model.norm.weight"]                   # rank 0, the engine's own names
 
 ``LoadedEngine(model)`` is the proxy that a push talks to: every method gives a ``Pending``.
@@ -93,7 +93,7 @@ class LoadedModel(WeightVerbs):
 
     def swap(self, folder: str | Path, *, quantization: dict[str, Any] | None = None, dtype: str = "bfloat16") -> None:
         """Become a fresh engine of another model in the same processes, which saves their start (10 s)."""
-        self._push_id = self._acknowledged = self._known_manifest = None
+        self._push_id = self._acknowledged = None
         self._ask("swap", str(folder), dtype, quantization)
 
     def pause_generation(self) -> None:
@@ -174,7 +174,7 @@ class LoadedEngine:
 
 
 def _serve(pipe: Any, settings: dict[str, Any]) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "SLIME_CACHE_DIR": os.path.dirname(settings["store"])}
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:

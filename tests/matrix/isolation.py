@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import time
 import traceback
 import warnings
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from tests.matrix.case import load_cases
-from tests.matrix.pool import PRELOADED
+from tests.matrix.pool import fork_context
 from tests.matrix.report import Cell
 
 FAMILY_TIMEOUT_S = 240.0
@@ -31,8 +30,7 @@ def check_families(names: Sequence[str], checks: Sequence[str], *, jobs: int = 1
         checks: of ``parity.CHECKS``.
         jobs: families checked at the same time, one core each.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context = fork_context()
     with ThreadPoolExecutor(jobs) as threads:
         runs = [threads.submit(_check_in_child, context, name, tuple(checks)) for name in names]
         for run in as_completed(runs):

@@ -26,6 +26,7 @@ from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import current_device, get_data_iterator
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout, wire_schedules
@@ -54,6 +55,8 @@ class Measured:
     """Loss and other metrics of every step, and the norms of the gradients."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of the first step, by checkpoint name."""
+    merged: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of a weight push of a model with adapters."""
     log_probs: list[Tensor] = field(default_factory=list)
     """Of every sample, before training and after."""
     export_problems: list[str] = field(default_factory=list)
@@ -66,6 +69,7 @@ def one_process(case: FamilyCase, folder: str, flags: Sequence[object]) -> None:
     name = reference_name(flags)
     torch.save(measured.numbers, Path(folder) / f"{name}.pt")
     save_file(measured.gradients, Path(folder) / f"{name}.gradients.safetensors")
+    save_file(measured.merged, Path(folder) / f"{name}.merged.safetensors")
     save_file({str(i): x for i, x in enumerate(measured.log_probs)}, Path(folder) / f"{name}.log_probs.safetensors")
 
 
@@ -88,6 +92,9 @@ def compare(case: FamilyCase, folder: str, flags: Sequence[object], loss_flags: 
     worst: dict[str, tuple[float, str]] = {}
     errors = gradient_errors(measured.gradients, gradients)
     worst["gradients"] = max((error, tensor) for tensor, error in errors.items())
+    if measured.merged:
+        errors = gradient_errors(measured.merged, load_file(Path(folder) / f"{name}.merged.safetensors"))
+        worst["merged weights"] = max((error, tensor) for tensor, error in errors.items())
     worst["weight push"] = (float(len(measured.export_problems)), "; ".join(measured.export_problems[:3]))
     if "--bf16" in loss_flags:
         # All gradients together, as single small ones are full of rounding; and what training makes of it is not
@@ -153,7 +160,12 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured
     scheduler = build_scheduler(args, optimizer)
     wire_schedules(args, model, optimizer)
     data = trainer.prepare(args, make_train_data(case.vocab_size))
-    result = Measured(export_problems=export_differences(case, args, model, source))
+    trainer.draw_adapters(model)
+    result = Measured()
+    if has_adapters(model):  # then a push is not the checkpoint
+        result.merged = {n: t.to("cpu", copy=True).contiguous() for n, t in trainer.export(args, model, dtype=None)}
+    else:
+        result.export_problems = export_differences(case, args, model, source)
 
     log_probs = trainer.response_log_probs(args, model, data)
     result.log_probs.append(whole_log_probs(data, log_probs))

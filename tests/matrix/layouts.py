@@ -142,6 +142,17 @@ FULL_FAMILIES = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 """Tried in every layout: a dense family, two with experts, one with latent attention."""
 FAST_LAYOUTS = ("TP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "EP2")
 """What the suite runs; see :func:`fast_layouts_of`."""
+OWN_ATTENTION = (
+    *FULL_FAMILIES,
+    "deepseek_v32",
+    "gemma3",
+    "glm5",
+    "gpt_oss",
+    "minimax_m2",
+    "qwen3_5_moe",
+    "qwen3_next",
+)
+"""Only attention notices how sequences are cut; the other families have that of one of these."""
 
 
 def layouts_of(case: FamilyCase, names: Sequence[str] | None = None) -> dict[str, Layout]:
@@ -163,11 +174,12 @@ def layouts_of(case: FamilyCase, names: Sequence[str] | None = None) -> dict[str
 
 
 def fast_layouts_of(case: FamilyCase) -> list[str]:
-    """The suite's layouts of the case: those with other layers than its own only for the full families."""
+    """The suite's layouts of the case: with other layers than its own, and context parallel, only where it adds."""
     return [
         name
         for name in layouts_of(case, FAST_LAYOUTS)
-        if LAYOUTS[name].num_layers is None or case.name in FULL_FAMILIES
+        if (LAYOUTS[name].num_layers is None or case.name in FULL_FAMILIES)
+        and (name != "CP2" or case.name in OWN_ATTENTION)
     ]
 
 

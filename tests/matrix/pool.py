@@ -40,6 +40,15 @@ GRACE_S = 3.0
 """After the first failure the others may report their own, which often say more, for so long."""
 
 
+def fork_context() -> Any:
+    """Return the context of ``multiprocessing`` whose processes are forked off that server."""
+    if torch.cuda.is_available():  # a fork of a process that has looked at CUDA cannot use it
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 class RankError(Exception):
     """A rank failed, died or gave no answer."""
 
@@ -51,10 +60,7 @@ class RankPool:
     """
 
     def __init__(self) -> None:
-        # A fork of a process that has looked at CUDA cannot use it.
-        self._context: Any = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        if not torch.cuda.is_available():
-            self._context.set_forkserver_preload(list(PRELOADED))
+        self._context = fork_context()
         self._ranks: list[tuple[BaseProcess, Connection]] = []
 
     def __enter__(self) -> RankPool:
@@ -63,13 +69,21 @@ class RankPool:
     def __exit__(self, *error: object) -> None:
         self._drop()
 
-    def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *arguments: Any,
+        timeout_s: float = 120,
+        joins_world: bool = True,
+    ) -> list[Any]:
         """``function(*arguments)`` on every rank of a fresh gloo world; the results in rank order.
 
         Args:
             function: importable by name; everything that travels must pickle.
             world_size: number of ranks.
             timeout_s: for all of them together.
+            joins_world: False calls ``function(rank, world_size, *arguments)``, which makes the world itself.
 
         Raises:
             RankError: with the traceback of the rank that failed first.
@@ -78,7 +92,8 @@ class RankPool:
         with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
             for rank in range(world_size):
                 stack = (timeout_s * 0.95, str(Path(folder) / f"stack-{rank}"))
-                job = (function, rank, world_size, str(Path(folder) / "store"), stack, arguments)
+                store = str(Path(folder) / "store") if joins_world else None
+                job = (function, rank, world_size, store, stack, arguments)
                 self._ranks[rank][1].send_bytes(pickle.dumps(job))
             try:
                 return self._collect(world_size, timeout_s, Path(folder))
@@ -118,7 +133,7 @@ class RankPool:
 
     def _start(self) -> tuple[BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs,))  # not a daemon, which could have no children
         process.start()
         theirs.close()
         return process, ours
@@ -131,6 +146,12 @@ class RankPool:
                 process.kill()
             process.join(5)
         self._ranks = []
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 250) -> list[Any]:
+    """``function(*arguments)`` on every rank of a fresh gloo world; the results in rank order."""
+    with RankPool() as pool:
+        return pool.run(function, world_size, *arguments, timeout_s=timeout_s)
 
 
 def _serve(connection: Connection) -> None:
@@ -156,8 +177,12 @@ def _serve(connection: Connection) -> None:
         return
 
 
-def _in_world(function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: tuple[Any, ...]) -> Any:
-    """Call the function inside a default process group, with a GPU for each rank where there are GPUs."""
+def _in_world(
+    function: Callable[..., Any], rank: int, world_size: int, store: str | None, arguments: tuple[Any, ...]
+) -> Any:
+    """Call the function; with a store inside a default process group, and with a GPU where there are any."""
+    if store is None:
+        return function(rank, world_size, *arguments)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     dist.init_process_group(

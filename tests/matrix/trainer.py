@@ -5,6 +5,7 @@ Used in one process by ``parity`` and on every rank by ``layouts``.
 
 from __future__ import annotations
 
+import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,14 +22,16 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import unwrap_model
 
 from slime.arguments import parse_args
+from slime.backends.megatron_utils.adapters import iter_peft_tensors
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.forward import forward_only
-from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, local_part
+from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.model import build_model
-from slime.backends.megatron_utils.parameters import iter_shards
+from slime.backends.megatron_utils.parameters import iter_global_parameters, iter_shards
 from slime.backends.megatron_utils.train_step import accumulate_gradients
-from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors, whole_shape
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
@@ -116,15 +119,29 @@ def prepare(args: Namespace, train_data: dict[str, Any]) -> RolloutBatch:
 def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     """Whole gradients by checkpoint name, through the code that exports weights.  Collective.
 
-    On the CPU.  A gradient is laid out as its parameter is.  Frozen parameters and buffers give zeros.
+    On the CPU.  A gradient is laid out as its parameter is.  Frozen parameters and buffers give zeros.  Where adapters
+    are trained, theirs alone, under PEFT's names.
     """
     gradients = {}
-    for shard in iter_shards(model):
+    for shard in iter_shards(model, adapters=has_adapters(model)):
         gradient = getattr(shard.parameter, "main_grad", None)
         gradients[shard.key] = torch.zeros_like(shard.parameter) if gradient is None else gradient.detach()
-    model_name = read_config(Path(args.hf_checkpoint))["model_type"]
-    tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=None, host_weights=gradients)
+    if has_adapters(model):
+        tensors = iter_peft_tensors(args, model, host_weights=gradients)
+    else:
+        model_name = read_config(Path(args.hf_checkpoint))["model_type"]
+        tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=None, host_weights=gradients)
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+
+
+@torch.no_grad()
+def draw_adapters(model: Sequence[torch.nn.Module]) -> None:
+    """Fill B of every adapter, which starts at zero, with numbers that do not depend on the layout."""
+    for name, shard in iter_global_parameters(model, adapters=True):
+        if ".lora.b" in name:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            whole = torch.randn(whole_shape(shard), generator=generator) * 0.2
+            shard.tensor.copy_(local_part(shard, whole))
 
 
 def export(

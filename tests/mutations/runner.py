@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import multiprocessing
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.matrix.pool import PRELOADED, RankError, RankPool
+from tests.matrix.pool import RankError, RankPool, fork_context
 from tests.mutations.mutation import Mutation
 from tests.oracle.agreement import BOUNDS, errors_of_cell
 from tests.oracle.trainer import Cell, run_cells
@@ -113,9 +112,7 @@ def _shortened(message: str) -> str:
 
 def verdicts_of_tests_in_fork(mutations: Sequence[Mutation]) -> dict[Mutation, list[Verdict]]:
     """Run ``verdicts_of_tests`` in a process of its own: for callers that pytest itself runs."""
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    if not torch.cuda.is_available():
-        context.set_forkserver_preload(list(PRELOADED))
+    context = fork_context()
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send_verdicts, args=(list(mutations), sender))
     child.start()

@@ -19,6 +19,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, train_metrics
+from slime.backends.megatron_utils.adapters import save_peft
 from slime.backends.megatron_utils.advantages import choose_teachers, compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
@@ -43,8 +44,7 @@ from slime.train_data.columns import RankBatch
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError
-from slime.utils.misc import load_function
-from slime.utils.plugins import PluginCall, call_plugin
+from slime.utils.misc import call_hook
 from slime.weights.push.participants import ExcludedEngine
 from slime.weights.push.verbs import EngineProxy
 
@@ -272,8 +272,7 @@ class MegatronTrainRayActor(TrainWorker):
     def _postprocess_and_log(self, rollout_id: int, data: DeviceBatch) -> dict[str, float]:
         args = self.args
         if path := args.rollout_data_postprocess_path:
-            call = PluginCall("--rollout-data-postprocess-path", path)
-            call_plugin(call, load_function(path), args, rollout_id, data)
+            call_hook("--rollout-data-postprocess-path", path, args, rollout_id, data)
         metrics = train_metrics.rollout_metrics(args, data)
         self._reports.rollout(rollout_id, metrics)
         return metrics
@@ -327,6 +326,8 @@ class MegatronTrainRayActor(TrainWorker):
             )
             if args.save_hf and self.role == "actor":
                 self._save_hf(rollout_id)
+            if args.lora_save and self.role == "actor":
+                save_peft(args, args.lora_save.format(rollout_id=rollout_id), self.model)
             self._rest()
         self._reports.span(rollout_id, "save_model")
 

@@ -25,8 +25,7 @@ from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, local_mas
 from slime.backends.megatron_utils.data import PER_TOKEN_COLUMNS
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import DataError
-from slime.utils.misc import load_function
-from slime.utils.plugins import PluginCall, call_plugin
+from slime.utils.misc import call_hook
 from slime.utils.types import RolloutBatch
 
 _LENGTH_COLUMNS = ("log_probs", "rollout_log_probs", "ref_log_probs", "values")
@@ -47,7 +46,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
     masks = local_masks(data.loss_masks, data.total_lengths, data.response_lengths)
     data.kl = _zero_nonfinite_untrained(_token_kl(args, data, masks), masks)
     if path := args.custom_advantage_function_path:
-        call_plugin(PluginCall("--custom-advantage-function-path", path), load_function(path), args, data)
+        call_hook("--custom-advantage-function-path", path, args, data)
     else:
         data.advantages, data.returns = _estimate(args, data, masks)
     if args.use_opd:

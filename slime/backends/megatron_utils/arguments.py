@@ -15,13 +15,19 @@ from slime.backends.megatron_utils.flags.config_builders import (
     transformer_config_from_args,
 )
 from slime.backends.megatron_utils.flags.config_flags import add_config_flags
-from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, check_other_models
+from slime.backends.megatron_utils.flags.hf_config_check import (
+    check_hf_config,
+    check_other_models,
+    fill_model_flags,
+    open_model_flags,
+)
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
 
 __all__ = [
     "add_megatron_arguments",
     "ddp_config_from_args",
+    "fill_model_flags",
     "optimizer_config_from_args",
     "transformer_config_from_args",
     "validate_megatron_arguments",
@@ -32,18 +38,23 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag of the trainer that ``parser`` does not have yet."""
     add_own_flags(parser)
     add_config_flags(parser)
+    open_model_flags(parser)
 
 
 def validate_megatron_arguments(args: argparse.Namespace) -> None:
-    """Fill in what follows from the flags, then refuse what cannot work; nothing when no trainer runs.
+    """Fill in what config.json says and what follows from the flags, then refuse what cannot work.
+
+    Nothing is derived or refused when no trainer runs.
 
     Raises:
         ConfigError: a flag, a combination of flags, or a disagreement with the HF config.
     """
+    vars(args).update(fill_model_flags(args))
     if args.debug_rollout_only:
         return
+    if args.hf_checkpoint:
+        check_hf_config(args)
     vars(args).update(derived_arguments(args))
     check_arguments(args)
     if args.hf_checkpoint:
-        check_hf_config(args)
         check_other_models(args)

@@ -27,20 +27,21 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
+from slime.backends.megatron_utils.adapters import adapter_state, load_adapter_state, load_peft
 from slime.backends.megatron_utils.checkpoints.checkpoint_fit import check_fit, saved_shapes
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import LOAD_ERRORS, first_cause, load_sharded
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import FORMAT_FILE, CheckpointReader
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave, write_checkpoint
-from slime.backends.megatron_utils.checkpoints.optimizer_state import (
-    load_optimizer_state,
-    optimizer_state,
-    refresh_master_weights,
-)
-from slime.backends.megatron_utils.checkpoints.rng_state import load_rng_state, rng_state
+from slime.backends.megatron_utils.checkpoints.optimizer_state import optimizer_state, refresh_master_weights
+from slime.backends.megatron_utils.checkpoints.resumed_state import load_generators, load_optimizer, load_schedule
+from slime.backends.megatron_utils.checkpoints.rng_state import rng_state
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
+from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.layers.value_head import find_value_head, take_out_unsaved_head
+from slime.backends.megatron_utils.parameters import is_of_adapter
 from slime.flags.checkpoint import TRACKER as TRACKER_FILE
 from slime.flags.checkpoint import read_tracker as read_tracker_file
+from slime.flags.lora import lora_base
 from slime.flags.security import redacted
 from slime.utils.atomic_file import write_atomically
 from slime.utils.distributed_utils import init_gloo_group
@@ -226,13 +227,22 @@ def _plain(value: Any) -> Any:
 
 
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
-    """Return the sharded state of every chunk: ``model``, or ``model0``, ``model1`` ... with virtual
-    pipeline stages.
+    """Return the sharded state of what is trained: the adapters, under ``model``, else :func:`base_state`."""
+    return {"model": adapter_state(model)} if has_adapters(model) else base_state(model)
+
+
+def base_state(model: list[torch.nn.Module]) -> dict[str, Any]:
+    """Return the sharded state of every chunk without its adapters: ``model``, or ``model0``, ``model1`` ... with
+    virtual pipeline stages.
     """
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     chunks = unwrap_model(model)
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+    states = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+    return {
+        chunk: {name: entry for name, entry in state.items() if not is_of_adapter(name)}
+        for chunk, state in states.items()
+    }
 
 
 # Loading
@@ -257,6 +267,32 @@ def load_checkpoint(
     Raises:
         DataError: there is no checkpoint, it is incomplete, or it does not fit the model's flags.
     """
+    if not has_adapters(model):
+        return _load(args, model, optimizer, opt_param_scheduler, load_arg)
+    base = lora_base(args)
+    weights_only = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
+    frozen = Namespace(**{**vars(args), **weights_only, "load": base})
+    if args.load != base:
+        frozen.ckpt_step = args.ref_ckpt_step
+        _load(frozen, model, None, None, "load")
+        return _load(args, model, optimizer, opt_param_scheduler, "load", adapters=True)
+    _load(frozen, model, None, None, "load")
+    if args.lora_load is not None:
+        load_peft(args, model, args.lora_load)
+    _refresh(optimizer)
+    return 0
+
+
+def _load(
+    args: Namespace,
+    model: list[torch.nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str,
+    *,
+    adapters: bool = False,
+) -> int:
+    """Load as :func:`load_checkpoint` says: the adapters and their optimizer, or all but the adapters."""
     flag = f"--{load_arg.replace('_', '-')}"
     root = getattr(args, load_arg)
     if not root or not Path(root).is_dir() or not any(Path(root).iterdir()):
@@ -271,7 +307,12 @@ def load_checkpoint(
         common = reader.read_common()
     except DataError as error:
         raise DataError(f"{flag}: {error}") from error
-    _load_model(args, reader, common.get("args"), model, flag)
+    if adapters and not any(is_of_adapter(name) for name in saved_shapes(reader)):
+        raise DataError(
+            f"{flag} {root} holds a whole model, and --lora-rank {args.lora_rank} trains adapters; give the model to "
+            "begin with as --ref-load."
+        )
+    _load_model(args, reader, common.get("args"), model, flag, adapters=adapters)
     is_weights_only = iteration == RELEASE or args.finetune
     if is_weights_only:
         _refresh(optimizer)
@@ -281,13 +322,13 @@ def load_checkpoint(
         if args.use_stateless_adam:
             _refresh(optimizer)
             if "opt_param_scheduler" in common and not args.no_load_optim:
-                _load_schedule(args, common, opt_param_scheduler)
+                load_schedule(args, common, opt_param_scheduler)
         elif args.no_load_optim:
             _refresh(optimizer)
         else:
-            _load_optimizer(args, reader, common, model, optimizer, opt_param_scheduler)
+            load_optimizer(args, reader, common, model_state(model), optimizer, opt_param_scheduler)
     if not args.no_load_rng:
-        _load_generators(reader, common)
+        load_generators(reader, common)
     logger.info("resumed from %s", folder)
     return int(iteration)
 
@@ -297,10 +338,16 @@ def _is_checkpoint_folder(path: Path) -> bool:
 
 
 def _load_model(
-    args: Namespace, reader: CheckpointReader, saved_args: Any, model: list[torch.nn.Module], flag: str
+    args: Namespace,
+    reader: CheckpointReader,
+    saved_args: Any,
+    model: list[torch.nn.Module],
+    flag: str,
+    *,
+    adapters: bool,
 ) -> None:
     folder = reader.folder
-    wanted = model_state(model)
+    wanted = model_state(model) if adapters else base_state(model)
     must_know = dist.get_rank() == 0 or find_value_head(model) is not None
     saved = saved_shapes(reader) if must_know else {}
     fresh_head = take_out_unsaved_head(model, wanted, saved)
@@ -309,76 +356,17 @@ def _load_model(
         logger.info("%s: the critic's value head is not in %s; it starts from random weights", flag, folder)
     try:
         state = load_sharded(wanted, reader)
+        if adapters:
+            load_adapter_state(model, state["model"])
+            return
         chunks = unwrap_model(model)
         for index, chunk in enumerate(chunks):
             name = "model" if len(chunks) == 1 else f"model{index}"
             has_head = find_value_head([chunk]) is not None
-            chunk.load_state_dict(state[name] | (fresh_head if has_head else {}))
+            kept = {name: value for name, value in chunk.state_dict().items() if is_of_adapter(name)}
+            chunk.load_state_dict(state[name] | kept | (fresh_head if has_head else {}))
     except LOAD_ERRORS as error:
         raise DataError(f"{flag}: the checkpoint {folder} cannot be loaded: {first_cause(error)}") from error
-
-
-def _load_optimizer(
-    args: Namespace,
-    reader: CheckpointReader,
-    common: dict[str, Any],
-    model: list[torch.nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
-) -> None:
-    if "optimizer" not in common:
-        raise DataError(
-            f"--load: {reader.folder} has no optimizer state (it was saved with --no-save-optim); pass "
-            "--no-load-optim to continue with a fresh optimizer"
-        )
-    flags_rule = not args.use_checkpoint_opt_param_scheduler
-    try:
-        load_optimizer_state(optimizer, model_state(model), reader, keep_learning_rates=flags_rule)
-    except LOAD_ERRORS as error:
-        raise DataError(
-            f"--load: the optimizer state of {reader.folder} cannot be loaded: {first_cause(error)}. Were other "
-            "parameters trained (--freeze-params-name-list, --only-train-params-name-list)? Pass --no-load-optim to "
-            "continue with a fresh optimizer."
-        ) from error
-    if opt_param_scheduler is not None:
-        # After the optimizer: both write the learning rate, and the scheduler has the last word.
-        _load_schedule(args, common, opt_param_scheduler)
-
-
-def _load_schedule(args: Namespace, common: dict[str, Any], opt_param_scheduler: Any) -> None:
-    saved = common["opt_param_scheduler"]
-    if not args.use_checkpoint_opt_param_scheduler:
-        saved = _flags_schedule(opt_param_scheduler.state_dict(), saved)
-    opt_param_scheduler.load_state_dict(saved)
-
-
-def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved position on the schedule of this run's flags; log how the saved schedule differs."""
-    differing = [name for name in ours if name != "num_steps" and saved.get(name, ours[name]) != ours[name]]
-    if differing:
-        changes = ", ".join(f"{name} {saved[name]} -> {ours[name]}" for name in differing)
-        logger.warning("the flags change the schedule of the checkpoint (in samples): %s", changes)
-    return ours | {"num_steps": saved["num_steps"]}
-
-
-def _load_generators(reader: CheckpointReader, common: dict[str, Any]) -> None:
-    saved_ranks = getattr(common.get("args"), "world_size", None)
-    if saved_ranks != dist.get_world_size():
-        logger.warning(
-            "%s was saved by %s ranks and this run has %d: the random generators start from --seed",
-            reader.folder,
-            saved_ranks,
-            dist.get_world_size(),
-        )
-        return
-    try:
-        state = load_sharded({"rng_state": rng_state()}, reader, validate_access_integrity=False)
-    except LOAD_ERRORS as error:
-        raise DataError(
-            f"--load: the random generators of {reader.folder} cannot be loaded: {first_cause(error)}. Pass "
-            "--no-load-rng to start them from --seed."
-        ) from error
-    load_rng_state(state["rng_state"])
 
 
 def _refresh(optimizer: Any) -> None:

@@ -17,7 +17,7 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,19 @@ def _patch_tensor_methods() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _without_wandb() -> Iterator[None]:
+    """Have ``import wandb`` fail unless it is loaded: for type hints of its inference, megatron-core would load it."""
+    if "wandb" in sys.modules:
+        yield
+        return
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["wandb"]
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """An import hook that puts the facade into each module of megatron.core as soon as its body has run."""
 
@@ -222,7 +235,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         run_body = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _without_wandb():
                 # Each module warns that TransformerEngine and Apex are absent, which is the plan here.
                 warnings.simplefilter("ignore")
                 run_body(module)

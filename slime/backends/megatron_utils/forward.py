@@ -20,10 +20,10 @@ from megatron.core.transformer.module import Float16Module
 
 from slime.algorithms.advantages import get_estimator
 from slime.backends.megatron_utils.data import DataIterator, forward_arguments, get_batch
+from slime.backends.megatron_utils.log_probs import reader_columns
 from slime.backends.megatron_utils.loss import wants_mismatch
 from slime.backends.megatron_utils.pipeline import run_microbatches
-from slime.utils.misc import load_function
-from slime.utils.plugins import PluginCall, call_plugin
+from slime.utils.misc import call_hook
 
 _KEYS = ("tokens", "multimodal_train_inputs", "total_lengths", "response_lengths", "loss_masks")
 _TOP_P_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
@@ -66,8 +66,7 @@ def forward_only(
         ``{prefix + name: [tensor of each sample]}`` on the last pipeline stage, nothing on the others.
     """
     if path := args.custom_megatron_before_log_prob_hook_path:
-        call = PluginCall("--custom-megatron-before-log-prob-hook-path", path)
-        call_plugin(call, load_function(path), args, list(model), store_prefix)
+        call_hook("--custom-megatron-before-log-prob-hook-path", path, args, list(model), store_prefix)
     was_training = [chunk.training for chunk in model]
     for iterator in data_iterator:
         iterator.reset()
@@ -78,16 +77,7 @@ def forward_only(
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = get_batch(iterator, keys, args.data_pad_size_multiplier, args.allgather_cp)
         logits = run_model(args, chunk, batch)
-        return logits, partial(
-            read,
-            args=args,
-            unconcat_tokens=batch["unconcat_tokens"],
-            total_lengths=batch["total_lengths"],
-            response_lengths=batch["response_lengths"],
-            with_entropy=args.use_rollout_entropy,
-            top_p_token_ids=batch.get("rollout_top_p_token_ids"),
-            top_p_token_offsets=batch.get("rollout_top_p_token_offsets"),
-        )
+        return logits, partial(read, args=args, with_entropy=args.use_rollout_entropy, **reader_columns(batch))
 
     outputs: list[dict[str, list[Tensor]]] = []
     for count in num_microbatches:

@@ -20,8 +20,7 @@ from megatron.core import config as megatron_config
 from megatron.core import mpu, tensor_parallel
 
 from slime.utils.errors import ConfigError
-from slime.utils.misc import load_function
-from slime.utils.plugins import PluginCall, call_plugin
+from slime.utils.misc import call_hook
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ def init(args: Namespace) -> None:
     if args.enable_experimental:
         megatron_config.set_experimental_flag(True)
     if path := args.custom_megatron_init_path:
-        call_plugin(PluginCall("--custom-megatron-init-path", path), load_function(path), args)
+        call_hook("--custom-megatron-init-path", path, args)
 
 
 def initialize_parallel_state(args: Namespace) -> None:

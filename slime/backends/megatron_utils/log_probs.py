@@ -7,7 +7,8 @@ logit here predicts, V = vocabulary rows of this tensor-parallel rank.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,12 @@ def response_rows(
     nothing = torch.empty(0, dtype=torch.long)
     counts = [sum(window.length for window in sample) for sample in windows]
     return torch.cat([nothing, *rows]), torch.cat([nothing, *positions]), counts
+
+
+def reader_columns(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a micro-batch that :func:`get_log_probs_and_entropy` and its like read, by argument."""
+    needed = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    return needed | {name: batch.get(f"rollout_{name}") for name in ("top_p_token_ids", "top_p_token_offsets")}
 
 
 def get_log_probs_and_entropy(

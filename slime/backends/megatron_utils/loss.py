@@ -33,7 +33,7 @@ from slime.algorithms.reduction import num_loss_tokens, scale_for_megatron
 from slime.algorithms.value_loss import clipped_value_loss
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.layers.mtp import LogitsAndMtp, mtp_loss
-from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values, reader_columns
 from slime.backends.megatron_utils.loss_columns import (
     Batch,
     LossAndMetrics,
@@ -44,7 +44,7 @@ from slime.backends.megatron_utils.loss_columns import (
 )
 from slime.backends.megatron_utils.top_k import top_k_divergence
 from slime.utils.errors import ConfigError
-from slime.utils.misc import load_function
+from slime.utils.misc import call_hook, load_function
 from slime.utils.plugins import PluginCall, call_plugin
 
 __all__ = [
@@ -119,9 +119,9 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     # The loss of the micro-batch
     reduce_loss = reduce
     if path := args.custom_pg_loss_reducer_function_path:
-        call = PluginCall("--custom-pg-loss-reducer-function-path", path)
-        lengths = batch["total_lengths"], batch["response_lengths"]
-        reduce_loss = call_plugin(call, load_function(path), *lengths, loss_masks, args.calculate_per_token_loss)
+        columns = batch["total_lengths"], batch["response_lengths"], loss_masks
+        flag = "--custom-pg-loss-reducer-function-path"
+        reduce_loss = call_hook(flag, path, *columns, args.calculate_per_token_loss)
     pg_loss, entropy = reduce_loss(loss_T), reduce(entropy_T)
     loss = pg_loss - args.entropy_coef * entropy
     metrics = {"pg_loss": pg_loss, "entropy_loss": entropy}
@@ -147,13 +147,7 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
 def value_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
     """Compute the critic's clipped regression towards the returns."""
     tokens = TrainedTokens(batch)
-    _, result = get_values(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-    )
+    _, result = get_values(logits, args=args, **reader_columns(batch))
     loss_T, clipped_T = clipped_value_loss(
         torch.cat(tokens.only(result["values"])),
         torch.cat(tokens.required("values", "the value loss needs the values from before training")),
@@ -176,8 +170,7 @@ def custom_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     if args.custom_loss_function_path is None:
         raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path")
     path = args.custom_loss_function_path
-    call = PluginCall("--custom-loss-function-path", path)
-    loss, metrics = call_plugin(call, load_function(path), args, batch, logits.float(), sum_of_sample_mean)
+    loss, metrics = call_hook("--custom-loss-function-path", path, args, batch, logits.float(), sum_of_sample_mean)
     return loss, {"loss": loss, **metrics}
 
 
@@ -296,43 +289,28 @@ def correct_mismatch(
     return Corrected(loss_T=corrected_T, loss_masks=list(masks), metrics_T={"ois": weight_T, **metrics_T})
 
 
-def vanilla_tis_function(
-    args: Namespace,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **_: Any,
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Weigh the loss of each token by its importance weight, cut to ``--tis-clip-low .. --tis-clip``: truncated
-    sampling.
-    """
-    return _token_wise("tis", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+def _token_wise(name: str) -> Callable[..., tuple[Tensor, list[Tensor], dict[str, Tensor]]]:
+    """Return a correction of ``slime.algorithms.off_policy`` as ``--custom-tis-function-path`` has them."""
+
+    def correct(
+        args: Namespace,
+        *,
+        pg_loss: Tensor,
+        train_log_probs: Sequence[Tensor],
+        rollout_log_probs: Sequence[Tensor],
+        loss_masks: Sequence[Tensor],
+        **_: Any,
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        bounds = MismatchBounds(low=args.tis_clip_low, high=args.tis_clip)
+        train_T, rollout_T = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
+        loss_T, metrics_T = TOKEN_CORRECTIONS[name](pg_loss, train_T, rollout_T, bounds)
+        return loss_T, list(loss_masks), metrics_T
+
+    return correct
 
 
-def icepop_function(
-    args: Namespace,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **_: Any,
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Drop tokens whose importance weight leaves the bounds of --tis-clip: IcePop, for --custom-tis-function-path."""
-    return _token_wise("icepop", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
-
-
-def _token_wise(
-    name: str,
-    args: Namespace,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    bounds = MismatchBounds(low=args.tis_clip_low, high=args.tis_clip)
-    train_T, rollout_T = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
-    loss_T, metrics_T = TOKEN_CORRECTIONS[name](pg_loss, train_T, rollout_T, bounds)
-    return loss_T, list(loss_masks), metrics_T
+vanilla_tis_function = _token_wise("tis")
+"""Weigh the loss of each token by its importance weight, cut to ``--tis-clip-low .. --tis-clip``: truncated sampling.
+"""
+icepop_function = _token_wise("icepop")
+"""Drop tokens whose importance weight leaves the bounds of ``--tis-clip``: IcePop."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean, local_masks
-from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, reader_columns
 from slime.utils.errors import DataError
 
 Batch = dict[str, Any]
@@ -81,12 +81,8 @@ def response_log_probs(
     _, result = get_log_probs_and_entropy(
         logits,
         args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
         with_entropy=with_entropy,
-        top_p_token_ids=batch.get("rollout_top_p_token_ids"),
-        top_p_token_offsets=batch.get("rollout_top_p_token_offsets"),
+        **reader_columns(batch),
         # These losses read nothing else of the logits, which the output layer does not need in its backward pass.
         overwrite_logits=True,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,12 +109,16 @@ def restart_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def peak_metrics() -> dict[str, float]:
-    """Return ``perf/train_peak_memory_gib``: the most that this rank has allocated since :func:`restart_peak`.
+def peak_gib() -> float:
+    """Return the most that this rank has allocated since :func:`restart_peak`; without an accelerator, ever held.
 
-    Of what torch allocates, as ``tools/plan.py`` states it: CUDA's context and NCCL come on top.  Empty without an
-    accelerator.
+    Of what torch allocates, as ``tools/plan.py`` states it: CUDA's context and NCCL come on top.
     """
-    if not torch.cuda.is_available():
-        return {}
-    return {"perf/train_peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def peak_metrics() -> dict[str, float]:
+    """Return ``perf/train_peak_memory_gib``, :func:`peak_gib`.  Empty without an accelerator."""
+    return {"perf/train_peak_memory_gib": peak_gib()} if torch.cuda.is_available() else {}

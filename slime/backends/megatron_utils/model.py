@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from argparse import Namespace
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
+from slime.backends.megatron_utils.adam import choose_adam
 from slime.backends.megatron_utils.checkpoint import load_checkpoint
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
@@ -86,20 +86,8 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
     # Shards of fp32 parameters are views, which the offloading optimizer takes only as leaves.
     with torch.no_grad() if config.optimizer_cpu_offload else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=args.enable_gloo_process_groups)
-    if args.use_stateless_adam:
-        make_stateless(optimizer)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        _fuse_adam(part.optimizer)
+    choose_adam(args, optimizer)
     return optimizer
-
-
-def _fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let torch's AdamW update each parameter in one pass over its memory; megatron-core asks for its slow form."""
-    if not isinstance(optimizer, torch.optim.AdamW):
-        return  # another optimizer, one with its own kernels, or none: this rank has nothing to train
-    for group in optimizer.param_groups:
-        if all(parameter.is_cuda for parameter in group["params"]):
-            group["fused"], group["foreach"] = True, False
 
 
 def total_train_iters(args: Namespace) -> int:
@@ -162,54 +150,3 @@ def initialize_model_and_optimizer(
     model, optimizer, scheduler = setup_model_and_optimizer(args, role)
     iteration = load_checkpoint(args, model, optimizer, scheduler)
     return model, optimizer, scheduler, iteration
-
-
-# ``--use-stateless-adam``: Adam without moments, where every step is the first one.
-#
-# After one step from zero moments, bias correction gives back the gradient and its square:
-#
-#     m = (1 - beta1) g / (1 - beta1) = g,    v = (1 - beta2) g^2 / (1 - beta2) = g^2
-#     p <- (1 - lr * weight_decay) p - lr * g / (|g| + eps)
-#
-# so the betas have no effect, and nothing is kept from step to step: of Adam's fp32 state (master weights and two
-# moments) a third remains.  Adam: arXiv:1412.6980, algorithm 1; decoupled weight decay: arXiv:1711.05101.
-
-
-class StatelessAdam(torch.optim.Optimizer):
-    """The step of ``torch.optim.AdamW`` from zero moments; ``state`` stays empty.
-
-    Args:
-        param_groups: as an AdamW has them, each with ``lr``, ``eps`` and ``weight_decay``; taken over as they are.
-        decoupled_weight_decay: False adds the decay to the gradient, as Adam does.
-    """
-
-    def __init__(self, param_groups: list[dict[str, Any]], *, decoupled_weight_decay: bool = True) -> None:
-        # torch takes leaves only, and a shard of fp32 parameters is a view; megatron-core sets its groups like this.
-        super().__init__([{"params": []}], defaults={})
-        self.param_groups = param_groups
-        self._is_decoupled = decoupled_weight_decay
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's closures have no place here
-        """Update every parameter that has a gradient; beside it there is one tensor of its size at a time."""
-        assert closure is None, "a closure would be called without gradients"
-        for group in self.param_groups:
-            lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if decay and self._is_decoupled:
-                    parameter.mul_(1 - lr * decay)
-                elif decay:
-                    gradient = gradient + decay * parameter
-                parameter.addcdiv_(gradient, gradient.abs().add_(eps), value=-lr)
-
-
-def make_stateless(optimizer: MegatronOptimizer) -> None:
-    """Put a :class:`StatelessAdam` over the same parameters into each part of an optimizer that was just built."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:  # this rank has something to train
-            part.optimizer = StatelessAdam(
-                part.optimizer.param_groups, decoupled_weight_decay=part.config.decoupled_weight_decay
-            )

@@ -25,6 +25,7 @@ from slime.backends.megatron_utils.flags.config_builders import transformer_conf
 from slime.backends.megatron_utils.layers.fake_quantize import fake_quantize_weights
 from slime.backends.megatron_utils.layers.fp8_linear import use_fp8
 from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
+from slime.backends.megatron_utils.layers.lora import add_adapters
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
 from slime.utils.errors import ConfigError
@@ -67,6 +68,8 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
             use_fp8(model, args)
         if args.int4_qat and role != "critic":
             fake_quantize_weights(model, args)
+        if role != "critic":
+            add_adapters(model, args)
         head = find_value_head([model])
         if head is not None and not head.weight.requires_grad:
             logger.warning(

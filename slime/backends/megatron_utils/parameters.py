@@ -22,6 +22,7 @@ from megatron.core.utils import unwrap_model
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _LOCAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+_ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
 _GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
@@ -60,12 +61,15 @@ class Shard:
         return self.name.format(expert_rank * num_local_experts + self.expert_index)
 
 
-def iter_shards(model: Sequence[torch.nn.Module], *, with_copies: bool = False) -> Iterator[Shard]:
+def iter_shards(
+    model: Sequence[torch.nn.Module], *, with_copies: bool = False, adapters: bool = False
+) -> Iterator[Shard]:
     """Yield this rank's parameters, and its expert-bias buffers, under global names.
 
     Args:
         model: this rank's chunks.
         with_copies: also the last pipeline stage's copy of a tied embedding, as ``output_layer.weight``.
+        adapters: the parameters of LoRA adapters (``layers/lora.py``) instead of all others.
     """
     for chunk_index, chunk in enumerate(model):
         inner = unwrap_model(chunk)
@@ -75,11 +79,18 @@ def iter_shards(model: Sequence[torch.nn.Module], *, with_copies: bool = False) 
         shares_embedding = getattr(inner, "share_embeddings_and_output_weights", False)
         named = [*inner.named_parameters(), *((n, b) for n, b in inner.named_buffers() if "expert_bias" in n)]
         for local_name, tensor in named:
+            if adapters != is_of_adapter(local_name):
+                continue
             if shares_embedding and local_name == "output_layer.weight" and not with_copies:
                 continue
             match = _LAYER.match(local_name)
             name = f"decoder.layers.{layers[int(match[1])]}.{match[2]}" if match else local_name
             yield from _shards_of(f"{chunk_index}.{local_name}", name, tensor)
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return True for the name of an adapter's parameter."""
+    return _ADAPTER.match(name) is not None
 
 
 def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
@@ -103,10 +114,10 @@ def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
 
 
 def iter_global_parameters(
-    model: Sequence[torch.nn.Module], *, with_copies: bool = False
+    model: Sequence[torch.nn.Module], *, with_copies: bool = False, adapters: bool = False
 ) -> Iterator[tuple[str, Shard]]:
     """Yield :func:`iter_shards` with the experts' numbers in the names."""
-    shards = list(iter_shards(model, with_copies=with_copies))
+    shards = list(iter_shards(model, with_copies=with_copies, adapters=adapters))
     num_local = 1 + max((shard.expert_index for shard in shards if shard.expert_index is not None), default=-1)
     expert_rank = mpu.get_expert_model_parallel_rank() if num_local else 0
     for shard in shards:

@@ -1,18 +1,19 @@
 """The policies that a run keeps beside the one in training, and the moments when one becomes another.
 
-    ref            --ref-load; becomes the actor every --ref-update-interval rollouts
+    ref            --ref-load (the actor without adapters); becomes the actor every --ref-update-interval rollouts
     teacher        --opd-teacher-load; never changes ("teacher NAME" is one of --opd-teachers)
     rollout_actor  --keep-old-actor: the weights of the last push
     old_actor      --keep-old-actor: the weights that drew the rollout in training
 
-Each is kept on the host by a :class:`ModelSwitch` and copied into the model for the passes that need it.
+Each is kept on the host by a :class:`ModelSwitch` and copied into the model for the passes that need it.  Of a model
+with adapters these alone are kept and copied: a reference without an adapter is one whose B is zero.
 """
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils import checkpoint, memory
+from slime.backends.megatron_utils.layers.lora import has_adapters
+from slime.backends.megatron_utils.parameters import is_of_adapter
 from slime.flags.distillation import trainer_teachers
 from slime.observability.timer import timer
 from slime.utils.errors import ConfigError
@@ -50,11 +53,18 @@ class Policies:
     def load(self, *, with_ref: bool, with_teacher: bool) -> None:
         """Load the frozen policies; the model holds the actor afterwards, as before."""
         args, weights = self._args, self._weights
-        others = {"ref": ("ref_load", args.ref_load, args.ref_ckpt_step)} if with_ref else {}
+        others = {}
+        if with_ref and has_adapters(self._model):
+            weights.backup("actor")
+            weights.copy_without_adapters("actor", "ref")
+        elif with_ref:
+            others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)
         for name, folder in trainer_teachers(args).items() if with_teacher else ():
             others[teacher_tag(name)] = ("opd_teacher_load", folder, args.opd_teacher_ckpt_step)
         if others or args.keep_old_actor or (args.offload_train and memory.is_memory_saver_active()):
             weights.backup("actor")
+        if args.offload_train and memory.is_memory_saver_active():
+            weights.backup_frozen()
         for tag, (load_arg, folder, step) in others.items():
             # Weights only: the optimizer and the generators belong to the actor.
             weights_only = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
@@ -103,14 +113,18 @@ class ModelSwitch:
 
     def __init__(self, model: Sequence[torch.nn.Module], active: str = "actor") -> None:
         self._model = model
+        self._has_adapters = has_adapters(model)
         self._host: dict[str, dict[str, Tensor]] = {}
+        self._frozen: dict[str, Tensor] = {}
         self.active = active
 
-    def _live(self) -> Iterator[tuple[str, Tensor]]:
+    def _live(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield what differs between the sets of weights, or with ``frozen`` what adapters leave as it is."""
         for index, chunk in enumerate(self._model):
             inner = unwrap_model(chunk)
-            yield from ((f"{index}.{name}", tensor) for name, tensor in inner.named_parameters())
-            yield from ((f"{index}.{name}", tensor) for name, tensor in inner.named_buffers())
+            for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
+                if frozen == (self._has_adapters and not is_of_adapter(name)):
+                    yield f"{index}.{name}", tensor
 
     @property
     def tags(self) -> list[str]:
@@ -125,17 +139,17 @@ class ModelSwitch:
         """
         if tag not in self._host:
             raise ConfigError(f"no weights are kept under {tag!r}; kept are {self.tags}")
-        return self._host[tag]
+        return self._frozen | self._host[tag]
 
     @torch.no_grad()
     def backup(self, tag: str) -> None:
         """Copy what is in the model to the host, under ``tag``."""
-        copies = self._host.setdefault(tag, {})
-        for name, tensor in self._live():
-            if name not in copies:
-                copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            copies[name].copy_(tensor.detach(), non_blocking=True)
-        _finish_copies()
+        _copy_to_host(self._live(), self._host.setdefault(tag, {}))
+
+    @torch.no_grad()
+    def backup_frozen(self) -> None:
+        """Copy what is under the adapters to the host, once for all sets of weights."""
+        _copy_to_host(self._live(frozen=True), self._frozen)
 
     @torch.no_grad()
     def switch_to(self, tag: str) -> None:
@@ -156,9 +170,26 @@ class ModelSwitch:
         """Make ``target`` equal ``source``, both on the host."""
         copies = self._host.setdefault(target, {})
         for name, tensor in self.get(source).items():
+            if name in self._frozen:
+                continue
             if name not in copies:
                 copies[name] = torch.empty_like(tensor, pin_memory=tensor.is_pinned())
             copies[name].copy_(tensor)
+
+    def copy_without_adapters(self, source: str, target: str) -> None:
+        """Make ``target`` the model of ``source`` with adapters that add nothing."""
+        self.copy(source, target)
+        for name, tensor in self._host[target].items():
+            if name.endswith(".lora.b"):
+                tensor.zero_()
+
+
+def _copy_to_host(live: Iterable[tuple[str, Tensor]], copies: dict[str, Tensor]) -> None:
+    for name, tensor in live:
+        if name not in copies:
+            copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        copies[name].copy_(tensor.detach(), non_blocking=True)
+    _finish_copies()
 
 
 def _finish_copies() -> None:

@@ -15,11 +15,13 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.algorithms.value_loss import explained_variance, explained_variance_sums
+from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_masks
 from slime.backends.megatron_utils.data import DataIterator, current_device
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.observability.metric_utils import dict_add_prefix
 from slime.train_data.device_batch import DeviceBatch
+from slime.utils.distributed_utils import get_gloo_group
 
 TOKEN_COLUMNS = (
     "log_probs",
@@ -94,6 +96,7 @@ def rollout_metrics(args: Namespace, rollout_data: DeviceBatch) -> dict[str, flo
         args.calculate_per_token_loss,
     )
     cp_size = mpu.get_context_parallel_world_size()
+    num_ranks = mpu.get_data_parallel_world_size(with_context_parallel=True)
     num_rollouts = sum(rollout_data.global_batch_sizes)
     if args.calculate_per_token_loss:
         local_tokens = float(sum(mask.sum().item() for mask in rollout_data.loss_masks))
@@ -102,7 +105,7 @@ def rollout_metrics(args: Namespace, rollout_data: DeviceBatch) -> dict[str, flo
         if rollout_data.get(name) is not None:
             total = float(reduce(torch.cat([values.float() for values in rollout_data[name]])))
             # Every rank adds 1 / dp of the number of rollouts, or its own tokens.
-            share = local_tokens / cp_size if args.calculate_per_token_loss else num_rollouts / _num_ranks()
+            share = local_tokens / cp_size if args.calculate_per_token_loss else num_rollouts / num_ranks
             sums[name] = [total, share]
     for name in _SAMPLE_COLUMNS:
         if rollout_data.get(name) is not None:
@@ -126,10 +129,6 @@ def value_metrics(rollout_data: DeviceBatch) -> dict[str, float]:
     sums = explained_variance_sums(rollout_data.critic_values, rollout_data.returns, masks).to(current_device())
     dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return {"rollout/explained_variance": explained_variance(sums)}
-
-
-def _num_ranks() -> int:
-    return mpu.get_data_parallel_world_size(with_context_parallel=True)
 
 
 def _reduce_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -195,6 +194,26 @@ def perf_metrics(
         metrics["perf/step_time"] = total
         metrics["perf/wait_time_ratio"] = seconds["train_wait"] / total if total > 0 else 0.0
     return metrics
+
+
+def rank_metrics(num_tokens: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return ``perf/rank_{n}/...`` of every rank: seconds, peak memory, tokens a second.  Collective over all ranks.
+
+    Args:
+        num_tokens: of this rank's samples.
+        seconds: of each timer that ran on this rank.
+    """
+    steps_s = seconds.get("actor_train", 0.0)
+    mine = [seconds.get("train", 0.0), memory.peak_gib(), num_tokens / steps_s if steps_s else 0.0]
+    group = get_gloo_group()
+    table = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.float64)
+    dist.all_gather(list(table), torch.tensor(mine, dtype=torch.float64), group=group)
+    names = ("step_s", "peak_memory_gib", "tok_per_s")
+    return {
+        f"perf/rank_{rank}/{name}": value
+        for rank, row in enumerate(table.tolist())
+        for name, value in zip(names, row, strict=True)
+    }
 
 
 def step_metrics(

@@ -81,6 +81,8 @@ class TrainReports:
         Timer().reset()
         metrics = train_metrics.perf_metrics(self._args, data, iterator, seconds, world_size=self._world_size)
         metrics |= memory.peak_metrics()
+        if self._args.prometheus_port is not None:
+            metrics |= train_metrics.rank_metrics(sum(data.total_lengths), seconds)
         return self._log_perf(rollout_id, metrics)
 
     def span(self, rollout_id: int, name: str, **more: float) -> dict[str, float]:

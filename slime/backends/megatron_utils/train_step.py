@@ -30,8 +30,7 @@ from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.utils.errors import SlimeError
-from slime.utils.misc import load_function
-from slime.utils.plugins import PluginCall, call_plugin
+from slime.utils.misc import call_hook
 
 _KEYS = (
     "tokens",
@@ -110,8 +109,8 @@ def train_one_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     if path := args.custom_megatron_before_train_step_hook_path:
-        call = PluginCall("--custom-megatron-before-train-step-hook-path", path)
-        call_plugin(call, load_function(path), args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
+        flag = "--custom-megatron-before-train-step-hook-path"
+        call_hook(flag, path, args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
 
     reports = accumulate_gradients(
         args, moment, data_iterator, model, num_microbatches, step_global_batch_size, loss_type=loss_type

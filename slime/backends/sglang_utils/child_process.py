@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from slime.utils import env
-from slime.utils.errors import DeadlineError, EngineDiedError
+from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -96,13 +96,13 @@ class ChildProcess:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         return f"{self.name} {how}\n{self.log_tail()}"
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+    def log_tail(self) -> str:
         """Return the last lines of the child's output, headed by the path of the whole."""
         try:
             text = self.log_path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             return f"(its log {self.log_path} cannot be read: {error})"
-        return f"--- end of {self.log_path} ---\n" + "\n".join(text.splitlines()[-lines:])
+        return f"--- end of {self.log_path} ---\n" + "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Kill the child and everything it started.
@@ -205,9 +205,14 @@ def log_folder() -> Path:
     """Return the folder of this run's logs, made if it is not there; making it removes those of runs long past."""
     chosen = env.log_dir()
     if chosen is not None:
-        folder = Path(chosen)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        try:
+            Path(chosen).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"The environment variable SLIME_LOG_DIR is {chosen!r}, which cannot be a folder of logs "
+                f"({error.strerror}); name another, or unset it."
+            ) from error
+        return Path(chosen)
     base = Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"
     folder = base / run_name()
     if not folder.is_dir():
@@ -216,22 +221,16 @@ def log_folder() -> Path:
     return folder
 
 
-def remove_old_runs(base: Path, *, keep: int = KEEP_RUNS, still_writing_s: float = STILL_WRITING_S) -> list[Path]:
+def remove_old_runs(base: Path, *, keep: int = KEEP_RUNS) -> list[Path]:
     """Remove all but the last ``keep`` runs under ``base``, and logs of earlier versions that lie beside them.
 
-    Args:
-        base: the folder of runs.
-        keep: runs that stay.
-        still_writing_s: nothing that was written to within so many seconds is removed.
-
-    Returns:
-        What was removed.
+    Nothing that was written to within ``STILL_WRITING_S`` seconds is removed.  Return what was.
     """
     runs = sorted((path for path in base.glob("run-*") if path.is_dir()), key=_last_write_s, reverse=True)
     candidates = [*runs[keep:], *base.glob("*.log")]
     removed = []
     for path in candidates:
-        if time.time() - _last_write_s(path) < still_writing_s:
+        if time.time() - _last_write_s(path) < STILL_WRITING_S:
             continue
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ class PlannedItem:
 
     name: str
     """Of the HF tensor that it brings."""
+    position: int
+    """Of the slice that it reads, in the bucket."""
     item: CopyItem
 
 
@@ -55,12 +58,15 @@ class LoadPlan:
     Args:
         model: with a ``load_weights``; its parameters are not changed.
         manifest: the tensors that a push brings.
+        trace: of its loader on them; None has it run.
     """
 
-    def __init__(self, model: nn.Module, manifest: Manifest) -> None:
+    def __init__(self, model: nn.Module, manifest: Manifest, trace: LoadTrace | None = None) -> None:
         self.manifest = manifest
         self._fingerprint = fingerprint(model)
-        trace = trace_load(model, (*manifest.tensors, *manifest.kept))
+        self.trace = trace = trace or trace_load(model, (*manifest.tensors, *manifest.kept))
+        self.is_distrusted = False
+        """The model's own loader did otherwise for some tensor."""
         self.fills = trace.fills
         self.writes: dict[str, list[Write]] = {}
         self.stock: dict[str, str] = {}
@@ -132,16 +138,16 @@ class LoadPlan:
             for member in self.groups.get(name, {name}):
                 self.writes.pop(member, None)
                 self.stock.setdefault(member, reason)
-        self.untraced_parameters = None
+        self.untraced_parameters, self.is_distrusted = None, True
 
     def items(self, bucket: BucketEntry, names: Collection[str] | None = None) -> list[PlannedItem]:
         """Return the copies that load a bucket, or only some of its tensors."""
         found = []
-        for part in bucket.slices:
+        for position, part in enumerate(bucket.slices):
             if names is not None and part.name not in names:
                 continue
             for write in self.writes.get(part.name, ()):
-                found += [PlannedItem(part.name, item) for item in self._items_of(part, write)]
+                found += [PlannedItem(part.name, position, item) for item in self._items_of(part, write)]
         return found
 
     def _items_of(self, part: BucketSlice, write: Write) -> list[CopyItem]:
@@ -274,11 +280,16 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
     filled = [fill.target for fill in trace.fills]
     excused = [*filled, *trace.opaque_targets]
     doubled, unwritten = [], {}
+    counts: dict[Any, tuple[int, int]] = {}  # layers are alike
     for name, parameter in model.named_parameters():
         memory = parameter.untyped_storage().data_ptr()
         writes = by_memory.get(memory, [])
         also = [target for target in excused if target.untyped_storage().data_ptr() == memory]
-        num_missing, num_twice = _count(parameter, writes, also)
+        geometry = (parameter.shape, parameter.stride(), int(parameter.storage_offset()))
+        alike = (geometry, tuple(write.copy for write in writes), tuple(map(_copy_to, also)))
+        if alike not in counts:
+            counts[alike] = _count(parameter, writes, also)
+        num_missing, num_twice = counts[alike]
         if num_twice:
             sources = sorted({write.name for write in writes})
             doubled.append(

@@ -50,6 +50,13 @@ def gather_over_ranks(own: Any) -> list[Any]:
     return everywhere
 
 
+def position_among_ranks() -> int:
+    """Return the place of what this rank gives in the list of :func:`gather_over_ranks`."""
+    from sglang.srt.distributed import get_tp_group
+
+    return int(get_tp_group().rank_in_group)
+
+
 def rank_in_engine() -> int:
     """Return the position of this process among all GPUs of the engine."""
     from sglang.srt.distributed import get_world_group

@@ -1,7 +1,8 @@
 """One model object and the buckets that it takes: through the plan, through its own loader, and checked after either.
 
 The first push after the engine's start goes through the model's own loader wherever a tensor is whole, and what that
-wrote is compared with what the plan would have written: so every engine proves its plan before it relies on it.
+wrote is compared with what the plan would have written: so every engine proves its plan before it relies on it.  Of a
+plan that another engine of the same kind has proved and kept on disk, a sample is proved again.
 Slices of tensors that a loader wants whole, or together with others, are held until all of them have come.
 """
 
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
+from slime.backends.sglang_utils.stored_plans import StoredPlans, sample
 from slime.backends.sglang_utils.weight_check import differing_names, fill_parameters_with_nan, find_nan_in
 from slime.utils.errors import WeightSyncError
 from slime.weights.kernels.tables import CopyTable
@@ -133,15 +135,20 @@ class ModelLoad:
 
     Args:
         model: an SGLang model on its device.
+        stored: plans that other engines have proved; None for none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stored: StoredPlans | None = None) -> None:
         self.model = model
+        self._stored = stored
         self.plan: LoadPlan | None = None
         self.problems: list[str] = []
         """Of the push under way."""
         self._is_proven = False
+        self._sample: frozenset[str] = frozenset()
+        """Tensors by which the model's own loader judges a plan that was stored; empty when it judges by all."""
         self._tables: dict[int, tuple[CopyTable, list[PlannedItem]]] = {}
+        self._taken: list[bytes] = []
         self._held: HeldTensors | None = None
         self._loaded: set[int] = set()
         self._pending: list[tuple[list[PlannedItem], Tensor]] = []
@@ -153,8 +160,11 @@ class ModelLoad:
         if plan is None or plan.manifest.id != manifest.id or not plan.fits(self.model):
             # The old plan would keep memory alive that the parameters have left.
             plan = self.plan = None
-            self._tables, self._is_proven = {}, False
-            plan = self.plan = LoadPlan(self.model, manifest)
+            self._tables, self._taken, self._is_proven = {}, [], False
+            trace = self._stored.find(self.model, manifest) if self._stored else None
+            plan = self.plan = LoadPlan(self.model, manifest, trace)
+            names = sample(plan.writes) if trace else ()
+            self._sample = frozenset().union(*(plan.groups.get(name, {name}) for name in names))
         self.problems = list(plan.problems)
         self._held = HeldTensors(manifest, plan.groups)
         self._loaded, self._pending = set(), []
@@ -162,6 +172,17 @@ class ModelLoad:
             for fill in plan.fills:
                 fill.target.copy_(fill.value)
             fill_parameters_with_nan(self.model, plan.unaccounted)
+
+    def taken(self) -> list[bytes]:
+        """Return, for each bucket of the manifest, a byte for each slice: 1 where the model reads something of it."""
+        plan, _ = self._begun()
+        if not self._taken:
+            for index, bucket in enumerate(plan.manifest.buckets):
+                judged = self._judged({part.name for part in bucket.slices})
+                has_plan = self._is_proven or self._sample
+                copied = {one.position for one in self._table(index)[1]} if has_plan else set()
+                self._taken.append(bytes(n in copied or s.name in judged for n, s in enumerate(bucket.slices)))
+        return self._taken
 
     def has(self, index: int) -> bool:
         """Return True when the bucket of the current push was loaded."""
@@ -172,15 +193,13 @@ class ModelLoad:
         plan, held = self._begun()
         bucket = plan.manifest.buckets[index]
         names = {part.name for part in bucket.slices}
+        judged = self._judged(names)
         with torch.no_grad():
-            if self._is_proven:
-                if index not in self._tables:
-                    self._tables[index] = make_table(plan, bucket)
-                self._copy(*self._tables[index], flat)
-                complete = held.add(bucket, flat, names & plan.stock.keys())
+            complete = held.add(bucket, flat, judged)
+            if judged <= plan.stock.keys():
+                self._copy(*self._table(index), flat)
             else:
-                complete = held.add(bucket, flat, names - plan.unused)
-                self._copy(*make_table(plan, bucket, complete.refused), flat)
+                self._copy(*make_table(plan, bucket, names - judged | complete.refused), flat)
             if complete.tensors:
                 self._load_by_model(bucket, flat, complete)
         refused = sorted(complete.refused & plan.stock.keys())
@@ -205,12 +224,32 @@ class ModelLoad:
         self._pending = []
         self._held = HeldTensors(plan.manifest, plan.groups)
         is_complete = len(self._loaded) == len(plan.manifest.buckets)
-        self._is_proven = self._is_proven or (is_complete and not self.problems)
+        if self._sample and self._stored and plan.is_distrusted:
+            self.problems.append("the load plan on disk was wrong; it is removed, and the next push does without it")
+            self._stored.forget(self.model, plan.manifest)
+            self.plan = None
+        elif not self._is_proven and is_complete and not self.problems:
+            if self._stored and not self._sample and not plan.is_distrusted:
+                self._stored.keep(self.model, plan.manifest, plan.trace)
+            self._is_proven, self._sample, self._taken = True, frozenset(), []
 
     def _begun(self) -> tuple[LoadPlan, HeldTensors]:
         if self.plan is None or self._held is None:
             raise WeightSyncError("no push was begun on this model")
         return self.plan, self._held
+
+    def _judged(self, names: Set[str]) -> Set[str]:
+        """Return the tensors among ``names`` that go through the model's own loader; the others go by the plan."""
+        plan, _ = self._begun()
+        if self._is_proven or self._sample:
+            return names & (plan.stock.keys() | self._sample)
+        return names - plan.unused
+
+    def _table(self, index: int) -> tuple[CopyTable, list[PlannedItem]]:
+        plan, _ = self._begun()
+        if index not in self._tables:
+            self._tables[index] = make_table(plan, plan.manifest.buckets[index])
+        return self._tables[index]
 
     def _copy(self, table: CopyTable, planned: list[PlannedItem], flat: Tensor) -> None:
         if planned:
@@ -269,6 +308,8 @@ def packed(named_tensors: NamedTensors) -> tuple[BucketEntry, Tensor]:
 
 
 def _differences(planned: list[PlannedItem], counts: Tensor) -> list[str]:
+    if not counts.any():
+        return []
     return [
         f"{one.name}: {count} bytes of {one.item.dst.numel() * one.item.dst.element_size()} are not what was received"
         for one, count in zip(planned, counts.tolist(), strict=True)

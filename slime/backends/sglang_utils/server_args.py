@@ -88,7 +88,7 @@ def build_server_args(
         field_name = attribute.removeprefix("sglang_")
         if field_name == attribute or attribute in NOT_FIELDS or field_name in decided:
             continue
-        if not _kept_from(place.worker_type, field_name):
+        if place.worker_type != "decode" or field_name != "enable_hierarchical_cache":  # not for decode engines
             decided[field_name] = value
     decided |= _precision(args, decided.get("dtype"), on_cpu=on_cpu)
     decided["custom_weight_loader"] = [*(decided.get("custom_weight_loader") or ()), *WEIGHT_LOADERS]
@@ -141,11 +141,6 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
     if args.use_rollout_routing_replay:
         decided["enable_return_routed_experts"] = True
     return decided
-
-
-def _kept_from(worker_type: str, field_name: str) -> bool:
-    """Return the fields whose flag a kind of engine must not inherit."""
-    return worker_type == "decode" and field_name == "enable_hierarchical_cache"
 
 
 def _precision(args: Namespace, asked: str | None, *, on_cpu: bool) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import signal
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
@@ -23,8 +25,9 @@ from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.flags.security import job_secret
 from slime.utils.env import visible_index
-from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, ProcessError
+from slime.utils.errors import DataError, DeadlineError, EngineDiedError, EngineError, ProcessError
 from slime.utils.net import format_host_port
+from slime.weights.hf_digests import check_in_background
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,8 @@ class SGLangEngine(WeightVerbs):
         self._bootstrap_port: int | None = None
         self._tp_size = 1
         self._released: set[str] = set()
+        self._check: Future[None] | None = None
+        """The comparison of the model's files with their digests, while the server reads them."""
         num_nodes = max(1, self.num_gpus_per_engine // args.num_gpus_per_node)
         self.node_rank = rank % num_nodes if node_rank is None else node_rank
         """Number of this node among the engine's; 0 serves HTTP."""
@@ -94,6 +99,7 @@ class SGLangEngine(WeightVerbs):
 
         Raises:
             ProcessError: it ended or did not serve within ``timeout_s`` seconds (``--engine-start-timeout-s``).
+            DataError: the model's files differ from the digests beside them.
         """
         self.start_server(**addresses)
         self.wait_ready(self.args.engine_start_timeout_s if timeout_s is None else timeout_s, register=register)
@@ -129,12 +135,14 @@ class SGLangEngine(WeightVerbs):
         self._tp_size = int(server_args["tp_size"])
         self._bootstrap_port = disaggregation_bootstrap_port
         self._released.clear()
-        self._push_id = self._acknowledged = self._known_manifest = None
+        self._push_id = self._acknowledged = None
         name = f"engine {self.rank} {format_host_port(host, port)}"
         self.server = ServerControl(f"http://{format_host_port(host, port)}", api_key=self._secret, name=name)
         self._worker_key = None if self._secret is None else generation_key(self._secret)
         self._find_router(router_ip, router_port)
         self.process = start_server(server_args, name=name, secret=self._secret)
+        reads_weights = server_args.get("load_format") != "dummy" and self.args.verify_checkpoint
+        self._check = check_in_background(Path(self.model_path)) if reads_weights else None
 
     def _find_router(self, host: str | None, port: int | None) -> None:
         if host and port:
@@ -150,11 +158,22 @@ class SGLangEngine(WeightVerbs):
             raise EngineError(f"engine {self.rank} was never started; call start_server first")
         try:
             wait_until_healthy(self.process, self.server, timeout_s=timeout_s)
+            self._finish_check(timeout_s)
             if register:
                 self.register()
-        except ProcessError:
+        except (ProcessError, DataError):
             self.process.stop()
             raise
+
+    def _finish_check(self, timeout_s: float) -> None:
+        try:
+            if self._check is not None:
+                self._check.result(timeout=timeout_s)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"engine {self.rank}: the files of {self.model_path} are not compared with their digests after "
+                f"{timeout_s:g} s (--engine-start-timeout-s); --no-verify-checkpoint leaves that out"
+            ) from error
 
     def register(self) -> None:
         """Let the router send requests to this engine.  An encoder serves other engines, not the router."""

@@ -22,14 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slime.backends.sglang_utils.bucket_shares import BucketShare, EngineShares
 from slime.backends.sglang_utils.load_plan import LoadPlan
-from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, rank_in_engine, with_ranks
+from slime.backends.sglang_utils.loader_report import (
+    answer_by_name,
+    gather_over_ranks,
+    position_among_ranks,
+    rank_in_engine,
+    with_ranks,
+)
 from slime.backends.sglang_utils.model_load import ModelLoad
+from slime.backends.sglang_utils.stored_plans import stored_plans
+from slime.observability.device_times import DeviceTimes
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import read_bucket
 from slime.weights.channel import WeightChannel
-from slime.weights.digest import combine_wrapped
-from slime.weights.kernels.tables import DigestTable
 from slime.weights.manifest import BucketEntry, Manifest
 from slime.weights.push.verbs import handle_in_loader
 from slime.weights.push.wire import PUSH_REPORT, decode
@@ -56,12 +63,11 @@ class ReceivingRank:
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._manifest: Manifest | None = None
-        self._manifest_key = ""
+        self._shares: EngineShares | None = None
+        """Of the manifest of the push begun last; None where it is not known."""
         self._push_id: str | None = None
         self._digests: dict[int, Tensor] = {}
-        """Digests of the slices of each bucket that arrived, on its device."""
-        self._digest_tables: dict[int, DigestTable] = {}
+        """Digests of this rank's share of each bucket that arrived, on its device."""
         self._problems: list[str] = []
         """Of the push, beside those of the models."""
         self._message_problems: list[str] = []
@@ -70,12 +76,17 @@ class ReceivingRank:
         self._flat: Tensor | None = None
         """The bucket of the last message; None when it was loaded before."""
         self._mapped: dict[str, Tensor] = {}
-        """Buffers of the trainer that this process has mapped, by their handles; dropped when a push ends."""
+        """Buffers of the trainer that this process has mapped, by their handles; those that a push did not use are
+        dropped when it ends."""
+        self._used: set[str] = set()
+        """Handles of the push under way."""
         self._folder: tuple[str, str] | None = None
         """The push, and the folder that it is read from."""
         self._layout: dict[str, StoredTensor] = {}
         """The places of the folder's tensors."""
         self._channels: dict[str, WeightChannel] = {}
+        self._times = DeviceTimes()
+        """Of the push under way."""
         self._buffer: Tensor | None = None
         """Room for bytes that do not lie on this device: broadcasts, and buffers of other trainer ranks."""
 
@@ -90,8 +101,8 @@ class ReceivingRank:
         """Start the push (first call only), and the load of ``model`` by its manifest."""
         if is_first:
             self._begin(message)
-        if self._manifest is not None:
-            self._load_of(model).begin(self._manifest)
+        if self._shares is not None:
+            self._load_of(model).begin(self._shares.manifest)
 
     def receive_weight_buckets(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
         """Load buckets that arrive as handles of a trainer rank's GPU memory."""
@@ -105,7 +116,7 @@ class ReceivingRank:
         if is_first:
             self._flat = self._obtain(model, message)
         if self._flat is not None:
-            self._load_of(model).load(message["bucket_index"], self._flat)
+            self._load(model, message["bucket_index"], self._flat)
             _wait_for_device()
 
     receive_weight_folder = receive_weight_bucket
@@ -113,7 +124,7 @@ class ReceivingRank:
     def acknowledge_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
         """Finish the load of ``model`` and release mapped buffers."""
         self._require_push(message["push_id"])
-        self._mapped, self._flat = {}, None
+        self._mapped, self._flat = {handle: self._mapped[handle] for handle in self._used}, None
         if not self._channels:
             self._buffer = None  # the KV cache may want the room
         self._load_of(model).finish()
@@ -136,33 +147,50 @@ class ReceivingRank:
 
     def report(self) -> list[str]:
         """Return the state of the push over all ranks, as one JSON text; every rank must call this."""
-        own = {
+        shares, loads = self._shares, [self._load_of(model) for model in self._models]
+        own: dict[str, Any] = {
             "push_id": self._push_id,
-            "needs_manifest": self._manifest is None,
-            "buckets": self._digest_words(),
+            "manifest_id": None if shares is None else shares.manifest.id,
+            "taken": None if shares is None else shares.newly_taken(loads, position_among_ranks()),
+            "digests": {index: digests.cpu().numpy().tobytes() for index, digests in self._digests.items()},
             "problems": self._own_problems(),
+            "seconds": self._times.seconds(),
         }
         ranks = gather_over_ranks(own)
-        merged = dict(ranks[0])
-        merged["needs_manifest"] = any(rank["needs_manifest"] for rank in ranks)
-        merged["problems"] = with_ranks([rank["problems"] for rank in ranks])
+        told: dict[str, Any] = {
+            "push_id": own["push_id"],
+            "needs_manifest": shares is None or any(rank["manifest_id"] != own["manifest_id"] for rank in ranks),
+            "buckets": [],
+            "problems": with_ranks([rank["problems"] for rank in ranks]),
+            "seconds": {
+                name: max(rank["seconds"].get(name, 0.0) for rank in ranks)
+                for rank in ranks
+                for name in rank["seconds"]
+            },
+        }
         for index, rank in enumerate(ranks):
             if rank["push_id"] != own["push_id"]:
-                merged["problems"].append(f"rank {index} knows push {rank['push_id']}, rank 0 {ranks[0]['push_id']}")
-            elif rank["buckets"] != ranks[0]["buckets"]:
-                merged["problems"].append(f"rank {index} has received other bytes than rank 0")
-        return [json.dumps(merged)]
+                told["problems"].append(f"rank {index} knows push {rank['push_id']}, rank 0 {ranks[0]['push_id']}")
+        if shares is not None and not told["needs_manifest"]:
+            shares.deal([rank["taken"] for rank in ranks])
+            told["buckets"], differing = shares.merge([rank["digests"] for rank in ranks])
+            told["problems"] += differing
+        return [json.dumps(told)]
 
     # --- what the verbs are made of -------------------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any]) -> None:
-        if message["manifest_key"] != self._manifest_key:
-            self._manifest, self._manifest_key, self._digest_tables = None, "", {}
-            if "manifest" in message:
-                text = zlib.decompress(base64.b64decode(message["manifest"])).decode()
-                self._manifest, self._manifest_key = Manifest.from_json(text), message["manifest_key"]
         self._push_id = message["push_id"]
-        self._digests, self._problems, self._mapped = {}, [], {}
+        self._digests, self._problems, self._used, self._times = {}, [], set(), DeviceTimes()
+        if self._shares is None or self._shares.manifest.id != message["manifest_id"]:
+            self._shares = None
+            if "manifest" not in message:
+                return
+            manifest = Manifest.from_json(zlib.decompress(base64.b64decode(message["manifest"])).decode())
+            if manifest.id != message["manifest_id"]:
+                raise WeightSyncError(f"manifest {message['manifest_id']} came with the content of {manifest.id}")
+            self._shares = EngineShares(manifest)
+        self._shares.begin()
 
     def _obtain(self, model: nn.Module, message: dict[str, Any]) -> Tensor | None:
         """Return the bytes of a bucket from a folder or a broadcast; None for one that was loaded before."""
@@ -170,7 +198,7 @@ class ReceivingRank:
             self._require_push(message["push_id"])
             bucket = self._bucket(message["bucket_index"])
             if message.get("folder") is not None:
-                flat = self._read(bucket, message).to(device_of(model), non_blocking=True)
+                flat = self._read(message).to(device_of(model), non_blocking=True)
             else:
                 flat = self._receive_broadcast(model, bucket, message)
         except Exception:
@@ -185,44 +213,50 @@ class ReceivingRank:
 
     def _take(self, model: nn.Module, index: int, handle: str) -> None:
         """Load a bucket that this process can map, unless this model has it already."""
-        load = self._load_of(model)
-        if not load.has(index):
-            load.load(index, self._digest(model, index, self._near(model, self._map(handle))))
+        load, bucket = self._load_of(model), self._bucket(index)
+        if load.has(index):
+            return
+        flat = torch.empty(0, dtype=torch.uint8, device=device_of(model))
+        if ranges := self._share(model, index).ranges:
+            flat = self._map(handle)
+            _require_room(flat, index, bucket)
+            flat = self._digest(model, index, self._near(model, flat[: bucket.num_bytes], ranges))
+        self._load(model, index, flat)
 
     def _digest(self, model: nn.Module, index: int, flat: Tensor) -> Tensor:
-        """Return the bytes of bucket ``index`` in ``flat``, and note their digests.
+        """Return ``flat``, the bytes of bucket ``index``, and note the digests of this rank's share.
 
         Raises:
-            WeightSyncError: the buffer is not one for this bucket, or has other bytes than another model was given.
+            WeightSyncError: the share has other bytes than another model was given.
         """
-        bucket = self._bucket(index)
-        if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() < bucket.num_bytes:
-            raise WeightSyncError(
-                f"bucket {index} has {bucket.num_bytes} bytes; its buffer is {list(flat.shape)} of {flat.dtype}"
-            )
-        flat = flat[: bucket.num_bytes]
-        if index not in self._digest_tables:
-            segments = self._known_manifest().segments(index)
-            self._digest_tables[index] = DigestTable(
-                [offset for offset, _ in segments], [size for _, size in segments], device_of(model)
-            )
-        digests = self._digest_tables[index].run(flat)
+        with self._times.span("digest", flat.device):
+            digests = self._share(model, index).digest(flat)
         known = self._digests.setdefault(index, digests)
         if known is not digests and not torch.equal(known, digests):
             raise WeightSyncError(f"bucket {index} differs from its first read")
         return flat
 
     def _bucket(self, index: int) -> BucketEntry:
-        buckets = self._known_manifest().buckets
+        buckets = self._known_shares().manifest.buckets
         if not 0 <= index < len(buckets):
             raise WeightSyncError(f"there is no bucket {index}; the push has {len(buckets)}")
         return buckets[index]
 
-    def _read(self, bucket: BucketEntry, message: dict[str, Any]) -> Tensor:
+    def _load(self, model: nn.Module, index: int, flat: Tensor) -> None:
+        with self._times.span("place", flat.device):
+            self._load_of(model).load(index, flat)
+
+    def _share(self, model: nn.Module, index: int) -> BucketShare:
+        """Return this rank's share of a bucket."""
+        return self._known_shares().share(position_among_ranks(), index, device_of(model))
+
+    def _read(self, message: dict[str, Any]) -> Tensor:
         folder = (message["push_id"], message["folder"])
         if self._folder != folder:
             self._folder, self._layout = folder, read_layout(message["folder"])
-        return read_bucket(self._layout, bucket, self._known_manifest())
+        shares, index = self._known_shares(), message["bucket_index"]
+        positions = shares.positions(position_among_ranks(), index)
+        return read_bucket(self._layout, self._bucket(index), shares.manifest, positions)
 
     def _map(self, handle: str) -> Tensor:
         from sglang.srt.utils import MultiprocessingSerializer
@@ -234,6 +268,7 @@ class ReceivingRank:
                 # same handle: give it back, so that the memory stays until the trainer lets go of it.
                 flat.untyped_storage()._shared_incref()
             self._mapped[handle] = flat
+        self._used.add(handle)
         return self._mapped[handle]
 
     def _receive_broadcast(self, model: nn.Module, bucket: BucketEntry, message: dict[str, Any]) -> Tensor:
@@ -244,17 +279,23 @@ class ReceivingRank:
         self._channels[name].broadcast(flat, message["timeout_s"])
         return flat
 
-    def _near(self, model: nn.Module, flat: Tensor) -> Tensor:
-        """Return the buffer, copied to this GPU when it lies on that of another trainer rank.
+    def _near(self, model: nn.Module, flat: Tensor, ranges: Iterable[tuple[int, int]]) -> Tensor:
+        """Return the buffer; of one that lies on the GPU of another trainer rank, a copy of the ranges of its bytes.
 
         Memory of another process on another GPU can be copied from; kernels of this GPU cannot read it.
         """
         device = device_of(model)
-        return flat if flat.device == device else self._own_buffer(model, flat.numel()).copy_(flat)
+        if flat.device == device:
+            return flat
+        own = self._own_buffer(model, flat.numel())
+        with self._times.span("copy", device):
+            for begin, end in ranges:
+                own[begin:end].copy_(flat[begin:end], non_blocking=True)
+        return own
 
     def _own_buffer(self, model: nn.Module, num_bytes: int) -> Tensor:
         """Return room for one bucket on this rank's device."""
-        largest = max(num_bytes, *(entry.num_bytes for entry in self._known_manifest().buckets))
+        largest = max(num_bytes, *(entry.num_bytes for entry in self._known_shares().manifest.buckets))
         if self._buffer is None or self._buffer.numel() < largest:
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=device_of(model))
         return self._buffer[:num_bytes]
@@ -282,27 +323,18 @@ class ReceivingRank:
     def _load_of(self, model: nn.Module) -> ModelLoad:
         state = vars(model)
         if "_slime_load" not in state:
-            state["_slime_load"] = ModelLoad(model)
+            state["_slime_load"] = ModelLoad(model, stored_plans())
             self._models.add(model)
         return state["_slime_load"]
 
-    def _known_manifest(self) -> Manifest:
-        if self._manifest is None:
+    def _known_shares(self) -> EngineShares:
+        if self._shares is None:
             raise WeightSyncError("no manifest is known; call begin_weight_update first")
-        return self._manifest
+        return self._shares
 
     def _require_push(self, push_id: str) -> None:
         if push_id != self._push_id:
             raise WeightSyncError(f"push {push_id} is not the one that was begun last, {self._push_id}")
-
-    def _digest_words(self) -> list[str]:
-        """Return the digest of each bucket; "" for one that did not arrive."""
-        if self._manifest is None:
-            return []
-        return [
-            f"{combine_wrapped(self._digests[index]):016x}" if index in self._digests else ""
-            for index in range(len(self._manifest.buckets))
-        ]
 
     def _own_problems(self) -> list[str]:
         loads = [self._load_of(model) for model in self._models]
@@ -329,6 +361,13 @@ def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's parameters."""
     return next(model.parameters()).device
+
+
+def _require_room(flat: Tensor, index: int, bucket: BucketEntry) -> None:
+    if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() < bucket.num_bytes:
+        raise WeightSyncError(
+            f"bucket {index} has {bucket.num_bytes} bytes; its buffer is {list(flat.shape)} of {flat.dtype}"
+        )
 
 
 def _wait_for_device() -> None:

@@ -7,7 +7,6 @@ same name.  The others are SGLang's own endpoints, to which ``post_endpoints`` l
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import logging
 import uuid
@@ -55,8 +54,6 @@ class WeightVerbs(EngineVerbs):
     """Of the push whose last acknowledgement was complete and named no problem."""
     _num_buckets: int = 0
     """Of the push begun last."""
-    _known_manifest: str | None = None
-    """Key of the manifest that the server's loader has, so that it need not travel with every push."""
 
     def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
         raise NotImplementedError
@@ -66,20 +63,19 @@ class WeightVerbs(EngineVerbs):
 
     # A push in two phases
 
-    def begin_weight_update(self, manifest_json: str, push_id: str) -> None:
+    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
         self._push_id, self._acknowledged = push_id, None
         if self.node_rank != 0:
-            return
-        self._num_buckets = len(json.loads(manifest_json)["buckets"])
-        manifest_key = hashlib.sha256(manifest_json.encode()).hexdigest()
-        if self._known_manifest == manifest_key:
-            report = self._ask_loader("begin_weight_update", push_id, manifest_key=manifest_key)
-            if not report["needs_manifest"]:
-                return self._refuse_problems(report, "cannot take this push")
-        text = base64.b64encode(zlib.compress(manifest_json.encode(), 1)).decode("ascii")
-        report = self._ask_loader("begin_weight_update", push_id, manifest_key=manifest_key, manifest=text)
+            return True
+        content = {"manifest_id": manifest_id}
+        if manifest_json is not None:
+            content["manifest"] = base64.b64encode(zlib.compress(manifest_json.encode(), 1)).decode("ascii")
+        report = self._ask_loader("begin_weight_update", push_id, **content)
+        if report["needs_manifest"] and manifest_json is None:
+            return False
         self._refuse_problems(report, "cannot take this push")
-        self._known_manifest = manifest_key
+        self._num_buckets = len(report["buckets"])
+        return True
 
     def receive_weight_bucket(self, push_id: str, bucket_index: int, group_name: str) -> None:
         self._require_push(push_id)
@@ -106,7 +102,7 @@ class WeightVerbs(EngineVerbs):
     def acknowledge_weight_update(self, push_id: str) -> dict[str, Any]:
         self._require_push(push_id)
         if self.node_rank != 0:
-            return {"push_id": push_id, "buckets": [], "problems": []}
+            return {"push_id": push_id, "buckets": [], "problems": [], "seconds": {}}
         report = self._ask_loader("acknowledge_weight_update", push_id)
         if report["push_id"] != push_id:
             raise WeightSyncError(
@@ -115,7 +111,7 @@ class WeightVerbs(EngineVerbs):
             )
         is_complete = all(report["buckets"]) and not report["problems"]
         self._acknowledged = push_id if is_complete else None
-        return {key: report[key] for key in ("push_id", "buckets", "problems")}
+        return {key: report[key] for key in ("push_id", "buckets", "problems", "seconds")}
 
     def commit_weight_update(self, push_id: str, weight_version: str) -> None:
         self._require_push(push_id)

@@ -22,7 +22,7 @@ from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
 from slime.flags.security import job_secret
 from slime.observability.job_state import JobState
-from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.engine_handles import RayEngine, UpdatableEngines
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.engines.models import RolloutServer, first_dead_engine, start_rollout_servers, wait_until_serving
@@ -51,6 +51,11 @@ def start_fleet(args: Namespace, gpus: GpuSlice) -> EngineFleet:
     if args.debug_train_only:
         return EngineFleet(args)
     return EngineFleet(args, *start_rollout_servers(args, gpus))
+
+
+def _with_weights(model: RolloutServer | None) -> list[EngineGroup]:
+    """Return the groups of a model whose engines hold the language model's weights: all but encoders."""
+    return [group for group in model.groups if group.config.worker_type != "encoder"] if model else []
 
 
 class EngineFleet:
@@ -127,39 +132,35 @@ class EngineFleet:
     @property
     def _updatable_groups(self) -> list[EngineGroup]:
         """The groups of the first model that takes weight updates."""
-        model = next((server for server in self.servers if server.config.update_weights), None)
-        return [group for group in model.groups if group.config.worker_type != "encoder"] if model else []
+        return _with_weights(next((server for server in self.servers if server.config.update_weights), None))
 
     def for_evaluation(self) -> UpdatableEngines:
         """Describe the engines that evaluate in the background; the trainers connect to them anew each time."""
-        groups = [group for group in self.groups if group.model.name == EVALUATION_MODEL]
-        return self._describe(*LIVE, groups=[group for group in groups if group.config.worker_type != "encoder"])
+        model = next((server for server in self.servers if server.config.name == EVALUATION_MODEL), None)
+        return self._describe(*LIVE, groups=_with_weights(model))
 
     def _describe(self, *states: EngineState, groups: Sequence[EngineGroup] | None = None) -> UpdatableEngines:
         offset = plan_gpus(self.args).rollout_offset
-        handles, counts, offsets, nodes, acknowledges, dtypes = [], [], [], [], [], []
+        num_trainer_gpus = self.args.actor_num_nodes * self.args.actor_num_gpus_per_node
+        engines: list[RayEngine] = []
         for group in self._updatable_groups if groups is None else groups:
             for index in group.indices(*states):
-                if (engine := group.engines[index]) is not None:
-                    handles.append(engine)
-                    counts.append(group.num_gpus_per_engine)
-                    offsets.append(offset + group.engine_gpu_offsets[index])
-                    acknowledges.append(group.acknowledges_pushes)
-                    dtypes.append(group.dtype)
-                    nodes.append(group.actors_of(index))
-        self._described = handles
-        num_new = len([handle for handle in handles if handle not in self._connected])
-        return UpdatableEngines(
-            handles=handles,
-            gpu_counts=counts,
-            gpu_offsets=offsets,
-            # One that is gone leaves a hole in the sender's group: connecting again closes it.
-            num_new=num_new or int(handles != self._connected),
-            num_trainer_gpus=self.args.actor_num_nodes * self.args.actor_num_gpus_per_node,
-            node_handles=nodes,
-            acknowledges=acknowledges,
-            dtypes=dtypes,
-        )
+                if group.engines[index] is not None:
+                    first_gpu = offset + group.engine_gpu_offsets[index]
+                    engine = RayEngine(
+                        index=len(engines),
+                        num_gpus=group.num_gpus_per_engine,
+                        gpu_offset=first_gpu,
+                        is_colocated=first_gpu + group.num_gpus_per_engine <= num_trainer_gpus,
+                        acknowledges=group.acknowledges_pushes,
+                        dtype=group.dtype,
+                        node_handles=group.actors_of(index),
+                    )
+                    engines.append(engine)
+        self._described = [engine.handle for engine in engines]
+        num_new = len([handle for handle in self._described if handle not in self._connected])
+        # One that is gone leaves a hole in the sender's group: connecting again closes it.
+        return UpdatableEngines(engines, num_new or int(self._described != self._connected))
 
     def updatable(self) -> UpdatableEngines:
         """Describe the live engines of the first model that takes weight updates."""
@@ -173,7 +174,7 @@ class EngineFleet:
         """
         self._raise_if_given_up()
         if not any(group.indices(EngineState.UPDATING) for group in self._updatable_groups):
-            return UpdatableEngines(handles=[], gpu_counts=[], gpu_offsets=[], num_new=0, num_trainer_gpus=0)
+            return UpdatableEngines([], num_new=0)
         return self._describe(EngineState.UPDATING)
 
     def lock(self) -> Any:
@@ -299,6 +300,11 @@ class EngineFleet:
                 except FutureTimeout:
                     if future.done():
                         raise
+                except EngineError:
+                    if not self.args.use_fault_tolerance:
+                        time.sleep(ENGINE_CHECK_INTERVAL_S)  # sockets close before a killed server has ended
+                        self.check()  # its death says more than a refused request
+                    raise
                 self.check()
                 if time.monotonic() > deadline:
                     raise DeadlineError(

@@ -65,7 +65,7 @@ class EngineGroup:
     """Why the run cannot go on without an engine of this group."""
 
     def __post_init__(self) -> None:
-        self.all_engines = [None] * self._num_actors()
+        self.all_engines = [None] * (self.config.num_gpus // self.gpus_per_actor)
         first = EngineState.RETIRED if self.config.worker_type == "placeholder" else EngineState.STARTING
         self.states = [first] * len(self.engines)
         self.urls: list[str | None] = [None] * len(self.engines)
@@ -79,9 +79,6 @@ class EngineGroup:
         """Of engines of this group, since the job began."""
         self._changed = threading.Condition()
         self._check_placement()
-
-    def _num_actors(self) -> int:
-        return self.config.num_gpus // self.gpus_per_actor
 
     def _check_placement(self) -> None:
         end = self.gpu_offset + len(self.all_engines) * self.gpus_per_actor

@@ -95,41 +95,26 @@ def _ignored(state: EngineState, *more: EngineEvent) -> dict[EngineEvent, Step]:
     return dict.fromkeys((*_LATE_REPORTS, *more), Step(state))
 
 
+_UP: dict[EngineEvent, Step] = {
+    _E.FAILED: _EVICT,
+    _E.DIED: _EVICT,
+    _E.PUSH_STARTED: Step(_S.UPDATING),
+    _E.PUSH_DONE: Step(_S.SERVING),
+    _E.PUSH_REFUSED: _EVICT,
+    _E.STOP: _SHUT_DOWN,
+}
+"""What the states of an engine whose server is up have in common."""
+
 TABLE: dict[EngineState, dict[EngineEvent, Step]] = {
-    _S.STARTING: {
-        _E.STARTED: Step(_S.SERVING),
-        _E.STOP: _SHUT_DOWN,
-    },
-    _S.SERVING: {
-        _E.HEALTHY: Step(_S.SERVING),
-        _E.FAILED_PROBE: Step(_S.SUSPECT),
-        _E.FAILED: _EVICT,
-        _E.DIED: _EVICT,
-        _E.PUSH_STARTED: Step(_S.UPDATING),
-        _E.PUSH_DONE: Step(_S.SERVING),
-        _E.PUSH_REFUSED: _EVICT,
-        _E.STOP: _SHUT_DOWN,
-    },
-    _S.UPDATING: {
+    _S.STARTING: {_E.STARTED: Step(_S.SERVING), _E.STOP: _SHUT_DOWN},
+    _S.SERVING: _UP | {_E.HEALTHY: Step(_S.SERVING), _E.FAILED_PROBE: Step(_S.SUSPECT)},
+    _S.UPDATING: _UP
+    | {
         _E.HEALTHY: Step(_S.UPDATING),
         _E.FAILED_PROBE: Step(_S.UPDATING),
-        _E.FAILED: _EVICT,
-        _E.DIED: _EVICT,
-        _E.PUSH_STARTED: Step(_S.UPDATING),
         _E.PUSH_DONE: Step(_S.SERVING, _A.REGISTER),
-        _E.PUSH_REFUSED: _EVICT,
-        _E.STOP: _SHUT_DOWN,
     },
-    _S.SUSPECT: {
-        _E.HEALTHY: Step(_S.SERVING),
-        _E.FAILED_PROBE: Step(_S.SUSPECT),
-        _E.FAILED: _EVICT,
-        _E.DIED: _EVICT,
-        _E.PUSH_STARTED: Step(_S.UPDATING),
-        _E.PUSH_DONE: Step(_S.SERVING),
-        _E.PUSH_REFUSED: _EVICT,
-        _E.STOP: _SHUT_DOWN,
-    },
+    _S.SUSPECT: _UP | {_E.HEALTHY: Step(_S.SERVING), _E.FAILED_PROBE: Step(_S.SUSPECT)},
     _S.EVICTED: _ignored(_S.EVICTED)
     | {
         _E.SLOT_FREE: Step(_S.RESTARTING, _A.RESTART),

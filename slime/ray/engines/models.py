@@ -84,13 +84,14 @@ class RolloutServer:
         return pages
 
     def restart_router(self, args: Namespace) -> None:
-        """Start the router again at its old address and tell it of the engines that it knew.
+        """Start the router again at its old address (URLs that were handed out stay valid), with its engines.
 
         Raises:
             ProcessError: it does not start, or does not list an engine.
         """
         assert self.router is not None
-        self.router = _start_router_again(args, self.config, self.router)
+        self.router.stop()
+        self.router = _start_router_at(args, self.config, self.router.host.strip("[]"), self.router.port)
         for group in self.groups:
             group.router = self.router
             for index, url in enumerate(group.urls):
@@ -286,13 +287,11 @@ class ExternalGroup(EngineGroup):
         """Leave the server running: it belongs to the user."""
 
 
-def _start_router_again(args: Namespace, model: ModelConfig, old: RouterHandle) -> RouterHandle:
-    """Start a router at the address of one that has ended; every URL that was handed out stays valid."""
-    old.stop()
+def _start_router_at(args: Namespace, model: ModelConfig, host: str, port: int) -> RouterHandle:
     return start_router(
         args,
-        host=old.host.strip("[]"),
-        port=old.port,
+        host=host,
+        port=port,
         prometheus_port=find_available_port(random.randint(4000, 5000)),
         pd_disaggregation=model.has_prefill_decode,
         secret=job_secret(args),
@@ -308,14 +307,8 @@ def _start_router(args: Namespace, model: ModelConfig, *, is_first: bool) -> Rou
         router = adopt_router(args.sglang_router_ip, args.sglang_router_port, secret=job_secret(args))
     else:
         wanted = args.sglang_router_port if is_first else None
-        router = start_router(
-            args,
-            host=listen_address(),
-            port=wanted or find_available_port(random.randint(3000, 4000)),
-            prometheus_port=find_available_port(random.randint(4000, 5000)),
-            pd_disaggregation=model.has_prefill_decode,
-            secret=job_secret(args),
-        )
+        port = wanted or find_available_port(random.randint(3000, 4000))
+        router = _start_router_at(args, model, listen_address(), port)
     routers = dict(args.sglang_model_routers or {})
     routers[model.name] = (router.host, router.port)
     record_runtime(args, sglang_model_routers=routers)

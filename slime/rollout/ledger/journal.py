@@ -6,19 +6,19 @@ and ``tools/ledger.py`` read what is written here.
 
 from __future__ import annotations
 
-import pickle
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slime.rollout import plain_values
 from slime.rollout.base_types import leaf_samples
+from slime.rollout.context import GroupJournal
 from slime.rollout.ledger.frames import Kind, pack_frame
 from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS
 from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot
 from slime.rollout.ledger.segments import SEGMENT_BYTES, JournalWriter
-from slime.rollout.pickled_values import try_pickle
 from slime.utils.types import Sample
 
 PROMPT_CHARS = 160
@@ -114,7 +114,7 @@ class _Event(NamedTuple):
     blob: bytes = b""
 
 
-class Journal:
+class Journal(GroupJournal):
     """Everything that a process writes down.
 
     Invariant: a group named by ``record_issued`` is open until it is returned, filtered, handed over or discarded.
@@ -243,7 +243,10 @@ class Journal:
             if self.open:
                 self._record(Kind.DISCARDED, groups=sorted(self.open))
             self.open.clear()
-        blob = try_pickle(dict(metrics or {})) or pickle.dumps({})
+        try:
+            blob = plain_values.dumps(dict(metrics or {}), name="metrics", warning="A replay of a rollout will lack")
+        except plain_values.NotPlainError:
+            blob = b"{}"
         self._record(Kind.BATCH, blob=blob, rollout=rollout_id, num_groups=len(groups), keeps_open=keeps_open)
         self.writer.flush()
 

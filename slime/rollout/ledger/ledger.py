@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.context import GroupJournal, NoJournal
+from slime.rollout.context import GroupJournal
 from slime.rollout.data_source import groups_from_state, groups_to_state
 from slime.rollout.ledger.compaction import compact
 from slime.rollout.ledger.frames import Kind, Record, describe_damage, segment_number
@@ -66,7 +66,7 @@ class NoLedger:
 
     def __init__(self, source: Any) -> None:
         self.data_source = source
-        self.journal: GroupJournal = NoJournal()
+        self.journal = GroupJournal()
 
     def start(self, start_rollout_id: int) -> None:
         """Do nothing."""

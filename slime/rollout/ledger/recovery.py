@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slime.rollout import plain_values
 from slime.rollout.base_types import RolloutFnTrainOutput, leaf_samples
 from slime.rollout.ledger.frames import Record, describe_damage
 from slime.rollout.ledger.journal import Journal, group_name, prompt_start
 from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, ReplayState, RolloutState
 from slime.rollout.ledger.sample_codec import apply_entry, to_entry
 from slime.rollout.ledger.segments import read_folder
-from slime.rollout.pickled_values import load_value
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -276,7 +276,9 @@ class Recovery:
             return None
         try:
             samples = self._repeat(rollout, source)
-            metrics = load_value(rollout.batch.read_blob(), where=f"The ledger, the metrics of rollout {rollout_id},")
+            metrics = plain_values.loads(
+                rollout.batch.read_blob(), where=f"The ledger, the metrics of rollout {rollout_id},"
+            )
         except DataError as error:
             logger.warning("Rollout %d is generated again, although its samples were kept: %s", rollout_id, error)
             self._stop(source)

@@ -1,30 +1,26 @@
-"""Samples as bytes, and back: per-token lists packed, all else pickled field by field, unchanged fields left out.
+"""Samples as bytes, and back: per-token lists packed, all else encoded field by field, unchanged fields left out.
 
 ``snapshot`` holds an execution on the event loop: it copies references only, except for what our own code changes in
 place.  ``EntryEncoder`` runs on the writer's thread; it remembers what it wrote of an execution and writes what is
 new, so a response that goes on costs its new tokens.  ``apply_entry`` is the way back.
 
-Token ids are int32, masks one byte, log-probs float32 (as the engine computed them).  Fields of a sample that cannot
-be pickled (a client, a lock that a hook attached) are left out, with a line in the log.
+Token ids are int32, masks one byte, log-probs float32 (as the engine computed them).  Objects of classes (a client, a
+lock that a hook attached) are left out, with a line in the log.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import pickle
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import xxhash
 
+from slime.rollout import plain_values
 from slime.rollout.ledger.frames import decode_value, encode_value
-from slime.rollout.pickled_values import load_value, try_pickle
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
-
-logger = logging.getLogger(__name__)
 
 
 def _pack_ints(values: list[int]) -> bytes:
@@ -125,7 +121,7 @@ def _snapshot_sample(sample: Sample, copy_lists: bool, pack_now: bool) -> Snapsh
         for name in LISTS_OF_NUMBERS:
             value = values.get(name)
             if type(value) is list and value:
-                with contextlib.suppress(*PACK_ERRORS):  # then it is pickled, like anything that is no number
+                with contextlib.suppress(*PACK_ERRORS):  # then it is encoded, like anything that is no number
                     values[name] = PackedNow(value, PACKED[name].pack(value))
     if copy_lists:
         for name, value in values.items():
@@ -166,7 +162,6 @@ class EntryEncoder:
         self._trust_identity = self._is_final = trust_identity
         self._comparable = _COPIED | _CONTAINERS if trust_identity else _COPIED
         self._known: dict[Any, dict[str, Any]] = {}
-        self._left_out: set[str] = set()
 
     def forget(self, keys: Iterable[Any] | None = None) -> None:
         """Forget these executions; all of them without ``keys``."""
@@ -209,7 +204,7 @@ class EntryEncoder:
     ) -> dict[str, Any]:
         packed: list[list[Any]] = []
         small: dict[str, Any] = {}
-        pickled: dict[str, bytes] = {}
+        encoded: dict[str, bytes] = {}
         values = leaf.values
         for name, value in values.items():
             earlier = known.get(name, _MISSING)
@@ -228,13 +223,13 @@ class EntryEncoder:
                 continue
             if name in self._comparable and type(value) is type(earlier) and value == earlier:
                 continue
-            data = self._pickle(name, value)
+            data = _encode_field(name, value)
             if data is not None and data != earlier:
-                pickled[name] = known[name] = data
+                encoded[name] = known[name] = data
         gone = [] if values.keys() >= known.keys() else [name for name in known if name not in values]
         for name in gone:
             del known[name]
-        data = _encode_rest(small, pickled, gone) if small or pickled or gone else b""
+        data = _encode_rest(small, encoded, gone) if small or encoded or gone else b""
         chunks.append(data)
         return _summary(values) | {"packed": packed, "rest": len(data)}
 
@@ -280,16 +275,12 @@ class EntryEncoder:
             return None
         return _Known(value, len(value), len(data), xxhash.xxh3_64_intdigest(data))
 
-    def _pickle(self, name: str, value: Any) -> bytes | None:
-        data = try_pickle(value)
-        if data is None and name not in self._left_out:
-            self._left_out.add(name)
-            logger.warning(
-                "The ledger leaves Sample.%s out: a %s cannot be pickled. Recovered samples will not have it.",
-                name,
-                type(value).__name__,
-            )
-        return data
+
+def _encode_field(name: str, value: Any) -> bytes | None:
+    try:
+        return plain_values.dumps(value, name=f"Sample.{name}", warning="Samples that the ledger recovers will lack")
+    except plain_values.NotPlainError:
+        return None
 
 
 def _length(name: str, leaf: Snapshot) -> int:
@@ -304,12 +295,11 @@ def _length(name: str, leaf: Snapshot) -> int:
     return len(value)
 
 
-def _encode_rest(small: dict[str, Any], pickled: dict[str, bytes], gone: list[str]) -> bytes:
+def _encode_rest(small: dict[str, Any], encoded: dict[str, bytes], gone: list[str]) -> bytes:
     try:
-        return encode_value([small, pickled, gone])
+        return encode_value([small, encoded, gone])
     except (OverflowError, TypeError, ValueError):  # an integer beyond 64 bits, a text with lone surrogates
-        as_pickles = {name: pickle.dumps(value) for name, value in small.items()}
-        return encode_value([{}, pickled | as_pickles, gone])
+        return encode_value([{}, encoded | {name: plain_values.dumps(value) for name, value in small.items()}, gone])
 
 
 def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,12 +339,14 @@ def apply_leaf(base: dict[str, Any], leaf: Mapping[str, Any], blob: memoryview) 
             data = held[:start] + data
         values[name] = packing.unpack(data)
     if leaf["rest"]:
-        small, pickled, gone = decode_value(blob[offset : offset + leaf["rest"]])
+        small, encoded, gone = decode_value(blob[offset : offset + leaf["rest"]])
         offset += leaf["rest"]
         for name in gone:
             values.pop(name, None)
         values |= small
-        values |= {name: load_value(data, where=f"The ledger, Sample.{name},") for name, data in pickled.items()}
+        values |= {
+            name: plain_values.loads(data, where=f"The ledger, Sample.{name},") for name, data in encoded.items()
+        }
     return values, offset
 
 

@@ -13,23 +13,11 @@ from torch import Tensor
 
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_rewrite.source import HfSource
-from slime.weights.hf_rewrite.tensor_file import make_header
+from slime.weights.hf_rewrite.tensor_file import RowReader, make_header
 from slime.weights.stored_tensors import StoredTensor, TensorInfo
 
 OutputRows = tuple[str, int, Tensor]
 """Name of a tensor of the result, the row from which on it is given, and these rows."""
-
-
-class RowReader(Protocol):
-    """The reader through which a conversion reads the source; tensors come on the worker's device."""
-
-    def read(self, stored: StoredTensor, first: int = 0, count: int | None = None) -> Tensor:
-        """Return some rows of a tensor, all by default."""
-        ...
-
-    def chunks(self, stored: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """Yield a tensor in runs of rows that fit the worker's memory, all but the last a multiple of so many."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

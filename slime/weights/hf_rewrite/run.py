@@ -12,30 +12,25 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from slime.utils.errors import ConfigError
+from slime.weights.file_digests import FolderDigests
+from slime.weights.hf_digests import check_file
 from slime.weights.hf_rewrite.plan import FilePlan, Rewrite, TensorPlan, make_plan
 from slime.weights.hf_rewrite.source import HfSource, open_source, shown
 from slime.weights.hf_rewrite.target import Target
-from slime.weights.hf_rewrite.tensor_file import StoredTensor, copy_bytes, read_rows, write_at
+from slime.weights.hf_rewrite.tensor_file import CHUNK_BYTES, RowReader, copy_bytes, write_at
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = {"cpu": 1024**2, "cuda": 128 * 1024**2}
-"""Of the source, at a time and worker: on a CPU what stays in its caches, on a GPU what keeps it busy."""
-OPEN_FILES = 4
-"""Shards of the source that one worker keeps open."""
 LARGEST_KEPT_BYTES = 31 * 1024**2
 """glibc gives larger blocks back to the system whenever they are freed; see :func:`_keep_freed_memory`."""
 
@@ -63,6 +58,7 @@ def rewrite_folder(
     device: str | None = None,
     overwrite: bool = False,
     only_files: Collection[str] = (),
+    verify: bool = True,
 ) -> Report:
     """Convert a model folder; a run that was interrupted is taken up by the same call.
 
@@ -74,6 +70,7 @@ def rewrite_folder(
         device: where tensors are converted; None is CUDA where there is any, all GPUs in turn.
         overwrite: replace a model in ``target_folder``.
         only_files: shards of the source to convert, all by default.
+        verify: compare the source's shards with the digests beside them, if there are any.
 
     Raises:
         SlimeError: something is wrong with the source, the target or the settings; nothing was written.
@@ -82,6 +79,7 @@ def rewrite_folder(
         raise ConfigError(f"--max-workers is {workers}; it must be at least 1")
     devices = _devices(device)
     source = open_source(source_folder)
+    digests = FolderDigests.read(source.folder) if verify else None
     rewrite.check(source)
     plans = make_plan(rewrite, source)
     if unknown := sorted(set(only_files) - set(source.shards)):
@@ -103,7 +101,7 @@ def rewrite_folder(
             unit_scale=True,
             disable=None,
         ) as bar:
-            _Conversion(source, target, todo, bar).run(workers, devices)
+            _Conversion(source, digests, target, todo, bar).run(workers, devices)
         is_complete = all(target.is_finished(plan) for plan in plans)
         if is_complete:
             target.close(rewrite.config(source))
@@ -145,25 +143,32 @@ def _keep_freed_memory() -> None:
 class _OpenShard:
     """A shard that is being written."""
 
-    def __init__(self, plan: FilePlan, partial: Path, path: Path) -> None:
+    def __init__(self, plan: FilePlan, target: Target) -> None:
         self.plan = plan
-        self._path = path
-        self._partial = partial
+        self._target = target
+        self._partial = target.partial_path(plan.name)
         self._left = len(plan.tensors)
         self._lock = threading.Lock()
-        self.descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.truncate(self.descriptor, plan.file_bytes)
         os.pwrite(self.descriptor, plan.header, 0)
 
-    def tensor_done(self) -> None:
-        """Count; whoever ends the last tensor closes the file and gives it its name."""
+    def tensor_done(self, source: HfSource, digests: FolderDigests | None) -> None:
+        """Count; whoever ends the last tensor closes the file and gives it its name.
+
+        Raises:
+            DataError: the shard of the source that it is made from is damaged.
+        """
         with self._lock:
             self._left -= 1
             if self._left:
                 return
+        if digests is not None:
+            check_file(digests, source.folder / self.plan.source)
         os.fsync(self.descriptor)
         self.close()
-        os.replace(self._partial, self._path)
+        self._target.add_digests(self.plan.name, self._partial)
+        os.replace(self._partial, self._target.folder / self.plan.name)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -180,8 +185,11 @@ class _OpenShard:
 class _Conversion:
     """The tensors of the shards that are left, handed out one at a time, in order."""
 
-    def __init__(self, source: HfSource, target: Target, plans: list[FilePlan], bar: Any) -> None:
+    def __init__(
+        self, source: HfSource, digests: FolderDigests | None, target: Target, plans: list[FilePlan], bar: Any
+    ) -> None:
         self._source = source
+        self._digests = digests
         self._target = target
         self._bar = bar
         self._lock = threading.Lock()
@@ -220,14 +228,14 @@ class _Conversion:
 
     def _all_tensors(self, plans: list[FilePlan]) -> Iterator[tuple[_OpenShard, TensorPlan]]:
         for plan in plans:
-            shard = _OpenShard(plan, self._target.partial_path(plan.name), self._target.folder / plan.name)
+            shard = _OpenShard(plan, self._target)
             self._opened.append(shard)
             for tensor in plan.tensors:
                 yield shard, tensor
 
     def _work(self, device: torch.device) -> None:
         try:
-            with _Reader(device) as reader, reader.stream():
+            with RowReader(device) as reader, reader.stream():
                 while not self._stop.is_set():
                     with self._lock:
                         shard, tensor = next(self._tensors, (None, None))
@@ -235,14 +243,14 @@ class _Conversion:
                         return
                     if not self._carry_out(shard, tensor, reader):
                         return
-                    shard.tensor_done()
+                    shard.tensor_done(self._source, self._digests)
                     with self._lock:
                         self._bar.update(tensor.source.num_bytes)
         except BaseException:
             self._stop.set()
             raise
 
-    def _carry_out(self, shard: _OpenShard, tensor: TensorPlan, reader: _Reader) -> bool:
+    def _carry_out(self, shard: _OpenShard, tensor: TensorPlan, reader: RowReader) -> bool:
         """Write the outputs of one tensor; False when another worker's error stopped it halfway."""
         offsets, outputs = shard.plan.offsets, shard.plan.outputs
         if tensor.convert is not None:
@@ -260,50 +268,3 @@ class _Conversion:
                 stored.num_bytes,
             )
         return True
-
-
-class _Reader:
-    """One worker's way to the source's tensors: open files, device, chunk size."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._chunk_bytes = CHUNK_BYTES[device.type]
-        self._files: OrderedDict[Path, int] = OrderedDict()
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """Return a stream of this worker, whose work on a GPU does not wait for that of the others."""
-        if self._device.type != "cuda":
-            yield
-            return
-        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield
-
-    def descriptor(self, path: Path) -> int:
-        """Return the open file; the least recently used one is closed."""
-        if path not in self._files:
-            while len(self._files) >= OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
-            self._files[path] = os.open(path, os.O_RDONLY)
-        self._files.move_to_end(path)
-        return self._files[path]
-
-    def read(self, stored: StoredTensor, first: int = 0, count: int | None = None) -> Tensor:
-        """Return some rows of a tensor, all by default, on the worker's device."""
-        rows = read_rows(self.descriptor(stored.file), stored, first, count, pin=self._device.type == "cuda")
-        return rows.to(self._device, non_blocking=True)
-
-    def chunks(self, stored: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """Yield runs of a tensor's rows with the first row of each; all but the last are a multiple of so many."""
-        rows = stored.rows
-        at_once = max(1, self._chunk_bytes // max(1, multiple * stored.row_bytes)) * multiple
-        for first in range(0, rows, at_once):
-            yield first, self.read(stored, first, min(at_once, rows - first))

@@ -64,6 +64,8 @@ def open_source(folder: str | Path) -> HfSource:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise DataError(f"{index} has no weight_map; copy the index again")
+        if wrong := [file for file in weight_map.values() if not isinstance(file, str) or Path(file).name != file]:
+            raise DataError(f"{index} names {str(wrong[0])[:80]!r}, which is not a file beside it")
         files = sorted(set(weight_map.values()))
         absent = [name for name in files if not (path / name).is_file()]
         if absent:
@@ -127,7 +129,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"there is no {path.name} in {path.parent}; give the folder of a Hugging Face model")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} holds a {type(content).__name__}, not an object; copy it again")

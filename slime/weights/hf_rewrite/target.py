@@ -16,7 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slime.utils.atomic_file import sync_to_disk
 from slime.utils.errors import ConfigError
+from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of
+from slime.weights.hf_digests import pieces_of_file
 from slime.weights.hf_files import INDEX_FILE, is_weight_file
 from slime.weights.hf_rewrite.plan import FilePlan, make_index
 from slime.weights.hf_rewrite.source import CONFIG_FILE, HfSource
@@ -24,6 +27,8 @@ from slime.weights.hf_rewrite.source import CONFIG_FILE, HfSource
 JOURNAL = ".conversion.json"
 LOCK = ".conversion.lock"
 PARTIAL_SUFFIX = ".partial"
+DIGESTS_SUFFIX = ".digests"
+"""Of a hidden file with the digests of a finished shard, while others are not."""
 RESERVE_BYTES = 64 * 1024**2
 """Left free on the disk."""
 
@@ -87,15 +92,32 @@ class Target:
         """Return the path at which this process writes a file until it is complete."""
         return partial_path(self.folder / name)
 
+    def add_digests(self, name: str, written: Path) -> None:
+        """Note the digests of a shard that is about to get its name."""
+        write_json(self._digests_path(name), pieces_of_file(written))
+
+    def _digests_path(self, name: str) -> Path:
+        return self.folder / f".{name}{DIGESTS_SUFFIX}"
+
+    def _digests_of(self, name: str) -> list[Piece]:
+        noted = self._digests_path(name)
+        return json.loads(noted.read_text()) if noted.is_file() else pieces_of_file(self.folder / name)
+
     def close(self, config: dict[str, Any]) -> None:
-        """Make the folder a model: assets, config and, last of all, the index."""
+        """Make the folder a model: assets, config, digests and, last of all, the index."""
         for path in self._assets():
             temporary = self.partial_path(path.name)
             shutil.copyfile(path, temporary)
+            sync_to_disk(temporary)
             os.replace(temporary, self.folder / path.name)
         write_json(self.folder / CONFIG_FILE, config)
-        write_json(self.folder / INDEX_FILE, make_index(self._plans))
-        (self.folder / JOURNAL).unlink(missing_ok=True)
+        index = to_json(make_index(self._plans))
+        pieces = {plan.name: self._digests_of(plan.name) for plan in self._plans}
+        digests = FolderDigests(self.folder, pieces | {INDEX_FILE: [(0, len(index), digest_of(index))]})
+        write_file(self.folder / DIGEST_FILE, digests.to_bytes())
+        write_file(self.folder / INDEX_FILE, index)
+        for name in (JOURNAL, *(self._digests_path(plan.name).name for plan in self._plans)):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _assets(self) -> list[Path]:
         return [
@@ -142,7 +164,7 @@ class Target:
                 path.unlink()
 
     def _is_replaced(self, path: Path) -> bool:
-        is_ours = path.name in (CONFIG_FILE, JOURNAL) or path.name.endswith(PARTIAL_SUFFIX)
+        is_ours = path.name in (CONFIG_FILE, JOURNAL) or path.name.endswith((PARTIAL_SUFFIX, DIGESTS_SUFFIX))
         return path.is_file() and (is_ours or is_weight_file(path.name))
 
     def _require_space(self, overwrite: bool) -> None:
@@ -168,9 +190,20 @@ def partial_path(path: Path) -> Path:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file so that it is there in full or not at all."""
+    write_file(path, to_json(content))
+
+
+def to_json(content: Any) -> bytes:
+    """Return a value as the text of a file."""
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file so that it is there in full or not at all, whoever else writes it meanwhile."""
     temporary = partial_path(path)
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
+    with open(temporary, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    sync_to_disk(path.parent)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,10 @@ from slime.utils.errors import DataError
 from slime.weights.stored_tensors import LENGTH_BYTES, TORCH_DTYPES, StoredTensor, TensorInfo
 
 COPY_BYTES = 32 * 1024**2
+CHUNK_BYTES = {"cpu": 1024**2, "cuda": 128 * 1024**2}
+"""Of the source, at a time and worker: on a CPU what stays in its caches, on a GPU what keeps it busy."""
+OPEN_FILES = 4
+"""Shards of the source that one worker keeps open."""
 
 
 def make_header(tensors: Iterable[TensorInfo]) -> tuple[bytes, dict[str, int]]:
@@ -72,6 +79,56 @@ def read_rows(
         done += got
     shape = (count, *stored.shape[1:]) if stored.shape else ()
     return flat.view(TORCH_DTYPES[stored.dtype]).view(shape)
+
+
+class RowReader:
+    """One worker's way to the source's tensors: open files, device, chunk size.
+
+    A conversion reads through it; tensors come on the worker's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._chunk_bytes = CHUNK_BYTES[device.type]
+        self._files: OrderedDict[Path, int] = OrderedDict()
+
+    def __enter__(self) -> RowReader:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Return a stream of this worker, whose work on a GPU does not wait for that of the others."""
+        if self._device.type != "cuda":
+            yield
+            return
+        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield
+
+    def descriptor(self, path: Path) -> int:
+        """Return the open file; the least recently used one is closed."""
+        if path not in self._files:
+            while len(self._files) >= OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            self._files[path] = os.open(path, os.O_RDONLY)
+        self._files.move_to_end(path)
+        return self._files[path]
+
+    def read(self, stored: StoredTensor, first: int = 0, count: int | None = None) -> Tensor:
+        """Return some rows of a tensor, all by default, on the worker's device."""
+        rows = read_rows(self.descriptor(stored.file), stored, first, count, pin=self._device.type == "cuda")
+        return rows.to(self._device, non_blocking=True)
+
+    def chunks(self, stored: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """Yield runs of a tensor's rows with the first row of each; all but the last are a multiple of so many."""
+        rows = stored.rows
+        at_once = max(1, self._chunk_bytes // max(1, multiple * stored.row_bytes)) * multiple
+        for first in range(0, rows, at_once):
+            yield first, self.read(stored, first, min(at_once, rows - first))
 
 
 def write_at(descriptor: int, tensor: Tensor, offset: int) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.plan import OutputRows, RowReader, TensorPlan, copied, dropped
+from slime.weights.hf_rewrite.plan import OutputRows, TensorPlan, copied, dropped
 from slime.weights.hf_rewrite.source import HfSource, shown, without_quantization
+from slime.weights.hf_rewrite.tensor_file import RowReader
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
 from slime.weights.quantize.formats import GroupInt
 from slime.weights.quantize.group_int import WORD_BITS, num_words

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.plan import OutputRows, RowReader, TensorPlan, copied
+from slime.weights.hf_rewrite.plan import OutputRows, TensorPlan, copied
 from slime.weights.hf_rewrite.source import HfSource, shown
+from slime.weights.hf_rewrite.tensor_file import RowReader
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, WeightFormat
 from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline, modules_to_not_convert

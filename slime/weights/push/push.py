@@ -53,8 +53,8 @@ def push_weights(push: Push, source: Buckets, transport: Transport, plain: Bucke
         buckets = transport.prepare(push, source)
         with push.step("pause"):
             push.on_main_rank("pausing the engines", lambda: pause(push))
-        kept = encode({"manifest": Manifest((), (), buckets.manifest.kept).to_json()})
         if push.checks:
+            kept = encode({"manifest": Manifest((), (), buckets.manifest.kept).to_json()})
             # A comparison of what was sent cannot see what was forgotten: that is still NaN afterwards.
             push.on_main_rank("filling the engines' weights with NaN", lambda: run_check(push, FILL_WITH_NAN, kept))
         with push.step("buckets"):
@@ -90,9 +90,14 @@ def send_buckets(push: Push, buckets: Buckets, transport: Transport, *, by_stage
 
     @torch.no_grad()
     def walk() -> None:
-        for index, flat in buckets.iter_buckets():
+        steps = buckets.iter_buckets()
+        while True:
+            with push.step("fill"):
+                bucket = next(steps, None)
+            if bucket is None:
+                break
             with push.step("send"):
-                transport.send(push, index, flat)
+                transport.send(push, *bucket)
         push.digests = buckets.digests()
 
     while True:
@@ -149,8 +154,11 @@ def pause(push: Push) -> None:
 
 def begin(push: Push, manifest: Manifest) -> None:
     """Tell what will come; from here an engine holds neither the old nor the new weights."""
-    text, engines = manifest.to_json(), push.participants
-    engines.ask("beginning the push", lambda engine: engine.begin_weight_update(text, push.id), engines.acknowledging)
+    engines, what = push.participants, "beginning the push"
+    knows = engines.ask(what, lambda one: one.begin_weight_update(manifest.id, push.id), engines.acknowledging)
+    if unknowing := [engine for engine in engines.acknowledging if not knows[engine.index]]:
+        text = manifest.to_json()
+        engines.ask(what, lambda one: one.begin_weight_update(manifest.id, push.id, text), unknowing)
 
 
 def acknowledge(push: Push, manifest: Manifest) -> None:
@@ -161,6 +169,9 @@ def acknowledge(push: Push, manifest: Manifest) -> None:
         lambda engine: engine.acknowledge_weight_update(push.id),
         engines.acknowledging,
     )
+    for answer in answers.values():
+        for part, seconds in answer.get("seconds", {}).items():
+            push.engine_seconds[part] = max(push.engine_seconds.get(part, 0.0), seconds)
     for index, reason in check_acknowledgements(answers, push.id, push.digests, manifest).items():
         engines.exclude(index, reason)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +13,9 @@ from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import WeightSyncError
 from slime.weights.manifest import Manifest
 from slime.weights.push.participants import PUSH_FAILURES, ExcludedEngine, Participants, reason_of
+
+Span = tuple[str, float, float]
+"""A step, and the seconds from the beginning of the push at which it began and ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,20 @@ class PushReport:
     """Engines that serve the new version."""
     num_attempts: int = 1
     excluded: tuple[ExcludedEngine, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By step, meetings of all ranks included; "begin" and "send" are parts of "buckets", the rest of which is
-    filling buckets."""
+    spans: tuple[Span, ...] = ()
+    """Steps of this rank, meetings of all ranks included; "begin", "fill" and "send" are parts of "buckets"."""
+    engine_seconds: dict[str, float] = field(default_factory=dict)
+    """Of the slowest engine's devices, by part; see ``EngineVerbs.acknowledge_weight_update``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the transport."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by step."""
+        found: dict[str, float] = {}
+        for step, begin_s, end_s in self.spans:
+            found[step] = found.get(step, 0.0) + end_s - begin_s
+        return found
 
     def as_metrics(self) -> dict[str, float]:
         """Return ``perf/weight_push_*`` and the transport's own metrics."""
@@ -95,17 +106,18 @@ class Push:
     """Errors of this rank that are no engine's fault; the next meeting raises it on all ranks."""
     digests: dict[int, int] = field(default_factory=dict)
     """Digest of each bucket that was sent, of all ranks once they have met."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    engine_seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block to those of a step."""
-        started_s = monotonic()
+        """Note the begin and end of the block."""
+        begin_s = self.participants.clock.elapsed_s
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + monotonic() - started_s
+            self.spans.append((name, begin_s, self.participants.clock.elapsed_s))
 
     def on_main_rank(self, what: str, action: Callable[[], None]) -> None:
         """Run ``action`` on rank 0 while the others wait for its end."""
@@ -157,7 +169,8 @@ class Push:
             int(self.version), len(manifest.tensors), len(manifest.buckets),
             sum(bucket.num_bytes for bucket in manifest.buckets), self.participants.clock.elapsed_s,
             num_engines=len(self.participants.good), num_attempts=self.num_attempts,
-            excluded=self.participants.excluded, seconds=self.seconds, metrics=self.metrics,
+            excluded=self.participants.excluded, spans=tuple(self.spans), engine_seconds=self.engine_seconds,
+            metrics=self.metrics,
         )  # fmt: skip
 
 

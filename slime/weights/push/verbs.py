@@ -103,10 +103,18 @@ class EngineVerbs(Protocol):
     # A push in two phases, through our loader inside the engine
 
     @verb(in_loader=True)
-    def begin_weight_update(self, manifest_json: str, push_id: str) -> None:
+    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
         """Prepare for the buckets of a ``Manifest`` and forget any unfinished push.
 
         The engine checks that it can place every tensor of the manifest and that these fill all its parameters.
+
+        Args:
+            manifest_id: its ``id``.
+            push_id: of this attempt.
+            manifest_json: the manifest itself, for an engine that does not know it.
+
+        Returns:
+            False where it must be asked again with the manifest itself, which it does not know.
 
         Raises:
             WeightSyncError: its model has no place for a tensor, or a place that no tensor fills.
@@ -148,11 +156,12 @@ class EngineVerbs(Protocol):
 
     @verb(in_loader=True)
     def acknowledge_weight_update(self, push_id: str) -> dict[str, Any]:
-        """Return ``{"push_id", "buckets", "problems"}`` for what the engine would serve.
+        """Return ``{"push_id", "buckets", "problems", "seconds"}`` for what the engine would serve.
 
         ``buckets``: digest of each bucket of the manifest as 16 hexadecimal digits (``slime.weights.digest``:
         ``combine`` over the digests of its slices, in the manifest's order), "" for one that did not arrive.
         ``problems``: what keeps the engine from serving these weights, one sentence each, over all its ranks.
+        ``seconds``: of its slowest rank's device, by part: "copy" from other GPUs, "digest", "place".
         """
 
     @verb()
@@ -281,6 +290,7 @@ class Pending(Protocol):
         """
 
 
+@dataclass(kw_only=True, eq=False)
 class EngineProxy(ABC):
     """One engine, which may span several GPUs, as a push sees it: every verb returns a ``Pending`` at once."""
 

@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
-from slime.backends.megatron_utils.flags.sparse_arguments import indexer_sizes
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
+from slime.backends.megatron_utils.models import family_of
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.attention import sparse_attention_spec
@@ -80,21 +80,22 @@ def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
     Raises:
         ConfigError: the config is not that of a model with an indexer.
     """
-    sizes = indexer_sizes(hf_config)
-    if not sizes:
+    family = family_of(hf_config)
+    if family is None or not family.sparse_architecture:
         raise ConfigError(
             f"config.json of --hf-checkpoint has model_type {hf_config.get('model_type')!r}; sparse attention needs a "
             "model with an indexer, glm_moe_dsa or deepseek_v32; use another --spec."
         )
+    sizes = family.with_defaults(hf_config)
     is_interleaved = bool(hf_config.get("indexer_rope_interleave", False))
     is_neox = env.indexer_rope_is_neox()
     if is_neox is not None and is_neox == is_interleaved:
         logger.info("INDEXER_ROPE_NEOX_STYLE=%d overrides indexer_rope_interleave=%s.", is_neox, is_interleaved)
         is_interleaved = not is_neox
     return IndexerSettings(
-        num_heads=sizes["dsa_indexer_n_heads"],
-        head_dim=sizes["dsa_indexer_head_dim"],
-        topk=sizes["dsa_indexer_topk"],
+        num_heads=int(sizes["index_n_heads"]),
+        head_dim=int(sizes["index_head_dim"]),
+        topk=int(sizes["index_topk"]),
         is_interleaved=is_interleaved,
     )
 

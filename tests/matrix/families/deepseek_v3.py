@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.matrix.case import FamilyCase
-from tests.matrix.flags import decoder_flags, deepseek_expert_flags, latent_attention_flags
-
-
-def flags(folder: Path) -> list[str]:
-    return [*decoder_flags(folder), *latent_attention_flags(folder), *deepseek_expert_flags(folder)]
-
+from tests.matrix.flags import model_flags
 
 CASE = FamilyCase(
     name="deepseek_v3",
@@ -52,7 +45,7 @@ CASE = FamilyCase(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     },
-    flags=flags,
+    flags=model_flags,
     has_experts=True,
     about="query latents, values of another width than keys, YaRN beyond its original length, 2 of 4 expert groups",
 )

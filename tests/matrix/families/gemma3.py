@@ -6,21 +6,9 @@ import json
 from pathlib import Path
 
 from tests.matrix.case import FamilyCase, read_config, read_tensors, write_tensors, write_with_transformers
-from tests.matrix.flags import decoder_flags, grouped_query_flags
+from tests.matrix.flags import model_flags
 
 SPEC = ("--spec", "slime_plugins.models.gemma3", "get_gemma3_spec")
-
-
-def flags(folder: Path) -> list[str]:
-    config = read_config(folder)
-    flags = [
-        *decoder_flags(folder),
-        *grouped_query_flags(folder),
-        *(*SPEC, "--qk-layernorm", "--apply-layernorm-1p", "--post-self-attn-layernorm", "--post-mlp-layernorm"),
-        *("--window-size", f"{config['sliding_window'] - 1},0"),
-        *("--window-attn-skip-freq", config["layer_types"].index("full_attention") + 1),
-    ]
-    return [str(flag) for flag in flags]
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
@@ -59,7 +47,7 @@ CASE = FamilyCase(
         "tie_word_embeddings": True,
         "pad_token_id": None,
     },
-    flags=flags,
+    flags=model_flags,
     write=write,
     about="windows of 5 tokens with rotary angles of their own in layers 1, 2, 4 and 5 of 5; tied scaled embeddings",
 )

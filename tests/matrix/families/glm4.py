@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.matrix.case import FamilyCase, read_config
-from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
-
-
-def flags(folder: Path) -> list[str]:
-    config = read_config(folder)
-    flags = [
-        *decoder_flags(folder),
-        *grouped_query_flags(folder),
-        *SPEC,
-        *("--post-self-attn-layernorm", "--post-mlp-layernorm"),
-        *("--rotary-interleaved", "--rotary-percent", str(rope_setting(config, "partial_rotary_factor"))),
-        "--no-rope-fusion",
-    ]
-    return [*flags, "--add-qkv-bias"] if config["attention_bias"] else flags
-
+from tests.matrix.case import FamilyCase
+from tests.matrix.flags import model_flags
 
 SPEC = ("--spec", "slime_plugins.models.glm4", "get_glm_spec")
 COMMON = {
@@ -40,7 +24,7 @@ CASES = (
     FamilyCase(
         name="glm4",
         config={**COMMON, "num_key_value_heads": 2, "intermediate_size": 76, "attention_bias": True},
-        flags=flags,
+        flags=lambda folder: model_flags(folder, *SPEC),
         about="as the 9B: norms behind attention and MLP, biases on q, k, v, interleaved rotary over half a head",
     ),
     FamilyCase(
@@ -53,7 +37,7 @@ CASES = (
             "intermediate_size": 92,
             "attention_bias": False,
         },
-        flags=lambda folder: [word for word in flags(folder) if word not in SPEC],
+        flags=model_flags,
         about="as the 32B, without biases; the norms asked for by their flags, without --spec",
     ),
 )

@@ -3,37 +3,9 @@ an MTP layer."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.matrix.case import FamilyCase, read_config
-from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
+from tests.matrix.case import FamilyCase
+from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, mtp_extra_loss, mtp_flags, write_with_mtp
-
-
-def flags(folder: Path) -> list[str]:
-    config = read_config(folder)
-    num_dense = config["first_k_dense_replace"]
-    flags = [
-        *decoder_flags(folder),
-        *grouped_query_flags(folder),
-        *("--rotary-percent", rope_setting(config, "partial_rotary_factor")),
-        *("--num-experts", config["n_routed_experts"], "--moe-ffn-hidden-size", config["moe_intermediate_size"]),
-        *("--moe-layer-freq", f"[0]*{num_dense}+[1]*{config['num_hidden_layers'] - num_dense}"),
-        *("--moe-shared-expert-intermediate-size", config["moe_intermediate_size"] * config["n_shared_experts"]),
-        *("--moe-router-topk", config["num_experts_per_tok"], "--moe-router-score-function", "sigmoid"),
-        *("--moe-router-pre-softmax", "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", 0),
-        *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", 0),
-        *("--moe-router-topk-scaling-factor", config["routed_scaling_factor"], "--moe-router-dtype", "fp32"),
-        *("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"),
-    ]
-    if config["n_group"] > 1:
-        flags += ["--moe-router-num-groups", config["n_group"], "--moe-router-group-topk", config["topk_group"]]
-    if config["attention_bias"]:
-        flags.append("--add-qkv-bias")
-    if config["use_qk_norm"]:
-        flags.append("--qk-layernorm")
-    return [str(flag) for flag in flags]
-
 
 COMMON = {
     "model_type": "glm4_moe",
@@ -68,7 +40,7 @@ CASES = (
             "topk_group": 1,
             "use_qk_norm": True,
         },
-        flags=lambda folder: [*flags(folder), *mtp_flags(folder)],
+        flags=lambda folder: model_flags(folder, *mtp_flags(folder)),
         write=write_with_mtp,
         reference=ModelWithMtp,
         extra_loss=mtp_extra_loss,
@@ -92,7 +64,7 @@ CASES = (
             "topk_group": 2,
             "use_qk_norm": False,
         },
-        flags=lambda folder: [*flags(folder), *mtp_flags(folder, is_trained=False)],
+        flags=lambda folder: model_flags(folder, *mtp_flags(folder, is_trained=False)),
         write=write_with_mtp,
         reference=ModelWithMtp,
         has_experts=True,

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.matrix.case import FamilyCase
-from tests.matrix.families import deepseek_v3
+from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, mtp_extra_loss, mtp_flags, write_with_mtp
-
-
-def flags(folder: Path) -> list[str]:
-    return [*deepseek_v3.flags(folder), *mtp_flags(folder)]
-
 
 CASE = FamilyCase(
     name="glm4_moe_lite",
@@ -43,7 +36,7 @@ CASE = FamilyCase(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     },
-    flags=flags,
+    flags=lambda folder: model_flags(folder, *mtp_flags(folder)),
     write=write_with_mtp,
     reference=ModelWithMtp,
     extra_loss=mtp_extra_loss,

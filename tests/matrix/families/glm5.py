@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.matrix.case import FamilyCase
-from tests.matrix.flags import decoder_flags, deepseek_expert_flags, latent_attention_flags
+from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, mtp_extra_loss, mtp_flags, write_with_mtp
 
 SPARSE = ("--spec", "slime_plugins.models.glm5.glm5", "get_glm5_spec", "--allgather-cp")
 
 
 def flags(folder: Path) -> list[str]:
-    return [*decoder_flags(folder), *latent_attention_flags(folder), *deepseek_expert_flags(folder), *SPARSE]
+    return model_flags(folder, "--allgather-cp")
 
 
 CONFIG = {

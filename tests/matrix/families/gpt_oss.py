@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.matrix.case import FamilyCase, read_config
-from tests.matrix.flags import decoder_flags, grouped_query_flags
+from tests.matrix.case import FamilyCase
+from tests.matrix.flags import model_flags
 
 LEFT_OUT = ("--swiglu", "--use-rotary-position-embeddings", "--disable-bias-linear")
 """Flags of other decoders."""
-
-
-def flags(folder: Path) -> list[str]:
-    config = read_config(folder)
-    flags = [
-        *(flag for flag in decoder_flags(folder) if flag not in LEFT_OUT),
-        *grouped_query_flags(folder),
-        *("--add-qkv-bias", "--softmax-type", "learnable", "--position-embedding-type", "yarn"),
-        *("--window-size", f"{config['sliding_window'] - 1},0", "--window-attn-skip-freq", 2),
-        *("--quick-geglu", "--glu-linear-offset", 1.0),
-        *("--activation-func-clamp-value", config.get("swiglu_limit", 7.0)),
-        *("--num-experts", config["num_local_experts"], "--moe-ffn-hidden-size", config["intermediate_size"]),
-        *("--moe-router-topk", config["num_experts_per_tok"], "--moe-router-score-function", "softmax"),
-        *("--moe-router-dtype", "fp32", "--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", 0),
-        *("--moe-grouped-gemm", "--expert-tensor-parallel-size", 1),
-    ]
-    return [str(flag) for flag in flags]
 
 
 CASE = FamilyCase(
@@ -53,7 +34,7 @@ CASE = FamilyCase(
         "tie_word_embeddings": False,
         "pad_token_id": None,
     },
-    flags=flags,
+    flags=model_flags,
     has_experts=True,
     has_quantized_form=False,  # SGLang loads its stacked experts in bf16 and MXFP4
     about="sinks, windows of 5 tokens in layers 1 and 3 of 3, biases, YaRN without rounding, a clamped gate",

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.matrix.case import FamilyCase, read_config
-from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
-
-
-def flags(folder: Path) -> list[str]:
-    scaled = rope_setting(read_config(folder), "rope_type") == "llama3"
-    return [*decoder_flags(folder), *grouped_query_flags(folder), *(["--use-rope-scaling"] if scaled else [])]
-
+from tests.matrix.case import FamilyCase
+from tests.matrix.flags import model_flags
 
 COMMON = {
     "model_type": "llama",
@@ -40,7 +32,7 @@ CASES = (
                 "original_max_position_embeddings": 8192,
             },
         },
-        flags=flags,
+        flags=model_flags,
         about="rotary frequencies scaled as in Llama 3.1",
     ),
     FamilyCase(
@@ -53,7 +45,7 @@ CASES = (
             "tie_word_embeddings": True,
             "max_position_embeddings": 512,
         },
-        flags=flags,
+        flags=model_flags,
         max_tp=1,
         about="5 heads, none grouped; tied embeddings",
     ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.matrix.case import FamilyCase
-from tests.matrix.flags import decoder_flags, grouped_query_flags
+from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, MtpFormat, mtp_extra_loss, mtp_flags, write_with_mtp
 
 MIMO_FORMAT = MtpFormat(
@@ -19,10 +19,6 @@ MIMO_FORMAT = MtpFormat(
     copies=(),
     model_type="qwen2",
 )
-
-
-def flags(folder: Path) -> list[str]:
-    return [*decoder_flags(folder), *grouped_query_flags(folder), "--add-qkv-bias", *mtp_flags(folder)]
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
@@ -47,7 +43,7 @@ CASE = FamilyCase(
         "tie_word_embeddings": False,
     },
     architecture="MiMoForCausalLM",
-    flags=flags,
+    flags=lambda folder: model_flags(folder, *mtp_flags(folder)),
     write=write,
     reference=lambda folder: ModelWithMtp(folder, MIMO_FORMAT),
     extra_loss=mtp_extra_loss,

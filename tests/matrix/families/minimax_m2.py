@@ -2,29 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.matrix.case import FamilyCase, read_config
-from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
-
-
-def flags(folder: Path) -> list[str]:
-    config = read_config(folder)
-    flags = [
-        *("--spec", "slime_plugins.models.minimax_m2", "get_minimax_m2_spec"),
-        *decoder_flags(folder),
-        *grouped_query_flags(folder),
-        *("--qk-layernorm", "--rotary-percent", rope_setting(config, "partial_rotary_factor")),
-        *("--num-experts", config["num_local_experts"], "--moe-ffn-hidden-size", config["intermediate_size"]),
-        *("--moe-layer-freq", f"[1]*{config['num_hidden_layers']}"),
-        *("--moe-router-topk", config["num_experts_per_tok"], "--moe-router-score-function", "sigmoid"),
-        *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", 0),
-        *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", 0),
-        *("--moe-router-dtype", "fp32", "--moe-token-dispatcher-type", "alltoall"),
-        *("--moe-grouped-gemm", "--moe-permute-fusion"),
-    ]
-    return [str(flag) for flag in flags]
-
+from tests.matrix.case import FamilyCase
+from tests.matrix.flags import model_flags
 
 CASE = FamilyCase(
     name="minimax_m2",
@@ -54,7 +33,7 @@ CASE = FamilyCase(
         "scoring_func": "sigmoid",
         "shared_intermediate_size": 0,
     },
-    flags=flags,
+    flags=model_flags,
     has_experts=True,
     about="norms over 6 query heads and 2 key heads together, a router bias, 5 of 12 experts, 6 of 12 dimensions turn",
 )

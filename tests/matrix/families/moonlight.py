@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.matrix.case import FamilyCase
-from tests.matrix.families.deepseek_v3 import flags
+from tests.matrix.flags import model_flags
 
 CASE = FamilyCase(
     name="moonlight",
@@ -34,7 +34,7 @@ CASE = FamilyCase(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     },
-    flags=flags,
+    flags=model_flags,
     has_experts=True,
     about="queries straight from the hidden state, two shared experts, one expert group, 3 of 8 experts",
 )

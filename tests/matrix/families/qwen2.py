@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.matrix.case import FamilyCase
-from tests.matrix.flags import decoder_flags, grouped_query_flags
-
-
-def flags(folder: Path) -> list[str]:
-    return [*decoder_flags(folder), *grouped_query_flags(folder), "--add-qkv-bias"]
-
+from tests.matrix.flags import model_flags
 
 CASE = FamilyCase(
     name="qwen2.5",
@@ -27,6 +20,6 @@ CASE = FamilyCase(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     },
-    flags=flags,
+    flags=model_flags,
     about="biases on q, k, v; tied embeddings",
 )

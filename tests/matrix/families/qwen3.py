@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.matrix.case import FamilyCase
-from tests.matrix.flags import decoder_flags, grouped_query_flags
-
-
-def flags(folder: Path) -> list[str]:
-    return [*decoder_flags(folder), *grouped_query_flags(folder), "--qk-layernorm"]
-
+from tests.matrix.flags import model_flags
 
 CASE = FamilyCase(
     name="qwen3",
@@ -28,6 +21,6 @@ CASE = FamilyCase(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     },
-    flags=flags,
+    flags=model_flags,
     about="query and key norms, 6 heads over 2 groups, head width 16 of hidden 48",
 )

@@ -7,33 +7,13 @@ from pathlib import Path
 
 import torch
 
-from tests.matrix.case import FamilyCase, Tensors, read_config
+from tests.matrix.case import FamilyCase, Tensors
 from tests.matrix.families.qwen3_next import MTP_FORMAT
-from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
+from tests.matrix.flags import model_flags
 from tests.matrix.references.composite import CompositeModel, as_pushed, write_composite
 from tests.matrix.references.mtp import mtp_extra_loss
 
 SPEC = ("--spec", "slime_plugins.models.qwen3_5", "get_qwen3_5_spec")
-
-
-def flags(folder: Path) -> list[str]:
-    config = read_config(folder)["text_config"]
-    flags = [
-        *decoder_flags(folder),
-        *grouped_query_flags(folder),
-        *(*SPEC, "--qk-layernorm", "--attention-output-gate", "--apply-layernorm-1p"),
-        *("--rotary-percent", rope_setting(config, "partial_rotary_factor")),
-        *("--mtp-num-layers", config["mtp_num_hidden_layers"], "--enable-mtp-training"),
-    ]
-    if config.get("num_experts"):
-        flags += [
-            *("--num-experts", config["num_experts"], "--moe-router-topk", config["num_experts_per_tok"]),
-            *("--moe-ffn-hidden-size", config["moe_intermediate_size"], "--moe-shared-expert-gate"),
-            *("--moe-shared-expert-intermediate-size", config["shared_expert_intermediate_size"]),
-            *("--moe-router-score-function", "softmax", "--moe-router-dtype", "fp32", "--moe-aux-loss-coeff", 0),
-            *("--moe-token-dispatcher-type", "alltoall", "--moe-token-drop-policy", "probs", "--moe-grouped-gemm"),
-        ]
-    return [str(flag) for flag in flags]
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
@@ -87,7 +67,7 @@ DENSE = FamilyCase(
         "tie_word_embeddings": True,
     },
     architecture="Qwen3_5ForConditionalGeneration",
-    flags=flags,
+    flags=lambda folder: model_flags(folder, "--mtp-num-layers", "1", "--enable-mtp-training"),
     write=write,
     reference=lambda folder: CompositeModel(folder, MTP_FORMAT),
     pushed=as_pushed,

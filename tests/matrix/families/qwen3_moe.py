@@ -2,36 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.matrix.case import FamilyCase, read_config
-from tests.matrix.flags import decoder_flags, grouped_query_flags
-
-
-def flags(folder: Path) -> list[str]:
-    config = read_config(folder)
-    has_experts = [
-        int(index not in config["mlp_only_layers"] and (index + 1) % config["decoder_sparse_step"] == 0)
-        for index in range(config["num_hidden_layers"])
-    ]
-    flags = [
-        *decoder_flags(folder),
-        *grouped_query_flags(folder),
-        *("--num-experts", config.get("num_experts") or config["num_local_experts"]),
-        *("--moe-layer-freq", has_experts, "--moe-ffn-hidden-size", config["moe_intermediate_size"]),
-        *("--moe-router-topk", config["num_experts_per_tok"], "--moe-router-score-function", "softmax"),
-        *("--moe-router-dtype", "fp32", "--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", 0),
-        *("--moe-token-drop-policy", "probs", "--moe-grouped-gemm", "--moe-permute-fusion"),
-    ]
-    if not config["norm_topk_prob"]:
-        flags.append("--moe-router-pre-softmax")  # weights as they are among all experts
-    if config["model_type"] == "qwen3_moe":
-        flags.append("--qk-layernorm")
-    else:
-        flags += ["--add-qkv-bias", "--moe-shared-expert-gate"]
-        flags += ["--moe-shared-expert-intermediate-size", config["shared_expert_intermediate_size"]]
-    return [str(flag) for flag in flags]
-
+from tests.matrix.case import FamilyCase
+from tests.matrix.flags import model_flags
 
 COMMON = {
     "hidden_size": 48,
@@ -59,7 +31,7 @@ CASES = (
             "num_experts_per_tok": 3,
             "norm_topk_prob": True,
         },
-        flags=flags,
+        flags=model_flags,
         has_experts=True,
         about="12 experts, 3 chosen, a dense layer between; query and key norms",
     ),
@@ -77,7 +49,7 @@ CASES = (
             "num_experts_per_tok": 4,
             "norm_topk_prob": False,
         },
-        flags=flags,
+        flags=model_flags,
         has_experts=True,
         about="a gated shared expert, weights not normalised, biases on q, k, v",
     ),

@@ -9,27 +9,10 @@ from pathlib import Path
 import torch
 
 from tests.matrix.case import FamilyCase, read_config, read_tensors, write_tensors
-from tests.matrix.flags import decoder_flags, grouped_query_flags, rope_setting
+from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, MtpFormat, mtp_extra_loss, mtp_flags, write_with_mtp
 
 SPEC = ("--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec")
-
-
-def flags(folder: Path) -> list[str]:
-    config = read_config(folder)
-    flags = [
-        *decoder_flags(folder),
-        *grouped_query_flags(folder),
-        *(*SPEC, "--qk-layernorm", "--attention-output-gate", "--apply-layernorm-1p"),
-        *("--rotary-percent", rope_setting(config, "partial_rotary_factor")),
-        *("--num-experts", config["num_experts"], "--moe-router-topk", config["num_experts_per_tok"]),
-        *("--moe-ffn-hidden-size", config["moe_intermediate_size"], "--moe-shared-expert-gate"),
-        *("--moe-shared-expert-intermediate-size", config["shared_expert_intermediate_size"]),
-        *("--moe-router-score-function", "softmax", "--moe-router-dtype", "fp32", "--moe-aux-loss-coeff", 0),
-        *mtp_flags(folder),
-        *("--moe-token-dispatcher-type", "alltoall", "--moe-token-drop-policy", "probs", "--moe-grouped-gemm"),
-    ]
-    return [str(flag) for flag in flags]
 
 
 MTP_FORMAT = MtpFormat(
@@ -105,7 +88,7 @@ CASE = FamilyCase(
         "partial_rotary_factor": 0.25,
         "tie_word_embeddings": False,
     },
-    flags=flags,
+    flags=lambda folder: model_flags(folder, *mtp_flags(folder)),
     write=write,
     reference=lambda folder: ModelWithMtp(folder, MTP_FORMAT),
     extra_loss=mtp_extra_loss,

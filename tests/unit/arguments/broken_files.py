@@ -127,6 +127,25 @@ CHECKPOINTS = (
         },
         says=("--ref-load", "awq", "bf16"),
     ),
+    Broken(
+        mistake="engines in a quantization that pushes cannot make",
+        config={"quantization_config": {"quant_method": "awq"}},
+        without=("--ref-load",),
+        flags="--load $folder/out",
+        says=("quantized (awq)", "--hf-checkpoint"),
+    ),
+    Broken(
+        mistake="engines in the MXFP4 of gpt-oss",
+        script="gpt-oss-20b",
+        config={"quantization_config": {"quant_method": "mxfp4"}},
+        says=("--hf-checkpoint is MXFP4", "--ref-load", "tools/convert_mxfp4_to_bf16.py"),
+    ),
+    Broken(
+        mistake="experts of gpt-oss, replayed from engines that do not say them",
+        script="gpt-oss-20b",
+        flags="--use-rollout-routing-replay",
+        says=("--use-rollout-routing-replay", "gpt_oss", "use --use-routing-replay"),
+    ),
 )
 
 DATA = (

@@ -334,7 +334,8 @@ MODELS = (
         mistake="no model's flags",
         script="",
         checkpoint=DENSE,
-        says=("--num-layers is 0 or not given", "scripts/models"),
+        flags="--num-layers 0",
+        says=("--num-layers is 0; num_hidden_layers is", "scripts/models"),
     ),
     Broken(
         mistake="the script of a larger model",
@@ -345,7 +346,7 @@ MODELS = (
             "--hidden-size is 4096; hidden_size is 2560",
             "--ffn-hidden-size",
             "--untie-embeddings-and-output-weights is given; tie_word_embeddings is True",
-            "Source the file of scripts/models",
+            "Leave the model flags out, or source the file of scripts/models",
         ),
     ),
     Broken(

@@ -57,6 +57,21 @@ ALGORITHM = (
         says=("--freeze-params-name-list", "'*.bias' is no regular expression"),
     ),
     Broken(
+        mistake="the scale of adapters that are not there",
+        flags="--lora-alpha 16",
+        says=("--lora-alpha is 16", "no effect without --lora-rank"),
+    ),
+    Broken(
+        mistake="adapters beside frozen lists, pushed alone",
+        flags="--lora-rank 8 --lora-push adapter --freeze-params-name-list embedding",
+        says=("--lora-push adapter is not built yet", "--freeze-params-name-list does not go with --lora-rank"),
+    ),
+    Broken(
+        mistake="adapters on a layer that has another name",
+        flags="--lora-rank 8 --lora-target-modules query_proj",
+        says=("'query_proj', which no linear layer of", "o_proj, q_proj"),
+    ),
+    Broken(
         mistake="two precisions",
         flags="--bf16 --fp16",
         says=("--bf16 and --fp16", "one of them"),

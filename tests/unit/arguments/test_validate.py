@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from types import ModuleType
 
@@ -217,6 +218,13 @@ def test_a_weight_file_that_the_index_names_must_exist(complaint, model_folder):
 def test_a_model_without_tokenizer_is_refused(complaint, model_folder):
     (model_folder / "tokenizer.json").unlink()
     assert "has no tokenizer" in complaint()
+
+
+def test_the_trainer_starts_from_a_folder_in_mxfp4(make_args, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "mxfp4")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    slime_validate_args(make_args("--ref-load", str(folder)))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(complaint, tmp_path):

@@ -20,7 +20,7 @@ from tests.contracts.source_tree import REPO
 
 FOLDER = REPO / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
-PARTS = {"demo_step", "model_shapes", "phase_table", "results_page"}
+PARTS = {"demo_step", "model_shapes", "phase_table", "published_configs", "results_page"}
 """Modules that programs import."""
 OF_TRAINING = {"plan_memory", "step_phases", "train_mfu", "weight_push_engine", "weight_push_ways"}
 """Programs with flags of train.py: each has a test below."""
@@ -66,14 +66,15 @@ def test_the_command_line_is_explained(name, monkeypatch, capsys):
     [
         ("qwen3-1.7B", 1, ""),
         ("qwen3-4B", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-        ("qwen3-4B", 1, "--num-layers 2"),
         ("glm4-9B", 1, ""),
+        ("qwen3-30B-A3B", 4, "--expert-model-parallel-size 4"),
+        ("moonlight", 1, ""),
     ],
 )
 def test_the_flags_of_the_trainers_benchmarks_are_accepted(model, num_gpus, extra):
-    options = Namespace(model=model, tokens=1024)
+    options = Namespace(model=model, tokens=1024, layers=4)
     args = load("train_mfu").trainer_args(options, extra.split(), num_gpus)
-    assert args.actor_num_gpus_per_node == num_gpus
+    assert (args.actor_num_gpus_per_node, args.num_layers) == (num_gpus, 4)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tests.dist.gloo_ranks import run_ranks
+from tests.matrix.pool import run_ranks
 
 REPO = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(REPO / "tests/unit/backends/megatron_utils"))

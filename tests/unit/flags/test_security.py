@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import pytest
 
+from slime.flags.observability import derive_observability
 from slime.flags.security import (
     REDACTED,
     check_security,
@@ -110,3 +111,13 @@ def test_what_is_written_down_has_no_secret():
 def test_a_command_line_is_shown_without_its_secrets():
     words = ["train.py", "--wandb-key", "k3y", "--lr", "1", "--router-api-key=k3y", "--use-wandb"]
     assert redacted_words(words) == ["train.py", "--wandb-key", REDACTED, "--lr", "1", f"--router-api-key={REDACTED}", "--use-wandb"]  # fmt: skip  # noqa: E501
+
+
+def test_a_key_of_wandb_on_the_command_line_is_advised_against(caplog, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    args = Namespace(wandb_key=None, wandb_key_file=None, prometheus_port=None)
+    derive_observability(args)
+    assert args.wandb_key is None and caplog.text == ""
+    args.wandb_key = "k3y"
+    derive_observability(args)
+    assert "--wandb-key-file" in caplog.text and "k3y" not in caplog.text

@@ -35,7 +35,8 @@ LOGGED = {
     "perf/train_peak_memory_gib": 31.5, "rollout/raw_reward": 0.68, "rollout/staleness/mean": 0.5,
     "rollout/staleness/max": 2.0, "rollout/groups/issued": 40, "rollout/groups/kept": 32, "rollout/groups/dropped": 7,
     "rollout/groups/discarded": 1, "rollout/groups/in_flight": 12, "rollout/groups/ready": 3,
-    "rollout/dynamic_filter/drop_zero_std_1.0": 7, "eval/aime": 0.3,
+    "rollout/dynamic_filter/drop_zero_std_1.0": 7, "eval/aime": 0.3, "perf/rank_0/step_s": 1.5,
+    "perf/rank_0/peak_memory_gib": 30.0,
 }  # fmt: skip
 TRAINED = {
     "train/loss": 0.01, "train/grad_norm": 0.4, "train/train_rollout_logprob_abs_diff": 0.002,

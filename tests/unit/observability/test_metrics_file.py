@@ -113,8 +113,8 @@ def test_metrics_of_several_processes_meet_in_one_line(tmp_path: Path) -> None:
     append_record(path, {"rollout/step": 0, "rollout/raw_reward": 0.9})
     line = StepLine(path)
     append_record(path, {"rollout/step": 3, "rollout/raw_reward": 0.25})
-    append_record(path, {"train/step": 3, "train/grad_norm": 0.5})
-    assert line.line(3, {"train/loss": 0.1}) == "step 4 | reward 0.250 | loss 0.1000 | grad 0.500"
+    append_record(path, {"train/step": 3, "train/grad_norm": 0.5, "train/loss": 0.1})
+    assert line.line(3) == "step 4 | reward 0.250 | loss 0.1000 | grad 0.500"
     assert line.line(4) == "step 5"
 
 

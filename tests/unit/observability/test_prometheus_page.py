@@ -89,7 +89,7 @@ def test_the_latest_value_of_each_metric_is_shown_and_counts_are_summed(tmp_path
         assert samples(fetch(page))["slime_rollout_groups_dropped_total"] == 8
 
 
-def test_layers_data_sets_and_reasons_are_labels(tmp_path):
+def test_ranks_layers_data_sets_and_reasons_are_labels(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with page_of(path, eval_names=("aime", "aime-2024")) as page:
         append_record(
@@ -99,6 +99,8 @@ def test_layers_data_sets_and_reasons_are_labels(tmp_path):
                 "train/expert_load/layer_3/max_over_mean": 2.0,
                 "train/expert_load/layer_12/max_over_mean": 1.5,
                 "train/expert_load/worst_max_over_mean": 2.0,
+                "perf/rank_11/tok_per_s": 700.0,
+                "perf/critic-rank_0/tok_per_s": 900.0,
                 "eval/aime": 0.25,
                 "eval/aime-2024": 0.5,
                 "eval/aime-2024-truncated_ratio": 0.125,

@@ -26,7 +26,7 @@ class Trainer:
         self.error: Exception | None = None
 
     def resend_weights(self, engines: Any) -> None:
-        self.notes.append(("push", engines.handles))
+        self.notes.append(("push", engines.engines))
         self.excluded, self.next_excluded = self.next_excluded, []
         if self.error is not None:
             raise self.error
@@ -49,7 +49,7 @@ class Evaluation(BackgroundEvaluation):
 
     def _ask(self, method: str) -> Any:
         assert method == "get_evaluation_engines"
-        return Namespace(handles=list(self.handles))
+        return Namespace(engines=list(self.handles))
 
     def _eval(self, rollout_id: int) -> str:
         self.notes.append(("eval", rollout_id))

@@ -15,7 +15,7 @@ from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines import fleet, models
 from slime.ray.train_loop import TrainJob
-from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError
+from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, EngineError
 
 FLAGS = Namespace(
     rollout_timeout_s=1000.0,
@@ -117,6 +117,27 @@ def test_a_cluster_that_does_not_let_the_driver_in_is_an_error_that_names_the_va
     assert "RAY_ADDRESS" in str(outcome)
 
 
+def test_a_private_cluster_that_starts_too_slowly_is_started_again_but_not_for_ever(monkeypatch, caplog):
+    answers: list[Exception | None] = []
+    monkeypatch.setattr(connect.ray, "init", lambda **_: _raise(answers.pop(0)))
+    slow = Exception("The current node timed out during startup.")
+    answers[:] = [slow, None]
+    connect._start(1, 2)
+    assert answers == [] and "attempt 1 of 3" in caplog.text
+    answers[:] = [slow] * 4
+    with pytest.raises(Exception, match="timed out during startup"):
+        connect._start(1, 2)
+    assert len(answers) == 1
+    answers[:] = [ConnectionError("no"), None]
+    with pytest.raises(ConnectionError):
+        connect._start(1, 2)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
 def quiet_fleet(**flags: Any) -> fleet.EngineFleet:
     values = {"rollout_timeout_s": -fleet.DEADLINE_MARGIN_S, "use_fault_tolerance": False, "shutdown_timeout_s": 0.2}
     values |= {"rollout_health_check_interval": 1000.0, "rollout_health_check_timeout": 1000.0} | flags
@@ -147,6 +168,19 @@ def test_a_router_that_gives_no_sign_of_life_ends_the_run_or_is_started_again(mo
     else:
         with pytest.raises(EngineDiedError, match="the router http://router .* does not answer"):
             made.check()
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_request_that_a_dead_router_refused_ends_the_run_with_the_death(monkeypatch, is_dead):
+    monkeypatch.setattr(fleet, "ENGINE_CHECK_INTERVAL_S", 0.01)
+    made = quiet_fleet(rollout_timeout_s=60.0)
+    process = Namespace(is_alive=lambda: not is_dead)
+    router = Namespace(url="http://router", process=process)
+    made.servers = [Namespace(router=router, config=Namespace(name="actor"), groups=[])]
+    monkeypatch.setattr(made, "pause_monitors", lambda: None)
+    cause = "the router http://router .* has ended" if is_dead else "GET http://router/workers failed"
+    with pytest.raises(EngineDiedError if is_dead else EngineError, match=cause):
+        made.run_watched(lambda: _raise(EngineError("GET http://router/workers failed")))
 
 
 def test_the_end_waits_for_engines_no_longer_than_its_flag(monkeypatch):

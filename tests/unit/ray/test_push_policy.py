@@ -40,7 +40,7 @@ class Group(RayTrainGroup):
     def _ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         self.asked.append((method, *arguments))
         if method == "get_engines_without_weights":
-            return Namespace(handles=[None] * self.waiting)
+            return Namespace(engines=[None] * self.waiting)
         return 0
 
 

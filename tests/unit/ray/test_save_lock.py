@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.save_lock import LOCK_FILE, SaveLock
+from slime.ray.save_lock import LOCK_FILE, SaveLock, lock_folders
 from slime.utils.errors import ConfigError
 
 HOLD = """
@@ -72,3 +72,15 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_flag(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--save .*file/run cannot be written"):
         SaveLock(Path(tmp_path, "file", "run"))
+
+
+def test_the_critic_has_a_lock_where_its_folder_is_another(tmp_path):
+    actor, inside, outside = tmp_path / "run", tmp_path / "run/critic", tmp_path / "critic"
+    [lock] = lock_folders({"--save": str(actor), "critic": str(inside)})
+    lock.release()
+    assert lock_folders({"--save": None, "critic": None}) == []
+    held = lock_folders({"--save": str(actor), "critic": str(outside)})
+    with pytest.raises(ConfigError, match=f"critic .*critic belongs to a job that is running.*pid {os.getpid()}"):
+        lock_folders({"--save": str(tmp_path / "other"), "critic": str(outside)})
+    for lock in (*held, SaveLock(tmp_path / "other")):  # the refused job holds nothing
+        lock.release()

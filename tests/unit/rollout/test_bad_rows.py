@@ -193,7 +193,7 @@ def test_labels_that_graders_compare_with_are_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (gzip.compress(GOOD), "is named .jsonl and is compressed by gzip; decompress it"),
+        (gzip.compress(GOOD, mtime=0), "is named .jsonl and is compressed by gzip; decompress it"),
         (b"PK\x03\x04rest", "a zip archive"),
         (b"\x28\xb5\x2f\xfdrest", "compressed by zstd"),
         (b"BZh9rest", "compressed by bzip2"),

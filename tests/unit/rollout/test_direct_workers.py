@@ -12,7 +12,6 @@ from slime.backends.sglang_utils.router_process import register_worker, start_ro
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.rollout import direct_workers
 from slime.rollout.config import rollout_config
-from slime.rollout.control_client import close_control_client
 from slime.rollout.direct_workers import WorkerPicker, post_to_worker, router_would_drop
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import HttpStatusError, close_http_client
@@ -70,7 +69,6 @@ def send(router, prompts: list[list[int]], *, keys: list[str] | None = None, **f
             )
         finally:
             await close_http_client()
-            await close_control_client()
 
     for answer in asyncio.run(all_of_them()):
         assert answer["meta_info"]["finish_reason"]["type"] in ("stop", "length")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from slime.rollout import eval_rollout, state
-from slime.rollout.control_client import close_control_client
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
@@ -37,7 +36,6 @@ def cluster(monkeypatch) -> Iterator[FakeCluster]:
     started = run(make())
     yield started
     run(close_http_client())
-    run(close_control_client())
     run(started.stop())
 
 

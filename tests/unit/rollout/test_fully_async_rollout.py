@@ -16,7 +16,6 @@ from slime.rollout import data_source as data_source_module
 from slime.rollout import fully_async_rollout, pool, state
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.context import RunState, use_run
-from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
@@ -139,7 +138,6 @@ def start_job(tmp_path, monkeypatch) -> Iterator[StartJob]:
         run(worker.stop())
     fully_async_rollout._WORKERS.clear()
     run(close_http_client())
-    run(close_control_client())
     use_run(RunState())
     for engine in engines:
         engine.stop()

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import on_policy_distillation
+from slime.rollout import control_client
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DataError, GraderError
+from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault, Script
 from tests.scripted_engine.server import ScriptedEngine
@@ -19,12 +20,12 @@ from tests.scripted_engine.server import ScriptedEngine
 
 @pytest.fixture
 def teacher(monkeypatch) -> Iterator[ScriptedEngine]:
-    monkeypatch.setattr(on_policy_distillation, "MAX_WAIT_S", -1.0)  # no wait between attempts
-    monkeypatch.setattr(on_policy_distillation.random, "random", lambda: 1.01)
+    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)  # no wait between attempts
+    monkeypatch.setattr(control_client.random, "random", lambda: 1.01)
     engine = ScriptedEngine(Script(log_prob=lambda token, position: -token / 10 - position))
     engine.start()
     yield engine
-    run(on_policy_distillation.close_teacher_client())
+    run(close_http_client())
     engine.stop()
 
 

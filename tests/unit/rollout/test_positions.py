@@ -1,13 +1,22 @@
 """A data position is that of one data set in one order, and its file is read whole and without running code."""
 
+import datetime
+import enum
 import json
 import os
 import pickle
+import signal
+import threading
+from collections import Counter, OrderedDict
+from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from slime.rollout import plain_values
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, state_path
 from slime.rollout.ledger.ledger import position_path
 from slime.rollout.ledger.sample_codec import EntryEncoder, apply_entry, snapshot
@@ -175,7 +184,11 @@ def test_a_flip_of_any_byte_and_any_cut_of_a_position_is_an_error(tmp_path):
                 read_state(path, what="It")
         path.write_bytes(whole)
         assert repr(read_state(path, what="It")) == expected
-        assert torch.load(path, weights_only=False).keys() == read_state(path, what="It").keys()
+        head, body = whole.split(b"\n")
+        assert (
+            json.loads(head)["format"] == "slime state"
+            and json.loads(body).keys() == read_state(path, what="It").keys()
+        )
 
 
 @pytest.mark.parametrize(
@@ -192,8 +205,9 @@ def test_a_position_from_a_stranger_runs_no_code(tmp_path, write):
         path.write_bytes(whole)
 
 
-def test_a_field_or_metrics_in_the_ledger_from_a_stranger_run_no_code(tmp_path, caplog):
+def test_a_field_or_metrics_in_the_ledger_from_a_stranger_run_no_code(tmp_path, caplog, monkeypatch):
     marker = tmp_path / "marker"
+    monkeypatch.setattr(plain_values, "dumps", lambda value, **names: pickle.dumps(value))
     sample = Sample(prompt="p", metadata={"x": Payload(marker)})
     description, chunks = EntryEncoder(trust_identity=False).encode(None, snapshot(sample), None)
     with pytest.raises(DataError, match="Sample.metadata, holds posix.mkdir"):
@@ -210,14 +224,102 @@ def test_a_field_or_metrics_in_the_ledger_from_a_stranger_run_no_code(tmp_path, 
     assert "the metrics of rollout 0, holds posix.mkdir" in caplog.text
 
 
-def test_tensors_and_arrays_of_samples_come_back_and_objects_of_classes_are_left_out(tmp_path, caplog):
-    state = {"a": torch.arange(3), "b": np.arange(2), "c": [[{"x": Sample, "y": (1, {2})}]], "d": {1: b"z"}}
-    write_state(tmp_path / "state.pt", state, what="The state")
+PLAIN = {
+    "numbers": [1, -(2**70), 0.1, float("inf"), True, None],
+    "text": "half a pair \ud800, \0",
+    "tuple": (1, (2, [3])),
+    "set": {1, "a"},
+    "bytes": b"\0\xff",
+    "no bytes": b"",
+    "keys": {1: "a", (2, 3): "b", "$ref": "c"},
+    "dollar": {"$tuple": [1]},
+    "tensor": torch.arange(6).view(2, 3).T,
+    "bf16": torch.tensor(1.5, dtype=torch.bfloat16),
+    "empty": torch.zeros(0, 3),
+    "array": np.arange(6, dtype=np.uint16)[::2],
+    "scalar": np.float32(2.5),
+    "time": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
+    "path": Path("/a/b"),
+    "decimal": Decimal("0.10"),
+    "complex": 1 + 2j,
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_value_comes_back_as_it_was_without_a_pickle(name):
+    value = PLAIN[name]
+    data = plain_values.dumps(value)
+    assert not data.startswith((b"\x80", b"PK"))
+    back = plain_values.loads(data, where="it")
+    assert type(back) is type(value) or isinstance(value, Path)
+    if hasattr(value, "dtype"):
+        assert back.dtype == value.dtype and back.shape == value.shape and (back == value).all()
+    else:
+        assert back == value and repr(back) == repr(value)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA"])
+def test_an_image_keeps_its_pixels(mode):
+    image = Image.new("RGB", (3, 2), (1, 2, 3)).convert(mode)
+    back = plain_values.loads(plain_values.dumps({"images": [image]}), where="it")["images"][0]
+    assert back.mode == mode and back.convert("RGB").tobytes() == image.convert("RGB").tobytes()
+
+
+class Answer(enum.StrEnum):
+    YES = "yes"
+
+
+def test_subclasses_of_plain_types_are_written_as_these():
+    value = [OrderedDict(a=1), Counter("aa"), Answer.YES, np.float64(0.5), signal.SIGTERM]
+    assert plain_values.loads(plain_values.dumps(value), where="it") == [{"a": 1}, {"a": 2}, "yes", 0.5, 15]
+
+
+def test_objects_are_left_out_alone_and_named_with_a_remedy(tmp_path, caplog):
+    holds_itself = {"note": 1}
+    holds_itself["self"] = holds_itself
+    value = {
+        "c": [[{"x": Sample, "y": (1, {2})}]],
+        "d": {1: b"z"},
+        "r": holds_itself,
+        "n": [10**5000][0],
+        "s": [object()],
+    }
+    write_state(tmp_path / "state.pt", value, what="The state")
     found = read_state(tmp_path / "state.pt", what="The state")
-    assert found["a"].tolist() == [0, 1, 2] and found["b"].tolist() == [0, 1]
-    assert found["c"] == [[{"y": (1, {2})}]] and found["d"] == {1: b"z"}
-    assert "The state is stored without x" in caplog.text
-    sample = Sample(prompt="p", metadata={"t": torch.ones(2), "n": np.float32(2.5)})
-    description, chunks = EntryEncoder(trust_identity=False).encode(None, snapshot(sample), None)
-    values, _ = apply_entry(None, description, memoryview(b"".join(chunks)))
-    assert values["metadata"]["t"].tolist() == [1.0, 1.0] and values["metadata"]["n"] == 2.5
+    assert found == {"c": [[{"y": (1, {2})}]], "d": {1: b"z"}, "r": {"note": 1}}
+    [line] = [record.getMessage() for record in caplog.records]
+    for place in ("c['x'] (a type)", "r['self'] (in itself)", "n (an integer of 16610 bits)", "s (a object)"):
+        assert place in line
+    assert line.endswith(plain_values.REMEDY)
+    write_state(tmp_path / "state.pt", value, what="The state")
+    assert len(caplog.records) == 1
+
+
+def test_an_object_in_a_sample_or_in_the_notes_is_named_before_a_checkpoint(make_args, caplog):  # noqa: F811
+    source = RolloutDataSourceWithBuffer(make_args())
+    groups = source.get_samples(1)
+    lock = groups[0][0].metadata["lock"] = threading.Lock()
+    groups[0][0].metadata["kept"] = 1
+    source.add_samples(groups)
+    assert "Checkpoints will not hold Sample.metadata['lock'] (a lock)" in caplog.text
+    source.update_metadata({"client": lock})
+    assert "Checkpoints will not hold metadata.client (a lock)" in caplog.text
+    source.metadata.clear()
+    source.save(0)
+    resumed = RolloutDataSourceWithBuffer(make_args())
+    resumed.load(0)
+    assert resumed.buffer[0][0].metadata == {"kept": 1}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"{", b"\xff\xfe", b'{"$array": "7"}', b'{"$unknown": 1}', b'{"$set": [[1]]}', b"[" * 100_000, b""),
+        *(b'{"$image": ["RGB", [9, 9], null, "0"]}', b'{"$decimal": "x"}', b'{"$dict": 3}'),
+        (8).to_bytes(8, "little") + b'{"a": 1}',
+        plain_values.dumps(b"abc")[:-1],
+    ],
+)
+def test_bytes_that_are_no_value_are_one_error(data):
+    with pytest.raises(DataError, match="it .* is cut or damaged"):
+        plain_values.loads(data, where="it")

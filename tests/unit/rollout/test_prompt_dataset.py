@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slime.rollout.prompt_dataset import Dataset, check_prompt_file, get_source
+from slime.rollout.prompt_dataset import Dataset, check_prompt_file
 from slime.rollout.prompt_files import read_file, split_path
+from slime.utils.data import get_source
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 

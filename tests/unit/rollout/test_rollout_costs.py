@@ -12,7 +12,6 @@ import pytest
 from slime.rollout import data_source as data_source_module
 from slime.rollout import pool, state
 from slime.rollout.base_types import leaf_samples
-from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
@@ -42,7 +41,6 @@ def tokenizer(monkeypatch) -> Iterator[CountingTokenizer]:
     fake_cluster.CALLS.clear()
     yield tokenizer
     run(close_http_client())
-    run(close_control_client())
     GenerateState.clear_instances()
 
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
+from slime.rollout import control_client, sglang_streaming_rollout, state
 from slime.rollout import data_source as data_source_module
 from slime.rollout import generate as generate_module
-from slime.rollout import sglang_streaming_rollout, state
 from slime.rollout.base_types import leaf_samples
-from slime.rollout.control_client import close_control_client
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.rm_hub import policy, remote
+from slime.rollout.rm_hub import policy
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils import http_utils
 from slime.utils.async_utils import run
@@ -70,8 +69,6 @@ def rollout(tmp_path, monkeypatch) -> Iterator[Rollout]:
 
     yield start
     run(close_http_client())
-    run(close_control_client())
-    run(remote.close_remote_rm_client())
     GenerateState.clear_instances()
     for engine in engines:
         engine.stop()
@@ -138,8 +135,8 @@ def dead_url() -> str:
 
 @pytest.fixture
 def no_waits_between_tries(monkeypatch):
-    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)
-    monkeypatch.setattr(remote.random, "random", lambda: 1.0)
+    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(control_client.random, "random", lambda: 1.0)
 
 
 def test_a_reward_server_that_is_down_costs_rewards_and_not_the_rollout(rollout, no_waits_between_tries):

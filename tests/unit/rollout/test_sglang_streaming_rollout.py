@@ -10,7 +10,7 @@ import pytest
 
 from slime.rollout import sglang_streaming_rollout, state
 from slime.rollout.config import rollout_config
-from slime.rollout.control_client import abort_engines, close_control_client
+from slime.rollout.control_client import abort_engines
 from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
@@ -45,7 +45,6 @@ def serve(monkeypatch) -> Iterator[Any]:
 
     yield start
     run(close_http_client())
-    run(close_control_client())
     for engine in engines:
         engine.stop()
 

@@ -1,7 +1,6 @@
-"""scripts/models/*.sh against the configs that the models are published with, written down here by hand.
+"""scripts/models/*.sh and the configs that the models are published with (benchmarks/published_configs.py).
 
-Every file goes through the trainer's own checks beside a config.json of these values: a number that differs, positions
-that are stretched otherwise, experts that are weighed otherwise are all errors.
+Every file says what is derived from its model's config.json, and the checks find any number that differs.
 """
 
 from __future__ import annotations
@@ -15,277 +14,20 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published_configs import NUM_PARAMETERS, PUBLISHED, WITHOUT_A_FILE, yarn
+from slime.backends.megatron_utils.flags.hf_config_check import (
+    MODEL_FLAGS,
+    config_says,
+    disagreements,
+    read_hf_config,
+)
+from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.planning.parameters import model_size
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import parse
 
 REPO = Path(__file__).parents[3]
 
-
-def shape(layers: int, hidden: int, ffn: int, heads: int, groups: int | None = None, **more: Any) -> dict[str, Any]:
-    values = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        **more,
-    }
-    return values if groups is None else {**values, "num_key_value_heads": groups}
-
-
-def qwen25(*sizes: int, tied: bool, vocab: int = 151936, eps: float = 1e-6, base: float = 1e6) -> dict[str, Any]:
-    more = {"rms_norm_eps": eps, "rope_theta": base, "vocab_size": vocab, "tie_word_embeddings": tied}
-    return shape(*sizes, model_type="qwen2", **more)
-
-
-def qwen3(*sizes: int, tied: bool, base: float = 1e6) -> dict[str, Any]:
-    more = {"rms_norm_eps": 1e-6, "rope_theta": base, "vocab_size": 151936, "tie_word_embeddings": tied}
-    return shape(*sizes, 8, model_type="qwen3", head_dim=128, attention_bias=False, **more)
-
-
-def qwen3_moe(*sizes: int, expert: int) -> dict[str, Any]:
-    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "norm_topk_prob": True}
-    return {**qwen3(*sizes, tied=False), "num_key_value_heads": 4, "model_type": "qwen3_moe", **experts}
-
-
-def llama(*sizes: int, head: int, factor: float, tied: bool) -> dict[str, Any]:
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return shape(
-        *sizes,
-        8,
-        model_type="llama",
-        head_dim=head,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling={**scaling, "original_max_position_embeddings": 8192},
-        max_position_embeddings=131072,
-        vocab_size=128256,
-        tie_word_embeddings=tied,
-        attention_bias=False,
-    )
-
-
-def sigmoid_experts(count: int, chosen: int, size: int, dense: int, scaling: float, **more: Any) -> dict[str, Any]:
-    return {
-        "n_routed_experts": count,
-        "num_experts_per_tok": chosen,
-        "moe_intermediate_size": size,
-        "first_k_dense_replace": dense,
-        "routed_scaling_factor": scaling,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "tie_word_embeddings": False,
-        **more,
-    }
-
-
-def latents(q: int | None, nope: int, rope: int, v: int) -> dict[str, Any]:
-    sizes = {"q_lora_rank": q, "kv_lora_rank": 512, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope}
-    return {**sizes, "v_head_dim": v}
-
-
-def yarn(factor: float, beta_fast: float) -> dict[str, Any]:
-    scaling = {"type": "yarn", "factor": factor, "mscale": 1.0, "mscale_all_dim": 1.0}
-    return {**scaling, "beta_fast": beta_fast, "beta_slow": 1, "original_max_position_embeddings": 4096}
-
-
-GLM4 = {
-    "model_type": "glm4",
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 151552,
-    "tie_word_embeddings": False,
-}
-GLM45 = {**GLM4, "model_type": "glm4_moe", "rope_theta": 1e6, "attention_bias": True}
-GLM45_355B = shape(92, 5120, 12288, 96, 8, use_qk_norm=True, **sigmoid_experts(160, 8, 1536, 3, 2.5) | GLM45)
-GLM5 = {
-    **shape(78, 6144, 12288, 64),
-    **latents(2048, 192, 64, 256),
-    **sigmoid_experts(256, 8, 2048, 3, 2.5),
-    "model_type": "glm_moe_dsa",
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 154880,
-    "index_topk": 2048,
-    "index_head_dim": 128,
-    "index_n_heads": 32,
-}
-DEEPSEEK = {
-    **shape(61, 7168, 18432, 128),
-    **latents(1536, 128, 64, 128),
-    **sigmoid_experts(256, 8, 2048, 3, 2.5, n_group=8, topk_group=4, scoring_func="sigmoid"),
-    "model_type": "deepseek_v3",
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 129280,
-    "rope_theta": 10000,
-    "rope_scaling": yarn(40, 32),
-    "max_position_embeddings": 163840,
-}
-KIMI = {
-    **DEEPSEEK,
-    **sigmoid_experts(384, 8, 2048, 1, 2.827, scoring_func="sigmoid"),
-    "model_type": "kimi_k2",
-    "num_attention_heads": 64,
-    "vocab_size": 163840,
-    "rope_theta": 50000.0,
-}
-MINIMAX_M2 = {
-    **shape(62, 3072, 1536, 48, 8),
-    "model_type": "minimax_m2",
-    "head_dim": 128,
-    "rotary_dim": 64,
-    "rope_theta": 5000000,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 200064,
-    "max_position_embeddings": 196608,
-    "tie_word_embeddings": False,
-    "num_local_experts": 256,
-    "num_experts_per_tok": 8,
-    "scoring_func": "sigmoid",
-    "use_routing_bias": True,
-    "shared_intermediate_size": 0,
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "use_mtp": True,
-    "num_mtp_modules": 3,
-}
-QWEN3_NEXT = {
-    **qwen3_moe(48, 2048, 5120, 16, expert=512),
-    "model_type": "qwen3_next",
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "rope_theta": 10000000,
-    "partial_rotary_factor": 0.25,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "shared_expert_intermediate_size": 512,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-}
-
-
-def qwen35(kind: str, layers: int, hidden: int, ffn: int | None, heads: int, groups: int, values: int, tied: bool):
-    """The language model's part lies in ``text_config``."""
-    text = {
-        "model_type": f"{kind}_text",
-        **{"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads},
-        **{"num_key_value_heads": groups, "head_dim": 256, "attn_output_gate": True, "attention_bias": False},
-        **{"rms_norm_eps": 1e-6, "vocab_size": 248320, "tie_word_embeddings": tied, "dtype": "bfloat16"},
-        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
-        **{"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "mtp_num_hidden_layers": 1},
-        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-        **{"linear_num_key_heads": 16, "linear_num_value_heads": values},
-        "rope_parameters": {
-            **{"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
-            **{"mrope_interleaved": True, "mrope_section": [11, 11, 10]},
-        },
-    }
-    if ffn is not None:
-        text["intermediate_size"] = ffn
-    else:
-        text |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
-        text |= {"num_experts": 256, "num_experts_per_tok": 8}
-    vision = {"depth": 27, "hidden_size": 1152}
-    return {"model_type": kind, "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
-
-
-def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    scaling = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    return {
-        **shape(layers, 2880, 2880, 64, 8, model_type="gpt_oss", head_dim=64, attention_bias=True),
-        **{"num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0},
-        **{"rms_norm_eps": 1e-5, "rope_theta": 150000, "vocab_size": 201088, "tie_word_embeddings": False},
-        "rope_scaling": {**scaling, "original_max_position_embeddings": 4096},
-        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
-    }
-
-
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "gpt-oss-20b": gpt_oss(24, 32),
-    "gpt-oss-120b": gpt_oss(36, 128),
-    "qwen2.5-0.5B": qwen25(24, 896, 4864, 14, 2, tied=True),
-    "qwen2.5-1.5B": qwen25(28, 1536, 8960, 12, 2, tied=True, base=10000.0),
-    "qwen2.5-3B": qwen25(36, 2048, 11008, 16, 2, tied=True),
-    "qwen2.5-7B": qwen25(28, 3584, 18944, 28, 4, tied=False, vocab=152064),
-    "qwen2.5-32B": qwen25(64, 5120, 27648, 40, 8, tied=False, vocab=152064, eps=1e-5),
-    "qwen3-0.6B": qwen3(28, 1024, 3072, 16, tied=True),
-    "qwen3-1.7B": qwen3(28, 2048, 6144, 16, tied=True),
-    "qwen3-4B": qwen3(36, 2560, 9728, 32, tied=True),
-    "qwen3-4B-Instruct-2507": qwen3(36, 2560, 9728, 32, tied=True, base=5e6),
-    "qwen3-8B": qwen3(36, 4096, 12288, 32, tied=False),
-    "qwen3-14B": qwen3(40, 5120, 17408, 40, tied=False),
-    "qwen3-32B": qwen3(64, 5120, 25600, 64, tied=False),
-    "qwen3-30B-A3B": qwen3_moe(48, 2048, 6144, 32, expert=768),
-    "qwen3-235B-A22B": qwen3_moe(94, 4096, 12288, 64, expert=1536),
-    "qwen3-next-80B-A3B": QWEN3_NEXT,
-    "qwen3.5-0.8B": qwen35("qwen3_5", 24, 1024, 3584, 8, 2, 16, True),
-    "qwen3.5-4B": qwen35("qwen3_5", 32, 2560, 9216, 16, 4, 32, True),
-    "qwen3.5-9B": qwen35("qwen3_5", 32, 4096, 12288, 16, 4, 32, False),
-    "qwen3.5-27B": qwen35("qwen3_5", 64, 5120, 17408, 24, 4, 48, False),
-    "qwen3.5-35B-A3B": qwen35("qwen3_5_moe", 40, 2048, None, 16, 2, 32, False),
-    "gemma3-1B": {
-        "model_type": "gemma3_text",
-        **{"num_hidden_layers": 26, "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4},
-        **{"num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6},
-        **{"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None, "vocab_size": 262144},
-        **{"sliding_window": 512, "sliding_window_pattern": 6, "attention_bias": False},
-    },
-    "llama3.1-8B-Instruct": llama(32, 4096, 14336, 32, head=128, factor=8.0, tied=False),
-    "llama3.2-1B-Instruct": llama(16, 2048, 8192, 32, head=64, factor=32.0, tied=True),
-    "llama3.2-3B-Instruct": llama(28, 3072, 8192, 24, head=128, factor=32.0, tied=True),
-    "glm4-9B": shape(40, 4096, 13696, 32, 2, **GLM4, attention_bias=True),
-    "glm4-32B": shape(64, 6144, 23040, 48, 8, **GLM4, attention_bias=False),
-    "glm4.5-355B-A32B": GLM45_355B,
-    "glm4.6-355B-A32B": GLM45_355B,
-    "glm4.7-355B-A32B": GLM45_355B,
-    "glm4.5-106B-A12B": shape(
-        46, 4096, 10944, 96, 8, use_qk_norm=False, **sigmoid_experts(128, 8, 1408, 1, 1.0) | GLM45
-    ),
-    "glm4.7-30B-A3B": {
-        **shape(47, 2048, 10240, 20),
-        **latents(768, 192, 64, 256),
-        **sigmoid_experts(64, 4, 1536, 1, 1.8),
-        "model_type": "glm4_moe_lite",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "vocab_size": 154880,
-    },
-    "glm5-744B-A40B": {**GLM5, "rope_theta": 1e6},
-    "glm5.2-744B-A40B": {**GLM5, "rope_theta": 8e6, "index_topk_freq": 4, "index_skip_topk_offset": 3},
-    "deepseek-v3": DEEPSEEK,
-    "deepseek-v3-5layer": {**DEEPSEEK, "num_hidden_layers": 5},
-    "deepseek-v3-20layer": {**DEEPSEEK, "num_hidden_layers": 20},
-    "kimi-k2": {**KIMI, "rope_scaling": yarn(32, 1.0)},
-    "kimi-k2-thinking": {**KIMI, "rope_scaling": yarn(64, 32.0)},
-    "moonlight": {
-        **shape(27, 2048, 11264, 16),
-        **latents(None, 128, 64, 128),
-        **sigmoid_experts(64, 6, 1408, 1, 2.446, n_shared_experts=2, scoring_func="sigmoid"),
-        "model_type": "deepseek_v3",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 50000.0,
-        "vocab_size": 163840,
-    },
-    "minimax-m2": MINIMAX_M2,
-    "mimo-7B-rl": shape(
-        *(36, 4096, 11008, 32, 8),
-        model_type="mimo",
-        rms_norm_eps=1e-5,
-        rope_theta=640000,
-        vocab_size=151680,
-        tie_word_embeddings=False,
-        attention_bias=True,
-        max_position_embeddings=32768,
-        num_nextn_predict_layers=1,
-    ),
-}
 OURS = {"tiny-arithmetic"}
 
 
@@ -298,17 +40,77 @@ def model_args(name: str, **environment: str) -> list[str]:
     return run.stdout.split("\0")[:-1]
 
 
+SPELLED_OTHERWISE = {"use_rotary_position_embeddings", "use_gated_attention", "add_position_embedding"}
+NOMINAL = {"max_position_embeddings", "seq_length", "make_vocab_size_divisible_by", "padded_vocab_size"}
+OF_THE_LAYOUT = {"allgather_cp", "enable_experimental"}
+OPTIONAL = {"spec"}  # of GLM-4, whose flags describe its layers
+LEFT_TO_CONFIG = ("--rotary-scaling-factor", "--rope-type", "--beta-fast", "--dsa-indexer-")
+"""Flags that model files leave out: YaRN's numbers where releases differ, and the sizes of indexers."""
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["--hf-checkpoint", str(folder)]
+
+
 def test_every_model_file_is_checked_here():
     files = {path.stem for path in (REPO / "scripts/models").glob("*.sh")}
     assert files == set(PUBLISHED) | OURS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_model_file_agrees_with_the_published_config(name, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
-    args = parse(*model_args(name), "--hf-checkpoint", str(tmp_path))
-    assert args.vocab_size == (PUBLISHED[name].get("text_config") or PUBLISHED[name])["vocab_size"]
-    assert (args.mtp_num_layers or 0) == PUBLISHED[name].get("num_nextn_predict_layers", 0)
+def test_a_model_file_says_what_is_derived_from_the_published_config(name, tmp_path):
+    derived = parse(*write_config(tmp_path, PUBLISHED[name]))
+    by_hand = parse(*model_args(name))  # nothing is filled in
+    differ = disagreements(by_hand, read_hf_config(str(tmp_path)))
+    assert [line for line in differ if not line.startswith(LEFT_TO_CONFIG)] == []
+    said = config_says(read_hf_config(str(tmp_path)), is_alone=True)[0]
+    for name, value in vars(derived).items():
+        if name not in said and name not in SPELLED_OTHERWISE | NOMINAL | OF_THE_LAYOUT | OPTIONAL | MODEL_FLAGS:
+            assert vars(by_hand)[name] == value or name in ("hf_checkpoint", "tokenizer_model"), name
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_a_config_alone_gives_the_model_its_published_number_of_parameters(name, tmp_path):
+    config = {**PUBLISHED, **WITHOUT_A_FILE}[name]
+    dims = model_dims(parse(*write_config(tmp_path, config), "--make-vocab-size-divisible-by", "1"), config)
+    assert model_size(dims) == NUM_PARAMETERS[name]
+
+
+PHI4, SMOLLM2 = WITHOUT_A_FILE["phi-4"], WITHOUT_A_FILE["smollm2-135M"]
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {**SMOLLM2, "model_type": "granite", **GRANITE},
+            "'granite'.* nearest .*'llama'; .*embedding_multiplier 12.0",
+        ),
+        ({**SMOLLM2, "model_type": "smollm3", "no_rope_layers": [1, 0]}, "'llama'; .*no_rope_layers"),
+        ({**SMOLLM2, "attention_bias": True}, "attention_bias is True; the layers of a llama have False"),
+        ({**SMOLLM2, "hidden_act": "gelu"}, "hidden_act is gelu"),
+        ({**SMOLLM2, "layer_types": ["sliding_attention"] * 30}, "layer_types has sliding_attention"),
+        ({**PHI4, "sliding_window": 2047}, "sliding_window is 2047 of max_position_embeddings 16384"),
+        ({**PHI4, "rope_scaling": {"type": "longrope", "factor": 32.0}}, "rope_type is longrope"),
+        ({key: PHI4[key] for key in PHI4 if key != "num_hidden_layers"}, "--num-layers is .*not given"),
+    ],
+)
+def test_a_config_that_nothing_here_computes_is_refused_by_what_it_asks_for(config, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        parse(*write_config(tmp_path, config))
+
+
+def test_what_config_json_says_is_printed_with_its_source(tmp_path, caplog):
+    caplog.set_level("INFO")
+    parse(*write_config(tmp_path, WITHOUT_A_FILE["mistral-7B-v0.3"]), "--norm-epsilon", "1e-5")
+    (block,) = [record.getMessage() for record in caplog.records if "Model flags from" in record.getMessage()]
+    lines = {line.split()[0]: " ".join(line.split()) for line in block.splitlines()[1:]}
+    assert lines["--num-layers"] == "--num-layers 32 num_hidden_layers is 32"
+    assert lines["--disable-bias-linear"] == "--disable-bias-linear a mistral has none"
+    assert lines["--untie-embeddings-and-output-weights"].endswith("tie_word_embeddings is False")
+    assert "--norm-epsilon" not in lines, "given by hand"
 
 
 QWEN35_27B = PUBLISHED["qwen3.5-27B"]["text_config"]
@@ -322,11 +124,11 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("llama3.2-1B-Instruct", {"rope_scaling": BY_EIGHT}, "--rope-scaling-factor is 32"),
         ("llama3.1-8B-Instruct", {"rope_scaling": None}, "--use-rope-scaling is given; rope_type is default"),
         ("qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
-        ("qwen3-30B-A3B", {"norm_topk_prob": False}, "--moe-router-pre-softmax is not given"),
+        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
         ("qwen3-30B-A3B", {"num_experts_per_tok": 4}, "--moe-router-topk is 8"),
         ("glm4-9B", {"partial_rotary_factor": 1.0}, "--rotary-percent is 0.5"),
         ("glm4-9B", {"attention_bias": False}, "--add-qkv-bias is given"),
-        ("glm4.5-106B-A12B", {"use_qk_norm": True}, "--qk-layernorm is not given"),
+        ("glm4.5-355B-A32B", {"use_qk_norm": False}, "--qk-layernorm is given"),
         ("qwen3-next-80B-A3B", {"full_attention_interval": 3}, "--linear-attention-freq is 4"),
         (
             "qwen3.5-27B",
@@ -334,13 +136,13 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
             "--linear-num-value-heads is 48",
         ),
         ("qwen3.5-27B", {"text_config": QWEN35_27B | {"tie_word_embeddings": True}}, "--untie-embeddings-and-output"),
-        ("gemma3-1B", {"sliding_window": 1024}, "--window-size is .511, 0. .* 1023,0 and 6"),
-        ("gemma3-1B", {"sliding_window_pattern": 4}, "511,0 and 4"),
+        ("gemma3-1B", {"sliding_window": 1024}, "--window-size is .511, 0.; .* 1023,0"),
+        ("gemma3-1B", {"sliding_window_pattern": 4}, "--window-attn-skip-freq is 6; each 4th"),
         ("gemma3-1B", {"rope_local_base_freq": 5000}, "rope_local_base_freq is 5000"),
-        ("gemma3-1B", {"query_pre_attn_scalar": 168}, "query_pre_attn_scalar is 168"),
-        ("gemma3-1B", {"layer_types": ["sliding_attention", "full_attention"] * 6}, "skip-freq 6"),
+        ("gemma3-1B", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma3-1B", {"layer_types": ["sliding_attention", "full_attention"] * 6}, "skip-freq is 6; each 2th"),
         ("deepseek-v3", {"rope_scaling": yarn(64, 32)}, "--rotary-scaling-factor is 40"),
-        ("gpt-oss-20b", {"sliding_window": 64}, "--window-size is .127, 0. .* 63,0 and 2"),
+        ("gpt-oss-20b", {"sliding_window": 64}, "--window-size is .127, 0.; .* 63,0"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"] * 24}, "skip-freq 2"),
         ("gpt-oss-20b", {"swiglu_limit": 6.0}, "--activation-func-clamp-value is 7.0; this model has 6.0"),
         ("gpt-oss-20b", {"num_local_experts": 128}, "--num-experts is 32"),
@@ -350,7 +152,7 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
             {"rope_scaling": OSS_ROPE | {"factor": 16.0}},
             "--rotary-scaling-factor is 32.0; factor is 16",
         ),
-        ("gpt-oss-20b", {"rope_scaling": OSS_ROPE | {"truncate": True}}, "--yarn-truncate is False; truncate is True"),
+        ("gpt-oss-20b", {"rope_scaling": OSS_ROPE | {"truncate": True}}, "--yarn-truncate is not given; truncate"),
         ("gpt-oss-20b", {"rope_scaling": None}, "--position-embedding-type is yarn; rope_type is default"),
         ("minimax-m2", {"num_local_experts": 128}, "--num-experts is 256"),
         ("minimax-m2", {"intermediate_size": 768}, "--moe-ffn-hidden-size is 1536"),
@@ -358,7 +160,7 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("minimax-m2", {"qk_norm_type": "per_head"}, "norms all heads together"),
         ("minimax-m2", {"use_qk_norm": False}, "--qk-layernorm is given"),
         ("minimax-m2", {"use_routing_bias": False}, "--moe-router-enable-expert-bias is given"),
-        ("minimax-m2", {"shared_intermediate_size": 1536}, "--moe-shared-expert-intermediate-size is 0"),
+        ("minimax-m2", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("minimax-m2", {"scoring_func": "softmax"}, "--moe-router-score-function is sigmoid"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from benchmarks.published_configs import MINIMAX_M2
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.flags.hf_config_check import check_engine_keys
 from slime.backends.megatron_utils.model_provider import get_model_provider
@@ -21,7 +22,7 @@ from slime.weights.quantize.offline_rules import is_quantized_offline
 from slime_plugins.models.minimax_m2 import AllHeadsNorm
 from tests.matrix.families.minimax_m2 import CASE
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
-from tests.unit.scripts.test_model_files import MINIMAX_M2, model_args
+from tests.unit.scripts.test_model_files import model_args
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +77,11 @@ def test_flags_of_another_model_are_refused(remove: str | None, add: list[str], 
         parse(*flags, *add)
 
 
-def test_without_the_spec_the_flags_are_refused(tmp_path: Path) -> None:
+def test_the_spec_follows_from_the_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MINIMAX_M2))
     flags = model_args("minimax-m2")
     assert flags[0] == "--spec"
-    with pytest.raises(ConfigError, match="--spec is not given; .*own: --spec slime_plugins.models.minimax_m2 get_"):
-        parse("--hf-checkpoint", str(tmp_path), *flags[3:])
+    assert parse("--hf-checkpoint", str(tmp_path), *flags[3:]).spec == flags[1:3]
 
 
 @pytest.mark.parametrize("key", ["use_qk_norm", "use_routing_bias", "rotary_dim", "scoring_func"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import subprocess
 import sys
@@ -94,7 +95,9 @@ def test_a_cancellation_passes():
         asyncio.run(main())
 
 
-@pytest.mark.parametrize("source", ["import sys\nsys.exit(0)\n", "raise SystemExit\n", "1 / 0\n"])
+@pytest.mark.parametrize(
+    "source", ["import sys\nsys.exit(0)\n", "raise SystemExit\n", "1 / 0\n", "import os\nos._exit(0)\n"]
+)
 def test_a_module_that_exits_or_raises_is_an_error_with_its_frames(tmp_path, monkeypatch, source):
     name = write(tmp_path, monkeypatch, "leaves_at_import", source)
     with pytest.raises(
@@ -104,6 +107,13 @@ def test_a_module_that_exits_or_raises_is_an_error_with_its_frames(tmp_path, mon
     assert f'{name}.py", line ' in str(error.value) and "importlib" not in str(error.value)
     with pytest.raises(HookError, match="importing leaves_at_import raised"):
         load_function(f"{name}.f")
+
+
+def test_a_child_that_a_module_forks_ends_as_it_says(tmp_path, monkeypatch):
+    source = "import os\npid = os.fork()\nif pid == 0:\n    os._exit(7)\nstatus = os.waitpid(pid, 0)[1]\n"
+    name = write(tmp_path, monkeypatch, "forks_at_import", source)
+    end = os._exit
+    assert os.waitstatus_to_exitcode(import_plugin(name, "--x").status) == 7 and os._exit is end
 
 
 BLOCKS = """

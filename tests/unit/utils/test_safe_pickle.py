@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import io
 import os
+import pathlib
 import pickle
+import signal
 import subprocess
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -15,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from slime.utils.errors import DataError
 from slime.utils.safe_pickle import load_pickle, load_torch, read_torch_file
@@ -145,3 +149,32 @@ def test_damage_is_an_error_with_the_file(damage, write, tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match="nothing.pt cannot be read"):
         read_torch_file(tmp_path / "nothing.pt")
+
+
+@pytest.mark.parametrize(
+    ("code", "thing", "attribute"),
+    [
+        (b"cargparse\nNamespace\n(N(dS'__eq__'\ncbuiltins\nint\nstb.", argparse.Namespace, "__eq__"),
+        (b"cpathlib\nPosixPath\n(N(dS'exists'\ncbuiltins\nint\nstb.", pathlib.PosixPath, "exists"),
+        (b"cpathlib\nPosixPath\n(N(dS'added'\nI1\nstb.", pathlib.PosixPath, "added"),
+        (
+            b"ctorch._utils\n_rebuild_tensor_v2\n(N(dS'__defaults__'\n)stb.",
+            torch._utils._rebuild_tensor_v2,
+            "__defaults__",
+        ),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n(dS'added'\nI1\nsb.", torch._utils._rebuild_tensor_v2, "added"),
+        (
+            b"ctorch.distributed.checkpoint.filesystem\nSerializationFormat\n(S'torch_save'\ntR(dS'_value_'\nI1\nsb.",
+            SerializationFormat.TORCH_SAVE,
+            "_value_",
+        ),
+        (b"csignal\nSignals\n(I9\ntR(dS'_name_'\nI1\nsb.", signal.SIGKILL, "_name_"),
+    ],
+)
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_a_pickle_changes_no_class_and_no_function(code, thing, attribute, tolerant):
+    missing = object()
+    before = getattr(thing, attribute, missing)
+    with pytest.raises(DataError, match="holds a change of"):
+        load_pickle(code, where="file", tolerant=tolerant)
+    assert getattr(thing, attribute, missing) is before or getattr(thing, attribute) == before

@@ -1,13 +1,15 @@
 """Writing a Hugging Face folder: shards, index, assets, refusals."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_files import HfFolderWriter
+from slime.weights.hf_files import INDEX_FILE, HfFolderWriter
 
 
 @pytest.fixture
@@ -53,3 +55,23 @@ def test_the_same_name_twice_is_refused(tmp_path):
 def test_writing_over_the_source_is_refused(origin):
     with pytest.raises(ConfigError, match="over its own source"):
         HfFolderWriter(origin, assets_from=origin)
+
+
+def test_every_file_of_an_export_is_on_disk_before_its_index_has_a_name(tmp_path, monkeypatch, origin):
+    synced: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    missing: list[str] = []
+
+    def checked(self, target):
+        if Path(target).name == INDEX_FILE:
+            missing.extend(path.name for path in tmp_path.glob("new/*") if name_of(path) not in map(name_of, synced))
+        return replace(self, target)
+
+    def name_of(path):
+        return os.path.basename(path).removesuffix(".tmp")
+
+    monkeypatch.setattr(Path, "replace", checked)
+    with HfFolderWriter(tmp_path / "new", assets_from=origin) as writer:
+        writer.add("a", torch.ones(3))
+    assert missing == [] and {"config.json", INDEX_FILE, "new"} <= set(map(name_of, synced))

@@ -84,7 +84,7 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 def test_a_bucket_is_put_together_from_files(folder):
     entries, bucket = pack_whole([(name, tuple(t.shape), t.dtype) for name, t in TENSORS.items()])
     manifest = Manifest(tuple(entries), (bucket,))
-    flat = read_bucket(read_layout(folder), bucket, manifest)
+    flat = read_bucket(read_layout(folder), bucket, manifest, range(len(entries)))
     for piece in bucket.slices:
         entry = manifest.by_name[piece.name]
         data = bytes(flat[piece.offset : piece.offset + entry.num_bytes].tolist())
@@ -97,7 +97,7 @@ def test_a_bucket_takes_no_other_tensor_than_the_manifests(tmp_path, stored):
     save_file({"weight" if stored is not None else "other": torch.zeros(1) if stored is None else stored},
               tmp_path / "model.safetensors")  # fmt: skip
     with pytest.raises(WeightSyncError, match=r"weight should be float32 \[2, 3\], and on disk is"):
-        read_bucket(read_layout(tmp_path), bucket, Manifest(tuple(entries), (bucket,)))
+        read_bucket(read_layout(tmp_path), bucket, Manifest(tuple(entries), (bucket,)), [0])
 
 
 @pytest.mark.parametrize("file", ["..", "", "/etc/passwd", "a/../../b.safetensors", 5, None])

@@ -6,6 +6,7 @@ digest where the folder has digests.  What is missing, cut, or of another checkp
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import json
 import os
@@ -152,19 +153,48 @@ class CheckpointReader(dcp.FileSystemReader):
         files: dict[str, list[tuple[Any, ReadItem]]] = {}
         for place, item in sorted(places, key=lambda pair: (pair[0].relative_path, pair[0].offset)):
             files.setdefault(place.relative_path, []).append((place, item))
-        for name, items in files.items():
-            if self.digests is not None:
-                self.digests.check_size(name)
-            with self._opened(name, items[0][1]) as file:
-                last: tuple[int, Any] | None = None
-                for place, item in items:
-                    # Several items may be parts of one piece, next to each other in this order.
-                    if last is None or last[0] != place.offset:
-                        last = place.offset, self._read_piece(file, name, place, item)
-                    self._deliver(last[1], name, item, planner)
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:
+            for name, items in files.items():
+                if self.digests is not None:
+                    self.digests.check_size(name)
+                with self._opened(name, items[0][1]) as file:
+                    self._read_items(file, name, items, planner, pool)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_items(
+        self,
+        file: Any,
+        name: str,
+        items: list[tuple[Any, ReadItem]],
+        planner: LoadPlanner,
+        pool: concurrent.futures.Executor,
+    ) -> None:
+        """Read items of one file; while a piece is decoded, and the next one read, another thread compares its digest.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        verdict: concurrent.futures.Future[None] | None = None
+        last: tuple[int, Any] | None = None
+        for place, item in items:
+            # Several items may be parts of one piece, next to each other in this order.
+            if last is None or last[0] != place.offset:
+                data = self._read_piece(file, name, place, item)
+                if verdict is not None:
+                    verdict.result()
+                if self.digests is not None:
+                    verdict = pool.submit(self.digests.check, name, place.offset, data, what=item.storage_index.fqn)
+                try:
+                    last = place.offset, self._decode(data, name, place, item)
+                except DataError:
+                    if verdict is not None:
+                        verdict.result()  # says more than that it cannot be decoded
+                    raise
+            self._deliver(last[1], name, item, planner)
+        if verdict is not None:
+            verdict.result()
 
     @contextmanager
     def _opened(self, name: str, item: ReadItem) -> Iterator[Any]:
@@ -181,8 +211,7 @@ class CheckpointReader(dcp.FileSystemReader):
                 f"{path} cannot be read ({error.strerror}); it holds {item.storage_index.fqn}. {OTHER_CHECKPOINT}"
             ) from error
 
-    def _read_piece(self, file: Any, name: str, place: Any, item: ReadItem) -> Any:
-        """Return the tensor of a piece, or its bytes where it is an object."""
+    def _read_piece(self, file: Any, name: str, place: Any, item: ReadItem) -> bytes:
         key = item.storage_index.fqn
         size = (self.folder / name).stat().st_size
         if not 0 <= place.offset <= place.offset + place.length <= size:
@@ -190,9 +219,11 @@ class CheckpointReader(dcp.FileSystemReader):
                 f"{self.folder / name} has {size} bytes, and {key} would be the {place.length} at {place.offset}; the "
                 f"file is cut, or of another checkpoint. {OTHER_CHECKPOINT}"
             )
-        data = _read_at(file.fileno(), place.offset, place.length)
-        if self.digests is not None:
-            self.digests.check(name, place.offset, data, what=key)
+        return _read_at(file.fileno(), place.offset, place.length)
+
+    def _decode(self, data: bytes, name: str, place: Any, item: ReadItem) -> Any:
+        """Return the tensor of a piece, or its bytes where it is an object."""
+        key = item.storage_index.fqn
         if item.type is LoadItemType.BYTE_IO:
             load_torch(data, where=f"{self.folder / name}: {key}")  # torch's planner would run what is in it
             return data

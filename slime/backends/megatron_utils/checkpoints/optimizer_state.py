@@ -31,6 +31,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
+from slime.backends.megatron_utils.adam import MOMENTS, LowPrecisionAdam
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import load_sharded
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.utils.distributed_utils import init_gloo_group
@@ -39,7 +40,7 @@ from slime.utils.errors import DataError
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 Entries = dict[torch.nn.Parameter, Entry]
 
-MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
+MASTER = "param"
 STATE_NAMES = (MASTER, *MOMENTS)
 """Per parameter: the fp32 master weight and Adam's two moments."""
 
@@ -174,22 +175,47 @@ class _LiveStates:
         group_index, order = self._member.model_param_group_index_map[parameter]
         return self._member.optimizer.param_groups[group_index]["params"][order]
 
-    def of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return the master weight, the moments and the parameter's own step counter.
+    def read(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+        """Return the master weight or a moment in fp32."""
+        master, adam, state = self._state(parameter)
+        if name == MASTER:
+            return master.detach()
+        return adam.moment(master, name) if isinstance(adam, LowPrecisionAdam) else state[name]
 
-        Adam's state is created the way Adam does at its first step, if it is not there yet.
-        """
+    def write(self, parameter: torch.nn.Parameter, name: str, value: torch.Tensor) -> None:
+        """Store the master weight or a moment, given in fp32."""
+        master, adam, state = self._state(parameter)
+        if name == MASTER:
+            master.copy_(value)
+            held = self.held(parameter)
+            if held.data_ptr() != master.data_ptr():
+                held.copy_(master)  # the master is a copy on the host
+        elif isinstance(adam, LowPrecisionAdam):
+            adam.set_moment(master, name, value)
+        else:
+            state[name].copy_(value)
+
+    def set_step(self, parameter: torch.nn.Parameter, step: float) -> None:
+        """Set the parameter's own step counter."""
+        self._state(parameter)[2]["step"].fill_(step)
+
+    def _state(
+        self, parameter: torch.nn.Parameter
+    ) -> tuple[torch.Tensor, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+        """Return the master weight, its Adam and the state there, made as at a first step where missing."""
         master = self.held(parameter)
         if self._hybrid:
             master = self._hybrid.param_to_inner_param[master]
         part, group = self._home[master]
+        if isinstance(part, LowPrecisionAdam):
+            return master, part, part.initialize(master)
         state = part.state[master]
         if "step" not in state:
             on_device = group.get("fused") or group.get("capturable")
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
             for name in MOMENTS:
                 state[name] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
-        return {MASTER: master.detach(), "step": state["step"], **{name: state[name] for name in MOMENTS}}
+        return master, part, state
 
     def steps(self) -> set[float]:
         """Return the step counters that exist."""
@@ -253,7 +279,7 @@ def _member_tensors(member: DistributedOptimizer, entries: Entries) -> dict[str,
             share = torch.zeros(bucket.size // group.size(), dtype=torch.float32, device=bucket.device)
             for parameter, ranges in bucket.local.items():
                 where = ranges["gbuf_local"]
-                share[where.start : where.end] = live.of(parameter)[name]
+                share[where.start : where.end] = live.read(parameter, name)
             whole = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
             dist.all_gather_into_tensor(whole, share, group=group)
             for parameter, place in bucket.ranges.items():
@@ -292,14 +318,11 @@ def _restore_member(
     live = _LiveStates(member)
     for bucket in _buckets(member):
         for parameter, ranges in bucket.local.items():
-            state = live.of(parameter)
-            state["step"].fill_(step)
+            live.set_step(parameter, step)
             held_range = ranges["param"]
             for name in STATE_NAMES:
-                state[name].copy_(tensors[_slot(parameter, name)].flatten()[held_range.start : held_range.end])
-            held = live.held(parameter)
-            if held.data_ptr() != state[MASTER].data_ptr():
-                held.copy_(state[MASTER])  # the master is a copy on the host
+                whole = tensors[_slot(parameter, name)].flatten()
+                live.write(parameter, name, whole[held_range.start : held_range.end])
 
 
 def _matching_group(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from slime.backends.megatron_utils.flags.config_builders import (
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from slime.backends.megatron_utils.flags.field_table import refuse_what_nobody_reads
+from slime.backends.megatron_utils.flags.field_table import has_narrow_moments, refuse_what_nobody_reads
 from slime.backends.megatron_utils.flags.int4_arguments import check_int4_flags
 from slime.backends.megatron_utils.flags.linear_arguments import check_linear_flags
+from slime.backends.megatron_utils.flags.lora_arguments import check_lora_arguments
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.flags.sparse_arguments import check_sparse_flags
 from slime.backends.megatron_utils.layers.attention import check_attention_config
@@ -48,6 +49,7 @@ def check_arguments(args: Namespace) -> None:
     check_linear_flags(args)
     check_fp8_flags(args)
     check_int4_flags(args)
+    check_lora_arguments(args)
     config = transformer_config_from_args(args)
     check_attention_config(config)
     if args.spec:
@@ -75,6 +77,8 @@ def _check_kernels(args: Namespace) -> None:
         raise ConfigError(
             "--optimizer-cpu-offload moves Adam's moments to the host, and --use-stateless-adam has none; drop one."
         )
+    if has_narrow_moments(args):
+        _check_narrow_moments(args)
     if args.optimizer_cpu_offload and args.fp32 and args.optimizer_offload_fraction < 1:
         raise ConfigError(
             f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
@@ -86,6 +90,16 @@ def _check_kernels(args: Namespace) -> None:
         raise ConfigError(
             "--only-train-params-name-list and --freeze-params-name-list are given; they exclude each other."
         )
+
+
+def _check_narrow_moments(args: Namespace) -> None:
+    given = f"--exp-avg-dtype {args.exp_avg_dtype}, --exp-avg-sq-dtype {args.exp_avg_sq_dtype}"
+    if not args.use_precision_aware_optimizer:
+        raise ConfigError(f"{given}: moments below fp32 need --use-precision-aware-optimizer; add it.")
+    if args.optimizer_cpu_offload:
+        raise ConfigError(f"{given}: moments on the host are fp32; drop these, or --optimizer-cpu-offload.")
+    if args.use_stateless_adam:
+        raise ConfigError(f"{given}: --use-stateless-adam has no moments; drop one.")
 
 
 def _check_layout(args: Namespace) -> None:

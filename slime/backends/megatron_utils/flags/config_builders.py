@@ -111,10 +111,13 @@ def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
     """Return the optimizer's kind, its numbers, sharding and offload."""
     values = config_arguments(OptimizerConfig, vars(args))
     values |= {"params_dtype": args.params_dtype, "lr": args.lr, "clip_grad": args.clip_grad}
+    # megatron-core has these only with TransformerEngine's FusedAdam; here ``choose_adam`` acts on them.
+    for name in ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        values.pop(name)
     config = _build(OptimizerConfig, values)
     if config.optimizer_cpu_offload:
         # Master weights on the host only, instead of there and on the card: what the precision-aware optimizer does.
-        # Set afterwards, because with the flag itself the config asks for TransformerEngine's version.
+        # Set afterwards, because megatron-core's own check asks for TransformerEngine.
         config.use_precision_aware_optimizer = True
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         config.store_param_remainders = False

@@ -74,7 +74,7 @@ DEFAULTS: dict[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
     "rope_type": None,
-    # None: from the HF config, see latent_arguments
+    # None: see rotary_arguments
     "rotary_scaling_factor": None,
     "original_max_position_embeddings": None,
     "beta_fast": None,
@@ -178,6 +178,11 @@ NOT_FLAGS: dict[str, str] = {
 def flag_of(attribute: str) -> str:
     """Return ``--num-layers`` of ``num_layers``."""
     return "--" + attribute.replace("_", "-")
+
+
+def switched_off(attribute: str) -> str:
+    """Return ``--no-x`` of a switch, or what Megatron's command line says instead."""
+    return NEGATIVE_SPELLINGS.get(attribute, ("--no-" + attribute.replace("_", "-"),))[0]
 
 
 def config_fields(config_class: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]:

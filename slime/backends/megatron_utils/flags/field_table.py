@@ -18,6 +18,8 @@ import logging
 from argparse import Namespace
 from typing import Any
 
+import torch
+
 from slime.backends.megatron_utils.flags.config_flags import (
     CONFIG_CLASSES,
     DEFAULTS,
@@ -30,10 +32,7 @@ from slime.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _OVERLAP = "tensor-parallel communication is not overlapped with matrix products"
-_PRECISION = (
-    "optimizer states and main parameters are fp32 on the card, because only the FusedAdam of TransformerEngine holds "
-    "narrower ones, and it is not used; --optimizer-cpu-offload keeps them on the host, once"
-)
+_PRECISION = "main parameters are fp32; --optimizer-cpu-offload keeps them on the host"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "moe_permute_fusion": "tokens are moved by gathers of slime's own",
@@ -61,13 +60,8 @@ WITHOUT_EFFECT: dict[str, str] = {
         ),
         _OVERLAP,
     ),
-    **dict.fromkeys(
-        (
-            *("use_precision_aware_optimizer", "store_param_remainders", "main_grads_dtype", "main_params_dtype"),
-            *("exp_avg_dtype", "exp_avg_sq_dtype"),
-        ),
-        _PRECISION,
-    ),
+    "use_precision_aware_optimizer": "Adam's moments are fp32 unless --exp-avg-dtype or --exp-avg-sq-dtype is given",
+    **dict.fromkeys(("store_param_remainders", "main_grads_dtype", "main_params_dtype"), _PRECISION),
     **dict.fromkeys(
         (
             *("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red"),
@@ -151,14 +145,19 @@ def reset_what_has_no_effect(args: Namespace) -> dict[str, Any]:
     derived: dict[str, Any] = {}
     flags_of_reason: dict[str, list[str]] = {}
     for name, default in _given(args):
+        if name == "use_precision_aware_optimizer" and (args.optimizer_cpu_offload or has_narrow_moments(args)):
+            continue  # has its effect: see optimizer_config_from_args and choose_adam
         if name in WITHOUT_EFFECT:
             derived[attribute_of(name)] = default
-            if name == "use_precision_aware_optimizer" and args.optimizer_cpu_offload:
-                continue  # has its effect: see optimizer_config_from_args
             flags_of_reason.setdefault(WITHOUT_EFFECT[name], []).append(_flag(args, name))
     for reason, flags in flags_of_reason.items():
         logger.info("%s: without effect here; %s.", ", ".join(flags), reason)
     return derived
+
+
+def has_narrow_moments(args: Namespace) -> bool:
+    """Return True when one of Adam's moments is kept in less than fp32."""
+    return {args.exp_avg_dtype, args.exp_avg_sq_dtype} != {torch.float32}
 
 
 def refuse_what_nobody_reads(args: Namespace) -> None:

@@ -1,51 +1,76 @@
-"""The model flags against the ``config.json`` of ``--hf-checkpoint``.
+"""The model flags and the ``config.json`` of ``--hf-checkpoint``: one table, read in both directions.
 
-The file is read as plain JSON: what it does not say is not compared, and no model class has to know it.
+:func:`fill_model_flags` gives flags that were left out their value; :func:`check_hf_config` compares those that were
+given.  The file is read as plain JSON: what it does not say is not compared, and no model class has to know it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Mapping
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils.flags.config_flags import flag_of
-from slime.backends.megatron_utils.flags.latent_arguments import (
-    latent_mismatches,
-    sigmoid_router_mismatches,
-)
-from slime.backends.megatron_utils.flags.linear_arguments import linear_problems
-from slime.backends.megatron_utils.flags.rotary_arguments import rotary_mismatches
+from slime.backends.megatron_utils.flags.config_flags import add_config_flags, flag_of, switched_off
+from slime.backends.megatron_utils.flags.model_dims import linear_layers
+from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
-from slime.backends.megatron_utils.models import family_of, find_weight_map
-from slime.backends.megatron_utils.models.family import differs
+from slime.backends.megatron_utils.models import FAMILIES, family_of, find_weight_map
+from slime.backends.megatron_utils.models.family import ModelFamily, differs
+from slime.backends.megatron_utils.models.flag_rules import Flag, shared_rules
 from slime.flags.distillation import trainer_teachers
+from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import config_dtype
 from slime.weights.quantize.formats import BlockFp8
 
 logger = logging.getLogger(__name__)
 
-_SIMPLE = {
-    # key of config.json -> attribute of args
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_hidden_layers": "num_layers",
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+MODEL_FLAGS = frozenset(
+    {
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention"),
+        *("num_query_groups", "kv_channels", "qk_layernorm", "add_qkv_bias", "add_bias_linear", "vocab_size"),
+        *("normalization", "norm_epsilon", "apply_layernorm_1p", "post_self_attn_layernorm", "post_mlp_layernorm"),
+        *("swiglu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "softmax_scale"),
+        *("softmax_type", "window_size", "window_attn_skip_freq", "attention_output_gate", "mtp_num_layers"),
+        *("untie_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent"),
+        *("rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "rope_type", "rotary_scaling_factor"),
+        *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "yarn_truncate"),
+        *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"),
+        *("v_head_dim", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "linear_attention_freq"),
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+        *("linear_num_value_heads", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk"),
+        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_score_function"),
+        *("moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype"),
+        *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+        *("moe_router_load_balancing_type", "moe_grouped_gemm", "expert_tensor_parallel_size"),
+    }
+)
+"""Attributes that config.json can decide: None until :func:`fill_model_flags`, so that it is known what was given."""
+
+_NEUTRAL: Mapping[str, Any] = {
+    # attribute -> the value that says the same as none
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 1.0,
+    "moe_shared_expert_intermediate_size": 0,
 }
-
-
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of config.json with the number of layers of multi-token prediction."""
-
-
-EXPERT_COUNTS = frozenset({"num_experts", "n_routed_experts", "num_local_experts"})
-"""Keys of config.json for the number of experts."""
+BOOKKEEPING = frozenset(
+    {
+        *("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout"),
+        *("max_position_embeddings", "quantization_config", "pretraining_tp", "layer_types", "hidden_act"),
+    }
+)
+"""Keys of config.json that change no flag, or that every family checks."""
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -76,48 +101,192 @@ def read_hf_config(path: str) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
 
 
-def rope_parameter(config: dict[str, Any], name: str) -> Any:
-    """Return a rotary setting, wherever this age of config keeps it; None when it is absent."""
-    for holder in (config, config.get("rope_parameters"), config.get("rope_scaling")):
-        if isinstance(holder, dict) and holder.get(name) is not None:
-            return holder[name]
-    return None
+def open_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Let the flags of :data:`MODEL_FLAGS` be None where they are not given."""
+    for action in parser._actions:
+        if action.dest in MODEL_FLAGS:
+            if action.default is not None and action.nargs != 0:
+                action.help = f"{action.help} Default: by config.json, else {action.default}."
+            action.default = None
+
+
+@cache
+def _megatron_defaults() -> dict[str, Any]:
+    """Return what Megatron takes for flags that neither the command line nor a config.json decides."""
+    parser = argparse.ArgumentParser()
+    add_own_flags(parser)
+    add_config_flags(parser)
+    return {action.dest: action.default for action in parser._actions if action.dest in MODEL_FLAGS}
+
+
+def fill_model_flags(args: Namespace) -> dict[str, Any]:
+    """Return the model flags that were not given: from config.json, else Megatron's defaults.  Prints the former.
+
+    With ``--num-layers`` given, the command describes the model, and choices that config.json leaves open are its own.
+
+    Raises:
+        ConfigError: no flag says what the model is, and neither does config.json; or only a family unknown here would.
+    """
+    missing = [name for name in MODEL_FLAGS if vars(args).get(name) is None]
+    filled = {name: default for name, default in _megatron_defaults().items() if name in missing}
+    if args.use_rotary_position_embeddings:  # another way to give it
+        missing = [name for name in missing if name != "position_embedding_type"]
+        filled["position_embedding_type"] = "rope"
+    if not args.hf_checkpoint:
+        return filled
+    config = read_hf_config(args.hf_checkpoint)
+    family = family_of(config)
+    is_alone = args.num_layers is None
+    if is_alone and not args.debug_rollout_only:
+        if family is None:
+            raise ConfigError(_unknown_family(args, config))
+        if problems := config_says(config, is_alone=True)[1]:
+            raise ConfigError(
+                f"{args.hf_checkpoint}/config.json asks for what the layers here do not compute:\n  "
+                + "\n  ".join(problems)
+                + "\nUse another checkpoint; docs/new_model.md says how to add layers."
+            )
+    said = config_says(config, is_alone=is_alone)[0]
+    chosen = {name: flag for name, flag in said.items() if name in missing and (flag.is_fact or is_alone)}
+    filled |= {name: flag.value for name, flag in chosen.items()}
+    if family is not None and family.spec and not (args.spec or args.custom_model_provider_path):
+        if not family.is_spec_optional:
+            chosen["spec"] = Flag("spec", family.spec.split(), f"the layers of a {config['model_type']}")
+            filled["spec"] = chosen["spec"].value
+    news = [flag for name, flag in chosen.items() if flag.value != _megatron_defaults().get(name)]
+    if news and env.get_int("RANK", 0) == 0:
+        lines = [f"{' '.join(words_of(flag.attribute, flag.value)):<48}{flag.source}" for flag in news]
+        logger.info("Model flags from %s/config.json:\n  %s", args.hf_checkpoint, "\n  ".join(lines))
+    return filled
+
+
+def config_says(config: Mapping[str, Any], *, is_alone: bool = False) -> tuple[dict[str, Flag], list[str]]:
+    """Return what config.json says of the model flags, by attribute, and what it asks for that no flag can say.
+
+    Args:
+        config: as :func:`read_hf_config` gives it.
+        is_alone: as of :meth:`ModelFamily.completed`.
+    """
+    family = family_of(config)
+    rules = list(shared_rules(config) if family is None else family.rules(family.completed(config, is_alone=is_alone)))
+    said = {rule.attribute: rule for rule in rules if isinstance(rule, Flag)}
+    return said, [rule for rule in rules if isinstance(rule, str)]
+
+
+def words_of(attribute: str, value: Any) -> list[str]:
+    """Return a flag as a command line has it, nothing for a switch that is off; layers as ``[0]*3+[1]*58``."""
+    if value is False:
+        return [switched_off(attribute)] if _megatron_defaults().get(attribute) else []
+    if value is True:
+        return [flag_of(attribute)]
+    if attribute == "window_size":
+        return [flag_of(attribute), ",".join(map(str, value))]
+    if attribute == "spec":
+        return [flag_of(attribute), *value]
+    if isinstance(value, list):
+        value = "+".join(f"[{entry}]*{len(list(run))}" for entry, run in groupby(value))
+    return [flag_of(attribute), str(value)]
 
 
 def check_hf_config(args: Namespace) -> None:
-    """Compare the model flags with the HF config; one error lists all that differ.
+    """Compare the model flags, all filled in, with the HF config; one error lists all that differ.
 
     Raises:
         ConfigError: with each flag, its value and the checkpoint's.
     """
-    config = _without_other_expert_counts(read_hf_config(args.hf_checkpoint))
-    problems = [
-        *_mismatches(args, config),
-        *attention_mismatches(args, config),
-        *softmax_router_mismatches(args, config),
-        *latent_mismatches(args, config),
-        *sigmoid_router_mismatches(args, config),
-        *family_mismatches(args, config),
-    ]
-    if problems:
+    config = read_hf_config(args.hf_checkpoint)
+    if problems := disagreements(args, config):
         raise ConfigError(
             f"The model flags disagree with {args.hf_checkpoint}/config.json:\n  "
             + "\n  ".join(problems)
-            + "\nSource the file of scripts/models that belongs to this checkpoint, or correct these flags."
+            + "\nLeave the model flags out, or source the file of scripts/models that belongs to this checkpoint."
         )
-    for problem in (*sparse_problems(args, config), *linear_problems(args, config)):
+    for problem in sparse_problems(args, config):
         raise ConfigError(problem)
     check_that_weights_can_be_pushed(args, config)
 
 
-def _without_other_expert_counts(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with that number of experts only which the family's model reads.
-
-    transformers saves several for some families, and what a model does not read may be a default.
-    """
+def disagreements(args: Namespace, config: Mapping[str, Any]) -> list[str]:
+    """Return one line for each flag that differs from the config, and for all that no flag can say."""
+    said, problems = config_says(config)
+    lines = [
+        f"{_as_given(flag.attribute, vars(args)[flag.attribute])}; {flag.source}"
+        for flag in said.values()
+        if flag.is_fact and _is_other(args, flag)
+    ]
     family = family_of(config)
-    unread = set() if family is None else EXPERT_COUNTS - {family.num_experts_key}
-    return {key: value for key, value in config.items() if key not in unread}
+    complete = family.with_defaults(config) if family is not None else config
+    if args.mtp_num_layers and config.get("model_type") and not any(complete.get(key) for key in _MTP_KEYS):
+        lines.append(f"--mtp-num-layers is {args.mtp_num_layers}; the model has none ({_MTP_KEYS[0]})")
+    return lines + problems
+
+
+def _is_other(args: Namespace, flag: Flag) -> bool:
+    """Return True when a flag's value means something else than the config's."""
+    values = flag.value, vars(args)[flag.attribute]
+    wanted, given = (_NEUTRAL.get(flag.attribute) if value is None else value for value in values)
+    if flag.attribute == "vocab_size":
+        return bool(given < wanted)  # rows would be lost
+    if flag.attribute == "softmax_scale" and given is None and args.kv_channels:
+        given = args.kv_channels**-0.5
+    if flag.attribute == "moe_layer_freq" and isinstance(given, int):
+        given = [int(layer % given == 0) for layer in range(args.num_layers)]
+    if flag.attribute == "linear_attention_freq":
+        return linear_layers(given, args.num_layers) != linear_layers(wanted, args.num_layers)
+    if isinstance(wanted, list | tuple) and given is not None:
+        return list(wanted) != list(given)
+    if isinstance(wanted, bool):
+        return wanted != bool(given)
+    return wanted is not given if wanted is None or given is None else differs(wanted, given)
+
+
+def _as_given(attribute: str, value: Any) -> str:
+    """Return the words of a message for the value that a flag has."""
+    if isinstance(value, bool):
+        if _megatron_defaults().get(attribute) is True:
+            return f"{switched_off(attribute)} is {'not given' if value else 'given'}"
+        return f"{flag_of(attribute)} is {'given' if value else 'not given'}"
+    return f"{flag_of(attribute)} is {value}"
+
+
+def _unknown_family(args: Namespace, config: Mapping[str, Any]) -> str:
+    """Return the message to a model type that has no family: the nearest one, and how config.json differs from its."""
+    unread = {name: _unread_keys(config, family) for name, family in FAMILIES.items()}
+    name = min(unread, key=lambda n: (len(unread[n]), bool(FAMILIES[n].spec), len(FAMILIES[n].always), n))
+    keys = ", ".join(f"{key} {config[key]!r}" for key in unread[name]) or "none"
+    return (
+        f"--hf-checkpoint {args.hf_checkpoint} is a {config.get('model_type')!r}, a family unknown here. The "
+        f"nearest one is {name!r}; keys of config.json that it does not read: {keys}. Where they change nothing, give "
+        f"--model-name {name} and the model flags (--num-layers, ...); docs/new_model.md says how to add a family. "
+        f"Known are {', '.join(sorted(FAMILIES))}."
+    )
+
+
+class _Recorded(dict[str, Any]):
+    """A config that notes which keys are asked for."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.read = set(BOOKKEEPING)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return as a dict does."""
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def _unread_keys(config: Mapping[str, Any], family: ModelFamily) -> list[str]:
+    """Return the keys with a value that the rules of a family would not look at; all where they cannot be applied."""
+    recorded = _Recorded(family.completed(config, is_alone=True))
+    try:
+        list(family.rules(recorded))
+    except (KeyError, TypeError, ConfigError):
+        recorded.read.clear()
+    return [key for key, value in config.items() if key not in recorded.read and value not in (None, False, [], {})]
 
 
 def check_other_models(args: Namespace) -> None:
@@ -134,7 +303,7 @@ def check_other_models(args: Namespace) -> None:
     for attribute, folder in folders:
         if not folder or folder == args.hf_checkpoint or not (Path(folder) / "config.json").is_file():
             continue
-        if problems := _mismatches(args, read_hf_config(folder)):
+        if problems := disagreements(args, read_hf_config(folder)):
             flag = "--ref-load" if folder == args.ref_load else flag_of(attribute)  # --load falls back to it
             raise ConfigError(
                 f"{flag}: {folder} is another model than that of the flags:\n  "
@@ -165,104 +334,12 @@ def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) ->
         )
 
 
-def _mismatches(args: Namespace, config: dict[str, Any]) -> list[str]:
-    """Return one line for each flag that differs from the config."""
-    problems = []
-
-    def compare(key: str, flag: str, expected: Any, actual: Any) -> None:
-        if expected is not None and actual is not None and differs(expected, actual):
-            problems.append(f"{flag} is {actual}; {key} is {expected}")
-
-    for key, attribute in _SIMPLE.items():
-        compare(key, flag_of(attribute), config.get(key), getattr(args, attribute))
-    if not is_all_experts(args):
-        compare("intermediate_size", "--ffn-hidden-size", config.get("intermediate_size"), args.ffn_hidden_size)
-    compare("num_key_value_heads", "--num-query-groups", _num_key_value_heads(args, config), args.num_query_groups)
-    compare("head_dim", "--kv-channels", _head_dim(args, config), args.kv_channels)
-    compare("rms_norm_eps", "--norm-epsilon", config.get("rms_norm_eps"), args.norm_epsilon)
-    compare("rope_theta", "--rotary-base", rope_parameter(config, "rope_theta"), args.rotary_base)
-    vocab_size = config.get("vocab_size")
-    if vocab_size is not None and args.vocab_size < vocab_size:
-        problems.append(f"--vocab-size is {args.vocab_size}; vocab_size is {vocab_size}, and rows would be lost")
-    family = family_of(config)
-    complete = family.with_defaults(config) if family is not None else config
-    has_mtp = any(complete.get(key) for key in _MTP_KEYS)
-    if args.mtp_num_layers and config.get("model_type") and not has_mtp:
-        problems.append(f"--mtp-num-layers is {args.mtp_num_layers}; the model has none ({_MTP_KEYS[0]})")
-    tied = config.get("tie_word_embeddings")
-    if tied is not None and tied == args.untie_embeddings_and_output_weights:
-        state = "given" if args.untie_embeddings_and_output_weights else "not given"
-        problems.append(f"--untie-embeddings-and-output-weights is {state}; tie_word_embeddings is {tied}")
-    return problems
-
-
 def is_all_experts(args: Namespace) -> bool:
     """Return True when no layer is dense, so that the dense size means nothing."""
     if not args.num_experts:
         return False
     frequency = args.moe_layer_freq
     return frequency == 1 if isinstance(frequency, int) else all(frequency)
-
-
-def _num_key_value_heads(args: Namespace, config: dict[str, Any]) -> int | None:
-    """Return the key heads; latent attention has no such thing."""
-    return None if args.multi_latent_attention else config.get("num_key_value_heads")
-
-
-def _head_dim(args: Namespace, config: dict[str, Any]) -> int | None:
-    """Return the width of a head; in latent attention the key means something else."""
-    return None if args.multi_latent_attention else config.get("head_dim")
-
-
-def attention_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield one line for each flag of attention that differs; latent attention has checks of its own."""
-    if args.multi_latent_attention or config.get("kv_lora_rank") is not None:
-        return
-    yield from rotary_mismatches(args, config)
-    for key, flag, given in (
-        ("attention_bias", "--add-qkv-bias", args.add_qkv_bias),
-        ("use_qk_norm", "--qk-layernorm", args.qk_layernorm),
-    ):
-        if config.get(key) is not None and bool(config[key]) != given:
-            yield f"{flag} is {'given' if given else 'not given'}; {key} is {config[key]}"
-
-
-def softmax_router_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield one line for each flag of Qwen's experts that differs."""
-    if not args.num_experts or config.get("num_experts") is None:
-        return
-    for key, flag, given in (
-        ("num_experts", "--num-experts", args.num_experts),
-        ("num_experts_per_tok", "--moe-router-topk", args.moe_router_topk),
-    ):
-        if config.get(key) not in (None, given):
-            yield f"{flag} is {given}; {key} is {config[key]}"
-    is_normalised = config.get("norm_topk_prob")
-    if is_normalised is None or args.moe_router_score_function != "softmax" or args.moe_router_topk == 1:
-        return
-    if is_normalised == args.moe_router_pre_softmax:
-        state = "given" if args.moe_router_pre_softmax else "not given"
-        yield (
-            f"--moe-router-pre-softmax is {state}; norm_topk_prob is {is_normalised} (without the flag, the weights "
-            "of the chosen experts add up to 1)"
-        )
-
-
-def family_mismatches(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield one line for each flag that differs in what the model's family alone has (``models/``)."""
-    family = family_of(config)
-    if family is None:
-        return
-    is_built = family.is_spec_optional or args.spec or args.custom_model_provider_path
-    if family.spec and not is_built:
-        yield (
-            f"--spec is not given; the checkpoint is a {config['model_type']}, which has layers of its own: "
-            f"--spec {family.spec}"
-        )
-    for key, attribute in family.sizes.items():
-        if config.get(key) is not None and differs(config[key], vars(args)[attribute]):
-            yield f"{flag_of(attribute)} is {vars(args)[attribute]}; {key} is {config[key]}"
-    yield from family.mismatches(args, config)
 
 
 def check_engine_keys(config: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from slime.backends.megatron_utils.flags.config_flags import add_unless_present
 
 _RESOLVE = "slime.backends.megatron_utils.flags.resolve_arguments"
-_LINEAR = "slime.backends.megatron_utils.flags.linear_arguments"
 _INT4 = "slime.backends.megatron_utils.flags.int4_arguments"
 _ROTARY = "slime.backends.megatron_utils.flags.rotary_arguments"
 _BUILDERS = "slime.backends.megatron_utils.flags.config_builders"
@@ -91,7 +90,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     _value("--spec", _MODEL, "Module and function that give the layer spec.", nargs=2, metavar=("MODULE", "NAME")),
     _switch("--post-self-attn-layernorm", "slime_plugins.models.glm4", "A norm behind attention (GLM-4)."),
     _switch("--post-mlp-layernorm", "slime_plugins.models.glm4", "A norm behind the MLP (GLM-4)."),
-    _switch("--use-gated-attention", _LINEAR, "The same as --attention-output-gate (Qwen3-Next)."),
+    _switch("--use-gated-attention", _RESOLVE, "The same as --attention-output-gate (Qwen3-Next)."),
     _switch("--enable-experimental", _INITIALIZE, "Let megatron-core use what it calls experimental."),
     _switch("--recompute-activations", _RESOLVE, "The same as --recompute-granularity selective."),
     _switch(

@@ -14,11 +14,8 @@ import torch
 
 from slime.backends.megatron_utils.flags.config_builders import num_stages_of_layout, params_dtype
 from slime.backends.megatron_utils.flags.field_table import reset_what_has_no_effect
-from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.int4_arguments import derive_int4
-from slime.backends.megatron_utils.flags.linear_arguments import derive_linear
 from slime.backends.megatron_utils.flags.rotary_arguments import derive_rope
-from slime.backends.megatron_utils.flags.sparse_arguments import derive_indexer
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +34,8 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
     ):
         if not value or value < 1:
             raise ConfigError(
-                f"{flag} is {value} or not given; the model needs it; source a file of scripts/models or give it."
+                f"{flag} is {value} or not given; the model needs it; give --hf-checkpoint, whose config.json says "
+                "it, or source a file of scripts/models."
             )
     derived: dict[str, Any] = {}
     for derive in (
@@ -45,7 +43,7 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
         _world,
         _layout,
         _shape,
-        _rope,
+        derive_rope,
         _vocabulary,
         _schedule,
         _checkpoint,
@@ -167,20 +165,13 @@ def _shape(args: Namespace) -> dict[str, Any]:
         "seq_length": seq_length,
         "max_position_embeddings": args.max_position_embeddings or seq_length,
         "position_embedding_type": position_type,
+        "attention_output_gate": args.attention_output_gate or args.use_gated_attention,
     }
-
-
-def _rope(args: Namespace) -> dict[str, Any]:
-    """Return what flags do not say, and the HF config does, of rotary positions, indexer and linear attention."""
-    config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None
-    return derive_rope(args, config) | derive_indexer(args, config) | derive_linear(args, config)
 
 
 def _vocabulary(args: Namespace) -> dict[str, Any]:
     """Return the vocabulary, its padding for tensor parallelism, and the tokenizer's name."""
     vocab_size = args.vocab_size
-    if vocab_size is None and args.hf_checkpoint:
-        vocab_size = read_hf_config(args.hf_checkpoint).get("vocab_size")
     if not vocab_size:
         raise ConfigError("--vocab-size is not given, and no --hf-checkpoint whose config.json tells it; give one.")
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

@@ -1,8 +1,4 @@
-"""Flags of families with DeepSeek's sparse attention (GLM-5, GLM-5.2, DeepSeek-V3.2) against the HF config.
-
-The sizes of the indexer come from config.json of ``--hf-checkpoint``.  megatron-core has flags for them, which a model
-file need not give; they are filled in, so that a checkpoint records them.
-"""
+"""Flags of families with DeepSeek's sparse attention (GLM-5, GLM-5.2, DeepSeek-V3.2): what does not go with it."""
 
 from __future__ import annotations
 
@@ -17,43 +13,11 @@ from slime.utils.errors import ConfigError
 _SPARSE = {f.sparse_architecture: f for f in FAMILIES.values() if f.sparse_architecture}
 """Families with sparse attention, which works over gathered, contiguous context-parallel parts, by architecture."""
 
-_SIZES = {
-    # key of config.json -> attribute of args
-    "index_n_heads": "dsa_indexer_n_heads",
-    "index_head_dim": "dsa_indexer_head_dim",
-    "index_topk": "dsa_indexer_topk",
-}
-
 
 def has_indexer(config: dict[str, Any]) -> bool:
     """Return True when a config.json is that of a model with sparse attention."""
     family = family_of(config)
     return family is not None and bool(family.sparse_architecture)
-
-
-def indexer_sizes(config: dict[str, Any]) -> dict[str, int]:
-    """Return heads, width of a head and keys per query, as attributes; empty for a model without an indexer."""
-    family = family_of(config)
-    if family is None or not family.sparse_architecture:
-        return {}
-    config = family.with_defaults(config)
-    return {attribute: int(config[key]) for key, attribute in _SIZES.items()}
-
-
-def derive_indexer(args: Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the sizes of the indexer that were not given.
-
-    Raises:
-        ConfigError: a flag says something else than the HF config.
-    """
-    sizes = indexer_sizes(config or {})
-    for attribute, expected in sizes.items():
-        given = vars(args)[attribute]
-        if given not in (None, expected):
-            raise ConfigError(
-                f"{flag_of(attribute)} is {given}; config.json of --hf-checkpoint says {expected}; leave the flag out."
-            )
-    return sizes
 
 
 def check_sparse_flags(args: Namespace) -> None:

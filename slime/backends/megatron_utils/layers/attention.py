@@ -42,7 +42,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, rotary_tables
 from slime.backends.megatron_utils.layers.sink_attention import (
     make_sinks,
-    per_sequence_sink_attention,
+    sink_attention,
     varlen_sink_attention,
     visible_keys,
 )
@@ -150,13 +150,9 @@ class PackedAttention(MegatronModule):
                 return varlen_attention(query, key, value, *sizes, scale=self.scale, window=self.window)
             return varlen_sink_attention(query, key, value, sinks, *sizes, scale=self.scale, window=self.window)
         lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
-        if sinks is not None:
-            return per_sequence_sink_attention(
-                query, key, value, sinks, lengths_q, lengths_k, scale=self.scale, window=self.window
-            )
         with sdpa_kernel(SDPBackend.MATH) if self.is_unfused else contextlib.nullcontext():
             return per_sequence_attention(
-                query, key, value, lengths_q, lengths_k, scale=self.scale, window=self.window
+                query, key, value, lengths_q, lengths_k, scale=self.scale, window=self.window, sinks=sinks
             )
 
 
@@ -185,12 +181,16 @@ def per_sequence_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend one sequence at a time, on any device and in any dtype."""
     pieces = []
     for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
         num_q, num_k = q.size(0), k.size(0)
         if num_q == 0:
+            continue
+        if sinks is not None:
+            pieces.append(sink_attention(q, k, v, sinks, scale=scale, window=window))
             continue
         mask = None
         is_cut = window is not None and window < num_k

@@ -80,7 +80,6 @@ def get_layer_spec(
     config: TransformerConfig,
     *,
     is_moe: bool = False,
-    attention: ModuleSpec | None = None,
     post_self_attn_layernorm: bool = False,
     post_mlp_layernorm: bool = False,
 ) -> ModuleSpec:
@@ -89,12 +88,10 @@ def get_layer_spec(
     Args:
         config: decides the kind of attention and its sizes.
         is_moe: experts in place of the MLP.
-        attention: in place of the attention that ``config`` asks for.
         post_self_attn_layernorm: a norm behind attention, before its output is added (GLM-4).
         post_mlp_layernorm: the same behind the MLP.
     """
-    if attention is None:
-        attention = latent_attention_spec(config) if config.multi_latent_attention else _attention_spec(config)
+    attention = latent_attention_spec(config) if config.multi_latent_attention else _attention_spec(config)
     keys_map = {}
     if not config.multi_latent_attention:
         keys_map["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"

@@ -42,23 +42,14 @@ def visible_keys(num_q: int, num_k: int, window: int | None, device: torch.devic
     return mask if window is None else mask.triu(num_k - num_q - window + 1)
 
 
-def per_sequence_sink_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    lengths_q: list[int],
-    lengths_k: list[int],
-    *,
-    scale: float,
-    window: int | None = None,
+def sink_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attend one sequence at a time, on any device; the softmax is computed in fp32 (fp64 for fp64).
+    """Attend in one sequence, on any device; the softmax is computed in fp32 (fp64 for fp64).
 
     Args:
-        query, key, value: [t, h, d] packed; keys and values may have fewer heads.
+        query, key, value: [t, h, d]; keys and values may have fewer heads; the last query stands at the last key.
         sinks: [h] logits.
-        lengths_q, lengths_k: of the sequences; the last query of one stands at its last key.
         scale: of the scores.
         window: keys that a query sees; None for all up to its own.
 
@@ -68,15 +59,12 @@ def per_sequence_sink_attention(
     repeats = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    pieces = []
-    for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
-        mask = visible_keys(q.size(0), k.size(0), window, q.device)
-        scores = torch.einsum("qhd,khd->hqk", q, k).to(dtype) * scale
-        scores = scores.masked_fill(~mask, -math.inf)
-        sink = sinks.to(dtype)[:, None, None].expand(-1, q.size(0), 1)
-        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-        pieces.append(torch.einsum("hqk,khd->qhd", weights.to(v.dtype), v))
-    return torch.cat(pieces)
+    mask = visible_keys(query.size(0), key.size(0), window, query.device)
+    scores = torch.einsum("qhd,khd->hqk", query, key).to(dtype) * scale
+    scores = scores.masked_fill(~mask, -math.inf)
+    sink = sinks.to(dtype)[:, None, None].expand(-1, query.size(0), 1)
+    weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights.to(value.dtype), value)
 
 
 def varlen_sink_attention(
@@ -94,7 +82,7 @@ def varlen_sink_attention(
 ) -> Tensor:
     """Attend in all sequences by torch's flash kernel; CUDA, bf16 or fp16.  No synchronisation with the host.
 
-    Arguments as in :func:`per_sequence_sink_attention`; ``cu_q`` and ``cu_k`` are cumulative lengths.
+    Arguments as in :func:`sink_attention`, packed; ``cu_q`` and ``cu_k`` are cumulative lengths.
     """
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     # As torch.nn.attention.varlen: a window makes the kernel causal by itself.

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
+from slime.backends.megatron_utils.models.flag_rules import SIGMOID
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import (
     EXPERTS,
@@ -75,6 +76,12 @@ INDEXER = (
 
 DEEPSEEK_SPARSE = replace(DEEPSEEK, family="GLM-5, GLM-5.2 and DeepSeek-V3.2", layer=(*DEEPSEEK.layer, *INDEXER))
 
+INDEXER_SIZES = {
+    # key of config.json -> attribute of args
+    "index_n_heads": "dsa_indexer_n_heads",
+    "index_head_dim": "dsa_indexer_head_dim",
+    "index_topk": "dsa_indexer_topk",
+}
 SPARSE_SPEC = "slime_plugins.models.glm5.glm5 get_glm5_spec"
 
 
@@ -117,6 +124,7 @@ FAMILIES = (
     ModelFamily(
         model_types=("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
         weight_map=DEEPSEEK,
+        always=SIGMOID,
         num_experts_key="n_routed_experts",
         published={
             "DeepSeek-R1": _FP8,
@@ -128,6 +136,8 @@ FAMILIES = (
     ModelFamily(
         model_types=("deepseek_v32",),
         weight_map=DEEPSEEK_SPARSE,
+        always=SIGMOID,
+        sizes=INDEXER_SIZES,
         num_experts_key="n_routed_experts",
         spec=SPARSE_SPEC,
         dims=sparse_dims,
@@ -137,6 +147,8 @@ FAMILIES = (
     ModelFamily(
         model_types=("glm_moe_dsa",),
         weight_map=DEEPSEEK_SPARSE,
+        always=SIGMOID,
+        sizes=INDEXER_SIZES,
         num_experts_key="n_routed_experts",
         spec=SPARSE_SPEC,
         dims=sparse_dims,

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.backends.megatron_utils.models.flag_rules import (
+    CLASS_DEFAULTS,
+    DECODER,
+    PLAIN,
+    Config,
+    Flag,
+    FlagRule,
+    facts,
+    shared_rules,
+)
 from slime.backends.megatron_utils.models.rule import WeightMap
 
 BLOCK_FP8: dict[str, Any] = {
@@ -16,6 +26,8 @@ BLOCK_FP8: dict[str, Any] = {
 """``quantization_config`` of checkpoints that are published in FP8 by blocks."""
 
 
+EXPERT_COUNTS = frozenset({"num_experts", "n_routed_experts", "num_local_experts"})
+"""Keys of config.json for the number of experts."""
 FLOAT_TOLERANCE = 1e-6
 """Relative: config.json may hold an fp32 number with all its digits."""
 
@@ -27,8 +39,8 @@ def differs(expected: Any, actual: Any) -> bool:
     return bool(expected != actual)
 
 
-def no_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterable[str]:
-    """Return nothing: the comparisons that all families share are enough."""
+def no_flags(config: Config) -> Iterable[Flag | str]:
+    """Return nothing: what all families share is enough."""
     return ()
 
 
@@ -61,12 +73,18 @@ class ModelFamily:
     """Some layers are gated delta nets, and the attention of the others has an output gate."""
 
     # --- config.json
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Attribute of args -> the value that every model of the family has, beside ``DECODER``, or instead."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Key of config.json -> the value that a file without it means."""
+    class_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The same for a run without model flags: what transformers' class takes, beside ``CLASS_DEFAULTS``."""
+    fixed: Mapping[str, Any] = field(default_factory=lambda: PLAIN)
+    """Key of config.json -> the one value that these layers can have."""
     sizes: Mapping[str, str] = field(default_factory=dict)
     """Key of config.json -> attribute of args that must be equal, beside those that all families share."""
-    mismatches: Callable[[Namespace, Mapping[str, Any]], Iterable[str]] = no_mismatches
-    """Yields one line for each other flag that differs from config.json."""
+    flags: FlagRule = no_flags
+    """Yields what else config.json says of the model flags, and lines on what no flag can say."""
     num_experts_key: str = "num_experts"
     """Key of config.json by which the model counts its experts, where it has any."""
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -82,6 +100,38 @@ class ModelFamily:
     def with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``config`` with ``defaults`` where it has no value."""
         return {**self.defaults, **{key: value for key, value in config.items() if value is not None}}
+
+    def rules(self, config: Config) -> Iterator[Flag | str]:
+        """Yield what ``config``, defaults included, says of the model flags; the last for an attribute counts."""
+        kind = config.get("model_type")
+        for attribute, value in {**DECODER, **self.always}.items():
+            what = {True: "it", False: "none"}.get(value, value) if isinstance(value, bool) else value
+            yield Flag(attribute, value, f"a {kind} has {what}")
+        yield from shared_rules(config)
+        yield from facts(config, self.sizes)
+        for key, value in self.fixed.items():
+            if config.get(key) not in (None, value):
+                yield f"{key} is {config[key]}; the layers of a {kind} have {value} here"
+        own = list(self.flags(config))
+        yield from own
+        windows = {"sliding_attention", "chunked_attention"} & set(config.get("layer_types") or ())
+        if windows and not any(isinstance(flag, Flag) and flag.attribute == "window_size" for flag in own):
+            yield f"layer_types has {windows.pop()}; all layers of a {kind} have full attention here"
+
+    def completed(self, config: Config, *, is_alone: bool) -> dict[str, Any]:
+        """Return :meth:`with_defaults`, with the number of experts under the key of the family.
+
+        Args:
+            config: config.json.
+            is_alone: no flag says what the model is, so that transformers' defaults count as well.
+        """
+        absent = {**CLASS_DEFAULTS, **self.class_defaults} if is_alone else {}
+        config = {**config, **absent, **self.with_defaults(config)}
+        # transformers saves several counts for some families, and what a model does not read may be a default.
+        counts = [config.pop(key) for key in sorted(EXPERT_COUNTS - {self.num_experts_key}) if key in config]
+        if counts and counts[0] is not None:
+            config.setdefault(self.num_experts_key, counts[0])
+        return config
 
     def is_built_by(self, spec: str) -> bool:
         """Return True when ``spec``, the module that ``--spec`` names, has this family's layers."""

@@ -6,6 +6,7 @@ GLM-4.5, 4.6 and 4.7: experts chosen by sigmoid scores with a bias, shared exper
 from __future__ import annotations
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
+from slime.backends.megatron_utils.models.flag_rules import SIGMOID
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import (
     ATTENTION,
@@ -40,16 +41,22 @@ GLM4_MOE = WeightMap(
     mtp_copies=MTP_COPIES,
 )
 
+HALF_TURNS = {"partial_rotary_factor": 0.5}
+
 FAMILIES = (
     ModelFamily(
         model_types=("glm4",),
         weight_map=GLM4,
+        always={"rotary_interleaved": True, "post_self_attn_layernorm": True, "post_mlp_layernorm": True},
+        class_defaults=HALF_TURNS,
         spec="slime_plugins.models.glm4 get_glm_spec",
         is_spec_optional=True,
     ),
     ModelFamily(
         model_types=("glm4_moe",),
         weight_map=GLM4_MOE,
+        always=SIGMOID,
+        class_defaults={**HALF_TURNS, "use_qk_norm": False},
         num_experts_key="n_routed_experts",
         published={"GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": BLOCK_FP8}},
     ),

@@ -8,14 +8,13 @@ Shapes: E = experts, h = hidden size, f = width of an expert.
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.models.family import ModelFamily, differs
+from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, choices, expert_layers
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import ATTENTION, NORMS, TOP
 from slime.train_data.model_dims import ModelDims
@@ -69,37 +68,16 @@ WINDOW = 128
 """``sliding_window`` of the published models: keys that a query of every other layer sees, its own among them."""
 
 
-def gpt_oss_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each flag that differs: sinks, windows, biases, the gate of the experts."""
-    width = config["sliding_window"]
-    types = config.get("layer_types") or []
+def gpt_oss_flags(config: Config) -> Iterator[Flag | str]:
+    """Yield windows, and the gate of the experts."""
+    width, limit, types = config["sliding_window"], config["swiglu_limit"], config.get("layer_types") or []
     if any((kind == "full_attention") != bool(layer % 2) for layer, kind in enumerate(types)):
         yield "layer_types has no full attention in each 2nd layer alone; --window-attn-skip-freq 2 says that"
-    if args.window_size is None or tuple(args.window_size) != (width - 1, 0) or args.window_attn_skip_freq != 2:
-        yield (
-            f"--window-size is {args.window_size} and --window-attn-skip-freq {args.window_attn_skip_freq}; "
-            f"sliding_window is {width}, in each layer but every 2nd: {width - 1},0 and 2"
-        )
-    for flag, given, wanted in (
-        ("--softmax-type", args.softmax_type, "learnable"),
-        ("--glu-linear-offset", args.glu_linear_offset, 1.0),
-        ("--activation-func-clamp-value", args.activation_func_clamp_value, config["swiglu_limit"]),
-    ):
-        if given is None or differs(wanted, given):
-            yield f"{flag} is {given}; this model has {wanted}"
-    if not args.quick_geglu:
-        yield "--quick-geglu is not given; the experts of this model are gated by it"
-    if not args.add_bias_linear:
-        yield "--disable-bias-linear is given; attention, router and experts of this model have biases"
-    if args.moe_router_pre_softmax:
-        yield "--moe-router-pre-softmax is given; the weights of this model's chosen experts add up to 1"
-
-
-_DEFAULTS: dict[str, Any] = {"sliding_window": WINDOW, "swiglu_limit": 7.0}
-
-
-def _with_defaults(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
-    return gpt_oss_mismatches(args, {**_DEFAULTS, **config})
+    yield Flag("window_size", (width - 1, 0), f"sliding_window is {width}: {width - 1},0")
+    yield Flag("window_attn_skip_freq", 2, "each 2nd layer has full attention")
+    yield Flag("activation_func_clamp_value", limit, f"this model has {limit}")
+    yield from expert_layers(config)
+    yield from choices({"expert_tensor_parallel_size": 1})
 
 
 _YARN = {
@@ -116,8 +94,13 @@ FAMILIES = (
     ModelFamily(
         model_types=("gpt_oss",),
         weight_map=GPT_OSS,
-        defaults=_DEFAULTS,
-        mismatches=_with_defaults,
+        always={
+            **{"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, "add_bias_linear": True},
+            **{"softmax_type": "learnable", "moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
+        },
+        defaults={"sliding_window": WINDOW, "swiglu_limit": 7.0},
+        class_defaults={"attention_bias": True},
+        flags=gpt_oss_flags,
         sizes={
             "num_local_experts": "num_experts",
             "num_experts_per_tok": "moe_router_topk",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag
 from slime.backends.megatron_utils.models.qwen import DENSE
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.train_data.model_dims import ModelDims
@@ -46,4 +47,12 @@ MIMO = WeightMap(
     mtp_prefix=lambda index, shape: f"model.mtp_layers.{index}.",
 )
 
-FAMILIES = (ModelFamily(model_types=("mimo",), weight_map=MIMO),)
+
+def mtp_layers(config: Config) -> Iterator[Flag]:
+    """Yield the MTP layers, which every run of this family builds unless it says otherwise."""
+    count = config.get("num_nextn_predict_layers")
+    if count:
+        yield Flag("mtp_num_layers", count, f"num_nextn_predict_layers is {count}", is_fact=False)
+
+
+FAMILIES = (ModelFamily(model_types=("mimo",), weight_map=MIMO, always={"add_qkv_bias": True}, flags=mtp_layers),)

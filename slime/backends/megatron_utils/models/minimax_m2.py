@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily, differs
+from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
+from slime.backends.megatron_utils.models.flag_rules import SIGMOID_CHOICES, Config, Flag, choices, expert_layers
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap, gate_up_rule
 from slime.backends.megatron_utils.models.shared_rules import ATTENTION, NORMS, TOP
 
@@ -32,26 +31,22 @@ WHOLE_NORMS = (
 MINIMAX_M2 = WeightMap(family="MiniMax-M2", top=TOP, layer=(*NORMS, *ATTENTION, *WHOLE_NORMS, *EXPERTS))
 
 
-def minimax_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each flag of MiniMax-M2 that differs.
+def minimax_flags(config: Config) -> Iterator[Flag | str]:
+    """Yield the experts, and the part of a head that turns, which config.json gives in dimensions.
 
-    Its config.json has names of its own: ``intermediate_size`` is an expert's, and the part of a head that turns is
-    given in dimensions.
+    Its config.json has names of its own: ``intermediate_size`` is an expert's.
     """
     if config.get("qk_norm_type", "per_layer") != "per_layer":
         yield f"--spec {SPEC} norms all heads together; qk_norm_type is {config['qk_norm_type']!r}"
-    has_bias = bool(config.get("use_routing_bias", True))
-    if has_bias != bool(args.moe_router_enable_expert_bias):
-        state = "given" if args.moe_router_enable_expert_bias else "not given"
-        yield f"--moe-router-enable-expert-bias is {state}; use_routing_bias is {has_bias}"
-    shared, given_shared = config.get("shared_intermediate_size") or 0, args.moe_shared_expert_intermediate_size or 0
-    if shared != given_shared:
-        yield f"--moe-shared-expert-intermediate-size is {given_shared}; shared_intermediate_size is {shared}"
-    if args.moe_router_topk_scaling_factor not in (None, 1.0):
-        yield f"--moe-router-topk-scaling-factor is {args.moe_router_topk_scaling_factor}; this model has none"
+    has_bias, shared = bool(config.get("use_routing_bias", True)), config.get("shared_intermediate_size") or None
+    yield Flag("moe_router_enable_expert_bias", has_bias, f"use_routing_bias is {has_bias}")
+    yield Flag("moe_shared_expert_intermediate_size", shared, f"shared_intermediate_size is {shared or 0}")
+    yield Flag("moe_router_topk_scaling_factor", None, "this model has none")
     turning, width = config.get("rotary_dim"), config.get("head_dim")
-    if turning is not None and width and differs(turning, width * args.rotary_percent):
-        yield f"--rotary-percent is {args.rotary_percent}; rotary_dim is {turning} of head_dim {width}"
+    if turning is not None and width:
+        yield Flag("rotary_percent", turning / width, f"rotary_dim is {turning} of head_dim {width}")
+    yield from expert_layers(config)
+    yield from choices(SIGMOID_CHOICES)
 
 
 FAMILIES = (
@@ -67,7 +62,8 @@ FAMILIES = (
             "scoring_func": "moe_router_score_function",
         },
         num_experts_key="num_local_experts",
-        mismatches=minimax_mismatches,
+        always={"qk_layernorm": True, "moe_router_score_function": "sigmoid"},
+        flags=minimax_flags,
         engine_keys={
             "use_qk_norm": "queries and keys are not normed",
             "use_routing_bias": "the router has no bias",

@@ -1,10 +1,11 @@
-"""Llama, Qwen2 and Qwen3, dense or with experts (Qwen2's with a gated shared one) in place of the MLP."""
+"""Llama, Mistral, Qwen2 and Qwen3, dense or with experts (Qwen2's with a gated shared one) in place of the MLP."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, PLAIN, window_is_idle
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import (
     ATTENTION,
@@ -16,7 +17,9 @@ from slime.backends.megatron_utils.models.shared_rules import (
     shared_expert_rules,
 )
 
-DENSE = WeightMap(family="dense Llama, Qwen2 and Qwen3", top=TOP, layer=(*NORMS, *ATTENTION, *MLP))
+SOFTMAX = {"moe_router_score_function": "softmax"}
+
+DENSE = WeightMap(family="dense Llama, Mistral, Qwen2 and Qwen3", top=TOP, layer=(*NORMS, *ATTENTION, *MLP))
 
 SHARED_EXPERT = (
     *shared_expert_rules("shared_expert"),
@@ -47,12 +50,34 @@ FAMILIES = (
     ModelFamily(
         model_types=("llama",),
         weight_map=DENSE,
+        fixed=NO_BIASES,
         published={
             "Llama-3.1-8B-Instruct": _llama3(8.0),
             "Llama-3.2-1B-Instruct": _llama3(32.0),
             "Llama-3.2-3B-Instruct": _llama3(32.0),
         },
     ),
-    ModelFamily(model_types=("qwen2", "qwen3"), weight_map=DENSE),
-    ModelFamily(model_types=("qwen2_moe", "qwen3_moe"), weight_map=QWEN_MOE),
+    ModelFamily(model_types=("mistral",), weight_map=DENSE, fixed=NO_BIASES, flags=window_is_idle),
+    ModelFamily(model_types=("qwen2",), weight_map=DENSE, always={"add_qkv_bias": True}),
+    ModelFamily(
+        model_types=("qwen3",),
+        weight_map=DENSE,
+        always={"qk_layernorm": True},
+        class_defaults={"head_dim": 128},
+        fixed=NO_BIASES,
+    ),
+    ModelFamily(
+        model_types=("qwen2_moe",),
+        weight_map=QWEN_MOE,
+        always={**SOFTMAX, "moe_shared_expert_gate": True, "add_qkv_bias": True},
+        class_defaults={"norm_topk_prob": False},
+        fixed={**PLAIN, "qkv_bias": True},
+    ),
+    ModelFamily(
+        model_types=("qwen3_moe",),
+        weight_map=QWEN_MOE,
+        always={**SOFTMAX, "qk_layernorm": True},
+        class_defaults={"norm_topk_prob": False},
+        fixed=NO_BIASES,
+    ),
 )

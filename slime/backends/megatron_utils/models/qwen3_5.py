@@ -9,16 +9,16 @@ Shapes: H = key heads, r = value heads of a key head, dk and dv = widths of thei
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT
-from slime.backends.megatron_utils.models.qwen3_next import DELTA_NET, GATED_ATTENTION, MTP
+from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, Flag
+from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SOFTMAX
+from slime.backends.megatron_utils.models.qwen3_next import DELTA_NET, GATED, GATED_ATTENTION, MTP, linear_flags
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import EXPERTS, MLP, NORMS, ROUTER
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
@@ -74,14 +74,12 @@ QWEN3_5 = WeightMap(
 )
 
 
-def qwen3_5_mismatches(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each flag of the experts that differs; config.json has no ``norm_topk_prob``."""
-    if not config.get("num_experts"):
-        return
-    if args.moe_router_pre_softmax:
-        yield "--moe-router-pre-softmax is given; the weights of this model's chosen experts add up to 1"
-    if config.get("shared_expert_intermediate_size") and not args.moe_shared_expert_gate:
-        yield "--moe-shared-expert-gate is not given; the shared expert of this model has a gate"
+def qwen3_5_flags(config: Config) -> Iterator[Flag]:
+    """Yield the delta nets, and what a model with experts has beside them."""
+    yield from linear_flags(config)
+    if config.get("num_experts"):
+        yield Flag("moe_router_pre_softmax", False, "the weights of this model's chosen experts add up to 1")
+        yield Flag("moe_shared_expert_gate", True, "the shared expert of this model has a gate")
 
 
 _DELTA_NETS = {
@@ -110,7 +108,10 @@ FAMILIES = (
         spec="slime_plugins.models.qwen3_5 get_qwen3_5_spec",
         has_linear_attention=True,
         defaults=_DELTA_NETS,
-        mismatches=qwen3_5_mismatches,
+        always={**SOFTMAX, **GATED},
+        class_defaults={"partial_rotary_factor": 0.25},
+        fixed={**NO_BIASES, "attn_output_gate": True},
+        flags=qwen3_5_flags,
         published={
             "Qwen3.5-0.8B": _published(_DENSE, 16),
             "Qwen3.5-4B": _published(_DENSE),

@@ -9,14 +9,15 @@ convolution; G = query groups, q = query heads of a group, d = head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, fact, facts
+from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SOFTMAX
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import EXPERTS, MLP, NORMS, ROUTER, TOP
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
@@ -150,12 +151,30 @@ _PUBLISHED: dict[str, Any] = {
     **_DELTA_NETS,
 }
 
+GATED = dict.fromkeys(("qk_layernorm", "attention_output_gate", "apply_layernorm_1p"), True)
+
+
+def linear_flags(config: Config) -> Iterator[Flag]:
+    """Yield the sizes of the delta nets, and which layers they are: a type for each layer, or an interval."""
+    yield from facts(config, {key: key for key in _DELTA_NETS})
+    types = (config.get("layer_types") or [])[: config.get("num_hidden_layers")]
+    if types:
+        full = [layer for layer, kind in enumerate(types) if kind != "linear_attention"]
+        linear = [int(kind == "linear_attention") for kind in types]
+        yield Flag("linear_attention_freq", linear, f"the layers with full attention are {full}")
+    else:
+        yield fact(config, "full_attention_interval", "linear_attention_freq")
+
+
 FAMILIES = (
     ModelFamily(
         model_types=("qwen3_next",),
         weight_map=QWEN3_NEXT,
         spec="slime_plugins.models.qwen3_next get_qwen3_next_spec",
         has_linear_attention=True,
+        always={**SOFTMAX, **GATED, "moe_shared_expert_gate": True},
+        class_defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
+        flags=linear_flags,
         # The published config.json does not speak of the MTP layer that every checkpoint has.
         defaults={"full_attention_interval": 4, "num_nextn_predict_layers": 1, **_DELTA_NETS},
         published={

@@ -14,7 +14,6 @@ import asyncio
 import json
 import logging
 import queue
-import secrets
 import time
 import uuid
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.backends.megatron_utils.server.scorer import Scorer, ScoreRequest, Scores
 from slime.flags.teacher_server import TeacherServerConfig
 from slime.utils.errors import DataError, SlimeError
-from slime.utils.http_utils import encode_json
+from slime.utils.http_utils import encode_json, has_secret
 from slime.utils.net import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -221,8 +220,7 @@ class MegatronServer:
     def _may_update(self, request: web.Request) -> bool:
         if self._secret is None:
             return request.remote is not None and is_loopback(request.remote)
-        given = request.headers.get("Authorization", "")
-        return secrets.compare_digest(given.encode(), f"Bearer {self._secret}".encode())
+        return has_secret(request.headers.get("Authorization"), self._secret)
 
     def _sequences(self, body: dict[str, Any]) -> tuple[bool, list[ScoreRequest]]:
         """Return True for a request of one sequence, and the sequences.

@@ -18,6 +18,7 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory, sglang
 from slime.backends.megatron_utils.hf_to_megatron.tensors import untrained_tensors
+from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstimate
@@ -159,11 +160,13 @@ class WeightUpdater:
     def buckets(self) -> DigestedBuckets:
         """The buckets of this model; made at the first push, collectively."""
         if self._buckets is None:
-            source = self._slices() if self._takes_slices else self.make_plain_source()
+            takes_slices = self._takes_slices and not has_adapters(self._model)  # slices are read from the weights
+            source = self._slices() if takes_slices else self.make_plain_source()
             weight_map = find_weight_map(model_name(self.args, self._hf_config))
             self._buckets = DigestedBuckets(source, untrained_tensors(self.args.hf_checkpoint, weight_map))
             if isinstance(source, ShardBuckets):
                 source.record_digests = self._buckets.record
+            memory.freeze_long_lived_objects()  # some for each of the model's tensors
         return self._buckets
 
     def make_plain_source(self) -> GatheredBuckets:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from slime.utils.errors import ConfigError
 from slime.weights.buckets import NO_BUCKET
@@ -42,6 +43,12 @@ class SharedMemoryTransport(Transport):
         self._mapping_gpus: list[int] = []
         """Those of all engines that map buffers of the trainer."""
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._buffer: StorageWeakRef | None = None
+        """Memory of this rank's last bucket."""
+        self._buffer_number = 0
+        """Counts the buffers of this rank, and the engines' changes: handles to the same one are made once."""
+        self._handles: dict[tuple[int, int], tuple[int, str]] = {}
+        """Rank and GPU -> number of the rank's buffer, and the handle by which the GPU's engine opens it."""
         self._remote = EngineGroups("slime", self.wire)
 
     def connect(self, engines: Sequence[EngineProxy]) -> bool:
@@ -60,6 +67,7 @@ class SharedMemoryTransport(Transport):
         self._engine = engine_of_gpu.get(rank)
         self._mapping_gpus = sorted(gpu for gpu, engine in engine_of_gpu.items() if engine.acknowledges)
         self._neighbours, self._neighbour_ranks = None, []
+        self._buffer, self._handles = None, {}
         shared = neighbourhoods(inside, world_size, self.ranks.ranks_per_host)
         for ranks in shared:
             if tuple(ranks) not in self._groups:
@@ -88,7 +96,6 @@ class SharedMemoryTransport(Transport):
             self._remote.send(push, index, flat, self._manifest)
         if self._neighbours is not None:
             dist.barrier(group=self._neighbours)  # the buffer is written again after this
-            collect_shared_memory()
 
     def finish(self, push: Push, *, is_served: bool) -> None:
         """Take back what engines have let go, which would stay taken until the trainer next asks for memory."""
@@ -99,25 +106,42 @@ class SharedMemoryTransport(Transport):
         self._remote.leave()
 
     def _exchange_handles(self, index: int, flat: Tensor) -> Handles:
-        """Return the handles that each GPU of the neighbourhood opens: one for each, because torch counts them."""
-        assert self._neighbours is not None
-        indices: list[int] = [NO_BUCKET] * len(self._neighbour_ranks)
-        dist.all_gather_object(indices, index, group=self._neighbours)
-        index_of = dict(zip(self._neighbour_ranks, indices, strict=True))
-        rank = self.ranks.rank
-        own: dict[int, str] = {}
+        """Return the handles that each GPU of the neighbourhood opens: one for each, because torch counts them.
+
+        A handle is told once, and good for every bucket that comes to lie in its buffer.
+        """
+        assert self._neighbours is not None and flat.storage_offset() == 0
+        if flat.is_cuda:
+            torch.cuda.current_stream().synchronize()  # another process reads it next
         if index != NO_BUCKET:
-            holders = [other for other, held in index_of.items() if held == index]
-            neighbours = [gpu for gpu in self._mapping_gpus if gpu in index_of]
-            readers = [gpu for gpu in neighbours if (gpu if gpu in holders else holders[0]) == rank]
-            own = {gpu: handle_of(flat) for gpu in readers}
-        told: list[Any] = [None] * len(self._neighbour_ranks)
-        dist.all_gather_object(told, own, group=self._neighbours)
-        handles: Handles = {}
-        for holder, handles_of_rank in zip(self._neighbour_ranks, told, strict=True):
-            for gpu, handle in handles_of_rank.items():
-                handles.setdefault(index_of[holder], {})[gpu] = handle
-        return handles
+            buffer = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
+            if self._buffer is None or buffer != self._buffer:
+                self._buffer, self._buffer_number = buffer, self._buffer_number + 1
+        told = [torch.empty(2, dtype=torch.int64) for _ in self._neighbour_ranks]
+        dist.all_gather(told, torch.tensor([index, self._buffer_number]), group=self._neighbours)
+        held = {rank: one.tolist() for rank, one in zip(self._neighbour_ranks, told, strict=True)}
+        wanted: list[tuple[int, int, int]] = []  # bucket, its holder, the GPU that reads it there
+        for bucket in dict.fromkeys(bucket for bucket, _ in held.values() if bucket != NO_BUCKET):
+            holders = [rank for rank, (other, _) in held.items() if other == bucket]
+            readers = [gpu for gpu in self._mapping_gpus if gpu in held]
+            wanted += [(bucket, gpu if gpu in holders else holders[0], gpu) for gpu in readers]
+        missing = [
+            (holder, gpu)
+            for _, holder, gpu in wanted
+            if self._handles.get((holder, gpu), (0, ""))[0] != held[holder][1]
+        ]
+        if missing:  # on all neighbours, because all know the same
+            whole = flat.as_strided((flat.untyped_storage().nbytes(),), (1,), 0)
+            own = {gpu: handle_of(whole) for holder, gpu in missing if holder == self.ranks.rank}
+            of_ranks: list[Any] = [None] * len(held)
+            dist.all_gather_object(of_ranks, own, group=self._neighbours)
+            for holder, handles in zip(self._neighbour_ranks, of_ranks, strict=True):
+                for gpu, handle in handles.items():
+                    self._handles[holder, gpu] = (held[holder][1], handle)
+        result: Handles = {}
+        for bucket, holder, gpu in wanted:
+            result.setdefault(bucket, {})[gpu] = self._handles[holder, gpu][1]
+        return result
 
     def _hand_over(self, push: Push, handles: Handles, index: int, flat: Tensor) -> None:
         """Let this rank's engine load the buckets of this step, if this is the engine's first rank."""

@@ -148,7 +148,25 @@ def test_kernels_of_transformer_engine_are_mapped_to_what_there_is(caplog: pytes
     assert args.moe_grouped_gemm  # torch has a grouped product of its own
     for word in ("--moe-permute-fusion", "--use-precision-aware-optimizer"):
         assert sum(word in record.message for record in caplog.records) == 1
-    assert "only the FusedAdam of TransformerEngine" in caplog.text
+    assert "moments are fp32 unless --exp-avg-dtype or --exp-avg-sq-dtype is given" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "need --use-precision-aware-optimizer"),
+        ("--use-precision-aware-optimizer --use-stateless-adam", "--use-stateless-adam has no moments"),
+    ],
+)
+def test_narrow_moments_without_what_they_need_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--exp-avg-dtype torch.bfloat16.*{message}"):
+        parse(*DENSE, "--exp-avg-dtype", "bf16", *flags.split())
+
+
+def test_narrow_moments_keep_their_flags() -> None:
+    args = parse(*DENSE, "--bf16", *"--use-precision-aware-optimizer --exp-avg-sq-dtype fp16".split())
+    assert args.use_precision_aware_optimizer and args.exp_avg_sq_dtype == torch.float16
+    assert not optimizer_config_from_args(args).use_precision_aware_optimizer  # megatron-core's is TransformerEngine's
 
 
 def test_the_precision_aware_optimizer_has_its_effect_with_adam_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
@@ -280,16 +298,15 @@ def test_model_flags_that_fit_the_checkpoint_pass(tmp_path: Path) -> None:
 def test_all_disagreements_with_the_checkpoint_are_listed_at_once(tmp_path: Path) -> None:
     write_hf_model(tmp_path, "qwen3")
     wrong = "--num-layers 4 --ffn-hidden-size 96 --rotary-base 500000 --norm-epsilon 1e-5 --num-query-groups 3"
-    flags = [flag for flag in hf_flags(tmp_path) if flag != "--untie-embeddings-and-output-weights"]
     with pytest.raises(ConfigError) as caught:
-        parse(*flags, *wrong.split())
+        parse(*hf_flags(tmp_path), *wrong.split(), "--no-qk-layernorm")
     for part in (
         "--num-layers is 4; num_hidden_layers is 3",
         "--ffn-hidden-size is 96; intermediate_size is 80",
         "--rotary-base is 500000.0; rope_theta is 10000.0",
         "--norm-epsilon is 1e-05; rms_norm_eps is 1e-06",
         "--num-query-groups is 3; num_key_value_heads is 2",
-        "--untie-embeddings-and-output-weights is not given; tie_word_embeddings is False",
+        "--qk-layernorm is not given; a qwen3 has it",
     ):
         assert part in str(caught.value)
 
@@ -301,8 +318,8 @@ def test_all_disagreements_with_the_checkpoint_are_listed_at_once(tmp_path: Path
 )
 def test_the_rotary_base_is_found_in_configs_of_every_age(tmp_path: Path, config: dict[str, object]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="--rotary-base is 10000; rope_theta is 9.0"):
-        parse(*DENSE, "--hf-checkpoint", str(tmp_path))
+    with pytest.raises(ConfigError, match="--rotary-base is 10000.0; rope_theta is 9.0"):
+        parse(*DENSE, "--rotary-base", "10000", "--hf-checkpoint", str(tmp_path))
 
 
 def test_what_the_checkpoint_does_not_say_is_not_compared(tmp_path: Path) -> None:
@@ -311,10 +328,13 @@ def test_what_the_checkpoint_does_not_say_is_not_compared(tmp_path: Path) -> Non
 
 
 def test_the_dense_size_of_a_model_of_experts_alone_is_not_compared(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"intermediate_size": 5, "moe_intermediate_size": 32}))
-    parse(*MOE, "--hf-checkpoint", str(tmp_path), "--moe-layer-freq", "[1]*4")
-    with pytest.raises(ConfigError, match="intermediate_size is 5"):
-        parse(*MOE, "--hf-checkpoint", str(tmp_path), "--moe-layer-freq", "[0]+[1]*3")
+    config = {"intermediate_size": 5, "moe_intermediate_size": 32, "num_experts": 4, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = [*MOE, "--hf-checkpoint", tmp_path, "--num-experts", "4", "--num-layers", "4", "--ffn-hidden-size", "64"]
+    assert parse(*flags).ffn_hidden_size == 64
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mlp_only_layers": [0]}))
+    with pytest.raises(ConfigError, match="--ffn-hidden-size is 64; intermediate_size is 5"):
+        parse(*flags, "--moe-layer-freq", "[0]+[1]*3")
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 def test_a_tensor_without_a_place_in_the_model_is_an_error(tmp_path: Path) -> None:
     write_hf_model(tmp_path, "qwen2.5")
-    flags = [flag for flag in hf_flags(tmp_path) if flag != "--add-qkv-bias"]
-    args = parse(*flags)
+    args = parse(*hf_flags(tmp_path))
+    args.add_qkv_bias = False
     start_single_process(args)
     with pytest.raises(DataError, match="_proj.bias.*--add-qkv-bias"):
         load_hf_weights(args, [get_model_provider(args)()], tmp_path)

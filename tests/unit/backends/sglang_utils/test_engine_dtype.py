@@ -12,7 +12,6 @@ import pytest
 
 from slime.backends.sglang_utils.engine_dtype import own_dtype, served_dtype
 from slime.backends.sglang_utils.external_engines import describe
-from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.models import ExternalGroup
 
@@ -73,10 +72,3 @@ def test_a_groups_override_and_an_external_engines_answer_win(tmp_path: Path) ->
     for answer, expected in (("float32", "float32"), ("auto", "bfloat16")):
         external.info = describe("http://engine:1", {"dtype": answer, "model_path": str(tmp_path)})
         assert told(external) == expected
-
-
-def test_the_trainer_s_proxies_know_it() -> None:
-    engines = {"handles": [None, None], "gpu_counts": [1, 1], "gpu_offsets": [0, 1], "num_new": 2}
-    told = UpdatableEngines(**engines, num_trainer_gpus=0, dtypes=["float32", "bfloat16"])
-    assert [proxy.dtype for proxy in told.proxies()] == ["float32", "bfloat16"]
-    assert [proxy.dtype for proxy in UpdatableEngines(**engines, num_trainer_gpus=0).proxies()] == ["", ""]

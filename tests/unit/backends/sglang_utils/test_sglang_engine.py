@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from slime.backends.sglang_utils import sglang_engine
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.weight_verbs import CHECK_LOADERS
-from slime.utils.errors import ConfigError, EngineError, WeightSyncError
+from slime.utils.errors import ConfigError, DataError, DeadlineError, EngineError, WeightSyncError
 from slime.weights.push.verbs import RECEIVER, WEIGHT_CHECKS, WEIGHT_LOADERS
 
 
@@ -137,3 +139,16 @@ def test_every_loader_that_a_server_is_told_of_exists():
     assert set(CHECK_LOADERS.values()) <= set(WEIGHT_CHECKS)
     assert all(hasattr(weight_check, path.rpartition(".")[2]) for path in WEIGHT_CHECKS)
     assert set(WEIGHT_LOADERS) - set(WEIGHT_CHECKS) == {RECEIVER}
+
+
+def test_an_engine_whose_model_differs_from_its_digests_is_ended(engine, monkeypatch):
+    monkeypatch.setattr(sglang_engine, "wait_until_healthy", lambda *unused, timeout_s: None)
+    stopped = []
+    engine.process = Namespace(stop=lambda: stopped.append(True))
+    engine._check = Future()
+    with pytest.raises(DeadlineError, match="/hf are not compared with their digests after 0.01 s"):
+        engine.wait_ready(0.01)
+    engine._check.set_exception(DataError("model-1.safetensors is damaged"))
+    with pytest.raises(DataError, match="is damaged"):
+        engine.wait_ready(1)
+    assert stopped == [True, True] and engine.server.asked == []

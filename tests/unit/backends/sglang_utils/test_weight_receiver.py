@@ -52,13 +52,16 @@ class InProcess(WeightVerbs):
 
     def push(self, manifest, flats, push_id, order=None, at_once=False):
         """Everything but the commit; gives the acknowledgement."""
-        self.begin_weight_update(manifest.to_json(), push_id)
+        if not self.begin_weight_update(manifest.id, push_id):
+            assert self.begin_weight_update(manifest.id, push_id, manifest.to_json())
         if at_once:
             self.receive_weight_buckets(push_id, {index: [handle_of(flat)] for index, flat in enumerate(flats)})
-            return self.acknowledge_weight_update(push_id)
-        for index in order or range(len(flats)):
-            self.receive_weight_buckets(push_id, {index: [handle_of(flats[index])]})
-        return self.acknowledge_weight_update(push_id)
+        else:
+            for index in order or range(len(flats)):
+                self.receive_weight_buckets(push_id, {index: [handle_of(flats[index])]})
+        answer = self.acknowledge_weight_update(push_id)
+        del answer["seconds"]
+        return answer
 
 
 BUFFERS: dict[str, torch.Tensor] = {}
@@ -73,6 +76,8 @@ def handle_of(flat):
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     monkeypatch.setattr(weight_receiver, "gather_over_ranks", lambda own: [own])
+    monkeypatch.setattr(weight_receiver, "position_among_ranks", lambda: 0)
+    monkeypatch.setattr(weight_receiver, "stored_plans", lambda: None)
     monkeypatch.setattr(weight_receiver, "_RANK", ReceivingRank())
     monkeypatch.setattr(ReceivingRank, "_map", lambda self, handle: BUFFERS[handle])
 
@@ -108,8 +113,8 @@ def test_a_manifest_travels_once():
     _, manifest, flats = made()
     engine.push(manifest, flats, "p0")
     engine.push(manifest, flats, "p1")
-    begins = engine.sent[0], engine.sent[4]
-    assert begins[1] < begins[0]
+    ask, told, *buckets_and_end, again = engine.sent[:6]
+    assert ask == again < told and len(buckets_and_end) == 3
     weight_receiver._RANK = ReceivingRank()  # the server was restarted
     assert engine.push(manifest, flats, "p2")["problems"] == []
 
@@ -129,7 +134,7 @@ def test_what_the_model_cannot_take_is_said_before_anything_is_sent():
     tensors["o"] = torch.zeros(2, 2)
     engine = InProcess(Fused())
     with pytest.raises(WeightSyncError) as caught:
-        engine.begin_weight_update(whole_buckets(tensors).to_json(), "p")
+        engine.begin_weight_update(whole_buckets(tensors).id, "p", whole_buckets(tensors).to_json())
     message = str(caught.value)
     assert "engine 0 cannot take this push: o [2, 2] does not fit" in message
     assert "qkv: no tensor of the push fills 12 of 48 elements" in message
@@ -177,7 +182,7 @@ def test_each_gpu_of_an_engine_begins_with_another_bucket(monkeypatch):
 def test_a_push_that_was_not_finished_is_forgotten():
     engine = InProcess(Fused())
     _, manifest, flats = made(factor=5.0)
-    engine.begin_weight_update(manifest.to_json(), "lost")
+    engine.begin_weight_update(manifest.id, "lost", manifest.to_json())
     engine.receive_weight_buckets("lost", {0: [handle_of(flats[0])]})
     tensors, manifest, flats = made()
     answer = engine.push(manifest, flats, "p")
@@ -192,7 +197,7 @@ def test_another_push_is_refused_by_name(verb):
     arguments = {"receive_weight_buckets": ({0: [handle_of(flats[0])]},), "commit_weight_update": ("1",)}
     with pytest.raises(WeightSyncError, match="engine 0 is asked about push b; none was begun"):
         getattr(engine, verb)("b", *arguments.get(verb, ()))
-    engine.begin_weight_update(manifest.to_json(), "a")
+    engine.begin_weight_update(manifest.id, "a", manifest.to_json())
     with pytest.raises(WeightSyncError, match="engine 0 is asked about push b; last begun: a"):
         getattr(engine, verb)("b", *arguments.get(verb, ()))
 
@@ -200,7 +205,7 @@ def test_another_push_is_refused_by_name(verb):
 def test_a_stray_message_of_another_push_is_refused_and_harms_nothing():
     engine = InProcess(Fused())
     tensors, manifest, flats = made()
-    engine.begin_weight_update(manifest.to_json(), "a")
+    engine.begin_weight_update(manifest.id, "a", manifest.to_json())
     message = {"verb": "receive_weight_bucket", "push_id": "b", "id": "1", "bucket_index": 0, "group_name": None}
     receive(engine.models[0], pickle.loads(base64.b64decode(encode(message))))
     (report,) = engine.models[0].get_weights_by_name(PUSH_REPORT)
@@ -283,7 +288,9 @@ def test_a_draft_models_own_missing_tensor_is_named():
     tensors, _, _ = made()
     del tensors["other.layer"]
     with pytest.raises(WeightSyncError, match="other: no tensor of the push fills 3 of 3 elements"):
-        InProcess(Draft(target), target).begin_weight_update(whole_buckets(tensors).to_json(), "p")
+        InProcess(Draft(target), target).begin_weight_update(
+            whole_buckets(tensors).id, "p", whole_buckets(tensors).to_json()
+        )
 
 
 def test_buckets_arrive_over_a_group(monkeypatch):
@@ -299,7 +306,7 @@ def test_buckets_arrive_over_a_group(monkeypatch):
     joined.start()
     channel = WeightChannel("127.0.0.1", port, rank=0, **place)
     joined.join(20)
-    engine.begin_weight_update(manifest.to_json(), "p")
+    engine.begin_weight_update(manifest.id, "p", manifest.to_json())
     for index, flat in enumerate(flats):
         taken = threading.Thread(target=engine.receive_weight_bucket, args=("p", index, "g"))
         taken.start()
@@ -328,15 +335,19 @@ def test_ranks_that_disagree_are_a_problem(monkeypatch):
     _, manifest, flats = made()
 
     def two_ranks(own):
-        other = dict(own, buckets=[word[::-1] for word in own["buckets"]], problems=["o: wrong"])
-        return [own, other]
+        other = {index: bytes([digests[0] ^ 1]) + digests[1:] for index, digests in own["digests"].items()}
+        taken = own["taken"] and [b"\1" * len(mask) for mask in own["taken"]]
+        return [dict(own, taken=taken), dict(own, taken=taken, digests=other, problems=["o: wrong"] * bool(other))]
 
-    engine.begin_weight_update(manifest.to_json(), "p")
     monkeypatch.setattr(weight_receiver, "gather_over_ranks", two_ranks)
+    engine.begin_weight_update(manifest.id, "p", manifest.to_json())
     for index, flat in enumerate(flats):
         engine.receive_weight_buckets("p", {index: [handle_of(flat)]})
     problems = engine.acknowledge_weight_update("p")["problems"]
-    assert problems == ["rank 1: o: wrong", "rank 1 has received other bytes than rank 0"]
+    assert problems[0] == "rank 1: o: wrong"
+    names = [bucket.slices[0].name for bucket in manifest.buckets]
+    differing = [f"rank 1 has received other bytes of {name} than the ranks before it" for name in names]
+    assert problems[1:] == differing
 
 
 def test_other_questions_still_reach_the_model():

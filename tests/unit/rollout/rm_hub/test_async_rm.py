@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from slime.rollout import control_client
 from slime.rollout.rm_hub import async_rm, batched_async_rm, remote
 from slime.utils.errors import ConfigError, GraderError
+from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 
 NAMES = Namespace(custom_rm_path=None, rm_type=None, rm_url=None)
@@ -98,14 +100,14 @@ def serve(
         await site.start()
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         real_sleep = asyncio.sleep
-        monkeypatch.setattr(remote.asyncio, "sleep", no_wait)
+        monkeypatch.setattr(control_client.asyncio, "sleep", no_wait)
         try:
             return await remote.remote_rm(
                 args(rm_url=f"http://127.0.0.1:{port}/"), Sample(prompt="p", response="r", label="l"), **flags
             )
         finally:
-            monkeypatch.setattr(remote.asyncio, "sleep", real_sleep)
-            await remote.close_remote_rm_client()
+            monkeypatch.setattr(control_client.asyncio, "sleep", real_sleep)
+            await close_http_client()
             await runner.cleanup()
 
     return asyncio.run(main()), asked

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.rollout import rm_hub
-from slime.rollout.rm_hub import async_rm, batched_async_rm, math_utils, policy, remote
+from slime.rollout import control_client, rm_hub
+from slime.rollout.rm_hub import async_rm, batched_async_rm, math_utils, policy
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
 from slime.rollout.rm_hub.policy import GraderThreads
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, GraderError, HookError
+from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 
 RIGHT = "\\boxed{7}"
@@ -178,7 +179,7 @@ def ask(handle: Callable[[web.Request], Any], monkeypatch: pytest.MonkeyPatch, *
         try:
             return await async_rm(args(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port}/", **flags), sample)
         finally:
-            await remote.close_remote_rm_client()
+            await close_http_client()
             await runner.cleanup()
 
     return asyncio.run(main()), sample
@@ -203,15 +204,15 @@ def test_garbage_from_a_reward_server_is_asked_for_again_and_then_zero(body, mon
         bodies.append(body)
         return web.Response(text=body) if len(bodies) < 3 else web.json_response(0.5)
 
-    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)
-    monkeypatch.setattr(remote.random, "random", lambda: 1.0)
+    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(control_client.random, "random", lambda: 1.0)
     reward, _ = ask(garbage, monkeypatch, rm_timeout_s=30.0)
     assert reward == 0.5 and len(bodies) == 3
 
 
 def test_a_reward_server_that_is_down_costs_the_response(monkeypatch):
-    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)
-    monkeypatch.setattr(remote.random, "random", lambda: 1.0)
+    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(control_client.random, "random", lambda: 1.0)
     sample = Sample(index=0, prompt="p")
     flags = args(rm_type="remote_rm", rm_url="http://127.0.0.1:9/", rm_timeout_s=60.0)
 
@@ -219,7 +220,7 @@ def test_a_reward_server_that_is_down_costs_the_response(monkeypatch):
         try:
             return await async_rm(flags, sample)
         finally:
-            await remote.close_remote_rm_client()
+            await close_http_client()
 
     assert asyncio.run(main()) == 0.0
     assert "failed 10 times" in sample.metadata["reward_error"]

@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite import run
+from slime.weights.file_digests import DIGEST_FILE, FolderDigests
+from slime.weights.hf_digests import check_in_background, pieces_of_file
+from slime.weights.hf_rewrite import run, tensor_file
 from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.hf_rewrite.target import JOURNAL, LOCK
 from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16
@@ -31,7 +33,7 @@ def source(tmp_path):
 
 def broken_after(monkeypatch, count, error):
     """Let the ``count``-th tensor that is read fail."""
-    real, calls = run.read_rows, []
+    real, calls = tensor_file.read_rows, []
 
     def read_rows(*args, **kwargs):
         calls.append(args)
@@ -39,7 +41,7 @@ def broken_after(monkeypatch, count, error):
             raise error
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(run, "read_rows", read_rows)
+    monkeypatch.setattr(tensor_file, "read_rows", read_rows)
 
 
 def test_any_number_of_workers_writes_the_same_files(tmp_path, source):
@@ -47,21 +49,21 @@ def test_any_number_of_workers_writes_the_same_files(tmp_path, source):
         rewrite_folder(to_fp8(), source, tmp_path / str(workers), workers=workers)
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "5")
     names = {f"model-{shard:05d}-of-00004.safetensors" for shard in (1, 2, 3, 4)}
-    assert files_of(tmp_path / "1").keys() == names | {INDEX, "config.json", "tokenizer.json"}
+    assert files_of(tmp_path / "1").keys() == names | {INDEX, "config.json", "tokenizer.json", DIGEST_FILE}
 
 
 KILLED = """
 import os, signal, sys
-from slime.weights.hf_rewrite import run
+from slime.weights.hf_rewrite import run, tensor_file
 from slime.weights.hf_rewrite.to_quantized import to_fp8
 
-real, calls = run.read_rows, []
+real, calls = tensor_file.read_rows, []
 def read_rows(*args, **kwargs):
     calls.append(args)
     if len(calls) == 25:
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*args, **kwargs)
-run.read_rows = read_rows
+tensor_file.read_rows = read_rows
 run.rewrite_folder(to_fp8(), sys.argv[1], sys.argv[2], workers=2)
 """
 
@@ -284,3 +286,38 @@ def test_other_programs_read_the_files(tmp_path):
         assert file.get_tensor("model.scalar").item() == 3.0 and file.get_tensor("model.empty").shape == (0, 4)
         slices = file.get_slice("model.layers.0.mlp.up_proj.weight")
         assert slices.get_dtype() == "F8_E4M3" and slices.get_shape() == [320, 160]
+
+
+def damaged(folder):
+    """Flip the last byte of the second shard, which has the size that it had; its digests are those of before."""
+    paths = sorted(folder.glob("*.safetensors"))
+    FolderDigests(folder, {path.name: pieces_of_file(path) for path in paths}).write()
+    data = paths[1].read_bytes()
+    paths[1].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    return paths[1]
+
+
+def test_what_a_conversion_writes_has_digests_also_when_it_was_interrupted(tmp_path, source, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Target, "close", lambda *unused: pytest.fail("here"))
+        with pytest.raises(pytest.fail.Exception, match="here"):
+            rewrite_folder(to_fp8(), source, tmp_path / "fp8")
+    noted = sorted((tmp_path / "fp8").glob(".*.digests"))
+    assert len(noted) == 4
+    noted[0].unlink()  # of a shard that an earlier version finished
+    rewrite_folder(to_fp8(), source, tmp_path / "fp8")
+    rewrite_folder(to_fp8(), source, tmp_path / "whole")
+    assert files_of(tmp_path / "fp8") == files_of(tmp_path / "whole")
+    check_in_background(tmp_path / "fp8").result()
+    path = damaged(tmp_path / "fp8")
+    with pytest.raises(DataError, match=f"{path.name} is damaged"):
+        check_in_background(tmp_path / "fp8").result()
+    assert check_in_background(source) is None
+
+
+def test_a_damaged_shard_of_the_source_is_named_and_its_successor_has_no_name(tmp_path, source):
+    path = damaged(source)
+    with pytest.raises(DataError, match=f"{path.name} is damaged.*--no-verify-checkpoint"):
+        rewrite_folder(to_fp8(), source, tmp_path / "fp8")
+    assert not (tmp_path / "fp8" / INDEX).exists() and not (tmp_path / "fp8/model-00002-of-00004.safetensors").exists()
+    rewrite_folder(to_fp8(), source, tmp_path / "anyway", verify=False)

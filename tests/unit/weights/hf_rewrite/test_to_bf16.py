@@ -30,7 +30,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
     ids=["block", "small blocks", "channel", "tensor", "int4", "int4 with zero points"],
 )
 def test_there_and_back_gives_what_the_formats_say(tmp_path, monkeypatch, recipe, back):
-    monkeypatch.setattr("slime.weights.hf_rewrite.run.CHUNK_BYTES", {"cpu": 3000})
+    monkeypatch.setattr("slime.weights.hf_rewrite.tensor_file.CHUNK_BYTES", {"cpu": 3000})
     tensors = tensors_of("deepseek_v32")
     source = write_folder(tmp_path / "plain", tensors)
     rewrite_folder(recipe, source, tmp_path / "quantized")

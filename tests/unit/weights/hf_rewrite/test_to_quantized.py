@@ -77,7 +77,7 @@ def test_stacked_experts_get_tensors_of_their_own(tmp_path):
 
 
 def test_tensors_that_do_not_fit_a_chunk_are_converted_in_runs_of_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("slime.weights.hf_rewrite.run.CHUNK_BYTES", {"cpu": 5000})
+    monkeypatch.setattr("slime.weights.hf_rewrite.tensor_file.CHUNK_BYTES", {"cpu": 5000})
     weight = torch.randn(333, 200).to(torch.bfloat16)
     source = write_folder(tmp_path / "plain", {"model.layers.0.mlp.up_proj.weight": weight}, shards=1)
     for recipe, quantize in (

@@ -95,6 +95,9 @@ class GatheredBuckets:
         self._turn = turns[0 if across_stages else mpu.get_pipeline_model_parallel_rank()]
         self._own = {header[0] for header in stages[0 if across_stages else mpu.get_pipeline_model_parallel_rank()]}
         self._manifest = Manifest(tuple(tensors), tuple(buckets))
+        self.buffer_bytes = max((buckets[bucket].num_bytes for bucket in self._turn), default=0)
+        """Of the largest bucket of this rank."""
+        self._buffer: Tensor | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -113,13 +116,18 @@ class GatheredBuckets:
         return self._quantizer.outputs(name, shape)
 
     @torch.no_grad()
-    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield index and bytes of buckets; collective over the stage, or with ``across_stages`` over all ranks."""
+    def iter_buckets(self, buffer: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield index and bytes of buckets; collective over the stage, or with ``across_stages`` over all ranks.
+
+        Args:
+            buffer: memory of at least :attr:`buffer_bytes` for all of them; by default its own, which stays.
+        """
         indices = iter(self._turn)
         index, entry, places, flat = NO_BUCKET, BucketEntry(0, ()), {}, None
-        # One for all buckets: an engine keeps what it has mapped until the push ends, and so would one for each.
-        size = max((self._manifest.buckets[bucket].num_bytes for bucket in self._turn), default=0)
-        buffer = torch.empty(size, dtype=torch.uint8, device=self._weights.device)
+        if buffer is None:
+            if self._buffer is None:
+                self._buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._weights.device)
+            buffer = self._buffer
         for name, tensor in self._tensors():
             if name not in places:
                 if flat is not None:

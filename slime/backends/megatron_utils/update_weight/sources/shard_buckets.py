@@ -155,12 +155,13 @@ class ShardBuckets:
         """Yield index and bytes of the gathered buckets, which are the same on all ranks of the group."""
         if self._gathered is not None:
             num_own = len(self.plan.manifest.buckets)
-            yield from ((num_own + index, flat) for index, flat in self._gathered.iter_buckets())
+            yield from ((num_own + index, flat) for index, flat in self._gathered.iter_buckets(self.buffer()))
 
     def buffer(self) -> Tensor:
         """Return the rank's one buffer; it stays at its address until :meth:`release`."""
         if self._buffer is None:
-            self._buffer = torch.empty(self.plan.buffer_bytes, dtype=torch.uint8, device=self._weights.device)
+            size = max(self.plan.buffer_bytes, self._gathered.buffer_bytes if self._gathered else 0)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._weights.device)
         return self._buffer
 
     def release(self) -> None:

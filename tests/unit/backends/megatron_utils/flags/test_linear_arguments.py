@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config
-from slime.backends.megatron_utils.flags.linear_arguments import hf_linear_layers, linear_layers
+from slime.backends.megatron_utils.flags.model_dims import linear_layers
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import parse
 
@@ -33,16 +33,22 @@ def checkpoint(tmp_path):
 
 
 def test_layers_and_sizes_come_from_the_checkpoint(checkpoint):
-    args = parse(*BASE.split(), *GATED.split(), *checkpoint)
-    assert args.linear_attention_freq == [1, 1, 0, 1]
+    args = parse(*BASE.split(), *checkpoint)
+    assert linear_layers(args.linear_attention_freq, 4) == (True, True, False, True)
+    assert args.attention_output_gate and args.apply_layernorm_1p and args.qk_layernorm
     sizes = (args.linear_num_key_heads, args.linear_num_value_heads, args.linear_key_head_dim)
     assert sizes == (8, 16, 24)
     assert (args.linear_value_head_dim, args.linear_conv_kernel_dim) == (128, 4)  # config.json leaves them out
 
 
-def test_a_list_of_types_says_the_same_as_an_interval():
-    types = ["linear_attention"] * 3 + ["full_attention"]
-    assert hf_linear_layers({"layer_types": types}, 4) == linear_layers(4, 4) == (True, True, True, False)
+def test_a_list_of_types_says_the_same_as_an_interval(tmp_path):
+    types = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "layer_types": types}))
+    args = parse(*BASE.split(), "--linear-attention-freq", "3", "--hf-checkpoint", str(tmp_path))
+    assert args.linear_attention_freq == 3
+    with pytest.raises(ConfigError, match=r"--linear-attention-freq is 2; the layers with full attention are \[2\]"):
+        parse(*BASE.split(), "--linear-attention-freq", "2", "--hf-checkpoint", str(tmp_path))
+    assert linear_layers(4, 4) == (True, True, True, False)
     assert linear_layers([0, 1], 2) == (False, True)
     assert linear_layers(None, 2) == (False, False)
 
@@ -50,12 +56,10 @@ def test_a_list_of_types_says_the_same_as_an_interval():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{GATED} --linear-attention-freq 2", r"--linear-attention-freq is 2; .*are \[2\]"),
-        (f"{GATED} --linear-num-key-heads 4", "--linear-num-key-heads is 4; .* says 8"),
-        (f"{SPEC} --apply-layernorm-1p", "--attention-output-gate is not given"),
-        (f"{SPEC} --attention-output-gate", "--apply-layernorm-1p is not given"),
-        (f"{GATED} --allgather-cp", "--allgather-cp is given"),
-        ("--attention-output-gate --apply-layernorm-1p", "--linear-attention-freq is .* without --spec"),
+        (f"{GATED} --linear-attention-freq 2", "--linear-attention-freq is 2; full_attention_interval is 3"),
+        (f"{GATED} --linear-num-key-heads 4", "--linear-num-key-heads is 4; linear_num_key_heads is 8"),
+        ("--no-attention-output-gate", "--attention-output-gate is not given; a qwen3_next has it"),
+        ("--no-apply-layernorm-1p", "--apply-layernorm-1p is not given"),
         (
             f"{GATED} --tensor-model-parallel-size 4 --context-parallel-size 4 --actor-num-gpus-per-node 16",
             "--linear-num-key-heads is 8; .*4 x --context-parallel-size 4 = 16",

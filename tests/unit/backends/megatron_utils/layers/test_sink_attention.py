@@ -11,7 +11,6 @@ from torch import Tensor
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.layers import attention
 from slime.backends.megatron_utils.layers.attention import PackedAttention, zigzag_attention
-from slime.backends.megatron_utils.layers.sink_attention import per_sequence_sink_attention
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 # isort: split
@@ -47,7 +46,9 @@ def test_outputs_and_gradients_are_those_of_the_formula(window: int | None) -> N
         leaves = [x.clone().requires_grad_() for x in (*random_qkv(10), SINKS)]
         query, key, value, sinks = leaves
         if is_ours:
-            out = per_sequence_sink_attention(query, key, value, sinks, lengths, lengths, scale=0.5, window=window)
+            out = attention.per_sequence_attention(
+                query, key, value, lengths, lengths, scale=0.5, window=window, sinks=sinks
+            )
         else:
             parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
             out = torch.cat([textbook(*part, sinks, window) for part in parts])
@@ -61,7 +62,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(window: int | None) -> N
 def test_a_sink_that_weighs_nothing_leaves_plain_attention() -> None:
     parts, lengths = random_qkv(7), [7]
     nothing = torch.full((4,), -math.inf)
-    out = per_sequence_sink_attention(*parts, nothing, lengths, lengths, scale=0.5)
+    out = attention.per_sequence_attention(*parts, lengths, lengths, scale=0.5, sinks=nothing)
     plain = attention.per_sequence_attention(*parts, lengths, lengths, scale=0.5)
     torch.testing.assert_close(out, plain)
 
@@ -86,7 +87,7 @@ def test_a_sink_counts_once_for_a_query_however_many_ranks_hold_its_keys(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int) -> Tensor:
         sizes = cu_q.diff().tolist(), cu_k.diff().tolist()
-        return per_sequence_sink_attention(q, k, v, SINKS, *sizes, scale=0.5, window=window)
+        return attention.per_sequence_attention(q, k, v, *sizes, scale=0.5, window=window, sinks=SINKS)
 
     gathered = iter(
         [torch.cat([local(x, rank) for rank in range(cp_size)]) for _ in range(cp_size) for x in (key, value)]

@@ -3,136 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.published_configs import PUBLISHED
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.flags.rotary_arguments import hf_rope_settings
 from slime.backends.megatron_utils.layers.rotary import LatentRotary
+from slime.backends.megatron_utils.models.rotary_rules import hf_rope_settings
 from slime.utils.errors import ConfigError
 from tests.matrix.case import load_cases
 from tests.unit.backends.megatron_utils.megatron_case import parse
+from tests.unit.scripts.test_model_files import model_args
 
-REPO = Path(__file__).parents[5]
-
-DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "qk_nope_head_dim": 128,
-    "n_group": 8,
-    "topk_group": 4,
-    "num_experts_per_tok": 8,
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-06,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-}
-MOONLIGHT = {
-    **DEEPSEEK_V3,
-    "vocab_size": 163840,
-    "hidden_size": 2048,
-    "intermediate_size": 11264,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "n_shared_experts": 2,
-    "n_routed_experts": 64,
-    "routed_scaling_factor": 2.446,
-    "q_lora_rank": None,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 50000.0,
-    "rope_scaling": None,
-}
-KIMI_K2 = {
-    **DEEPSEEK_V3,
-    "model_type": "kimi_k2",
-    "vocab_size": 163840,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "n_routed_experts": 384,
-    "routed_scaling_factor": 2.827,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "rope_theta": 50000.0,
-    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
-}
-GLM_47_FLASH = {
-    "model_type": "glm4_moe_lite",
-    "architectures": ["Glm4MoeLiteForCausalLM"],
-    "vocab_size": 154880,
-    "hidden_size": 2048,
-    "intermediate_size": 10240,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 47,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 20,
-    "n_shared_experts": 1,
-    "n_routed_experts": 64,
-    "routed_scaling_factor": 1.8,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 768,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 256,
-    "qk_nope_head_dim": 192,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 4,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 202752,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 1.0,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-}
-
-
-def model_args(script: str) -> list[str]:
-    """``MODEL_ARGS`` of a file of scripts/models."""
-    command = f'source "{REPO}/scripts/models/{script}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
-    return subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout.splitlines()
+DEEPSEEK_V3 = PUBLISHED["deepseek-v3"]
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> list[str]:
@@ -140,25 +26,14 @@ def write_config(folder: Path, config: dict[str, Any]) -> list[str]:
     return ["--hf-checkpoint", str(folder)]
 
 
-SCRIPTS = {
-    "deepseek-v3": (DEEPSEEK_V3, 40.0, 32.0),
-    "deepseek-v3-5layer": ({**DEEPSEEK_V3, "num_hidden_layers": 5}, 40.0, 32.0),
-    "deepseek-v3-20layer": ({**DEEPSEEK_V3, "num_hidden_layers": 20}, 40.0, 32.0),
-    "moonlight": (MOONLIGHT, 1.0, 32.0),
-    "kimi-k2": (KIMI_K2, 32.0, 1.0),
-    "kimi-k2-thinking": (
-        {**KIMI_K2, "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "factor": 64.0}},
-        64.0,
-        32.0,
-    ),
-    "glm4.7-30B-A3B": (GLM_47_FLASH, 1.0, 32.0),
-}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_model_script_agrees_with_the_published_config(script: str, tmp_path: Path) -> None:
-    config, factor, beta_fast = SCRIPTS[script]
-    args = parse(*model_args(script), *write_config(tmp_path, config))
+@pytest.mark.parametrize(
+    ("name", "factor", "beta_fast"),
+    [("deepseek-v3", 40.0, 32.0), ("kimi-k2", 32.0, 1.0), ("kimi-k2-thinking", 64.0, 32.0), ("moonlight", 1.0, 32.0)],
+)
+def test_published_positions_are_stretched_as_their_config_says(
+    name: str, factor: float, beta_fast: float, tmp_path: Path
+) -> None:
+    args = parse(*write_config(tmp_path, PUBLISHED[name]))
     assert (args.rotary_scaling_factor, args.beta_fast) == (factor, beta_fast)
     rotary = LatentRotary.from_config(transformer_config_from_args(args))
     assert rotary.factor == factor

@@ -1,0 +1,213 @@
+"""The adapters of a model on disk: entries of a checkpoint, and PEFT's folders.
+
+In a checkpoint a tensor has its Megatron name, layers counted over the whole model, and the shape of the whole
+parameter, so that it is read in any layout.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megatron.core.utils import unwrap_model
+
+from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
+from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts
+from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.hf_to_megatron import local_part
+from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.parameters import (
+    Shard,
+    iter_global_parameters,
+    iter_shards,
+    tensor_parallel_group,
+)
+from slime.backends.megatron_utils.update_weight.sources.gather import (
+    HostWeights,
+    is_gate_up,
+    iter_full_tensors,
+    whole_shape,
+)
+from slime.flags.lora import LoraConfig, lora_config
+from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.errors import DataError
+from slime.weights.named_tensors import check_finite
+from slime.weights.peft_folder import read_peft_folder, tensor_name, write_peft_folder
+
+_NAME = re.compile(r"(.+)\.lora\.([ab])(\d*)")
+
+
+def adapter_state(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Return the sharded state of the adapters, by name in the whole model."""
+    is_gated = unwrap_model(model[0]).config.gated_linear_unit
+    entries: dict[str, Any] = {}
+    for shard in iter_shards(model, adapters=True):
+        key = shard.name.removesuffix("{}")
+        if key not in entries:
+            entries[key] = _entry(key, shard, is_gated=is_gated)
+    return entries
+
+
+def _entry(key: str, shard: Shard, *, is_gated: bool) -> ShardedTensor | ShardedTensorFactory:
+    group = tensor_parallel_group(shard)
+    rank, parts = group.rank(), group.size()
+    dim = shard.split_dim
+    experts: list[tuple[int, int, int]] = []
+    data_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
+    if shard.is_stacked:
+        dim = None if dim is None else dim + 1
+        experts = [(0, mpu.get_expert_model_parallel_rank(), mpu.get_expert_model_parallel_world_size())]
+        data_rank = mpu.get_expert_data_parallel_rank()
+    parameter = shard.parameter
+
+    def entry(key: str, tensor: Tensor, replica_id: ReplicaId, *cut: tuple[int, int, int]) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, tensor, *experts, *cut, replica_id=replica_id)
+
+    if dim is None:
+        return entry(key, parameter, (0, rank, data_rank))
+    if not (key.endswith(".b") and is_gate_up(shard, is_gated=is_gated)):
+        return entry(key, parameter, (0, 0, data_rank), (dim, rank, parts))
+
+    def split(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
+        gate, up = tensor.chunk(2, dim=dim)
+        return {
+            "gate": entry(key, gate, replica_id, (dim, rank, 2 * parts)),
+            "up": entry(key, up, replica_id, (dim, parts + rank, 2 * parts)),
+        }
+
+    def join(halves: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([halves["gate"], halves["up"]], dim=dim)
+
+    return ShardedTensorFactory(key, parameter, split, join, (0, 0, data_rank))
+
+
+@torch.no_grad()
+def load_adapter_state(model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:
+    """Copy what a checkpoint has for :func:`adapter_state` into the model."""
+    for shard in iter_shards(model, adapters=True):
+        shard.parameter.copy_(state[shard.name.removesuffix("{}")])
+
+
+def iter_peft_tensors(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    *,
+    host_weights: HostWeights | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters, whole and under PEFT's names.  Collective.
+
+    Args:
+        args: complete flags.
+        model: this rank's chunks.
+        host_weights: instead of the live parameters, by :attr:`Shard.key`.
+    """
+    table = _Table(args)
+    for name, tensor in iter_full_tensors(model, dtype=None, host_weights=host_weights, adapters=True):
+        weight, matrix = _weight_of(name)
+        rule, modules = table.find(weight)
+        parts = tensor.unbind(0) if matrix == "a" else rule.split(tensor, table.dims)
+        kept = [module for module in modules if module is not None] if matrix == "a" else modules
+        for module, part in zip(kept, parts, strict=True):
+            if module is not None:
+                yield tensor_name(module, matrix.upper()), part
+
+
+def save_peft(args: Namespace, folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
+    """Write the adapters as a PEFT folder.  Collective; rank 0 writes."""
+    is_writer = dist.get_rank() == 0
+    tensors = {}
+    for name, tensor in iter_peft_tensors(args, model):
+        if is_writer:  # the gathering needs all ranks
+            tensors[name] = tensor.to("cpu", copy=True)
+    if is_writer:
+        write_peft_folder(Path(folder), tensors, _config(args), base_model=str(args.hf_checkpoint), flag="--lora-save")
+    dist.barrier(group=init_gloo_group())
+
+
+@torch.no_grad()
+def load_peft(args: Namespace, model: Sequence[torch.nn.Module], folder: str | Path) -> None:
+    """Fill the adapters from a PEFT folder.  Collective.
+
+    Raises:
+        DataError: it has other modules than this run's adapters, or tensors of other shapes.
+    """
+    tensors, table = read_peft_folder(folder, _config(args)), _Table(args)
+    read: set[str] = set()
+
+    def get(module: str, matrix: str, shape: Sequence[int]) -> Tensor:
+        name = tensor_name(module, matrix)
+        found = tensors.get(name)
+        if found is None or found.shape != torch.Size(shape):
+            has = "nothing" if found is None else list(found.shape)
+            raise DataError(
+                f"--lora-load {folder} has {has} for {name}, which is {list(shape)} in this run; compare "
+                "--lora-target-modules with target_modules of its adapter_config.json, and the model."
+            )
+        check_finite(found, f"--lora-load {folder}: {name}")
+        read.add(name)
+        return found
+
+    for name, shard in iter_global_parameters(model, adapters=True):
+        weight, matrix = _weight_of(name)
+        rule, modules = table.find(weight)
+        shape = whole_shape(shard)
+        if matrix == "a":
+            whole = torch.stack([get(module, "A", shape[1:]) for module in modules if module is not None])
+        else:
+            empty = rule.split(torch.zeros(shape), table.dims)
+            parts = [
+                rows if module is None else get(module, "B", rows.shape)
+                for module, rows in zip(modules, empty, strict=True)
+            ]
+            whole = rule.merge(parts, table.dims)
+        shard.tensor.copy_(local_part(shard, whole))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, read, group=init_gloo_group())
+    if unread := sorted(tensors.keys() - set().union(*everyone)):
+        raise DataError(
+            f"--lora-load {folder} has {len(unread)} tensors for which this run has no adapter, such as {unread[0]}; "
+            "choose its modules with --lora-target-modules."
+        )
+
+
+class _Table:
+    """The correspondence of a run's adapters and Hugging Face modules."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._map = find_weight_map(args.model_name or read_config_json(args.hf_checkpoint)["model_type"])
+        self._config = _config(args)
+        self.dims = model_dims(args)
+
+    def find(self, weight: str) -> tuple[Any, list[str | None]]:
+        """Return the rule of a weight, and for each of its HF tensors the module, or None where it has no adapter."""
+        rule, hf_names = self._map.find(weight, self.dims)
+        chosen = chosen_parts(self._config, weight, hf_names)
+        return rule, [
+            name.removesuffix(".weight") if is_chosen else None
+            for name, is_chosen in zip(hf_names, chosen, strict=True)
+        ]
+
+
+def _weight_of(name: str) -> tuple[str, str]:
+    """Return the name of the weight that an adapter's parameter belongs to, and ``a`` or ``b``."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return f"{match[1]}.weight{match[3]}", match[2]
+
+
+def _config(args: Namespace) -> LoraConfig:
+    config = lora_config(args)
+    assert config is not None
+    return config

@@ -1,0 +1,91 @@
+"""What a resumed run takes from a checkpoint beside the weights: optimizer, schedule, random generators."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from typing import Any
+
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.checkpoints.checkpoint_loader import LOAD_ERRORS, first_cause, load_sharded
+from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
+from slime.backends.megatron_utils.checkpoints.optimizer_state import load_optimizer_state
+from slime.backends.megatron_utils.checkpoints.rng_state import load_rng_state, rng_state
+from slime.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+def load_optimizer(
+    args: Namespace,
+    reader: CheckpointReader,
+    common: dict[str, Any],
+    model_state: dict[str, Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+) -> None:
+    """Load optimizer and schedule.  Collective; the weights are loaded before.
+
+    Raises:
+        DataError: the checkpoint has none, or those of other parameters.
+    """
+    if "optimizer" not in common:
+        raise DataError(
+            f"--load: {reader.folder} has no optimizer state (it was saved with --no-save-optim); pass "
+            "--no-load-optim to continue with a fresh optimizer"
+        )
+    flags_rule = not args.use_checkpoint_opt_param_scheduler
+    try:
+        load_optimizer_state(optimizer, model_state, reader, keep_learning_rates=flags_rule)
+    except LOAD_ERRORS as error:
+        raise DataError(
+            f"--load: the optimizer state of {reader.folder} cannot be loaded: {first_cause(error)}. Were other "
+            "parameters trained (--freeze-params-name-list, --only-train-params-name-list)? Pass --no-load-optim to "
+            "continue with a fresh optimizer."
+        ) from error
+    if opt_param_scheduler is not None:
+        # After the optimizer: both write the learning rate, and the scheduler has the last word.
+        load_schedule(args, common, opt_param_scheduler)
+
+
+def load_schedule(args: Namespace, common: dict[str, Any], opt_param_scheduler: Any) -> None:
+    """Load the position on the schedule, and with ``--use-checkpoint-opt-param-scheduler`` the schedule."""
+    saved = common["opt_param_scheduler"]
+    if not args.use_checkpoint_opt_param_scheduler:
+        saved = _flags_schedule(opt_param_scheduler.state_dict(), saved)
+    opt_param_scheduler.load_state_dict(saved)
+
+
+def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved position on the schedule of this run's flags; log how the saved schedule differs."""
+    differing = [name for name in ours if name != "num_steps" and saved.get(name, ours[name]) != ours[name]]
+    if differing:
+        changes = ", ".join(f"{name} {saved[name]} -> {ours[name]}" for name in differing)
+        logger.warning("the flags change the schedule of the checkpoint (in samples): %s", changes)
+    return ours | {"num_steps": saved["num_steps"]}
+
+
+def load_generators(reader: CheckpointReader, common: dict[str, Any]) -> None:
+    """Load the random generators, where as many ranks saved them.
+
+    Raises:
+        DataError: they cannot be read.
+    """
+    saved_ranks = getattr(common.get("args"), "world_size", None)
+    if saved_ranks != dist.get_world_size():
+        logger.warning(
+            "%s was saved by %s ranks and this run has %d: the random generators start from --seed",
+            reader.folder,
+            saved_ranks,
+            dist.get_world_size(),
+        )
+        return
+    try:
+        state = load_sharded({"rng_state": rng_state()}, reader, validate_access_integrity=False)
+    except LOAD_ERRORS as error:
+        raise DataError(
+            f"--load: the random generators of {reader.folder} cannot be loaded: {first_cause(error)}. Pass "
+            "--no-load-rng to start them from --seed."
+        ) from error
+    load_rng_state(state["rng_state"])

@@ -1,0 +1,253 @@
+"""Adapters on the linear layers of a built model (``slime.weights.lora`` has the formula).
+
+An adapter is a submodule ``lora`` of the layer, with parameters ``a`` and ``b``; a hook adds its output to that of the
+layer.  Names of all other parameters stay what they are.  A is cut as the columns of the weight are, B as its rows:
+
+    layer             A [P, r, K]     B [N, r]       between the two
+    column parallel   whole           cut            gathered under sequence parallelism
+    row parallel      cut             whole          summed over the tensor-parallel ranks
+    replicated        whole           whole          nothing
+    stacked experts   whole or cut    cut or whole   nothing: the token dispatcher adds the ranks' summands
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
+
+from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
+from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts, is_linear
+from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.hf_to_megatron import local_part
+from slime.backends.megatron_utils.layers.experts import StackedLinear, grouped_linear
+from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
+from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models.rule import Rule
+from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
+from slime.flags.lora import ALL_LINEAR, LoraConfig, lora_config
+from slime.train_data.model_dims import ModelDims
+from slime.utils.errors import ConfigError
+from slime.weights.lora import merged, widened
+
+_LAYERS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear)
+
+
+class Adapter(torch.nn.Module):
+    """The adapter of one linear layer on this rank.
+
+    Args:
+        layer: a column-parallel, row-parallel or replicated linear layer, or stacked experts.
+        config: rank, scale, dropout.
+        num_parts: matrices of the checkpoint in the layer's weight that have an adapter.
+        part_of_row: [rows on this rank], see ``widened``.
+    """
+
+    a: torch.nn.Parameter
+    b: torch.nn.Parameter
+
+    def __init__(self, layer: Any, config: LoraConfig, num_parts: int, part_of_row: Tensor | None) -> None:
+        super().__init__()
+        weight = layer.weight
+        self.kind, self.scale, self.dropout = type(layer), config.scale, config.dropout
+        self.part_of_row: Tensor | None
+        self.register_buffer("part_of_row", part_of_row, persistent=False)
+        *experts, rows, columns = weight.shape
+        self.a = torch.nn.Parameter(weight.new_empty(*experts, num_parts, config.rank, columns))
+        self.b = torch.nn.Parameter(weight.new_zeros(*experts, rows, config.rank))
+        cuts_rows = self.kind is ColumnParallelLinear
+        cuts_columns = self.kind is RowParallelLinear
+        self.is_stacked = self.kind is StackedLinear
+        self.sequence_parallel = False
+        if self.is_stacked:
+            cuts_rows, cuts_columns = layer.split_axis == 1, layer.split_axis == 2
+            self.group = layer.groups.expt_tp
+            self.use_grouped_product = layer.use_grouped_product
+            # Other experts on every tensor-parallel rank: megatron-core must count the gradients of all of them.
+            counts_all = self.group.size() == 1
+            for parameter in self.parameters():
+                vars(parameter).update(allreduce=weight.allreduce, is_stacked_experts=True)
+        else:
+            counts_all = False
+            source = layer.weight if self.kind is ReplicatedLinear else layer
+            self.sequence_parallel = source.sequence_parallel
+            self.group = getattr(layer, "tp_group", None)
+        self.cuts_rows, self.cuts_columns = cuts_rows, cuts_columns
+        for parameter, is_cut, dim in ((self.a, cuts_columns, self.a.dim() - 1), (self.b, cuts_rows, len(experts))):
+            if is_cut or counts_all:
+                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            if not is_cut:
+                # Each tensor-parallel rank has some of the tokens: megatron-core sums such gradients.
+                vars(parameter)["sequence_parallel"] = self.sequence_parallel
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor | None = None) -> Tensor:
+        """Return what is added to the output of the layer, whose inputs these are."""
+        x = self._dropped(x)
+        if tokens_per_expert is not None:
+            return self._of_experts(x, tokens_per_expert)
+        z = F.linear(x, self.a.flatten(0, 1))
+        if self.cuts_rows and self.sequence_parallel:
+            z = gather_from_sequence_parallel_region(z, tensor_parallel_output_grad=True, group=self.group)
+        elif self.cuts_rows:
+            z = copy_to_tensor_model_parallel_region(z, group=self.group)
+        elif self.cuts_columns and self.sequence_parallel:
+            z = reduce_scatter_to_sequence_parallel_region(z, group=self.group)
+        elif self.cuts_columns:
+            z = reduce_from_tensor_model_parallel_region(z, group=self.group)
+        return self.scale * F.linear(z, widened(self.b, self.part_of_row, self.a.size(0)))
+
+    def _of_experts(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        a: Tensor = self.a
+        b: Tensor = self.b
+        # What is whole meets a share of rows or columns on each rank: its gradient is the sum over the ranks.
+        if self.cuts_rows:
+            a = copy_to_tensor_model_parallel_region(a, group=self.group)
+        else:
+            b = copy_to_tensor_model_parallel_region(b, group=self.group)
+        b = widened(b, self.part_of_row, a.size(1))
+        for matrix in (a.flatten(1, 2), b):
+            x = grouped_linear(x, matrix, tokens_per_expert, use_grouped_product=self.use_grouped_product)
+        return self.scale * x
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not self.dropout or not self.training:
+            return x
+        if not (self.cuts_columns or self.sequence_parallel):
+            return F.dropout(x, self.dropout)  # the same tokens on all tensor-parallel ranks: the same mask
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(x, self.dropout)
+
+    @torch.no_grad()
+    def draw(self, name: str, shard: Shard, seed: int) -> None:
+        """Fill A (of one expert) as PEFT does, U(-1/sqrt(K), 1/sqrt(K)), the same in every layout; B is zero.
+
+        Args:
+            name: of the weight in the whole model.
+            shard: the weight.
+            seed: of the run.
+        """
+        part = shard.part_of(self.a)
+        size, rank = (self.group.size(), self.group.rank()) if self.cuts_columns else (1, 0)
+        columns = part.size(-1) * size
+        generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+        whole = torch.empty(*part.shape[:-1], columns).uniform_(-1, 1, generator=generator) / math.sqrt(columns)
+        part.copy_(whole.chunk(size, dim=-1)[rank])
+
+
+def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
+    """Freeze a chunk of the actor and put adapters on the chosen linear layers of its decoder; return how many.
+
+    Args:
+        model: bare, not wrapped.
+        args: complete flags; nothing happens without ``--lora-rank``.
+
+    Raises:
+        ConfigError: a module that was asked for by name is no layer that an adapter can stand on.
+    """
+    config = lora_config(args)
+    if config is None:
+        return 0
+    model.requires_grad_(False)
+    vars(model)["trains_adapters"] = True
+    model_name = args.model_name or read_config_json(args.hf_checkpoint)["model_type"]
+    weight_map, dims = find_weight_map(model_name), model_dims(args)
+    layers: dict[int, Any] = {
+        id(layer._parameters.get("weight")): layer for layer in model.modules() if type(layer) in _LAYERS
+    }
+    count = 0
+    for name, shard in iter_global_parameters([model]):
+        if not is_linear(name):
+            continue
+        rule, hf_names = weight_map.find(name, dims)
+        chosen = chosen_parts(config, name, hf_names)
+        layer = layers.get(id(shard.parameter))
+        if layer is None and any(chosen) and config.targets != (ALL_LINEAR,):
+            raise ConfigError(
+                f"--lora-target-modules chooses {name}, whose layer is not applied to tokens (sparse attention "
+                "absorbs it into others); choose other modules."
+            )
+        if layer is None or not any(chosen):
+            continue
+        if shard.expert_index in (None, 0):
+            part_of_row = None if len(chosen) == 1 else _parts_of_rows(shard, rule, dims, chosen)
+            layer.lora = Adapter(layer, config, sum(chosen), part_of_row)
+            vars(layer.weight)["lora"] = layer.lora
+            layer.register_forward_hook(_add_output)
+            count += 1
+        layer.lora.draw(name, shard, args.seed)
+    embedding = getattr(model, "embedding", None)
+    if args.recompute_granularity is not None and embedding is not None:
+        # A recomputed block has a backward pass only where an input of it needs a gradient.
+        embedding.register_forward_hook(_needing_gradient)
+    return count
+
+
+def _parts_of_rows(shard: Shard, rule: Rule, dims: ModelDims, chosen: Sequence[bool]) -> Tensor:
+    """Return for each row of a weight on this rank which of the chosen parts it belongs to; -1 for none."""
+    num_rows = shard.tensor.size(0)
+    if shard.split_dim == 0:
+        num_rows *= tensor_parallel_group(shard).size()
+    parts = rule.split(torch.arange(num_rows)[:, None], dims)
+    part_of_row = torch.full((num_rows, 1), -1)
+    for index, rows in enumerate(part for part, is_chosen in zip(parts, chosen, strict=True) if is_chosen):
+        part_of_row[rows.flatten()] = index
+    if shard.split_dim == 0:
+        part_of_row = local_part(shard, part_of_row)
+    return part_of_row.flatten().to(shard.tensor.device)
+
+
+def _add_output(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    added = layer.lora(*inputs)
+    return (output[0] + added, *output[1:]) if isinstance(output, tuple) else output + added
+
+
+def _needing_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def has_adapters(model: Sequence[torch.nn.Module]) -> bool:
+    """Return True when adapters are trained in place of all weights, on whatever rank they are."""
+    return bool(vars(unwrap_model(model[0])).get("trains_adapters"))
+
+
+def with_adapter(shard: Shard, value: Tensor, host_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Return this rank's part of a weight with its adapter added; ``value`` itself where there is none.
+
+    Args:
+        shard: the weight.
+        value: its numbers.
+        host_weights: where those of the adapter are while the parameters are asleep.
+    """
+    adapter: Adapter | None = getattr(shard.parameter, "lora", None)
+    if adapter is None:
+        return value
+    a: Tensor = adapter.a
+    b: Tensor = adapter.b
+    if host_weights is not None:
+        prefix = shard.key.removesuffix("weight")
+        a, b = (host_weights[f"{prefix}lora.{name}"].to(value.device) for name in "ab")
+    part_of_row = adapter.part_of_row
+    return merged(value, shard.part_of(a).detach(), shard.part_of(b).detach(), part_of_row, adapter.scale)

@@ -1,0 +1,254 @@
+"""What a config.json says of Megatron's model flags: the rules that families share.
+
+A rule takes the config and yields a :class:`Flag` for each thing that it says, and a line of text for what no flag
+can say.  ``flags/hf_config_check.py`` reads the result in both directions: a flag that was not given is filled in, one
+that was given is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.backends.megatron_utils.models.rotary_rules import hf_rope_settings, hf_yarn_settings
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """What a config.json says of one model flag."""
+
+    attribute: str
+    """Of args."""
+    value: Any
+    """None: the flag must not be given."""
+    source: str
+    """Key and value of config.json, or a clause on the family: the end of the message to a flag that differs."""
+    is_fact: bool = True
+    """False: what a run without model flags takes; another value is as good."""
+
+
+FlagRule = Callable[[Config], Iterable[Flag | str]]
+
+DECODER: Mapping[str, Any] = {
+    "swiglu": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+}
+"""Attributes of every family that does not say otherwise."""
+CLASS_DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rope_theta": 10000.0, "rms_norm_eps": 1e-6}
+"""Key of config.json -> what transformers takes where the file lacks it, in most families."""
+PLAIN: Mapping[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+"""Keys of config.json with the one value that layers can have, unless their family says otherwise."""
+NO_BIASES: Mapping[str, Any] = {**PLAIN, "attention_bias": False}
+
+_SIZES = {
+    # key of config.json -> attribute of args
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_epsilon",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+}
+_LATENT_SIZES = {
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of megatron-core's --use-rope-scaling."""
+SIGMOID: Mapping[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+"""Attributes of families whose experts are chosen by sigmoid scores with a bias."""
+EXPERT_CHOICES: Mapping[str, Any] = {"moe_router_dtype": "fp32", "moe_grouped_gemm": True}
+"""What a run without model flags takes for experts."""
+SIGMOID_CHOICES: Mapping[str, Any] = {
+    "moe_router_bias_update_rate": 0.0,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+"""Beside these where scores are sigmoids with a bias: what engines do not see must not move."""
+
+
+def fact(config: Config, key: str, attribute: str, value: Any = None) -> Flag:
+    """Return the flag that a key of config.json decides: by its value, or by what follows from it."""
+    return Flag(attribute, config[key] if value is None else value, f"{key} is {config[key]}")
+
+
+def facts(config: Config, keys: Mapping[str, str]) -> Iterator[Flag]:
+    """Yield a flag for each key (-> attribute) that config.json has."""
+    return (fact(config, key, attribute) for key, attribute in keys.items() if config.get(key) is not None)
+
+
+def choices(values: Mapping[str, Any]) -> Iterator[Flag]:
+    """Yield what a run without model flags takes, and no other is held to."""
+    return (Flag(attribute, value, "this family's usual choice", is_fact=False) for attribute, value in values.items())
+
+
+def shared_rules(config: Config) -> Iterator[Flag | str]:
+    """Yield what the keys say that all families share; a key that is absent says nothing."""
+    yield from facts(config, _SIZES)
+    tied = config.get("tie_word_embeddings")
+    if tied is not None:
+        yield Flag("untie_embeddings_and_output_weights", not tied, f"tie_word_embeddings is {tied}")
+    if config.get("kv_lora_rank") is not None:
+        yield from latent_attention(config)
+    else:
+        yield from grouped_attention(config)
+    if config.get("n_routed_experts") is not None:
+        yield from sigmoid_experts(config)
+    elif config.get("num_experts"):
+        yield from softmax_experts(config)
+    yield from mlp_width(config)
+
+
+def mlp_width(config: Config) -> Iterator[Flag]:
+    """Yield the width of dense layers; where every layer has experts it means nothing."""
+    key = "intermediate_size" if config.get("intermediate_size") is not None else "moe_intermediate_size"
+    if config.get(key) is not None:
+        has_dense = not all(layers_with_experts(config) or [0])
+        yield Flag("ffn_hidden_size", config[key], f"{key} is {config[key]}", is_fact=has_dense)
+
+
+def grouped_attention(config: Config) -> Iterator[Flag | str]:
+    """Yield heads and rotary positions of attention without latents."""
+    yield from facts(config, {"num_key_value_heads": "num_query_groups", "head_dim": "kv_channels"})
+    if config.get("num_key_value_heads") is not None:
+        yield fact(config, "num_key_value_heads", "group_query_attention", True)
+    for key, attribute in (("attention_bias", "add_qkv_bias"), ("use_qk_norm", "qk_layernorm")):
+        if config.get(key) is not None:
+            yield Flag(attribute, bool(config[key]), f"{key} is {config[key]}")
+    yield from rotary_positions(config)
+
+
+def rotary_positions(config: Config) -> Iterator[Flag | str]:
+    """Yield base, turning part and scaling of rotary positions: plain, Llama 3's, or YaRN."""
+    settings = hf_rope_settings(config)
+    kind = settings["rope_type"]
+    if settings["rope_theta"] is not None:
+        yield fact(settings, "rope_theta", "rotary_base")
+    if settings["partial_rotary_factor"] is not None:
+        yield fact(settings, "partial_rotary_factor", "rotary_percent")
+    if kind == "yarn":
+        yield Flag("position_embedding_type", "yarn", "rope_type is yarn")
+        yield from yarn_flags(hf_yarn_settings(config, knows_truncate=True))
+    elif kind == "llama3":
+        yield Flag("use_rope_scaling", True, "rope_type is llama3")
+        yield Flag("rope_scaling_factor", settings.get("factor"), f"factor of llama3 is {settings.get('factor')}")
+        for name, built_in in _LLAMA3.items():
+            if settings.get(name) is None or abs(settings[name] - built_in) > 1e-6 * built_in:
+                yield f"--use-rope-scaling has {name} {built_in} built in; the config says {settings.get(name)}"
+    elif kind == "default":
+        yield Flag("use_rope_scaling", False, "rope_type is default")
+        if settings["rope_theta"] is not None:
+            yield Flag("position_embedding_type", "rope", "rope_type is default")
+    else:
+        yield f"--use-rope-scaling knows positions of type llama3 only; rope_type is {kind}"
+
+
+def window_is_idle(config: Config) -> Iterator[str]:
+    """Refuse a window that is shorter than the longest sequence: engines of these families do not apply it."""
+    width, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    if width and (longest is None or width < longest):
+        yield f"sliding_window is {width} of max_position_embeddings {longest}; attention is not cut to windows here"
+
+
+def yarn_flags(settings: Mapping[str, Any]) -> Iterator[Flag]:
+    """Yield the numbers of YaRN, named as config.json names them."""
+    names = {"rotary_scaling_factor": "factor", "yarn_truncate": "truncate"}
+    return (Flag(name, value, f"{names.get(name, name)} is {value}") for name, value in settings.items())
+
+
+def latent_attention(config: Config) -> Iterator[Flag | str]:
+    """Yield multi-latent attention: its sizes, norms and rotary positions."""
+    yield fact(config, "kv_lora_rank", "multi_latent_attention", True)
+    yield from facts(config, _LATENT_SIZES)
+    if "q_lora_rank" in config:
+        yield Flag("q_lora_rank", config["q_lora_rank"], f"q_lora_rank is {config['q_lora_rank']}")
+    yield Flag("qk_layernorm", True, "the latents of this model are normed")
+    yield Flag("kv_channels", config.get("qk_nope_head_dim"), "qk_nope_head_dim", is_fact=False)
+    if config.get("rope_interleave") is False:
+        yield "--multi-latent-attention turns interleaved pairs of dimensions; rope_interleave is False"
+    if config.get("attention_bias"):
+        yield "--multi-latent-attention has no biases; attention_bias is True"
+    settings = hf_rope_settings(config)
+    if settings["partial_rotary_factor"] not in (None, 1.0):
+        yield f"--qk-pos-emb-head-dim dimensions turn; partial_rotary_factor is {settings['partial_rotary_factor']}"
+    if settings["rope_theta"] is not None:
+        yield fact(settings, "rope_theta", "rotary_base")
+    yarn = hf_yarn_settings(config)
+    if yarn["rotary_scaling_factor"] != 1.0:
+        yield Flag("rope_type", "yarn", "rope_type is yarn")
+    yield from yarn_flags(yarn)
+
+
+def layers_with_experts(config: Config) -> list[int] | None:
+    """Return 1 for each layer with experts and 0 for each dense one; None where config.json does not tell."""
+    count, kinds = config.get("num_hidden_layers"), config.get("mlp_layer_types")
+    num_dense, dense = config.get("first_k_dense_replace"), config.get("mlp_only_layers") or ()
+    if kinds is not None:
+        return [int(kind != "dense") for kind in kinds]
+    if count is None:
+        return None
+    if config.get("n_routed_experts") is not None:
+        is_plain = num_dense is not None and config.get("moe_layer_freq", 1) == 1
+        return [int(layer >= num_dense) for layer in range(count)] if is_plain else None
+    if config.get("num_experts") or config.get("num_local_experts"):
+        step = config.get("decoder_sparse_step") or 1
+        return [int(layer not in dense and (layer + 1) % step == 0) for layer in range(count)]
+    return None
+
+
+def expert_layers(config: Config) -> Iterator[Flag]:
+    """Yield which layers have experts, and how they are computed."""
+    layers = layers_with_experts(config)
+    if layers is not None:
+        dense = [layer for layer, has_experts in enumerate(layers) if not has_experts]
+        yield Flag("moe_layer_freq", layers, f"the dense layers of the model are {dense}")
+    yield from choices(EXPERT_CHOICES)
+
+
+def softmax_experts(config: Config) -> Iterator[Flag | str]:
+    """Yield Qwen's experts: chosen by a softmax, before or after which the weights are made to add up to 1."""
+    yield from facts(config, {"num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"})
+    yield from expert_layers(config)
+    is_normalised = config.get("norm_topk_prob")
+    is_softmax = config.get("scoring_func", "softmax") == "softmax"
+    if is_normalised is not None and is_softmax and config.get("num_experts_per_tok") != 1:
+        clause = "(without the flag, the weights of the chosen experts add up to 1)"
+        yield Flag("moe_router_pre_softmax", not is_normalised, f"norm_topk_prob is {is_normalised} {clause}")
+
+
+def sigmoid_experts(config: Config) -> Iterator[Flag | str]:
+    """Yield DeepSeek's experts: sigmoid scores with a bias, groups, shared experts, dense layers first."""
+    keys = {
+        "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+        "routed_scaling_factor": "moe_router_topk_scaling_factor",
+        "scoring_func": "moe_router_score_function",
+    }
+    yield from facts(config, keys)
+    yield from expert_layers(config)
+    yield from choices(SIGMOID_CHOICES | {"moe_router_pre_softmax": True})
+    topk = config.get("num_experts_per_tok")
+    if config.get("scoring_func", "sigmoid") == "sigmoid":
+        if config.get("norm_topk_prob") is False and topk != 1:
+            yield "--moe-router-score-function sigmoid normalises the chosen experts' scores; norm_topk_prob is False"
+        if config.get("norm_topk_prob") is True and topk == 1:
+            yield "--moe-router-topk is 1, whose score megatron-core does not normalise; norm_topk_prob is True"
+    shared = (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
+    words = f"n_shared_experts * moe_intermediate_size is {shared}"
+    yield Flag("moe_shared_expert_intermediate_size", shared or None, words)
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    is_grouped = groups > 1
+    yield Flag("moe_router_num_groups", groups if is_grouped else None, f"n_group is {groups}")
+    yield Flag("moe_router_group_topk", chosen if is_grouped else None, f"topk_group is {chosen}")
+    if groups > chosen and topk is not None and topk // chosen != 2:
+        yield (
+            f"--moe-router-topk is {topk}; megatron-core ranks a group of experts by its best {topk} // {chosen} "
+            "(topk_group), the model by its best two"
+        )

@@ -1,0 +1,120 @@
+"""LoRA: low-rank adapters in place of all weights (arXiv:2106.09685)."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slime.flags.checkpoint import has_finished_save, is_huggingface_folder, is_release
+from slime.flags.kinds import file_path, fraction_below_one, positive_float, positive_int
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer of the decoder: attention, MLP, shared and routed experts."""
+
+
+def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the group of adapters to ``parser``."""
+    group = parser.add_argument_group("LoRA", "Train low-rank adapters of the actor; its weights stay as they are.")
+    group.add_argument(
+        "--lora-rank", type=positive_int, metavar="R", help="Rank of the adapters. Default: no adapters."
+    )
+    group.add_argument(
+        "--lora-alpha", type=positive_float, help="Adapters are scaled by this over the rank. Default: twice the rank."
+    )
+    group.add_argument(
+        "--lora-target-modules",
+        nargs="+",
+        default=[ALL_LINEAR],
+        metavar="NAME",
+        help="Modules with an adapter, by the end of their Hugging Face or Megatron name (q_proj, mlp.gate_proj, "
+        "linear_qkv); all-linear: every linear layer of the decoder.",
+    )
+    group.add_argument(
+        "--lora-dropout", type=fraction_below_one, default=0.0, help="Dropout of what adapters read, in training."
+    )
+    group.add_argument(
+        "--lora-push",
+        choices=["merged", "adapter"],
+        default="merged",
+        help="merged: engines get whole weights with the adapters added. adapter is refused: it is not built yet.",
+    )
+    group.add_argument("--lora-load", type=file_path, metavar="DIR", help="PEFT folder with the first adapters.")
+    group.add_argument(
+        "--lora-save",
+        type=file_path,
+        metavar="TEMPLATE",
+        help="Folder for the adapters in PEFT's format with each save; {rollout_id} in it is replaced.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Size and place of the adapters."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's output."""
+        return self.alpha / self.rank
+
+    def chooses(self, *names: str) -> bool:
+        """Return True for a module that goes by one of these names."""
+        return self.targets == (ALL_LINEAR,) or any(
+            f".{name}".endswith(f".{target}") for name in names for target in self.targets
+        )
+
+
+def lora_config(args: Namespace) -> LoraConfig | None:
+    """Return the adapters of a run; None where all weights are trained."""
+    if vars(args).get("lora_rank") is None:
+        return None
+    alpha = 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
+    return LoraConfig(
+        rank=args.lora_rank, alpha=alpha, dropout=args.lora_dropout, targets=tuple(args.lora_target_modules)
+    )
+
+
+def lora_base(args: Namespace) -> str:
+    """Return the checkpoint of the weights under the adapters: what the run began with, or begins with now."""
+    if args.ref_load is not None:
+        return args.ref_load
+    return args.hf_checkpoint if has_finished_save(args.load) and not is_release(args.load) else args.load
+
+
+def check_lora(args: Namespace) -> Iterator[str]:
+    """Yield one message for each flag that does not go with adapters, or has no effect without."""
+    if args.lora_rank is None:
+        for flag in ("lora_alpha", "lora_load", "lora_save"):
+            if getattr(args, flag) is not None:
+                yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --lora-rank."
+        return
+    if args.lora_push == "adapter":
+        yield "--lora-push adapter is not built yet; use merged, which needs nothing of the engines."
+    if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
+        yield f"--lora-target-modules is {' '.join(args.lora_target_modules)}; all-linear stands alone."
+    if args.lora_save is not None and (args.save is None or args.save_interval is None):
+        yield "--lora-save writes beside each save; give --save and --save-interval too."
+    for flag in ("only_train_params_name_list", "freeze_params_name_list", "custom_model_provider_path"):
+        if getattr(args, flag):
+            yield f"--{flag.replace('_', '-')} does not go with --lora-rank, which trains adapters alone; drop one."
+    if args.enable_mtp_training:
+        yield "--enable-mtp-training trains layers that have no adapters; drop it or --lora-rank."
+    if args.use_opd and args.opd_type == "megatron":
+        yield (
+            "--opd-type megatron puts a teacher's weights in the place of the actor's, which --lora-rank keeps frozen "
+            "and in one copy; use --opd-type sglang."
+        )
+    if args.load is not None and args.load == args.ref_load and not args.finetune:
+        yield f"--load {args.load} is --ref-load too; drop --load, which with --lora-rank names saves of adapters."
+    if args.ref_load is not None and args.load != args.ref_load:
+        if is_huggingface_folder(args.load) or is_release(args.load):
+            yield (
+                f"--load {args.load} and --ref-load {args.ref_load} differ; with --lora-rank the reference is the "
+                "actor without its adapters: give the model as --ref-load alone."
+            )

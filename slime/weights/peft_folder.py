@@ -1,0 +1,91 @@
+"""Folders of adapters as the package ``peft`` writes and reads them.
+
+adapter_config.json         rank, alpha, names of the modules
+adapter_model.safetensors   base_model.model.{module}.lora_A.weight [r, K], .lora_B.weight [N, r]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from slime.flags.lora import LoraConfig
+from slime.utils.atomic_file import write_atomically
+from slime.utils.errors import DataError
+
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_OTHER_FORMULAS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+
+
+def tensor_name(module: str, matrix: str) -> str:
+    """Return the name of matrix ``A`` or ``B`` of the adapter of a Hugging Face module."""
+    return f"{_PREFIX}{module}.lora_{matrix}.weight"
+
+
+def write_peft_folder(
+    folder: Path, tensors: Mapping[str, Tensor], config: LoraConfig, *, base_model: str, flag: str
+) -> None:
+    """Write adapters, the configuration last.
+
+    Args:
+        folder: made when it is missing.
+        tensors: by :func:`tensor_name`.
+        config: of the run.
+        base_model: name or folder of the model that they belong to.
+        flag: that named the folder, for errors.
+
+    Raises:
+        DataError: the disk refuses.
+    """
+    modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
+    text = json.dumps(content, indent=2).encode()
+    write_atomically(folder / TENSOR_FILE, lambda file: file.write(data), what="Adapters", flag=flag)
+    write_atomically(folder / CONFIG_FILE, lambda file: file.write(text), what="Adapters", flag=flag)
+
+
+def read_peft_folder(folder: str | Path, config: LoraConfig) -> dict[str, Tensor]:
+    """Return the tensors of a folder.
+
+    Args:
+        folder: of ``peft``.
+        config: of the run; rank and alpha must be the folder's.
+
+    Raises:
+        DataError: files are missing or damaged, or mean another formula, rank or scale than this run's.
+    """
+    flag = f"--lora-load {folder}"
+    try:
+        content: dict[str, Any] = json.loads((Path(folder) / CONFIG_FILE).read_text())
+        tensors = load_file(Path(folder) / TENSOR_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(f"{flag}: {CONFIG_FILE} or {TENSOR_FILE} cannot be read: {error}") from error
+    if content.get("peft_type") != "LORA" or content.get("bias", "none") != "none":
+        raise DataError(f"{flag}: {CONFIG_FILE} is not that of a LoRA adapter without biases.")
+    if others := [name for name in _OTHER_FORMULAS if content.get(name)]:
+        raise DataError(f"{flag}: {CONFIG_FILE} has {others[0]} {content[others[0]]}; only plain LoRA is known here.")
+    ours = (config.rank, config.alpha)
+    if (theirs := (content.get("r"), content.get("lora_alpha"))) != ours:
+        raise DataError(
+            f"{flag}: r and lora_alpha are {theirs[0]} and {theirs[1]}; --lora-rank and --lora-alpha are {ours[0]} "
+            f"and {ours[1]:g}; give the folder's."
+        )
+    return tensors

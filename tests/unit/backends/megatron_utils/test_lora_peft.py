@@ -1,0 +1,146 @@
+"""Adapters of the trainer against ``peft`` on transformers' model: log-probs, gradients, folders both ways."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from slime.backends.megatron_utils import initialize
+from slime.backends.megatron_utils.adapters import load_peft, save_peft
+from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
+from slime.utils.errors import ConfigError, DataError
+from slime.weights.peft_folder import TENSOR_FILE
+from tests.matrix import trainer
+from tests.matrix.batch import make_train_data, reference_loss
+from tests.matrix.case import FamilyCase, load_cases
+from tests.matrix.comparisons import gradient_errors
+from tests.matrix.parity import one_process_world
+
+BOUND = 1e-5
+TARGETS = {
+    "llama3": ["all-linear"],
+    "qwen3": ["q_proj", "v_proj", "down_proj"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+
+
+def peft_model(model: torch.nn.Module, targets: list[str]) -> torch.nn.Module:
+    """The model with adapters drawn at random, B too."""
+    from peft import LoraConfig, get_peft_model
+
+    chosen = targets[0] if targets == ["all-linear"] else targets
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=chosen, task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    return model.eval()
+
+
+def lora_args(case: FamilyCase, folder: Path, *targets: str) -> Namespace:
+    flags = ("--lora-rank", 4, "--lora-alpha", 6, "--moe-router-bias-update-rate", 0)
+    # Adapters leave MTP layers frozen, which the case trains.
+    frozen = replace(case, flags=lambda path: [flag for flag in case.flags(path) if flag != "--enable-mtp-training"])
+    return trainer.make_args(frozen, folder, *flags, "--lora-target-modules", *targets)
+
+
+def log_probs(args: Namespace, model: list[torch.nn.Module], data: dict) -> Tensor:
+    prepared = trainer.prepare(args, data)
+    mine = dict(zip(prepared["partition"], trainer.response_log_probs(args, model, prepared), strict=True))
+    return torch.cat([mine[index] for index in range(len(mine))])
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_log_probs_gradients_and_folders_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    case, targets = load_cases([family])[family], TARGETS[family]
+    case.write_checkpoint(tmp_path / "hf")
+    reference = peft_model(case.load_reference(tmp_path / "hf"), targets)
+    reference.save_pretrained(tmp_path / "adapter")
+    data = make_train_data(case.vocab_size)
+    loss, expected = reference_loss(case, reference, data)
+    loss.backward()
+    with one_process_world():
+        args = lora_args(case, tmp_path / "hf", *targets)
+        initialize.init(args)
+        model = trainer.load_model(args)
+        load_peft(args, model, tmp_path / "adapter")
+        actual = log_probs(args, model, data)
+        trainer.run_backward(args, model, trainer.prepare(args, data))
+        gradients = trainer.model_gradients(args, model)
+        save_peft(args, tmp_path / "out", model)
+    assert float((actual - torch.cat(expected)).abs().max()) < BOUND
+    named = {name.replace(".default", ""): p.grad for name, p in reference.named_parameters() if "lora_" in name}
+    assert gradients.keys() == named.keys()
+    assert max(gradient_errors(gradients, named).values()) < BOUND
+    # What the trainer writes is what it read, and peft takes it.
+    theirs, ours = (load_file(tmp_path / folder / TENSOR_FILE) for folder in ("adapter", "out"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    again = PeftModel.from_pretrained(case.load_reference(tmp_path / "hf"), tmp_path / "out").eval()
+    _, read = reference_loss(case, again, data)
+    assert torch.equal(torch.cat(read), torch.cat(expected))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_a_merged_export_answers_as_the_model_with_adapters(family: str, tmp_path: Path) -> None:
+    case = load_cases([family])[family]
+    case.write_checkpoint(tmp_path / "hf")
+    data = make_train_data(case.vocab_size)
+    with one_process_world():
+        args = lora_args(case, tmp_path / "hf", "all-linear")
+        initialize.init(args)
+        model = trainer.load_model(args)
+        plain = log_probs(args, model, data)
+        trainer.draw_adapters(model)
+        adapted = log_probs(args, model, data)
+        save_hf_model_to_path(args, tmp_path / "merged", model)
+    _, before = reference_loss(case, case.load_reference(tmp_path / "hf"), data)
+    _, after = reference_loss(case, case.load_reference(tmp_path / "merged"), data)
+    assert float((plain - torch.cat(before)).abs().max()) < 2 * BOUND  # B is zero
+    assert float((adapted - plain).abs().max()) > 0.1
+    assert float((adapted - torch.cat(after)).abs().max()) < 2 * BOUND
+
+
+def test_a_target_that_the_family_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    case = load_cases(["qwen3"])["qwen3"]
+    case.write_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"'qproj', which no linear layer .* down_proj, gate_proj, k_proj, o_proj"):
+        lora_args(case, tmp_path, "qproj")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("r", "r and lora_alpha are 5 and 6"), ("use_dora", "use_dora"), ("target", "no adapter, such as .*k_proj")],
+)
+def test_a_folder_that_means_something_else_is_refused(change: str, says: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    case = load_cases(["qwen3"])["qwen3"]
+    case.write_checkpoint(tmp_path / "hf")
+    with one_process_world():
+        args = lora_args(case, tmp_path / "hf", "q_proj", "v_proj")
+        initialize.init(args)
+        model = trainer.load_model(args)
+        save_peft(args, tmp_path / "out", model)
+        config, tensors = tmp_path / "out" / "adapter_config.json", tmp_path / "out" / TENSOR_FILE
+        if change == "r":
+            config.write_text(config.read_text().replace('"r": 4', '"r": 5'))
+        elif change == "use_dora":
+            config.write_text(config.read_text().replace("{", '{"use_dora": true,', 1))
+        else:
+            there = load_file(tensors)
+            extra = {n.replace("q_proj", "k_proj"): t.clone() for n, t in there.items() if "q_proj" in n}
+            save_file(there | extra, tensors)
+        with pytest.raises(DataError, match=says):
+            load_peft(args, model, tmp_path / "out")

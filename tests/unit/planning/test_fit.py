@@ -1,0 +1,106 @@
+"""``--fit``: its order against measured runs (benchmarks/results), what it keeps, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.published_configs import PUBLISHED
+from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.planning.command import complete_run
+from slime.planning.fit import FIT_MFU, fitted, rollout_seconds, train_seconds
+from slime.planning.make_plan import make_plan
+from slime.planning.plan import PlanOptions, find_card
+from slime.utils.errors import ConfigError
+from tests.contracts.source_tree import REPO
+
+RUN = "--num-rollout 3 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 128 --prompt-data /x.jsonl"
+RUN += " --rm-type math --rollout-max-response-len 1024"
+H200 = PlanOptions(card=find_card("H200"), mfu=FIT_MFU, lengths=(1024,) * 128)
+
+
+def checkpoint(folder: Path, model: str, **more: Any) -> list[str]:
+    """A folder with a published config.json, which is all that a plan reads."""
+    (folder / "config.json").write_text(json.dumps({**PUBLISHED[model], **more}))
+    (folder / "tokenizer.json").write_text("{}")
+    return ["--hf-checkpoint", str(folder)]
+
+
+def seconds(folder: Path, model: str, flags: str, **more: Any) -> tuple[float, float]:
+    """Training and generation of 128 samples of 1,024 tokens on H200s, as the choice sees them."""
+    run = complete_run([*checkpoint(folder, model, **more), *RUN.split(), *flags.split()], folder)
+    assert run.args is not None and run.problems == []
+    plan, dims = make_plan(run.args, run.hf_config, H200), model_dims(run.args, run.hf_config)
+    return train_seconds(run.args, plan, dims), rollout_seconds(run.args, plan, dims)
+
+
+def measured(file: str, row: str) -> list[Any]:
+    """The row of a recorded result that begins so."""
+    document = json.loads((REPO / f"benchmarks/results/{file}.json").read_text())
+    rows = [line for table in document["tables"] for line in table["rows"]]
+    return next(line for line in rows if line[0].startswith(row))
+
+
+TWO = (
+    "--actor-num-gpus-per-node 2 --num-gpus-per-node 2 --colocate --use-dynamic-batch-size --max-tokens-per-gpu 16384"
+)
+ONE = TWO.replace("-node 2", "-node 1")
+TP2 = f"{TWO} --tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def test_tensor_parallelism_costs_what_was_measured(tmp_path):
+    alone, _ = seconds(tmp_path, "qwen3-4B", TWO)
+    cut, _ = seconds(tmp_path, "qwen3-4B", TP2)
+    was = measured("train_mfu_gpu", "Qwen3-4B, one H200")[2] / measured("train_mfu_gpu", "Qwen3-4B, two H200")[2]
+    assert cut / alone == pytest.approx(was, rel=0.08) and was > 1.1
+
+
+def test_full_recompute_costs_what_was_measured(tmp_path):
+    kept, _ = seconds(tmp_path, "qwen3-1.7B", ONE)
+    full, _ = seconds(tmp_path, "qwen3-1.7B", f"{ONE} --recompute-granularity full --recompute-method uniform "
+                      "--recompute-num-layers 1")  # fmt: skip
+    was = measured("train_mfu_gpu", "Qwen3-1.7B, one H100")[2] / measured("train_mfu_gpu", "the same with")[2]
+    assert full / kept == pytest.approx(was, rel=0.08) and was > 1.2
+
+
+def test_generation_takes_what_was_measured(tmp_path):
+    generation = measured("recipes_true_size_h200", "... generation")
+    _, dense = seconds(tmp_path, "qwen3-4B", f"{TP2} --rollout-num-gpus-per-engine 2")
+    assert dense == pytest.approx(generation[1], rel=0.15)
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    four = f"{TP2.replace('-node 2', '-node 4')} --context-parallel-size 2"
+    _, quantized = seconds(tmp_path, "glm4-9B", four, **fp8)
+    assert quantized == pytest.approx(generation[2], rel=0.3)  # its FP8 kernels are slower than their bytes
+
+
+def test_the_choice_is_legal_keeps_what_is_given_and_shows_the_next_best(tmp_path):
+    words = [
+        *checkpoint(tmp_path, "qwen3-4B"),
+        *RUN.split(),
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+    ]
+    options = replace(H200, card=find_card("H100"))
+    chosen, table = fitted([*words, "--fit"], options, num_gpus=4)
+    assert chosen[: len(words)] == words and "--fit" not in chosen
+    assert chosen.count("--tensor-model-parallel-size") == 1 and "--colocate" in chosen
+    run = complete_run(chosen, tmp_path)
+    assert run.problems == [] and run.args is not None
+    assert run.args.tensor_model_parallel_size == 2 and run.args.world_size == 4
+    plan = make_plan(run.args, run.hf_config, options)
+    assert plan.problems == [] and plan.too_large == []
+    lines = [line.strip() for line in table.splitlines()]
+    assert [line.split(":")[0] for line in lines[1::2]] == ["chosen", "next 1", "next 2"]
+    steps = [float(line.split()[1 if line.startswith("chosen") else 2]) for line in lines[1::2]]
+    assert steps == sorted(steps)
+
+
+def test_a_model_that_no_layout_takes_is_refused(tmp_path):
+    words = [*checkpoint(tmp_path, "qwen3-235B-A22B"), *RUN.split(), "--fit"]
+    with pytest.raises(ConfigError, match="no layout of 1 x H100 fits; use more GPUs"):
+        fitted(words, replace(H200, card=find_card("H100")), num_gpus=1)

@@ -1,0 +1,24 @@
+"""The store over which ranks meet."""
+
+from datetime import timedelta
+
+import psutil
+import pytest
+
+from slime.utils.distributed_utils import open_store
+from slime.utils.net import get_free_port
+
+LIMIT = {"world_size": 2, "timeout": timedelta(seconds=20)}
+
+
+def test_the_store_of_ranks_listens_at_its_own_address_alone():
+    port = get_free_port(24500)
+    first = open_store("127.0.0.1", port, rank=0, **LIMIT)
+    second = open_store("127.0.0.1", port, rank=1, **LIMIT)
+    second.set("word", "given")
+    assert first.get("word") == b"given"
+    sockets = psutil.Process().net_connections("tcp")
+    listening = {each.laddr for each in sockets if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+    assert listening == {("127.0.0.1", port)}
+    with pytest.raises(RuntimeError, match=f"127.0.0.1:{port}: .*[Ii]n use"):
+        open_store("127.0.0.1", port, rank=0, **LIMIT)

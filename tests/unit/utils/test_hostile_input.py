@@ -1,0 +1,249 @@
+"""Hostile and broken files, answers, plug-ins and environments: each ends in one clear error, at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.arguments.hook_checks import check_import
+from slime.arguments.hooks import HOOKS
+from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
+from slime.rollout.prompt_dataset import check_prompt_file
+from slime.rollout.state_file import read_state
+from slime.utils import env
+from slime.utils.answer_checks import problem_with_answer
+from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
+from slime.weights.file_digests import FolderDigests
+from slime.weights.hf_rewrite.source import open_source
+from slime.weights.stored_tensors import read_layout
+
+DEEP, DIGITS = "[" * 100_000, "9" * 5000
+
+
+@pytest.fixture(autouse=True)
+def deadline() -> Iterator[None]:
+    """A case that hangs fails."""
+    before = signal.signal(signal.SIGALRM, lambda *unused: pytest.fail("it hangs"))
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def one_line(call: Callable[[], Any]) -> str:
+    with pytest.raises(SlimeError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 1500, message
+    return message
+
+
+# ------------------------------------------------------------------------------------------ model folders
+
+
+def header(text: Any) -> bytes:
+    data = text.encode() if isinstance(text, str) else json.dumps(text).encode()
+    return struct.pack("<Q", len(data)) + data + b"1234"
+
+
+def entry(**changes: Any) -> bytes:
+    return header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes})
+
+
+TWICE = '"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+FOLDERS = {
+    "config nested": ({"config.json": DEEP}, "config.json is not JSON"),
+    "config with a giant number": ({"config.json": f'{{"a": {DIGITS}}}'}, "config.json is not JSON"),
+    "index of numbers": ({"model.safetensors.index.json": '{"weight_map": {"a": 3}}'}, "names '3'"),
+    "index of lists": ({"model.safetensors.index.json": '{"weight_map": {"a": ["x"]}}'}, "no.* file beside it"),
+    "index nested": ({"model.safetensors.index.json": DEEP}, "index.json is no.* JSON"),
+    "index out of the folder": ({"model.safetensors.index.json": '{"weight_map": {"a": "../x"}}'}, "'../x'"),
+    "index without a name": ({"model.safetensors.index.json": '{"weight_map": {"a": ""}}'}, "lacks|no.* file"),
+    "index of nothing": ({"model.safetensors.index.json": '{"weight_map": {}}'}, "no weight_map|holds no|is no"),
+    "weights nested": ({"a.safetensors": header(DEEP)}, "a.safetensors is no whole safetensors file"),
+    "weights with a giant number": ({"a.safetensors": header('{"a":{"shape":[' + DIGITS + "]}}")}, "a.safetensors"),
+    "a dtype of no format": ({"a.safetensors": entry(dtype="Q7")}, "the dtype 'Q7'"),
+    "a negative shape": ({"a.safetensors": entry(shape=[-1, -1])}, r"'a' the shape \[-1, -1\]"),
+    "a shape of floats": ({"a.safetensors": entry(shape=[1.0])}, "the shape"),
+    "a shape of truths": ({"a.safetensors": entry(shape=[True])}, "the shape"),
+    "offsets of floats": ({"a.safetensors": entry(data_offsets=[0.0, 4.0])}, "the shape"),
+    "a tensor twice": ({"a.safetensors": header(f"{{{TWICE},{TWICE}}}")}, "twice"),
+    "a tensor without a name": ({"a.safetensors": header("{" + TWICE.replace('"a"', '""') + "}")}, "gives '' the"),
+    "metadata that is a list": ({"a.safetensors": header('{"__metadata__":[1],' + TWICE + "}")}, "a.safetensors"),
+    "digests nested": ({"digests.json": DEEP}, "digests.json is damaged"),
+    "digests with a giant number": ({"digests.json": f'{{"files": {{"a": [[{DIGITS}]]}}}}'}, "is damaged"),
+    "a folder for weights": ({"a.safetensors": os.mkdir}, "a.safetensors is .*a folder"),
+    "a pipe for weights": ({"a.safetensors": os.mkfifo}, "a.safetensors is .*device"),
+    "a folder for digests": ({"digests.json": os.mkdir}, "digests.json is damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_broken_model_folder_is_named_with_its_file(name, tmp_path):
+    files, says = FOLDERS[name]
+    contents = {"config.json": "{}"} | files
+    if "a.safetensors" not in files:
+        save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    for file, content in contents.items():
+        if callable(content):
+            content(tmp_path / file)
+        else:
+            (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    readers = (
+        lambda: check_huggingface_folder(str(tmp_path), "--hf-checkpoint"),
+        *(lambda: read_layout(tmp_path), lambda: open_source(tmp_path), lambda: FolderDigests.read(tmp_path)),
+    )
+    told = []
+    for read in readers:
+        try:
+            read()
+        except SlimeError as error:
+            told.append(str(error))
+    assert told and all("\n" not in message and len(message) < 1500 for message in told), told
+    assert any(re.search(says, message) for message in told), told
+
+
+# ------------------------------------------------------------------------------------------ data, checkpoints
+
+
+DATA = {
+    "a tool that is a number": ({"tools": [1]}, "has the tool 1"),
+    "a tool that is empty": ({"tools": [{}]}, r"has the tool \{\}"),
+    "a grader that is a number": ({"metadata": {"rm_type": 5}}, "rm_type in its metadata is 5"),
+    "a grader that there is not": ({"metadata": {"rm_type": "mathh"}}, "is 'mathh'; it may be math, f1"),
+    "a role that is a number": ({"input": [{"role": 1, "content": "x"}]}, "the role 1"),
+    "messages in a list": ({"input": [[{"role": "user", "content": "x"}]]}, "must have a role"),
+    "a prompt of nothing to see": ({"input": "\u200b"}, "which is blank"),
+    "a prompt that is not a number": ({"input": float("nan")}, "the prompt is nan"),
+    "metadata nested in text": ({"metadata": DEEP}, "nested deeper"),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_row_of_no_use_is_named_with_its_line(name, tmp_path):
+    row, says = DATA[name]
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"input": "fine"}) + "\n" + json.dumps({"input": "q"} | row))
+    with pytest.raises(DataError, match=rf"d\.jsonl line 2.*{says}"):
+        check_prompt_file(str(path), "input", tool_key="tools", rm_types=("math", "f1"))
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_what_is_no_file_is_no_data(make, tmp_path):
+    for name in ("d.jsonl", "d.parquet"):
+        make(tmp_path / name)
+        assert "there is no file" in one_line(lambda: check_prompt_file(str(tmp_path / name), "input"))  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    "text", [b"-1", b"1.5", b"1\0", b"1\n2", b"\xef\xbb\xbf1", b"9" * 40, b"", b"RELEASE", b"../1"]
+)
+def test_a_tracker_that_names_no_iteration_is_shown(text, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(text)
+    assert "an iteration or the word release" in one_line(lambda: inspect_checkpoint(str(tmp_path), "--load"))
+
+
+DEEP_PICKLE = b"\x80\x04" + b"]" * 200_000 + b"a" * 199_999 + b"."
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b'{"a":1}', DEEP.encode(), DEEP_PICKLE, b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f."]
+)
+def test_a_position_of_any_bytes_is_one_error(data, tmp_path):
+    (tmp_path / "s.pt").write_bytes(data)
+    assert re.search("cut or damaged|--ckpt-step", one_line(lambda: read_state(tmp_path / "s.pt", what="It")))
+
+
+# ------------------------------------------------------------------------------------------ engine answers
+
+
+def answer(**meta: Any) -> dict[str, Any]:
+    plain = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None]], "completion_tokens": 1}
+    return {"text": "x", "meta_info": plain | meta}
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        ({"output_token_logprobs": [[-1.0, 2**40, None]]}, "the token 1099511627776"),
+        ({"output_token_logprobs": [[-1.0, True, None]]}, "the token True"),
+        ({"output_token_logprobs": [[-1e300, 5, None]]}, "the log-prob -1e+300"),
+        ({"weight_version": [1]}, "meta_info['weight_version'] is [1]"),
+        ({"cached_tokens": -5}, "meta_info['cached_tokens'] is -5"),
+        ({"cached_tokens": "many"}, "meta_info['cached_tokens'] is 'many'"),
+        ({"spec_verify_ct": 0.5}, "meta_info['spec_verify_ct'] is 0.5"),
+        ({"completion_tokens": "1"}, "meta_info['completion_tokens'] is '1'"),
+    ],
+)
+def test_an_answer_with_a_number_of_no_sense_is_refused(meta, says):
+    assert problem_with_answer(answer(), {}) is None
+    assert says in str(problem_with_answer(answer(**meta), {}))
+
+
+# ------------------------------------------------------------------------------------------ plug-ins
+
+
+PLUGINS = {
+    "an exception of its own": ("class Odd(BaseException): pass\nraise Odd('no')", "raised Odd: no"),
+    "the end of a generator": ("raise GeneratorExit", "raised GeneratorExit"),
+    "a cancellation": ("import asyncio\nraise asyncio.CancelledError", "raised CancelledError"),
+    "an exception without a text": (
+        "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd",
+        r"raised Odd: \(its text cannot be had: ValueError\)",
+    ),
+    "names that raise": ("def __getattr__(name): raise RuntimeError('x')", "raised RuntimeError: x when .* for f"),
+    "a signature that is none": ("class F:\n    __signature__ = 5\n    def __call__(self): pass\nf = F()", None),
+    "recursion": ("def f(): f()\nf()", "raised RecursionError"),
+    "zero bytes": ("x = 1\0", "raised (SyntaxError|ValueError)"),
+    "nothing": ("f = None", "f is a NoneType and cannot be called"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_plug_in_that_cannot_be_imported_is_named_with_its_flag(name, tmp_path, monkeypatch):
+    source, says = PLUGINS[name]
+    module = "hostile_" + name.replace(" ", "_")
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    hook = next(hook for hook in HOOKS if hook.flag == "--custom-rm-path")
+    try:
+        if says is None:
+            check_import(hook, f"{module}.f", "--custom-rm-path", timeout_s=20)
+            return
+        with pytest.raises(HookError, match=f"--custom-rm-path: (?s:.*){says}"):
+            check_import(hook, f"{module}.f", "--custom-rm-path", timeout_s=20)
+    finally:
+        sys.modules.pop(module, None)
+
+
+# ------------------------------------------------------------------------------------------ environment
+
+
+@pytest.mark.parametrize("host", ["not an ip", "10.0.0.1:80", "http://10.0.0.1", "0.0.0.0", "::", "999.1.1.1", "-x"])
+def test_an_address_that_nobody_reaches_is_refused(host, monkeypatch):
+    monkeypatch.setenv("SLIME_HOST_IP", host)
+    with pytest.raises(ConfigError, match="SLIME_HOST_IP is .*without a port"):
+        env.host_ip_override()
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1", "[fe80::1]", "node-3", "node3.cluster.local"])
+def test_an_address_or_a_name_of_a_host_is_taken(host, monkeypatch):
+    monkeypatch.setenv("SLIME_HOST_IP", host)
+    assert env.host_ip_override() == host
+
+
+def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_path):
+    for path in (tmp_path, tmp_path / "nothing"):
+        monkeypatch.setenv("SLIME_JOB_SECRET_FILE", str(path))
+        with pytest.raises(ConfigError, match="SLIME_JOB_SECRET_FILE is .* cannot be read"):
+            env.job_secret()

@@ -1,0 +1,40 @@
+"""The formula of adapters, by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from slime.weights.lora import merged, widened
+
+A = torch.tensor([[[1.0, 2.0]], [[10.0, 20.0]]])
+"""Two parts of rank 1 over two columns."""
+B = torch.tensor([[3.0], [5.0], [7.0]])
+PART_OF_ROW = torch.tensor([1, 0, -1])
+
+
+def test_a_row_stands_in_the_columns_of_its_part() -> None:
+    assert widened(B, PART_OF_ROW, 2).tolist() == [[0, 3], [5, 0], [0, 0]]
+
+
+def test_rows_meet_the_matrix_of_their_part_and_rows_without_one_stay() -> None:
+    weight = torch.ones(3, 2)
+    assert merged(weight, A, B, PART_OF_ROW, scale=0.5).tolist() == [[16, 31], [3.5, 6], [1, 1]]
+
+
+def test_one_part_is_the_plain_product() -> None:
+    weight = torch.zeros(3, 2)
+    assert merged(weight, A[:1], B, None, scale=2.0).tolist() == [[6, 12], [10, 20], [14, 28]]
+
+
+def test_each_expert_has_its_own() -> None:
+    weight, a, b = torch.zeros(2, 3, 2), torch.stack([A, -A]), torch.stack([B, B])
+    first, second = merged(weight, a, b, PART_OF_ROW, scale=1.0)
+    assert torch.equal(first, -second)
+    assert torch.equal(first, merged(weight[0], A, B, PART_OF_ROW, scale=1.0))
+
+
+def test_a_bf16_weight_is_rounded_once() -> None:
+    weight, a = torch.full((1, 1), 256.0, dtype=torch.bfloat16), torch.full((1, 2, 1), 1.0, dtype=torch.bfloat16)
+    b = torch.full((1, 2), 0.5, dtype=torch.bfloat16)  # 256 + 0.5 + 0.5, and bf16 holds every second number here
+    assert merged(weight, a, b, None, scale=1.0).item() == 256
+    assert merged(weight, a, b, None, scale=2.0).item() == 258
