@@ -255,7 +255,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=ENGINES,
         waits="Manager for a router's sign of life (a router that hangs)",
-        code=("slime.ray.engines.fleet.EngineFleet._router_problem",),
+        code=("slime.ray.engines.fleet.EngineFleet.check",),
         bounds=("--rollout-health-check-interval", "--rollout-health-check-timeout"),
         deadline="the sum, during rollouts",
         raises="EngineDiedError",

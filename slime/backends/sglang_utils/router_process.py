@@ -56,6 +56,18 @@ class RouterHandle:
             return self.process.is_alive()
         return self.control.answers("/health")
 
+    def problem(self, timeout_s: float | None) -> str | None:
+        """Return what keeps the router from its work, as the end of a sentence; None for nothing.
+
+        Args:
+            timeout_s: seconds to wait for an answer, which also finds a router that hangs; None: no request is sent.
+        """
+        if self.process is not None and not self.process.is_alive():
+            return "has ended"
+        if timeout_s is not None and not self.control.answers("/health", timeout_s=timeout_s):
+            return f"does not answer within {timeout_s:g} s (--rollout-health-check-timeout)"
+        return None
+
     def stop(self) -> None:
         """End the router; one that the user runs goes on."""
         if self.process is not None:

@@ -18,7 +18,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
 from slime.flags.security import job_secret
 from slime.observability.job_state import JobState
@@ -326,8 +325,9 @@ class EngineFleet:
         is_time_to_ask = time.monotonic() >= self._next_router_check_s
         if is_time_to_ask:
             self._next_router_check_s = time.monotonic() + self.args.rollout_health_check_interval
+        timeout_s = self.args.rollout_health_check_timeout if is_time_to_ask else None
         for server in self.servers:
-            if server.router is None or (problem := self._router_problem(server.router, ask=is_time_to_ask)) is None:
+            if server.router is None or (problem := server.router.problem(timeout_s)) is None:
                 continue
             dead = f"the router {server.router.url} of model {server.config.name!r} {problem}"
             if not tolerant or server.router.process is None:
@@ -339,20 +339,6 @@ class EngineFleet:
             return
         if dead_engine := first_dead_engine(self.groups, timeout_s=ENGINE_CHECK_INTERVAL_S):
             raise EngineDiedError(f"{dead_engine}. The rollout cannot go on; {END_ADVICE[False]}.")
-
-    def _router_problem(self, router: RouterHandle, *, ask: bool) -> str | None:
-        """Return what keeps a router from its work, as the end of a sentence; None for nothing.
-
-        Args:
-            router: one whose process is ours is looked at; any other is only asked.
-            ask: whether to send a request too, which also finds a router that hangs.
-        """
-        if router.process is not None and not router.process.is_alive():
-            return "has ended"
-        timeout_s = self.args.rollout_health_check_timeout
-        if ask and not router.control.answers("/health", timeout_s=timeout_s):
-            return f"does not answer within {timeout_s:g} s (--rollout-health-check-timeout)"
-        return None
 
     def pause_monitors(self) -> None:
         """Stop probing: engines are about to be busy with something else than requests."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.ray import connect, gpus, train_actor
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
@@ -158,10 +159,9 @@ def test_a_rollout_function_that_does_not_return_ends_the_run_at_its_deadline(mo
 def test_a_router_that_gives_no_sign_of_life_ends_the_run_or_is_started_again(monkeypatch, tolerant):
     made = quiet_fleet(use_fault_tolerance=tolerant)
     restarted: list[Any] = []
-    router = Namespace(url="http://router", process=object())
+    router = Namespace(url="http://router", process=object(), problem=lambda timeout_s: "does not answer")
     server = Namespace(router=router, config=Namespace(name="actor"), groups=[], restart_router=restarted.append)
     made.servers = [server]
-    monkeypatch.setattr(fleet.EngineFleet, "_router_problem", lambda self, router, ask: "does not answer")
     if tolerant:
         made.check()
         assert restarted == [made.args]
@@ -174,11 +174,10 @@ def test_a_router_that_gives_no_sign_of_life_ends_the_run_or_is_started_again(mo
 def test_a_request_that_a_dead_router_refused_ends_the_run_with_the_death(monkeypatch, is_dead):
     monkeypatch.setattr(fleet, "ENGINE_CHECK_INTERVAL_S", 0.01)
     made = quiet_fleet(rollout_timeout_s=60.0)
-    process = Namespace(is_alive=lambda: not is_dead)
-    router = Namespace(url="http://router", process=process)
+    router = RouterHandle("router", 80, Namespace(is_alive=lambda: not is_dead))
     made.servers = [Namespace(router=router, config=Namespace(name="actor"), groups=[])]
     monkeypatch.setattr(made, "pause_monitors", lambda: None)
-    cause = "the router http://router .* has ended" if is_dead else "GET http://router/workers failed"
+    cause = "the router http://router:80 .* has ended" if is_dead else "GET http://router/workers failed"
     with pytest.raises(EngineDiedError if is_dead else EngineError, match=cause):
         made.run_watched(lambda: _raise(EngineError("GET http://router/workers failed")))
 

@@ -127,9 +127,8 @@ NOT_FLAGS: dict[str, str] = {
     "moe_layer_recompute": "deprecated in megatron-core: --recompute-modules moe",
     "moe_token_dropping": "without effect in megatron-core",
     "decoupled_weight_decay": "Adam is AdamW here",
-    **dict.fromkeys(
-        ("is_hybrid_model", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"), "Mamba layers"
-    ),
+    "is_hybrid_model": "Mamba layers",
+    **dict.fromkeys((f"mamba_{of}" for of in ("state_dim", "head_dim", "num_groups", "num_heads")), "Mamba layers"),
     "use_mamba_mem_eff_path": "Mamba layers",
     **dict.fromkeys(
         (
@@ -203,9 +202,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     for config_class in CONFIG_CLASSES:
         group = parser.add_argument_group(f"megatron-core {config_class.__name__}")
         for field, annotation in config_fields(config_class):
-            if field.name in NOT_FLAGS:
-                continue
-            add_config_flag(parser, group, field, annotation, f"{config_class.__name__}.{field.name}")
+            if field.name not in NOT_FLAGS:
+                add_config_flag(parser, group, field, annotation, f"{config_class.__name__}.{field.name}")
 
 
 def add_config_flag(
@@ -314,10 +312,10 @@ class OneOrMany(argparse.Action):
 
 def int_pair(text: str) -> tuple[int, int]:
     """Return two integers, ``128,0`` or ``(128, 0)``."""
-    parts = text.strip("()[] ").split(",")
-    if len(parts) != 2:
+    first, separator, second = text.strip("()[] ").partition(",")
+    if not separator:
         raise argparse.ArgumentTypeError(f"{text!r} is not two integers such as 128,0")
-    return any_int(parts[0]), any_int(parts[1])
+    return any_int(first), any_int(second)
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
