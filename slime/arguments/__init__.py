@@ -18,11 +18,11 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.arguments.critic import check_critic_layout, critic_flags, finish_critic, resolve_critic
-from slime.arguments.overlay import apply_overlay, apply_role_overrides
+from slime.arguments.overlay import apply_overlay, apply_role_overrides, overlaid_names
 from slime.arguments.parser import (
     AddArguments,
     add_slime_arguments,
@@ -64,9 +64,27 @@ def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[
     """
     words = list(sys.argv[1:] if argv is None else argv)
     args, parser = _parse(words, add_custom_arguments)
+    parsed = dict(vars(args))
     slime_validate_args(args, parser)
     _validate_backends(args)
+    args.value_origins = _value_origins(args, parsed, parser, words)
     return args
+
+
+def _value_origins(args: Namespace, parsed: Mapping[str, Any], parser: Parser, words: Sequence[str]) -> dict[str, str]:
+    """Return attribute -> flag, yaml or derived, of those that have not the default of their flag."""
+    given = {action.dest for word in words if (action := parser._option_string_actions.get(word.partition("=")[0]))}
+    laid_over = overlaid_names(args)
+    origins: dict[str, str] = {}
+    for name, value in vars(args).items():
+        default = parser.get_default(name)
+        if name in laid_over:
+            origins[name] = "yaml"
+        elif name in given and parsed[name] is value:
+            origins[name] = "flag"
+        elif value is not default and str(value) != str(default):
+            origins[name] = "derived"
+    return origins
 
 
 def parse_flags(argv: Sequence[str], add_custom_arguments: AddArguments | None = None) -> Namespace:

@@ -68,6 +68,16 @@ def apply_overlay(args: Namespace, parser: Parser) -> None:
         setattr(args, name, value)
 
 
+def overlaid_names(args: Namespace) -> set[str]:
+    """Return the attributes of ``args`` that YAML files have set."""
+    names: set[str] = set()
+    if args.custom_config_path is not None:
+        names |= set(load_yaml_mapping(args.custom_config_path, "--custom-config-path"))
+    if args.megatron_config_path is not None:
+        names |= set(load_role_overrides(args.megatron_config_path).get("actor", {}))
+    return {str(name).replace("-", "_") for name in names}
+
+
 def _attribute(key: Any, source: str) -> str:
     """Return the attribute that a key names; one of Python's own would replace a part of ``args`` itself."""
     if not isinstance(key, str) or not key or key.startswith("__"):

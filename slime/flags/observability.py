@@ -14,7 +14,7 @@ from slime.flags.checkpoint import add_checkpoint_arguments
 from slime.flags.cluster import add_cluster_arguments
 from slime.flags.config import read_config
 from slime.flags.data import add_eval_arguments
-from slime.flags.kinds import file_path, http_url, port_number
+from slime.flags.kinds import file_path, http_url, non_negative_int, port_number, positive_float
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 from slime.flags.security import secret_of_file
@@ -51,6 +51,20 @@ def tracking_config(args: Any) -> TrackingConfig:
     """Return where ``args``, complete or not, says that metrics go."""
     groups = (add_observability_arguments, add_checkpoint_arguments, add_rollout_arguments)
     return read_config(TrackingConfig, args, *groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """What a run records beside its metrics."""
+
+    record: bool
+    record_samples: int | None
+    record_max_gib: float
+
+
+def record_config(args: Any) -> RecordConfig:
+    """Return what ``args``, complete or not, says is recorded."""
+    return read_config(RecordConfig, args, add_observability_arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +108,10 @@ def _wandb_name(value: str) -> str:
     return value
 
 
+def _sample_count(text: str) -> int | None:
+    return None if text == "all" else non_negative_int(text)
+
+
 def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the Weights & Biases, TensorBoard and metrics groups to ``parser``."""
     wandb = parser.add_argument_group("Weights & Biases", "One run for the whole job.")
@@ -126,6 +144,27 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         "--wandb-always-use-train-step",
         action="store_true",
         help="Use optimizer steps, not rollouts, as the x axis in Weights & Biases.",
+    )
+
+    record = parser.add_argument_group("record", "What a run leaves in its folder for people to look at.")
+    record.add_argument(
+        "--no-record",
+        dest="record",
+        action="store_false",
+        default=True,
+        help="Write no config, events, spans and samples into the run's folder (--save, else runs/ and the run's id).",
+    )
+    record.add_argument(
+        "--record-samples",
+        type=_sample_count,
+        metavar="N",
+        help="Samples of each rollout that are recorded, or all. Default: all.",
+    )
+    record.add_argument(
+        "--record-max-gib",
+        type=positive_float,
+        default=20.0,
+        help="GiB of recorded samples; above that those of the oldest rollouts are removed.",
     )
 
     tensorboard = parser.add_argument_group("TensorBoard")

@@ -25,6 +25,7 @@ _SECRET_NAME = re.compile(
     r"|redis[-_]url|oracle[-_]connect[-_]descriptor)$"
 )
 """Flags and attributes whose values are secrets, ours, the engines' or a plug-in's."""
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,11 @@ def redacted(args: Namespace) -> dict[str, Any]:
     return shown
 
 
+def without_credentials(text: str) -> str:
+    """Return ``text`` in which the credentials of URLs, ``scheme://user:password@host``, are replaced."""
+    return _CREDENTIALS.sub(REDACTED, text)
+
+
 def redacted_words(words: Sequence[str]) -> list[str]:
     """Return a command line in which secrets are replaced."""
     shown: list[str] = []
@@ -176,4 +182,4 @@ def redacted_words(words: Sequence[str]) -> list[str]:
             shown.append(f"{name}={REDACTED}" if equals and is_secret(name) else word)
         else:
             shown.append(REDACTED if is_secret(flag) else word)
-    return shown
+    return [without_credentials(word) for word in shown]

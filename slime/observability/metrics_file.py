@@ -45,16 +45,16 @@ def metrics_path(args: Namespace) -> Path | None:
     return folder / FILE_NAME if folder else None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return ``value`` for JSON: tensors and numpy scalars become numbers, NaN and infinities become text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return str(value)
@@ -66,8 +66,17 @@ def append_record(path: Path, metrics: Mapping[str, Any]) -> None:
     Raises:
         OSError: there is no room for it.
     """
-    record = {_TIME_KEY: round(time.time(), 3), **{key: _plain(value) for key, value in metrics.items()}}
-    line = (json.dumps(record, ensure_ascii=True) + "\n").encode()
+    record = {_TIME_KEY: round(time.time(), 3), **{key: plain(value) for key, value in metrics.items()}}
+    append_line(path, json.dumps(record, ensure_ascii=True) + "\n")
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append whole lines in one locked write, after the end of a line that a killed writer left torn.
+
+    Raises:
+        OSError: there is no room for them.
+    """
+    line = text.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:

@@ -24,6 +24,8 @@ class Timer(metaclass=SingletonMeta):
         self._started: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
+        self.on_end: Callable[[str, float, float], None] | None = None
+        """Called with name, start and end of each span, in seconds since the epoch."""
 
     def start(self, name: str) -> None:
         """Begin the span ``name``; it must not be running."""
@@ -37,7 +39,10 @@ class Timer(metaclass=SingletonMeta):
             assert name in self._started, f"timer {name!r} is not running; running are {sorted(self._started)}"
             elapsed_s = time.perf_counter() - self._started.pop(name)
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s
-            return elapsed_s
+        if self.on_end is not None:
+            now = time.time()
+            self.on_end(name, now - elapsed_s, now)
+        return elapsed_s
 
     def is_running(self, name: str) -> bool:
         """Return whether ``name`` was started and not yet ended."""

@@ -24,6 +24,7 @@ from slime.arguments import record_runtime
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL, resolve_sglang_config
 from slime.observability.dumps import dump_rollout
 from slime.observability.logging_utils import configure_logger
+from slime.observability.run_record import start_recording
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
 from slime.ray.rollout_logging import log_eval
@@ -61,6 +62,7 @@ class BackgroundEvaluator(Watched):
 
     def __init__(self, args: Namespace) -> None:
         configure_logger(prefix="eval")
+        start_recording(args, "evaluation")
         self.args = args
         StallTimeout.seconds = args.loop_stall_timeout_s
         init_http_client(args)

@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 
 from slime.arguments import parse_args
 from slime.observability.logging_utils import configure_logger
+from slime.observability.run_record import event, stop_recording
 from slime.planning.command import asks_for_plan, asks_to_fit, plan_of_train
 from slime.planning.fit import fitted_here
 from slime.ray.connect import connect
@@ -63,6 +64,9 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
         traceback.print_exc()
         _report("slime job failed", error)
     finally:
+        if code:
+            event("failed", code=code)
+        stop_recording()
         forget_all()
         if ray.is_initialized():
             ray.shutdown()
@@ -78,6 +82,7 @@ def _report(title: str, error: BaseException) -> None:
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause.__cause__, RayError):
         cause = cause.__cause__
+    event("error", title=title, text=f"{type(cause).__name__}: {cause}"[:4000])
     bar = "-" * 100
     print(f"\n{bar}\n{title}: {type(error).__name__}: {error}", file=sys.stderr)
     if cause is not error and str(cause) not in str(error):

@@ -14,8 +14,11 @@ from typing import Any
 
 import ray
 
+from slime.flags.observability import record_config
 from slime.observability.dumps import dump_rollout, load_rollout_dump
 from slime.observability.logging_utils import configure_logger, finish_tracking
+from slime.observability.run_record import recorded_span, start_recording, stop_recording
+from slime.observability.sample_record import record_rollout
 from slime.ray.background_eval import evaluation_args
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S, EngineFleet, start_fleet
@@ -53,6 +56,7 @@ class RolloutManager(Watched):
     def __init__(self, args: Namespace, gpus: GpuSlice, engines: EngineFleet | None = None) -> None:
         configure_logger(prefix="rollout")
         self.args = args
+        start_recording(args, "rollout manager")
         StallTimeout.seconds = args.loop_stall_timeout_s
         self.engines = engines if engines is not None else start_fleet(args, gpus)
         if not args.debug_train_only:
@@ -88,6 +92,10 @@ class RolloutManager(Watched):
 
         None with ``--debug-rollout-only``.
         """
+        with recorded_span("rollout", rollout=rollout_id):
+            return self._generate(rollout_id)
+
+    def _generate(self, rollout_id: int) -> list[Box] | None:
         start = time.monotonic()
         self.rollout_id = rollout_id
         self.run.begin(rollout_id)
@@ -99,11 +107,14 @@ class RolloutManager(Watched):
         seconds = time.monotonic() - start
         dump_rollout(self.args, rollout_id, samples)
         if self.args.debug_rollout_only:
+            record_rollout(record_config(self.args), rollout_id, samples, None)
             log_rollout(self.args, rollout_id, samples, metrics, seconds)
             return None
         if self._parallel is None:
             raise ProcessError("generate() was called before the trainer said how it is laid out")
         train_data = train_data_from_samples(self.args, samples)
+        rewards = train_data.rewards if len(train_data.rewards) == len(samples) else None
+        record_rollout(record_config(self.args), rollout_id, samples, rewards)
         per_rank, schedule = split_for_ranks(self.args, train_data, self._parallel)
         log_rollout(self.args, rollout_id, samples, metrics, seconds)
         transport = ray_transport(self.args)
@@ -140,7 +151,8 @@ class RolloutManager(Watched):
         self.engines.begin_rollout()
         call = PluginCall("--eval-function-path", self.args.eval_function_path)
         work = (self.eval_rollout, self.args, rollout_id, self.data_source)
-        output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=True))
+        with recorded_span("evaluation", rollout=rollout_id):
+            output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=True))
         dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True)
         return log_eval(self.args, rollout_id, output.data, output.metrics, time.monotonic() - start)
 
@@ -195,6 +207,7 @@ class RolloutManager(Watched):
         self.engines.stop()
         self.run.journal = GroupJournal()
         self.ledger.close()
+        stop_recording()
         finish_tracking(self.args)
 
 

@@ -18,6 +18,7 @@ from slime.flags.security import job_secret
 from slime.observability.job_state import JobState
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
 from slime.observability.metrics_file import StepLine, metrics_path
+from slime.observability.run_record import event, span, start_recording, stop_recording
 from slime.ray.background_eval import BackgroundEvaluation
 from slime.ray.gpus import create_placement_groups
 from slime.ray.rollout import DEADLINE_MARGIN_S
@@ -45,7 +46,8 @@ class TrainJob:
             {"--save": args.save, "save of the critic (--megatron-config-path)": critic_save}
         )
         gpus = create_placement_groups(args)
-        init_tracking(args)
+        start_recording(Namespace(**vars(args) | init_tracking(args)), "driver", primary=True)
+        self._step_began = time.time()
         self._seconds: dict[str, float] = {}
         rollout_gpus = gpus["rollout"]
         assert rollout_gpus is not None
@@ -57,6 +59,9 @@ class TrainJob:
         if args.eval_in_background and not args.debug_train_only:
             self._background = BackgroundEvaluation(args, self.manager, self.actor)
         self.push_weights()
+        event("start", rollout=args.start_rollout_id)
+        span("start", self._step_began, time.time())
+        self._step_began = time.time()
 
     def _serve_metrics(self) -> MetricsPage:
         from slime.observability.prometheus_page import LoggedMetrics, MetricsPage
@@ -150,6 +155,7 @@ class TrainJob:
                 self.critic.publish_checkpoint(rollout_id)
             self.actor.publish_checkpoint(rollout_id)
             self._ask("record_published", rollout_id, what="the ledger")
+        event("save", rollout=rollout_id)
 
     def push_weights(self) -> None:
         """Give the engines the present weights (and, where GPUs are shared, the GPUs)."""
@@ -163,6 +169,7 @@ class TrainJob:
                 self._on_shared_gpus("onload_weights")
             self.actor.update_weights()
             self._on_shared_gpus("onload_kv")
+        event("push", seconds=round(self._seconds["push"], 3))
 
     def evaluate(self, rollout_id: int) -> None:
         """Measure the present policy on the evaluation sets."""
@@ -192,6 +199,9 @@ class TrainJob:
         metrics: dict[str, float] = {f"perf/time_{name}_s": value for name, value in seconds.items()}
         metrics["perf/time_step_s"] = sum(seconds.values())
         log(self.args, metrics | {"rollout/step": rollout_id}, step_key="rollout/step")
+        now = time.time()
+        span("step", self._step_began, now, rollout=rollout_id)
+        self._step_began = now
         print(self._step_line.line(rollout_id), flush=True)
 
     def finish(self) -> None:
@@ -205,15 +215,19 @@ class TrainJob:
         for trainer in (self.critic, self.actor):
             if trainer is not None:
                 trainer.release()
+        event("finish")
+        stop_recording()
         finish_tracking(self.args)
         for lock in self._save_locks:
             lock.release()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
+        start, began = time.monotonic(), time.time()
         yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+        elapsed_s = time.monotonic() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s
+        span(name, began, began + elapsed_s)
 
     def _ask(self, method: str, *arguments: Any, what: str, timeout_s: float | None = None) -> Any:
         ref = getattr(self.manager, method).remote(*arguments)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from slime.observability.sample_record import record_dropped
 from slime.rollout.base_types import Group, first_index, has_response, is_finished, leaf_samples
 from slime.rollout.context import RolloutContext
 from slime.rollout.filter_hub.base_types import (
@@ -119,6 +120,7 @@ class GroupPolicy:
             self._num_kept += 1
             return True
         self._context.journal.record_filtered(group, verdict.reason)
+        record_dropped(leaf_samples(group), verdict.reason)
         self.drops.on_dynamic_filter_drop(verdict.reason)
         self.counts["dropped"] += 1
         self._num_dropped += 1

@@ -39,6 +39,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.flags.distillation import trainer_teachers
 from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler
+from slime.observability.run_record import start_recording
 from slime.observability.timer import Timer, timer
 from slime.train_data.columns import RankBatch
 from slime.train_data.device_batch import DeviceBatch
@@ -66,6 +67,7 @@ class MegatronTrainRayActor(TrainWorker):
         if args.debug_rollout_only:
             return args.start_rollout_id or 0
         configure_logger(prefix=f"{role} {self.rank}")
+        start_recording(args, f"{role} {self.rank}")
         logging.getLogger("megatron").setLevel(logging.WARNING)
         self.join_process_group(args)
         initialize.init(args)
@@ -183,9 +185,11 @@ class MegatronTrainRayActor(TrainWorker):
             with timer("advantages"):
                 compute_advantages_and_returns(args, data)
         metrics = self._postprocess_and_log(rollout_id, data)
+        self._reports.keep_log_probs(data, iterators[-1])
         dump_only = self._log_probs_for_dump(data, iterators) if args.save_debug_train_data else {}
         with timer("actor_train"), self._profiler.profile("train_actor", rollout_id), self._routed("train"):
             metrics |= self._take_steps(rollout_id, data, iterators, args.loss_type)
+        self._reports.record(rollout_id, data, iterators[-1].trained_log_probs)
         if args.save_debug_train_data:
             dump_train_data(args, rollout_id, DeviceBatch(data | dump_only))
         if self._routing is not None:

@@ -76,6 +76,8 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     tokens = TrainedTokens(batch)
     log_probs, entropies = response_log_probs(args, batch, logits, with_entropy=True)
     log_prob_N, entropy_T = tokens.only(log_probs), torch.cat(tokens.only(entropies))
+    if batch.get("trained_log_probs") is not None:
+        batch["trained_log_probs"][:] = [log_prob.detach() for log_prob in log_probs]
     train_N = batch.get("log_probs")  # of the weights before training
     train_N = [log_prob.detach() for log_prob in log_prob_N] if train_N is None else tokens.only(train_N)
     rollout_N = None if batch.get("rollout_log_probs") is None else tokens.only(batch["rollout_log_probs"])

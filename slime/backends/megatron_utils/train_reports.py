@@ -22,9 +22,12 @@ from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.data import DataIterator, sample_columns
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS
 from slime.backends.megatron_utils.train_step import StepResult
+from slime.flags.observability import record_config
 from slime.observability.dumps import LAYOUT, save_train_dump
 from slime.observability.logging_utils import log
 from slime.observability.metric_utils import compute_rollout_step
+from slime.observability.metrics_file import run_folder
+from slime.observability.sample_record import record_trained
 from slime.observability.timer import Timer
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import get_gloo_group
@@ -90,6 +93,45 @@ class TrainReports:
         elapsed_s = Timer().seconds(name)
         Timer().reset(name)
         return self._log_perf(rollout_id, {f"perf/{name}_time": elapsed_s, f"perf/time_{name}_s": elapsed_s, **more})
+
+    @property
+    def _is_recorded(self) -> bool:
+        """By what every rank knows, not by what it finds on a disk: data of context-parallel ranks are gathered."""
+        return record_config(self._args).record and run_folder(self._args) is not None
+
+    def keep_log_probs(self, data: DeviceBatch, iterator: DataIterator) -> None:
+        """Have the loss keep its log-probs for the record, where ``data`` has none from before."""
+        if self._is_recorded and data.log_probs is None:
+            iterator.trained_log_probs = {}
+
+    def record(self, rollout_id: int, data: DeviceBatch, trained: Mapping[int, Sequence[Tensor]] | None) -> None:
+        """Record log-probs and advantages of this rank's samples.  Collective over context-parallel ranks.
+
+        Args:
+            rollout_id: the rollout.
+            data: the rank's columns.
+            trained: micro-batch -> log-probs that the loss kept.
+        """
+        is_writer = mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
+        if not (self._is_recorded and is_writer):
+            return
+        columns = {"trainer_log_probs": data.log_probs, "advantages": data.get("advantages")}
+        micro_batches = data.micro_batch_indices
+        if trained and all(trained.get(number) for number in range(len(micro_batches))):
+            places = [index for indices in micro_batches for index in indices]
+            values = [value for number in range(len(micro_batches)) for value in trained[number]]
+            columns["trainer_log_probs"] = [
+                value for _, value in sorted(zip(places, values), key=lambda pair: pair[0])
+            ]
+        lengths = list(zip(data.total_lengths, data.response_lengths, strict=True))
+        kept: dict[str, Sequence[Tensor]] = {}
+        for name, column in columns.items():
+            if column:
+                whole = [all_gather_with_cp(value.detach(), *one) for value, one in zip(column, lengths, strict=True)]
+                kept[name] = torch.cat(whole).float().cpu().split([len(value) for value in whole])
+        if kept and mpu.get_context_parallel_rank() == 0:
+            positions = list(data.partition or range(len(lengths)))
+            record_trained(record_config(self._args), rollout_id, mpu.get_data_parallel_rank(), positions, kept)
 
     def _log_perf(self, rollout_id: int, metrics: Mapping[str, float]) -> dict[str, float]:
         if not train_metrics.is_main_rank():

@@ -21,6 +21,7 @@ from slime.backends.sglang_utils.router_process import RouterHandle, unregister_
 from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.flags.security import job_secret
+from slime.observability import run_record
 from slime.ray.engines.actor import PortCursors, allocate_addresses, start_engine_actor
 from slime.ray.engines.lifecycle import LIVE, UNSETTLED, Action, EngineEvent, EngineState, next_step
 from slime.ray.gpus import GpuSlice
@@ -237,6 +238,7 @@ class EngineGroup:
         if step.state is not before:
             level = logging.ERROR if step.action is Action.EVICT else logging.WARNING if reason else logging.DEBUG
             logger.log(level, "%s is %s now: %s", self.name_of(index), step.state.value, reason or event.value)
+            run_record.event("engine", engine=self.name_of(index), state=step.state.value, why=reason or event.value)
         match step.action:
             case Action.REGISTER:
                 self._register(index)

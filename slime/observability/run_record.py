@@ -1,0 +1,281 @@
+"""What a run leaves in its folder for people to look at (``docs/record.md``), unless ``--no-record`` is given.
+
+    config.json      the last start: command, every resolved value and its origin, versions, commit, hardware
+    events.jsonl     starts, ends, deaths, pushes, saves, warnings, alarms: {"time", "event", "process", ...}
+    spans.json       phases of every process, in Perfetto's trace format: an array, one span a line, never closed
+    samples/         the samples of each rollout (``sample_record``)
+
+The driver begins the record; a process joins it when ``config.json`` is there.  Spans and samples are written by one
+thread of each process, and what it cannot keep up with is left out and counted: a record never delays a step.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import platform
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from slime.flags.observability import record_config
+from slime.flags.security import redacted, redacted_words, without_credentials
+from slime.observability.metrics_file import append_line, append_record, plain, run_folder
+from slime.observability.timer import Timer
+from slime.utils import env
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+CONFIG_FILE, EVENTS_FILE, SPANS_FILE, SAMPLES_FOLDER = "config.json", "events.jsonl", "spans.json", "samples"
+PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "pyarrow", "slime-posttrain")
+ENVIRONMENT = re.compile(r"(SLIME|NCCL|CUDA|SGLANG|RAY|OMP|TORCH|PYTORCH|NVTE|HF_HUB)_")
+FLUSH_S = 2.0
+QUEUE_LENGTH = 64
+"""Rollouts whose samples wait to be written; further ones are left out."""
+SAME_WARNINGS = 5
+"""Times that one warning is recorded in a process."""
+FLUSH_TIMEOUT_S = 30.0
+
+
+class _Writer:
+    """The thread of a process that writes its spans and samples."""
+
+    def __init__(self, folder: Path, process: str) -> None:
+        self.folder, self.process = folder, process
+        self.num_left_out = 0
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_LENGTH)
+        self._spans: list[dict[str, Any]] = []
+        self._guard = threading.Lock()
+        self._thread = threading.Thread(target=self._loop, name="run-record", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have the thread do ``work``; it is left out while too much waits."""
+        try:
+            self._queue.put_nowait(work)
+        except queue.Full:
+            self.num_left_out += 1
+            logger.warning("The record of %s leaves out data: its disk is too slow.", self.process)
+
+    def add_span(self, name: str, start: float, end: float, attrs: Mapping[str, Any]) -> None:
+        """Keep a span for the next write."""
+        identity = {"name": name, "ph": "X", "pid": self.process, "tid": threading.current_thread().name}
+        times = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
+        with self._guard:
+            self._spans.append(identity | times | {"args": plain(dict(attrs))})
+
+    def close(self) -> None:
+        """Write what waits and end the thread; what takes longer than ``FLUSH_TIMEOUT_S`` is lost."""
+        try:
+            self._queue.put(None, timeout=FLUSH_TIMEOUT_S)
+        except queue.Full:
+            return
+        self._thread.join(FLUSH_TIMEOUT_S)
+
+    def _loop(self) -> None:
+        is_open = True
+        while is_open:
+            try:
+                work = self._queue.get(timeout=FLUSH_S)
+                is_open = work is not None
+                if work is not None:
+                    work()
+            except queue.Empty:
+                logger.debug("nothing to record")
+            except Exception:  # the edge of the thread: a record never ends a run
+                logger.exception("A part of the record of %s is lost.", self.process)
+            self._write_spans()
+
+    def _write_spans(self) -> None:
+        with self._guard:
+            spans, self._spans = self._spans, []
+        if not spans:
+            return
+        path = self.folder / SPANS_FILE
+        lines = "".join(json.dumps(span) + ",\n" for span in spans)
+        try:
+            append_line(path, lines if path.exists() else "[\n" + lines)
+        except OSError as error:
+            logger.error("%d spans are lost, %s cannot be written: %s", len(spans), path, error)
+
+
+class _Process:
+    """The record of this process."""
+
+    writer: _Writer | None = None
+    handler: logging.Handler | None = None
+
+
+class _Warnings(logging.Handler):
+    """Makes events of warnings and errors, a few of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Record one line of the log."""
+        self._counts[str(record.msg)] += 1
+        if self._counts[str(record.msg)] <= SAME_WARNINGS and record.name != __name__:
+            event("warning", level=record.levelname.lower(), where=record.name, text=record.getMessage()[:2000])
+
+
+def start_recording(args: Namespace, process: str, *, primary: bool = False) -> bool:
+    """Record what this process does from here on; return whether the run is recorded.
+
+    Args:
+        args: the run's arguments, complete or not.
+        process: its name, such as ``actor 0``.
+        primary: the driver, which begins the record and describes the run.
+    """
+    stop_recording()
+    folder = run_folder(args)
+    if folder is None or not record_config(args).record or not (primary or (folder / CONFIG_FILE).exists()):
+        return False
+    try:
+        if primary:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_config(args, folder)
+    except OSError as error:
+        logger.error("This run is not recorded: %s", error)
+        return False
+    _Process.writer = _Writer(folder, process)
+    _Process.handler = _Warnings()
+    logging.getLogger("slime").addHandler(_Process.handler)
+    Timer().on_end = span
+    return True
+
+
+def stop_recording() -> None:
+    """Write what waits and close the record of this process; safe to call twice."""
+    if _Process.handler is not None:
+        logging.getLogger("slime").removeHandler(_Process.handler)
+        _Process.handler = None
+    Timer().on_end = None
+    if _Process.writer is not None:
+        _Process.writer.close()  # its thread still records what its files cost
+        _Process.writer = None
+
+
+def is_recording() -> bool:
+    """Return whether this process takes part in a record."""
+    return _Process.writer is not None
+
+
+def event(kind: str, **facts: Any) -> None:
+    """Record that something happened, now."""
+    if (writer := _Process.writer) is None:
+        return
+    shown = {name: without_credentials(value) if isinstance(value, str) else value for name, value in facts.items()}
+    try:
+        append_record(writer.folder / EVENTS_FILE, {"event": kind, "process": writer.process, **shown})
+    except OSError as error:
+        logger.debug("the event %s is lost: %s", kind, error)
+
+
+def span(name: str, start: float, end: float, **attrs: Any) -> None:
+    """Record work that took from ``start`` to ``end``, in seconds since the epoch."""
+    if (writer := _Process.writer) is not None:
+        writer.add_span(name, start, end, attrs)
+
+
+@contextmanager
+def recorded_span(name: str, **attrs: Any) -> Iterator[None]:
+    """Record the body of a ``with`` as a span; one that fails too."""
+    start = time.time()
+    try:
+        yield
+    finally:
+        span(name, start, time.time(), **attrs)
+
+
+def submit(work: Callable[[Path], None]) -> None:
+    """Have the thread of the record call ``work`` with the run's folder."""
+    if (writer := _Process.writer) is not None:
+        writer.submit(lambda: work(writer.folder))
+
+
+# The description of the run
+
+
+def _write_config(args: Namespace, folder: Path) -> None:
+    shown = redacted(args)
+    origins = shown.pop("value_origins", {})
+    values = {
+        name: {"value": _shown(value), "origin": origins.get(name, "default")} for name, value in sorted(shown.items())
+    }
+    variables = {name: value for name, value in env.copy().items() if ENVIRONMENT.match(name)}
+    content = {
+        "format_version": FORMAT_VERSION,
+        "run_id": shown.get("wandb_run_id"),
+        "time": round(time.time(), 3),
+        "command": redacted_words(sys.argv),
+        "values": values,
+        "environment": {name: without_credentials(v) for name, v in redacted(Namespace(**variables)).items()},
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "git": _git(),
+        "hardware": _hardware(),
+    }
+    temporary = folder / f".{CONFIG_FILE}.tmp"
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+    temporary.replace(folder / CONFIG_FILE)
+
+
+def _shown(value: Any) -> Any:
+    """Return ``value`` as JSON has it; what is no plain value becomes text."""
+    if isinstance(value, Namespace):
+        return {name: _shown(one) for name, one in vars(value).items()}
+    value = plain(value)
+    return without_credentials(value) if isinstance(value, str) else value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> dict[str, Any]:
+    """Return commit and changed files of the checkout that slime runs from; empty outside of one."""
+    git, root = shutil.which("git"), Path(__file__).resolve().parents[2]
+    if git is None or not (root / ".git").exists():
+        return {}
+
+    def ask(*words: str) -> str:
+        return subprocess.run(
+            [git, "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "changed": ask("status", "--porcelain", "-uno").splitlines()[:100]}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _hardware() -> dict[str, Any]:
+    """Return what the driver's machine is."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpus": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+    }

@@ -1,0 +1,218 @@
+"""The samples of a run in Parquet: ``samples/rollout_000012.parquet`` of the rollout manager, one row a sample, and
+``samples/train_000012_r0.parquet`` of each data-parallel rank, by the sample's ``position`` in the rollout.
+
+Per-token columns cover the response, ``tokens`` the prompt too.  Dropped samples have a ``drop_reason`` and no
+``position``.  Log-probs are nats in fp32, advantages fp32; all columns are compressed with zstd.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slime.flags.observability import RecordConfig
+from slime.observability import run_record
+from slime.observability.rollout_metrics import REQUEST_SPANS
+from slime.utils.types import Sample
+
+_INTS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        ("rollout", pa.int32()), ("position", pa.int32()), ("group", pa.int64()), ("index", pa.int64()),
+        ("status", pa.string()), ("drop_reason", pa.string()), ("reward", pa.float64()), ("reward_json", pa.string()),
+        ("train_reward", pa.float64()), ("prompt", pa.string()), ("response", pa.string()), ("label", pa.string()),
+        ("tokens", _INTS), ("response_length", pa.int32()), ("loss_mask", pa.list_(pa.int8())),
+        ("engine_log_probs", _FLOATS), ("weight_versions", pa.list_(pa.string())), ("call_tokens", _INTS),
+        ("start", pa.float64()), ("end", pa.float64()),
+    ]
+)  # fmt: skip
+"""``call_tokens[i]`` response tokens were drawn in the engine call with ``weight_versions[i]``."""
+TRAIN_SCHEMA = pa.schema([("position", pa.int32()), ("trainer_log_probs", _FLOATS), ("advantages", _FLOATS)])
+STRAGGLER_SHARE = 0.03
+"""The last requests of a rollout: the time in which only they run is spent waiting for the longest answers."""
+
+
+_dropped: list[tuple[Sample, str]] = []
+"""Since the last rollout of this process."""
+
+
+def record_dropped(samples: Iterable[Sample], reason: str | None) -> None:
+    """Keep samples that a filter dropped for the file of the next rollout; called on the event loop."""
+    if run_record.is_recording():
+        _dropped.extend((sample, reason or "dropped") for sample in samples)
+
+
+def record_rollout(
+    config: RecordConfig, rollout_id: int, samples: Sequence[Sample], rewards: Sequence[float] | None
+) -> None:
+    """Write the samples of one rollout, in the thread of the record.
+
+    Args:
+        config: of the run.
+        rollout_id: the rollout.
+        samples: by position.
+        rewards: of each sample as the estimator takes them, when they are known.
+    """
+    if not run_record.is_recording():
+        return
+    dropped = _dropped[:]
+    _dropped.clear()
+    limit = config.record_samples
+    trained = list(rewards) if rewards is not None else [None] * len(samples)
+
+    def work(folder: Path) -> None:
+        record_phases(samples)
+        rows = [_row(rollout_id, i, sample, None, trained[i]) for i, sample in enumerate(samples[:limit])]
+        rows += [_row(rollout_id, None, sample, reason, None) for sample, reason in dropped[:limit]]
+        num_tokens = sum(len(row["tokens"]) for row in rows)
+        _write_table(folder, f"rollout_{rollout_id:06d}", rows, ROLLOUT_SCHEMA, num_tokens, config)
+
+    run_record.submit(work)
+
+
+def record_trained(
+    config: RecordConfig,
+    rollout_id: int,
+    rank: int,
+    positions: Sequence[int],
+    columns: Mapping[str, Sequence[Any]],
+) -> None:
+    """Write what the trainer added to the samples of one data-parallel rank, in the thread of the record.
+
+    Args:
+        config: of the run.
+        rollout_id: the rollout.
+        rank: data-parallel.
+        positions: of the samples in the rollout.
+        columns: name -> one host tensor for each sample.
+    """
+    limit = config.record_samples
+
+    def work(folder: Path) -> None:
+        rows = [
+            {"position": position} | {name: column[i].numpy() for name, column in columns.items()}
+            for i, position in enumerate(positions)
+            if limit is None or position < limit
+        ]
+        _write_table(folder, f"train_{rollout_id:06d}_r{rank}", rows, TRAIN_SCHEMA, 0, config)
+
+    run_record.submit(work)
+
+
+def _write_table(
+    folder: Path,
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    schema: pa.Schema,
+    num_tokens: int,
+    config: RecordConfig,
+) -> None:
+    """Write one file, record what it cost (``num_tokens`` 0: they are counted in another file), and keep the limit."""
+    cpu_s = time.thread_time()
+    target = folder / run_record.SAMPLES_FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    path, temporary = target / f"{name}.parquet", target / f".{name}.tmp"
+    table = pa.Table.from_pylist([{column: row.get(column) for column in schema.names} for row in rows], schema)
+    floats = [f"{one.name}.list.element" for one in schema if one.type == _FLOATS]
+    pq.write_table(
+        table,
+        temporary,
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=[one.name for one in schema if f"{one.name}.list.element" not in floats],
+        column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+    )
+    temporary.replace(path)
+    cost = {"bytes": path.stat().st_size, "tokens": num_tokens, "cpu_s": round(time.thread_time() - cpu_s, 4)}
+    run_record.event("recorded", file=path.name, samples=len(rows), **cost)
+    _rotate(target, config.record_max_gib)
+
+
+def _rotate(folder: Path, max_gib: float) -> None:
+    """Remove the files of the oldest rollouts while all of them together are too large."""
+    sizes = {path: path.stat().st_size for path in folder.glob("*.parquet")}
+    total, removed = sum(sizes.values()), []
+    for path in sorted(sizes, key=lambda one: (rollout_of(one), one.name))[:-1]:
+        if total <= max_gib * 2**30:
+            break
+        path.unlink(missing_ok=True)
+        total -= sizes[path]
+        removed.append(path.name)
+    if removed:
+        run_record.event("rotated", files=removed)
+
+
+def rollout_of(path: Path) -> int:
+    """Return the rollout that a file of samples belongs to."""
+    return int(path.stem.split("_")[1])
+
+
+def _row(
+    rollout_id: int, position: int | None, sample: Sample, drop_reason: str | None, train_reward: float | None
+) -> dict[str, Any]:
+    reward = sample.reward
+    calls = list(_requests([sample]))
+    prompt = sample.prompt if isinstance(sample.prompt, str) else json.dumps(sample.prompt, ensure_ascii=False)
+    return {
+        "rollout": rollout_id,
+        "position": position,
+        "group": sample.group_index,
+        "index": sample.index,
+        "status": sample.status.value,
+        "drop_reason": drop_reason,
+        "reward": float(reward) if isinstance(reward, int | float) else None,
+        "reward_json": None if reward is None or isinstance(reward, int | float) else json.dumps(reward, default=str),
+        "train_reward": train_reward,
+        "prompt": _text(prompt),
+        "response": _text(sample.response),
+        "label": None if sample.label is None else _text(str(sample.label)),
+        "tokens": sample.tokens,
+        "response_length": sample.response_length,
+        "loss_mask": sample.loss_mask,
+        "engine_log_probs": sample.rollout_log_probs,
+        "weight_versions": [str(version) for version in sample.weight_versions],
+        "call_tokens": [int(attrs.get("completion_tokens") or 0) for _, _, attrs in calls],
+        "start": min((start for start, _, _ in calls), default=None),
+        "end": max((end for _, end, _ in calls), default=None),
+    }
+
+
+def _text(text: str) -> str:
+    """Return ``text`` as UTF-8 can hold it: half a surrogate pair becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _spans(samples: Sequence[Sample], names: Iterable[str]) -> Iterable[tuple[float, float, Mapping[str, Any]]]:
+    """Yield start, end and attributes of the finished spans with these names."""
+    for sample in samples:
+        starts: dict[str, float] = {}
+        trace = getattr(sample, "trace", None)
+        for one in trace.get("events", ()) if isinstance(trace, Mapping) else ():
+            if one["name"] in names and one["type"] == "span_start":
+                starts[one["span_id"]] = one["ts"]
+            elif one["type"] == "span_end" and one["span_id"] in starts:
+                yield starts.pop(one["span_id"]), one["ts"], one.get("attrs") or {}
+
+
+def _requests(samples: Sequence[Sample]) -> Iterable[tuple[float, float, Mapping[str, Any]]]:
+    return _spans(samples, REQUEST_SPANS)
+
+
+def record_phases(samples: Sequence[Sample]) -> None:
+    """Record the phases of a rollout as spans: generation, the wait for the longest answers, and for rewards."""
+    requests = sorted(_requests(samples), key=lambda one: one[1])
+    if not requests:
+        return
+    begin, last = min(start for start, _, _ in requests), requests[-1][1]
+    most = requests[max(0, int(len(requests) * (1 - STRAGGLER_SHARE)) - 1)][1]
+    run_record.span("generation", begin, most, requests=len(requests))
+    run_record.span("longest answer", most, last)
+    graded = max((end for _, end, _ in _spans(samples, ("reward_model", "group_reward_model"))), default=last)
+    if graded > last:
+        run_record.span("reward", last, graded)

@@ -1,0 +1,136 @@
+"""What a run leaves in its folder: config with origins and without secrets, events, spans, samples."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from argparse import Namespace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from slime.flags.observability import RecordConfig
+from slime.observability import run_record, sample_record
+from slime.observability.timer import timer
+from slime.utils.types import Sample
+
+ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
+
+
+@pytest.fixture
+def args(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1", "--wandb-key", "hidden"])
+    monkeypatch.setenv("SLIME_PASSWORD", "hidden")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", "http://me:hidden@host/x")
+    values = {
+        "lr": 1.0,
+        "wandb_key": "hidden",
+        "wandb_host": "https://me:hidden@host",
+        "value_origins": {"lr": "flag"},
+    }
+    yield Namespace(save=str(tmp_path), **values)
+    run_record.stop_recording()
+
+
+def sample(index: int, length: int = 4, **more) -> Sample:
+    values = {"tokens": [7, *range(length)], "response_length": length, "rollout_log_probs": [-0.5] * length}
+    return Sample(index=index, group_index=index // 2, prompt="p", response="r" * length, reward=1.0, **values, **more)
+
+
+def events(folder):
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_config_says_where_values_come_from_and_holds_no_secret(args, tmp_path):
+    assert run_record.start_recording(args, "driver", primary=True)
+    text = (tmp_path / "config.json").read_text()
+    config = json.loads(text)
+    assert config["values"]["lr"] == {"value": 1.0, "origin": "flag"}
+    assert config["values"]["wandb_host"]["origin"] == "default"
+    assert config["versions"]["torch"] and config["hardware"]["cpus"]
+    assert "SLIME_PASSWORD" in config["environment"] and "hidden" not in text
+
+
+def test_a_process_joins_a_record_that_the_driver_began_and_no_other(args, tmp_path):
+    assert not run_record.start_recording(args, "actor 0")
+    run_record.event("unheard")
+    assert not (tmp_path / "events.jsonl").exists()
+    run_record.start_recording(args, "driver", primary=True)
+    assert run_record.start_recording(args, "actor 0")
+    assert not run_record.start_recording(Namespace(**vars(args), record=False), "actor 1")
+
+
+def test_spans_of_timers_are_an_array_that_perfetto_reads_and_warnings_are_events(args, tmp_path):
+    run_record.start_recording(args, "actor 0", primary=True)
+    with timer("train"):
+        logging.getLogger("slime.somewhere").warning("disk of %s", "https://a:hidden@b/c")
+    for _ in range(9):
+        logging.getLogger("slime.somewhere").warning("again")
+    run_record.stop_recording()
+    text = (tmp_path / "spans.json").read_text()
+    (span,) = json.loads(text.rstrip().rstrip(",") + "]")
+    assert (span["name"], span["ph"], span["pid"]) == ("train", "X", "actor 0") and span["dur"] >= 0
+    texts = [one["text"] for one in events(tmp_path)]
+    assert texts == ["disk of https://(secret)@b/c"] + ["again"] * run_record.SAME_WARNINGS
+
+
+def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(args, tmp_path):
+    run_record.start_recording(args, "rollout manager", primary=True)
+    sample_record.record_dropped([sample(9)], "all rewards equal")
+    hostile = sample(1, length=2, weight_versions=["3", "4"])
+    hostile.response, hostile.prompt = "a\ud800\x00<script>", [{"role": "user", "content": "hi"}]
+    sample_record.record_rollout(ALL, 5, [sample(0), hostile], [0.5, -0.5])
+    columns = {"trainer_log_probs": torch.arange(6.0).split([2, 4]), "advantages": torch.ones(6).split([2, 4])}
+    sample_record.record_trained(ALL, 5, 0, [1, 0], columns)
+    run_record.stop_recording()
+    rows = pq.read_table(tmp_path / "samples/rollout_000005.parquet").to_pylist()
+    assert [(row["position"], row["drop_reason"]) for row in rows] == [
+        (0, None),
+        (1, None),
+        (None, "all rewards equal"),
+    ]
+    assert rows[0]["engine_log_probs"] == [-0.5] * 4 and rows[0]["train_reward"] == 0.5
+    assert rows[1]["response"] == "a?\x00<script>" and rows[1]["weight_versions"] == ["3", "4"]
+    trained = pq.read_table(tmp_path / "samples/train_000005_r0.parquet").to_pylist()
+    assert [(row["position"], len(row["trainer_log_probs"])) for row in trained] == [(1, 2), (0, 4)]
+    assert [one["samples"] for one in events(tmp_path)] == [3, 2]
+
+
+def test_fewer_samples_and_the_limit_of_size_are_kept(args, tmp_path):
+    run_record.start_recording(args, "rollout manager", primary=True)
+    few = RecordConfig(record=True, record_samples=1, record_max_gib=1e-9)
+    for rollout_id in range(3):
+        sample_record.record_rollout(few, rollout_id, [sample(0), sample(1)], None)
+    run_record.stop_recording()
+    (path,) = (tmp_path / "samples").iterdir()
+    assert path.name == "rollout_000002.parquet" and pq.read_metadata(path).num_rows == 1
+    assert [one["files"] for one in events(tmp_path) if one["event"] == "rotated"] == [
+        ["rollout_000000.parquet"], ["rollout_000001.parquet"]
+    ]  # fmt: skip
+
+
+def test_a_token_takes_at_most_twelve_bytes(args, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    run_record.start_recording(args, "rollout manager", primary=True)
+    samples, length = [], 512
+    for index in range(64):
+        ids = (
+            torch.randint(150_000, (length,), generator=generator)
+            // 4
+            * (torch.rand(length, generator=generator) < 0.5)
+        )
+        one = sample(index, length=0)
+        one.tokens, one.response_length = ids.tolist(), length
+        one.rollout_log_probs = (-torch.rand(length, generator=generator).pow(4) * 5).tolist()
+        one.response = " ".join(f"{token % 997:x}" for token in one.tokens)
+        samples.append(one)
+    sample_record.record_rollout(ALL, 0, samples, None)
+    probs = [torch.tensor(one.rollout_log_probs) + 1e-3 * torch.rand(length, generator=generator) for one in samples]
+    advantages = [torch.full((length,), 0.3)] * len(samples)
+    columns = {"trainer_log_probs": probs, "advantages": advantages}
+    sample_record.record_trained(ALL, 0, 0, range(64), columns)
+    run_record.stop_recording()
+    costs = [one for one in events(tmp_path) if one["event"] == "recorded"]
+    assert sum(one["bytes"] for one in costs) / (64 * length) <= 12
