@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 CONFIG_FILE, EVENTS_FILE, SPANS_FILE, SAMPLES_FOLDER = "config.json", "events.jsonl", "spans.json", "samples"
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "pyarrow", "slime-posttrain")
-ENVIRONMENT = re.compile(r"(SLIME|NCCL|CUDA|SGLANG|RAY|OMP|TORCH|PYTORCH|NVTE|HF_HUB)_")
+ENVIRONMENT = re.compile(r"(SLIME|NCCL|CUDA|SGLANG|OMP|TORCH|PYTORCH|NVTE|HF_HUB)_")
 FLUSH_S = 2.0
 QUEUE_LENGTH = 64
 """Rollouts whose samples wait to be written; further ones are left out."""

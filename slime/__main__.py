@@ -1,0 +1,98 @@
+"""The command ``slime VERB WORDS``, also ``python -m slime``: a door to each of the programs of the checkout."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VERBS = {
+    "train": (
+        "",
+        "one job on this machine: a Ray cluster of its own, then train.py (first word --async: train_async.py)",
+    ),
+    "plan": ("tools/plan.py", "what a run needs, before it takes a GPU"),
+    "convert": ("", "a checkpoint into another format; without words, the formats"),
+    "ledger": ("tools/ledger.py", "what the rollout ledger of a run holds"),
+}
+"""Verb -> (program, what it does)."""
+EXIT_BAD_INPUT = 2
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the verb that the command line begins with; exits with its code."""
+    verb, *rest = list(sys.argv[1:] if words is None else words) or ["--help"]
+    if verb in ("-h", "--help"):
+        print("usage: slime VERB WORDS...\n")
+        print("\n".join(f"  {name:8} {what}" for name, (_, what) in VERBS.items()))
+        print('\nCompletion in bash: eval "$(slime --completion)"')
+        return
+    if verb == "--completion":
+        print(f"complete -o default -W '{' '.join(VERBS)}' slime")
+        return
+    if verb not in VERBS:
+        _refuse(f"{verb!r} is no verb; it must be one of {', '.join(VERBS)}.")
+    if not (ROOT / "tools").is_dir():
+        _refuse(
+            f"{ROOT} has no tools/: the command needs a checkout of the repository, installed with pip install -e."
+        )
+    if verb == "train":
+        _train(rest)
+    elif verb == "convert":
+        _run(*_converter(rest))
+    else:
+        _run(ROOT / VERBS[verb][0], rest)
+
+
+def _refuse(message: str) -> None:
+    print(f"slime: {message}", file=sys.stderr)
+    raise SystemExit(EXIT_BAD_INPUT)
+
+
+def _run(program: Path, words: Sequence[str]) -> None:
+    """Run a program of the checkout in this process."""
+    sys.path.insert(0, str(ROOT))
+    sys.argv = [str(program), *words]
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def _converter(words: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the conversion that the first word names, and the other words."""
+    programs = {path.stem.removeprefix("convert_"): path for path in sorted((ROOT / "tools").glob("convert_*.py"))}
+    name = words[0].replace("-", "_") if words else ""
+    if name not in programs:
+        _refuse(f"{name!r} is no conversion; it must be one of {', '.join(programs)}.")
+    return programs[name], list(words[1:])
+
+
+def _train(words: Sequence[str]) -> None:
+    """Start a Ray cluster with this machine's GPUs (one or two logical ones without), and submit the job to it."""
+    script = "train_async.py" if words[:1] == ["--async"] else "train.py"
+    words = words[1:] if words[:1] == ["--async"] else words
+    shell = f'source "{ROOT}/scripts/lib.sh"; start_ray "$0"; submit_job "$@"'
+    bash = shutil.which("bash") or "/bin/bash"
+    os.execv(bash, [bash, "-c", shell, str(_num_gpus(words)), script, *words])
+
+
+def _num_gpus(words: Sequence[str]) -> int:
+    """Return the GPUs of this machine; without any, the logical ones that the job's flags ask for."""
+    if (program := shutil.which("nvidia-smi")) is not None:
+        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
+        if count := listed.count("\nGPU ") + listed.startswith("GPU "):
+            return count
+
+    def number(flag: str) -> int:
+        value = next((after for word, after in zip(words, words[1:], strict=False) if word == flag), "")
+        return int(value) if value.isdigit() else 0
+
+    trainers = max(1, number("--actor-num-nodes")) * max(1, number("--actor-num-gpus-per-node"))
+    return trainers + (0 if "--colocate" in words else number("--rollout-num-gpus"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The command ``slime``: each verb is a door to a program that is there."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from slime.__main__ import ROOT, VERBS, _num_gpus, main
+
+
+def test_every_verb_has_its_program_and_a_line_of_help(capsys):
+    main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in VERBS)
+    assert [name for name, (program, _) in VERBS.items() if not (ROOT / program).exists()] == []
+
+
+def test_the_console_script_of_the_distribution_is_this_command():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (project["name"], project["scripts"]) == ("slime-posttrain", {"slime": "slime.__main__:main"})
+
+
+@pytest.mark.parametrize("words", [["trian"], ["convert"], ["convert", "nothing"]])
+def test_a_word_that_is_no_verb_is_refused_with_those_that_are(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2 and "must be one of" in capsys.readouterr().err
+
+
+def test_a_verb_hands_its_words_to_the_program(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["convert", "hf-to-fp8", "--help"])
+    assert left.value.code == 0 and "--model-dir" in capsys.readouterr().out
+
+
+def test_without_gpus_a_job_gets_as_many_logical_ones_as_it_asks_for(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert _num_gpus(["--colocate", "--rollout-num-gpus", "4"]) == 1
+    assert _num_gpus(["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1"]) == 3
