@@ -895,6 +895,8 @@ EDGES: tuple[Edge, ...] = (
 )
 
 OUTSIDE = {
+    "slime.__main__": "a command for people: nvidia-smi has 60 s",
+    "slime.observability.run_record": "no step waits for the record: git has 10 s at the start, the last write 30 s",
     "slime.observability.prometheus_page": "a page for people: an engine has SCRAPE_TIMEOUT_S, the run never waits",
     "slime.utils.misc": "exec_command is a helper for plug-ins and tools; its caller gives the deadline",
     "slime.planning.fit": "a plan is no run: nvidia-smi has 60 s",

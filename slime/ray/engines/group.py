@@ -238,7 +238,9 @@ class EngineGroup:
         if step.state is not before:
             level = logging.ERROR if step.action is Action.EVICT else logging.WARNING if reason else logging.DEBUG
             logger.log(level, "%s is %s now: %s", self.name_of(index), step.state.value, reason or event.value)
-            run_record.event("engine", engine=self.name_of(index), state=step.state.value, why=reason or event.value)
+            if event not in (EngineEvent.PUSH_STARTED, EngineEvent.PUSH_DONE):
+                what = {"engine": self.name_of(index), "state": step.state.value}
+                run_record.event("engine", **what, why=reason or event.value)
         match step.action:
             case Action.REGISTER:
                 self._register(index)
