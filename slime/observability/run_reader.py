@@ -1,0 +1,118 @@
+"""Reads the record of a run (``run_record``), of a running or broken one too: what is not there is empty."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slime.observability import run_record
+from slime.observability.accounting import GpuClass, Span, gpu_classes
+from slime.observability.metrics_file import FILE_NAME, START_KEY, merge_by_step, read_records
+from slime.observability.sample_record import rollout_of
+from slime.utils.errors import DataError
+
+
+@dataclass
+class Run:
+    """What a run has left so far."""
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Rollout -> metrics."""
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Optimizer step -> metrics."""
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return the resolved value of a flag."""
+        entry = self.config.get("values", {}).get(name)
+        return default if entry is None or entry["value"] is None else entry["value"]
+
+    @property
+    def gpu_classes(self) -> list[GpuClass]:
+        """The classes of GPUs of the run."""
+        trainers = self.value("actor_num_nodes", 1) * self.value("actor_num_gpus_per_node", 1)
+        engines = 0 if self.value("debug_train_only", False) else self.value("rollout_num_gpus", 0)
+        return gpu_classes(trainers, engines, is_shared=bool(self.value("colocate", False)))
+
+    @property
+    def state(self) -> str:
+        """``finished``, ``failed`` or ``running or cut off``, of the last start."""
+        kinds = [one["event"] for one in self.events if one["event"] in ("start", "finish", "failed")]
+        return {"finish": "finished", "failed": "failed"}.get(kinds[-1] if kinds else "", "running or cut off")
+
+    def sample_files(self, kind: str = "rollout") -> list[Path]:
+        """Return the files of samples, by rollout."""
+        folder = self.folder / run_record.SAMPLES_FOLDER
+        return sorted(folder.glob(f"{kind}_*.parquet"), key=lambda path: (rollout_of(path), path.name))
+
+    def samples(self, rollout_id: int) -> Iterator[dict[str, Any]]:
+        """Yield the samples of a rollout, with what the trainer added; a file that is being written is skipped."""
+        folder = self.folder / run_record.SAMPLES_FOLDER
+        trained = {
+            row["position"]: row
+            for path in sorted(folder.glob(f"train_{rollout_id:06d}_r*.parquet"))
+            for row in _rows(path)
+        }
+        for row in _rows(folder / f"rollout_{rollout_id:06d}.parquet"):
+            yield row | trained.get(row["position"], {})
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        return pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException):
+        return []
+
+
+def read_run(folder: Path) -> Run:
+    """Return the run in ``folder``.
+
+    Raises:
+        DataError: there is none.
+    """
+    metrics = folder / FILE_NAME
+    if not metrics.is_file():
+        raise DataError(f"{folder} has no {FILE_NAME}; give the folder of a run: its --save, else runs/ and its id.")
+    records = list(read_records(metrics))
+    run = Run(folder)
+    config, events, spans = (
+        folder / name for name in (run_record.CONFIG_FILE, run_record.EVENTS_FILE, run_record.SPANS_FILE)
+    )
+    run.config = _json(config.read_bytes()) or {} if config.is_file() else {}
+    run.events = [one for one in read_records(events) if "event" in one] if events.is_file() else []
+    if spans.is_file():
+        run.spans = list(_read_spans(spans))
+    run.rollouts = merge_by_step(records, "rollout/step")
+    run.steps = merge_by_step(records, "train/step")
+    run.evaluations = merge_by_step(records, "eval/step")
+    run.config.setdefault("run_id", next((one[START_KEY] for one in records if START_KEY in one), None))
+    return run
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _read_spans(path: Path) -> Iterator[Span]:
+    """Yield the spans of a trace; torn lines are skipped."""
+    with open(path, "rb") as file:
+        for line in file:
+            one = _json(line.strip().rstrip(b","))
+            if isinstance(one, dict) and {"name", "pid", "ts", "dur"} <= one.keys():
+                start = one["ts"] / 1e6
+                yield Span(
+                    one["name"], one["pid"], start, start + one["dur"] / 1e6, one.get("args", {}).get("rollout")
+                )
