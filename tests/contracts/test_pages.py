@@ -39,6 +39,7 @@ OF_OTHER_PROGRAMS = {
     # the conversion tools of docs/quantization.md
     *("--model-dir", "--save-dir", "--strategy", "--block-size", "--scale-fmt", "--max-workers", "--device"),
     *("--input-fp8-hf-path", "--output-bf16-hf-path", "--ignore-rules", "--files", "--data-dir", "--overwrite"),
+    "--gguf",  # tools/convert_gguf_to_hf.py
     *("--layers", "--experts", "--model", "--models", "--no-ledger", "--sweep"),  # benchmarks
     *("--input-dir", "--output-dir", "--origin-hf-dir"),  # tools/convert_torch_dist_to_hf.py
     # tools/plan.py, benchmarks/plan_memory.py
