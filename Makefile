@@ -5,21 +5,25 @@
 export PYTHONDONTWRITEBYTECODE :=
 
 # `make docs` builds the site of docs/ into site/.
-.PHONY: docs test-dist demo test faults matrix families algorithms push-matrix install check
+.PHONY: docs test-dist demo demo-real real-checks test faults matrix families algorithms push-matrix install check
 
 demo: install
 	@scripts/demo.sh
 
+# A pretrained model on a task of reasoning-gym: 100 MB of packages, 25 minutes on two quiet cores; DEVICE=gpu for one GPU.
+demo-real: install
+	@scripts/demo_real.sh
+
 # Two files of tests run at the same time: a real job starts on one core.  Files keep their order, the long ones first:
 # the few tests of a real job, several processes each (layouts, resumes, pushes), then the others.
 WORKERS ?= 2
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults" --durations=10
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults and not real" --durations=10
 test: install
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SUITE)
 
 # The suite has these files of tests/dist; all take longer than the suite.  Folders one by one, because pytest drops a
 # file that is named beside a folder around it.
-SUITE = tests/e2e $(DIST_IN_SUITE) $(filter-out tests/dist/ tests/e2e/ tests/__pycache__/,$(wildcard tests/*/))
+SUITE = tests/e2e $(DIST_IN_SUITE) $(filter-out tests/dist/ tests/e2e/ tests/real/ tests/__pycache__/,$(wildcard tests/*/))
 DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py weight_push.py shard_buckets.py log_probs_tp.py)
 test-dist: install
 	@$(PYTEST) tests/dist/test_*.py
@@ -27,6 +31,11 @@ test-dist: install
 # Engines and routers of real jobs, killed in the middle of a rollout: minutes each, on a machine with nothing else to do.
 faults: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "faults and not gpu" tests/e2e
+
+# The pretrained model of `make demo-real` in trainer, engine, converters and LoRA, with the numbers.
+real-checks: install
+	@UNTIL=task scripts/demo_real.sh
+	@OMP_NUM_THREADS=2 .venv/bin/python -m pytest -q -s -m real tests/real/test_*.py
 
 # Every model family against every check and every parallel layout, with the numbers.
 matrix: install
