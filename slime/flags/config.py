@@ -60,6 +60,9 @@ class BackendFlags:
 
     sglang_config: str | None = None
     sglang_context_length: int | None = None
+    sglang_dp_size: int = 1
+    sglang_load_format: str = "auto"
+    prefill_num_servers: int | None = None
     sglang_enable_deepep_moe: bool = False
     sglang_moe_a2a_backend: str | None = None
     context_parallel_size: int = 1

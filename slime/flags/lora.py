@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slime.flags.checkpoint import has_finished_save, is_huggingface_folder, is_release
+from slime.flags.config import backend_flags
 from slime.flags.kinds import file_path, fraction_below_one, positive_float, positive_int
 
 ALL_LINEAR = "all-linear"
@@ -38,7 +39,8 @@ def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora-push",
         choices=["merged", "adapter"],
         default="merged",
-        help="merged: engines get whole weights with the adapters added. adapter is refused: it is not built yet.",
+        help="merged: engines get whole weights with the adapters added. adapter: they hold --hf-checkpoint, and get "
+        "adapters alone without a pause.",
     )
     group.add_argument("--lora-load", type=file_path, metavar="DIR", help="PEFT folder with the first adapters.")
     group.add_argument(
@@ -87,6 +89,27 @@ def lora_base(args: Namespace) -> str:
     return args.hf_checkpoint if has_finished_save(args.load) and not is_release(args.load) else args.load
 
 
+def _adapter_push_problems(args: Namespace) -> Iterator[str]:
+    why = "--lora-push adapter, by which engines get nothing else; drop it or use --lora-push merged."
+    engines = backend_flags(args)
+    flags: dict[str, bool] = {
+        "--update-weight-transport disk": args.update_weight_transport == "disk",
+        "--update-weight-mode delta": args.update_weight_mode == "delta",
+        "--check-weight-update-equal": args.check_weight_update_equal,
+        "--rollout-external-engine-addrs": args.rollout_external,
+        "--sglang-config": engines.sglang_config is not None,
+        "--prefill-num-servers": engines.prefill_num_servers is not None,
+        "--sglang-dp-size above 1": engines.sglang_dp_size > 1,
+        "--sglang-load-format dummy": engines.sglang_load_format == "dummy",
+    }
+    yield from (f"{flag} does not go with {why}" for flag, is_given in flags.items() if is_given)
+    if (base := lora_base(args)) != args.hf_checkpoint:
+        yield (
+            f"--lora-push adapter leaves the engines at --hf-checkpoint {args.hf_checkpoint}, and the trainer's base "
+            f"is {base}; give one Hugging Face folder (tools/convert_to_hf.py) as both, or use --lora-push merged."
+        )
+
+
 def check_lora(args: Namespace) -> Iterator[str]:
     """Yield one message for each flag that does not go with adapters, or has no effect without."""
     if args.lora_rank is None:
@@ -95,7 +118,7 @@ def check_lora(args: Namespace) -> Iterator[str]:
                 yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --lora-rank."
         return
     if args.lora_push == "adapter":
-        yield "--lora-push adapter is not built yet; use merged, which needs nothing of the engines."
+        yield from _adapter_push_problems(args)
     if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
         yield f"--lora-target-modules is {' '.join(args.lora_target_modules)}; all-linear stands alone."
     if args.lora_save is not None and (args.save is None or args.save_interval is None):

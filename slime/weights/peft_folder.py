@@ -29,6 +29,22 @@ def tensor_name(module: str, matrix: str) -> str:
     return f"{_PREFIX}{module}.lora_{matrix}.weight"
 
 
+def peft_config(tensors: Mapping[str, Tensor], config: LoraConfig, *, base_model: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json; arguments as in :func:`write_peft_folder`."""
+    modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
 def write_peft_folder(
     folder: Path, tensors: Mapping[str, Tensor], config: LoraConfig, *, base_model: str, flag: str
 ) -> None:
@@ -44,18 +60,7 @@ def write_peft_folder(
     Raises:
         DataError: the disk refuses.
     """
-    modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
-    content = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
-        "target_modules": sorted(modules),
-        "bias": "none",
-        "inference_mode": True,
-    }
+    content = peft_config(tensors, config, base_model=base_model)
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
     text = json.dumps(content, indent=2).encode()
     write_atomically(folder / TENSOR_FILE, lambda file: file.write(data), what="Adapters", flag=flag)

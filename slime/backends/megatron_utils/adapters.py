@@ -124,14 +124,24 @@ def iter_peft_tensors(
                 yield tensor_name(module, matrix.upper()), part
 
 
+def peft_tensors(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    *,
+    host_weights: HostWeights | None = None,
+) -> dict[str, Tensor]:
+    """Return on rank 0 what :func:`iter_peft_tensors` yields, in memory of their own; {} on others.  Collective."""
+    is_main, tensors = dist.get_rank() == 0, {}
+    for name, tensor in iter_peft_tensors(args, model, host_weights=host_weights):
+        if is_main:  # the gathering needs all ranks
+            tensors[name] = tensor.to("cpu", copy=True)
+    return tensors
+
+
 def save_peft(args: Namespace, folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
     """Write the adapters as a PEFT folder.  Collective; rank 0 writes."""
-    is_writer = dist.get_rank() == 0
-    tensors = {}
-    for name, tensor in iter_peft_tensors(args, model):
-        if is_writer:  # the gathering needs all ranks
-            tensors[name] = tensor.to("cpu", copy=True)
-    if is_writer:
+    tensors = peft_tensors(args, model)
+    if dist.get_rank() == 0:
         write_peft_folder(Path(folder), tensors, _config(args), base_model=str(args.hf_checkpoint), flag="--lora-save")
     dist.barrier(group=init_gloo_group())
 

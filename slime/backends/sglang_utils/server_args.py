@@ -39,6 +39,9 @@ NOT_FIELDS = frozenset(
 )
 """Attributes of args that begin like an engine's flag and do not reach it; ``server_guard`` looks after its keys."""
 
+NUM_ADAPTER_SLOTS = 3
+"""The last two adapters, and the model without one."""
+
 OWN_DRAFTS = ("EAGLE", "NEXTN")
 """Speculative algorithms whose draft is the checkpoint's own MTP layers, when no other is named."""
 
@@ -140,6 +143,14 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
         decided["encoder_only"] = True
     if args.use_rollout_routing_replay:
         decided["enable_return_routed_experts"] = True
+    if modules := vars(args).get("lora_engine_modules"):
+        decided |= {
+            "enable_lora": True,
+            "max_lora_rank": args.lora_rank,
+            "lora_target_modules": modules,
+            "max_loras_per_batch": NUM_ADAPTER_SLOTS,
+            "enable_weights_cpu_backup": bool(args.offload_rollout),  # no push brings the base back
+        }
     return decided
 
 
@@ -160,7 +171,12 @@ def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {name: value for name, value in defaults.items() if decided.get(name) is None}
     # The overlapped scheduler needs CUDA streams, the memory saver CUDA's virtual memory.  A scheduler that polls when
     # it has no request takes a core from the trainer.
-    return chosen | {"disable_overlap_schedule": True, "enable_memory_saver": False, "sleep_on_idle": True}
+    return chosen | {
+        "disable_overlap_schedule": True,
+        "enable_memory_saver": False,
+        "sleep_on_idle": True,
+        "lora_backend": "torch_native",  # the others are Triton's
+    }
 
 
 RENAMED_FIELDS = {"cuda_graph_max_bs": "cuda_graph_max_bs_decode", "cuda_graph_bs": "cuda_graph_bs_decode"}

@@ -4,6 +4,8 @@ A request with ``custom_params: {"return_top_p_token_ids": true}`` gets the nucl
 log-probs renormalised over them.  ``server_main`` registers the hooks in slime's engines; in an engine of somebody
 else SGLang finds them by the entry point of the installed package.
 
+A request that names no adapter runs on the one pushed last (``--lora-push adapter``).
+
 A token's nucleus goes with SGLang's ``customized_info``: sampler, scheduler, detokenizer and tokenizer manager each
 know a list with one entry per token.
 """
@@ -17,6 +19,7 @@ from typing import Any
 
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
 from slime.utils.sglang_meta import TOP_P_ASK
+from slime.weights.push.adapter import ADAPTER_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +128,31 @@ def _attach_log_probs(
         logits_output.next_token_logprobs = logits_output.next_token_logprobs - capture.correction(log_probs, tokens)
 
 
-async def _generate(original: Callable[..., Any], manager: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
-    async with aclosing(original(manager, *args, **options)) as answers:
+async def _generate(
+    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **options: Any
+) -> AsyncIterator[Any]:
+    version = _choose_adapter(manager, obj)
+    async with aclosing(original(manager, obj, *args, **options)) as answers:
         async for answer in answers:
             for one in answer if isinstance(answer, list) else [answer]:
                 if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
                     pack_meta(one["meta_info"])
+                    if version is not None:
+                        one["meta_info"]["weight_version"] = version
             yield answer
+
+
+def _choose_adapter(manager: Any, obj: Any) -> str | None:
+    """Let a request that names no adapter run on the one pushed last; return the version of this adapter.
+
+    So clients need not know of adapters, and a request ends under the version that it began with.
+    """
+    if not manager.server_args.enable_lora:
+        return None
+    version: str = manager.server_args.weight_version
+    last = f"{ADAPTER_PREFIX}{version}"
+    if obj.lora_path is None and any(
+        one.lora_name == last for one in manager.lora_registry.get_all_adapters().values()
+    ):
+        obj.lora_path = last
+    return version if obj.lora_path == last else None

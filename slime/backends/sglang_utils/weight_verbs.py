@@ -20,6 +20,7 @@ from slime.utils.errors import ConfigError, ProcessError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, call_plugin
 from slime.weights.local_copy import LocalCopy
+from slime.weights.push.adapter import ADAPTER_PREFIX
 from slime.weights.push.verbs import (
     COMPARE_SNAPSHOT,
     FILL_WITH_NAN,
@@ -31,7 +32,7 @@ from slime.weights.push.verbs import (
     Verb,
     post_endpoints,
 )
-from slime.weights.push.wire import CHECK_REPORT, NOTHING, PUSH_REPORT, encode, flatten_reports
+from slime.weights.push.wire import CHECK_REPORT, FLATTENED_BUCKET, NOTHING, PUSH_REPORT, encode, flatten_reports
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class WeightVerbs(EngineVerbs):
     """Of the push whose last acknowledgement was complete and named no problem."""
     _num_buckets: int = 0
     """Of the push begun last."""
+    _adapters: tuple[str, ...] = ()
+    """Names of the adapters that the server holds, the oldest first."""
 
     def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
         raise NotImplementedError
@@ -185,6 +188,18 @@ class WeightVerbs(EngineVerbs):
             )
 
     # SGLang's own endpoints
+
+    def load_adapter(self, weight_version: str, config: dict[str, Any], tensors: str, is_handle: bool) -> None:
+        name = f"{ADAPTER_PREFIX}{weight_version}"
+        if self._adapters[-1:] != (name,):  # a resend finds it where only another engine missed it
+            for old in self._adapters[:-1]:
+                self._update("/unload_lora_adapter", {"lora_name": old})  # waits for its requests
+            self._adapters = self._adapters[-1:]
+            adapter = {"lora_name": name, "config_dict": config, "serialized_tensors": tensors}
+            load_format = {"load_format": FLATTENED_BUCKET} if is_handle else {}
+            self._update("/load_lora_adapter_from_tensors", adapter | load_format)
+            self._adapters += (name,)
+        self._update("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
 
     def post_verb(self, verb: Verb, payload: Mapping[str, Any]) -> None:
         """Let the server do what its endpoint of the verb says; a check that found problems raises."""

@@ -202,6 +202,17 @@ class EngineVerbs(Protocol):
 
     # SGLang's own endpoints
 
+    @verb()
+    def load_adapter(self, weight_version: str, config: dict[str, Any], tensors: str, is_handle: bool) -> None:
+        """Run requests that begin from now on with an adapter, and unload all but this one and the last.
+
+        Args:
+            weight_version: names it.
+            config: the content of PEFT's adapter_config.json.
+            tensors: by PEFT's names.
+            is_handle: they are a flat bucket in shared memory instead.
+        """
+
     @verb(endpoint="/init_weights_update_group")
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str

@@ -58,8 +58,13 @@ class StockWire(Protocol):
 
 def by_value(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the tensors themselves as text: slow, but it reaches an engine on any host."""
+    return as_text([(name, tensor.cpu()) for name, tensor in named_tensors])
+
+
+def as_text(content: Any) -> str:
+    """Return tensors in host memory, in lists or dicts, by value."""
     buffer = io.BytesIO()
-    _ByValue(buffer, protocol=4).dump([(name, tensor.cpu()) for name, tensor in named_tensors])
+    _ByValue(buffer, protocol=4).dump(content)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 

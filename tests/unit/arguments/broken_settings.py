@@ -63,8 +63,16 @@ ALGORITHM = (
     ),
     Broken(
         mistake="adapters beside frozen lists, pushed alone",
-        flags="--lora-rank 8 --lora-push adapter --freeze-params-name-list embedding",
-        says=("--lora-push adapter is not built yet", "--freeze-params-name-list does not go with --lora-rank"),
+        flags="--lora-rank 8 --lora-push adapter --freeze-params-name-list embedding --check-weight-update-equal",
+        says=(
+            "--check-weight-update-equal does not go with --lora-push adapter",
+            "--freeze-params-name-list does not",
+        ),
+    ),
+    Broken(
+        mistake="an adapter for engines that would join it with matrices that have none",
+        flags="--lora-rank 8 --lora-push adapter --lora-target-modules q_proj v_proj",
+        says=("SGLang joins k_proj, q_proj, v_proj", "has q_proj, v_proj alone"),
     ),
     Broken(
         mistake="adapters on a layer that has another name",

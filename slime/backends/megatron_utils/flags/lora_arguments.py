@@ -8,12 +8,16 @@ from collections.abc import Sequence
 
 from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
 from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models.rule import Rule
 from slime.flags.lora import ALL_LINEAR, LoraConfig, lora_config
 from slime.utils.errors import ConfigError
 
 _LINEAR = re.compile(
     r"(?:decoder\.layers\.\d+\.)?((?:self_attention|mlp)\.(?:\w+\.)*(?:linear_\w+|in_proj|out_proj))\.weight(\d+|\{expert\})?"
 )
+
+_SERVED = frozenset("q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj".split())
+"""Modules of dense layers whose adapters SGLang serves."""
 
 
 def is_linear(name: str) -> bool:
@@ -54,10 +58,11 @@ def check_lora_arguments(args: Namespace) -> None:
     weight_map = find_weight_map(args.model_name or read_config_json(args.hf_checkpoint)["model_type"])
     rules = [rule for rule in weight_map.layer if is_linear(rule.megatron)]
     stacked = [name for rule in rules for name in rule.hf if not name.endswith(".weight") and config.chooses(name)]
-    for flag in ("lora_load", "lora_save"):
-        if vars(args)[flag] and stacked:
+    pushes_adapter = args.lora_push == "adapter"
+    for flag, is_given in (("load", args.lora_load), ("save", args.lora_save), ("push adapter", pushes_adapter)):
+        if is_given and stacked:
             raise ConfigError(
-                f"--{flag.replace('_', '-')}: PEFT's format has no modules for the stacked experts of "
+                f"--lora-{flag}: PEFT's format has no modules for the stacked experts of "
                 f"{weight_map.family}; drop the flag, or name other modules (--lora-target-modules)."
             )
     for target in args.lora_target_modules if config.targets != (ALL_LINEAR,) else ():
@@ -68,3 +73,34 @@ def check_lora_arguments(args: Namespace) -> None:
                 f"--lora-target-modules has {target!r}, which no linear layer of {weight_map.family} is called; "
                 f"there are {', '.join(sorted(names))}, and all-linear for all of them."
             )
+    if pushes_adapter:
+        has_experts = args.num_experts is not None
+        present = [rule for rule in rules if has_experts or "expert" not in rule.megatron]
+        args.lora_engine_modules = _engine_modules(present, config)
+
+
+def _engine_modules(rules: Sequence[Rule], config: LoraConfig) -> list[str]:
+    """Return the last names of the modules with adapters, by which SGLang knows them.
+
+    Raises:
+        ConfigError: it does not serve adapters on them.
+    """
+    chosen = [
+        (rule, name.removesuffix(".weight").rpartition(".")[2])
+        for rule in rules
+        for name, is_chosen in zip(rule.hf, chosen_parts(config, rule.megatron, rule.hf), strict=True)
+        if is_chosen
+    ]
+    names = {name for _, name in chosen}
+    if others := sorted({name for rule, name in chosen if name not in _SERVED or "expert" in rule.megatron}):
+        raise ConfigError(
+            f"--lora-push adapter: adapters on {', '.join(others)} of experts, latent or linear attention are not "
+            "known to be served right by SGLang; use --lora-push merged, or other --lora-target-modules."
+        )
+    for joined in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}):
+        if names & joined and not joined <= names:
+            raise ConfigError(
+                f"--lora-push adapter: SGLang joins {', '.join(sorted(joined))}, of which --lora-target-modules has "
+                f"{', '.join(sorted(names & joined))} alone; name all, or use --lora-push merged."
+            )
+    return sorted(names)

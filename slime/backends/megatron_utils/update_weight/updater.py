@@ -17,6 +17,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory, sglang
+from slime.backends.megatron_utils.adapters import peft_tensors
 from slime.backends.megatron_utils.hf_to_megatron.tensors import untrained_tensors
 from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
@@ -25,11 +26,14 @@ from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstima
 from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import CollectedBuckets, ShardBuckets
+from slime.flags.lora import lora_config
 from slime.utils.errors import HookError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.weights.buckets import BucketSource
 from slime.weights.named_tensors import pushed_dtype
+from slime.weights.peft_folder import peft_config
 from slime.weights.push.acknowledgements import DigestedBuckets
+from slime.weights.push.adapter import push_adapter
 from slime.weights.push.participants import ExcludedEngine, Participants, PushClock
 from slime.weights.push.push import push_weights
 from slime.weights.push.state import Push, PushReport, TrainerRanks
@@ -84,6 +88,8 @@ class WeightUpdater:
         if num_new_engines == 0:
             return
         self.engines = list(engines)
+        if self._pushes_adapter:
+            return
         unverified = [engine.index for engine in engines if not engine.acknowledges]
         if unverified and dist.get_rank() == 0:
             logger.warning(
@@ -144,7 +150,12 @@ class WeightUpdater:
 
     def close(self) -> None:
         """Leave the groups with the engines; every rank should do it."""
-        self.transport.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    @property
+    def _pushes_adapter(self) -> bool:
+        return has_adapters(self._model) and self.args.lora_push == "adapter"
 
     @property
     def transport(self) -> Transport:
@@ -201,26 +212,36 @@ class WeightUpdater:
         return Push(
             str(self.version),
             Participants(self.engines, clock),
-            self.transport.ranks,
+            trainer_ranks(self.args),
             repacks=(self._quantization or {}).get("quant_method") == "compressed-tensors",
             checks=self.args.check_weight_update_equal,
             is_resend=is_resend,
         )
 
     def _push(self, *, is_resend: bool = False) -> PushReport:
-        if self._transport is None:
+        if self._transport is None and not (self._pushes_adapter and self.engines):
             raise WeightSyncError("no engine is connected to this trainer; call connect_rollout_engines first")
         self._have_weights_changed, self.excluded = False, []
         push = self._new_push(is_resend=is_resend)
         try:
             # Allocations are ordinary ones: the model may be asleep, and the saver's regions cannot be shared.
             with memory.memory_saver_disabled():
+                if self._transport is None:
+                    self.report = self._push_adapter(push)
+                    return self.report
                 self._estimate_cast_loss(push)
                 plain = self._plain() if push.checks else None
                 self.report = push_weights(push, self.buckets, self._transport, plain)
                 return self.report
         finally:
             self.excluded = list(push.participants.excluded)
+
+    def _push_adapter(self, push: Push) -> PushReport:
+        tensors = peft_tensors(self.args, self._model, host_weights=self._weights_getter())
+        own = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
+        config = lora_config(self.args)
+        assert config is not None
+        return push_adapter(push, own, peft_config(own, config, base_model=self.args.hf_checkpoint), sglang)
 
     def _estimate_cast_loss(self, push: Push) -> None:
         """Measure what this rank's weights lose by the cast, and warn on rank 0."""

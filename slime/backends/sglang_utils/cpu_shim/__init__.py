@@ -88,23 +88,27 @@ def install() -> bool:
 
 
 def ignore_pinning() -> None:
-    """Let ``torch.zeros(pin_memory=True)`` give plain memory in this process; with CUDA nothing happens.
+    """Let what asks for pinned memory get plain memory in this process; with CUDA nothing happens.
 
-    SGLang asks for pinned memory, whatever the device, where it keeps the experts that it chose
-    (``enable_return_routed_experts``); torch without an accelerator has none and raises.
+    SGLang pins, whatever the device, where it keeps the experts that it chose (``enable_return_routed_experts``) and
+    its adapters; torch without an accelerator has no such memory and raises.
     """
     import torch
 
     if not is_needed():
         return
-    zeros = torch.zeros
 
-    @functools.wraps(zeros)
-    def plain_zeros(*size: Any, **options: Any) -> torch.Tensor:
-        options.pop("pin_memory", None)
-        return zeros(*size, **options)
+    def without_pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(make)
+        def plain(*values: Any, **options: Any) -> torch.Tensor:
+            options.pop("pin_memory", None)
+            return make(*values, **options)
 
-    torch.zeros = plain_zeros
+        return plain
+
+    for name in ("zeros", "empty", "tensor"):
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
 
 
 def fork_processes(after_fork: Callable[[], object]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.backends.sglang_utils import sglang_engine
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.backends.sglang_utils.sglang_plugin import _choose_adapter
 from slime.backends.sglang_utils.weight_verbs import CHECK_LOADERS
 from slime.utils.errors import ConfigError, DataError, DeadlineError, EngineError, WeightSyncError
 from slime.weights.push.verbs import RECEIVER, WEIGHT_CHECKS, WEIGHT_LOADERS
@@ -152,3 +154,36 @@ def test_an_engine_whose_model_differs_from_its_digests_is_ended(engine, monkeyp
     with pytest.raises(DataError, match="is damaged"):
         engine.wait_ready(1)
     assert stopped == [True, True] and engine.server.asked == []
+
+
+def test_an_engine_holds_two_adapters_in_turn(engine):
+    for version in ("1", "2", "2", "3", "4"):
+        engine.load_adapter(version, {"r": 2}, "tensors", version == "4")
+    asked = [
+        (path.rpartition("/")[2], json.get("lora_name") or json["new_version"])
+        for _, path, json in engine.server.asked
+    ]
+    load, unload, name = "load_lora_adapter_from_tensors", "unload_lora_adapter", "update_weight_version"
+    assert asked == [
+        *[(load, "slime-1"), (name, "1")],
+        *[(load, "slime-2"), (name, "2")],
+        (name, "2"),  # a resend that this engine did not miss
+        *[(unload, "slime-1"), (load, "slime-3"), (name, "3")],
+        *[(unload, "slime-2"), (load, "slime-4"), (name, "4")],
+    ]
+    sent = engine.server.asked[-2][2]
+    assert sent["serialized_tensors"] == "tensors" and sent["config_dict"] == {"r": 2}
+    assert sent["load_format"] == "flattened_bucket" and "load_format" not in engine.server.asked[0][2]
+
+
+def test_a_request_without_adapter_runs_on_the_last_one_and_keeps_its_version():
+    held = {"slime-4": SimpleNamespace(lora_name="slime-4")}
+    registry = SimpleNamespace(get_all_adapters=lambda: held)
+    settings = SimpleNamespace(enable_lora=True, weight_version="4")
+    manager = SimpleNamespace(server_args=settings, lora_registry=registry)
+    request, other = SimpleNamespace(lora_path=None), SimpleNamespace(lora_path="mine")
+    assert (_choose_adapter(manager, request), request.lora_path) == ("4", "slime-4")
+    assert (_choose_adapter(manager, other), other.lora_path) == (None, "mine")
+    settings.weight_version = "default"  # before the first push: the model as it is
+    request.lora_path = None
+    assert (_choose_adapter(manager, request), request.lora_path) == (None, None)

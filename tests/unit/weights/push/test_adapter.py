@@ -1,0 +1,68 @@
+"""The push of an adapter alone: what each engine is sent, and what is told of it."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from slime.utils.errors import EngineError, WeightSyncError
+from slime.weights.push.adapter import push_adapter
+from slime.weights.push.participants import Participants, PushClock
+from slime.weights.push.state import Push, TrainerRanks
+
+TENSORS = {"base_model.model.q_proj.lora_A.weight": torch.arange(6.0).view(2, 3)}
+
+
+class Engine:
+    def __init__(self, index: int, gpu_offset: int, *, is_colocated: bool = True, error: Exception | None = None):
+        self.index, self.gpu_offset, self.is_colocated, self.error = index, gpu_offset, is_colocated, error
+        self.loaded: tuple[Any, ...] = ()
+
+    def load_adapter(self, *loaded: Any) -> Engine:
+        self.loaded = loaded
+        return self
+
+    def wait(self, timeout_s: float) -> None:
+        if self.error:
+            raise self.error
+
+
+class Wire:
+    def prepare(self) -> None:
+        pass
+
+    def serialize_bucket(self, bucket: Any) -> tuple[str, torch.Tensor]:
+        assert torch.multiprocessing.get_sharing_strategy() == "file_system"
+        return f"handle to {bucket[0][0]}", bucket[0][1]
+
+
+def push(*engines: Engine) -> Any:
+    push = Push("7", Participants(engines, PushClock(10)), TrainerRanks(ranks_per_host=8))
+    return push_adapter(push, TENSORS, {"r": 2}, Wire())
+
+
+def test_engines_of_rank_0s_host_get_a_handle_and_others_the_values() -> None:
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    near, far, apart = Engine(0, 0), Engine(1, 8), Engine(2, 0, is_colocated=False)
+    report = push(near, far, apart)
+    assert near.loaded == ("7", {"r": 2}, "handle to base_model.model.q_proj.lora_A.weight", True)
+    for engine in (far, apart):
+        *told, text, is_handle = engine.loaded
+        assert told == ["7", {"r": 2}] and not is_handle
+        (name, sent), *others = pickle.loads(base64.b64decode(text)).items()
+        assert not others and sent.equal(TENSORS[name])
+    assert (report.version, report.num_tensors, report.num_bytes, report.num_engines) == (7, 1, 24, 3)
+    assert torch.multiprocessing.get_sharing_strategy() == strategy
+
+
+def test_an_engine_that_refuses_is_excluded_and_the_last_one_ends_the_push() -> None:
+    good, bad = Engine(0, 0), Engine(1, 1, error=EngineError("rank 64 is above 32"))
+    assert [(one.index, one.reason) for one in push(good, bad).excluded] == [
+        (1, "EngineError: rank 64 is above 32 (while loading the adapter)")
+    ]
+    with pytest.raises(WeightSyncError, match="no engine took weight version 7 .*rank 64 is above 32"):
+        push(bad)
