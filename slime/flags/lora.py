@@ -42,6 +42,12 @@ def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
         help="merged: engines get whole weights with the adapters added. adapter: they hold --hf-checkpoint, and get "
         "adapters alone without a pause.",
     )
+    group.add_argument(
+        "--lora-base-precision",
+        choices=["fp8", "int4"],
+        help="Hold the matrices under the adapters quantized (QLoRA): FP8 with a scale a block of 128 x 128, int4 "
+        "with one a group. Default: the trainer's precision.",
+    )
     group.add_argument("--lora-load", type=file_path, metavar="DIR", help="PEFT folder with the first adapters.")
     group.add_argument(
         "--lora-save",
@@ -97,6 +103,7 @@ def _adapter_push_problems(args: Namespace) -> Iterator[str]:
         "--update-weight-mode delta": args.update_weight_mode == "delta",
         "--check-weight-update-equal": args.check_weight_update_equal,
         "--rollout-external-engine-addrs": args.rollout_external,
+        "--lora-base-precision": args.lora_base_precision is not None,
         "--sglang-config": engines.sglang_config is not None,
         "--prefill-num-servers": engines.prefill_num_servers is not None,
         "--sglang-dp-size above 1": engines.sglang_dp_size > 1,
@@ -113,7 +120,7 @@ def _adapter_push_problems(args: Namespace) -> Iterator[str]:
 def check_lora(args: Namespace) -> Iterator[str]:
     """Yield one message for each flag that does not go with adapters, or has no effect without."""
     if args.lora_rank is None:
-        for flag in ("lora_alpha", "lora_load", "lora_save"):
+        for flag in ("lora_alpha", "lora_load", "lora_save", "lora_base_precision"):
             if getattr(args, flag) is not None:
                 yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --lora-rank."
         return

@@ -36,6 +36,7 @@ from slime.backends.megatron_utils.checkpoints.optimizer_state import optimizer_
 from slime.backends.megatron_utils.checkpoints.resumed_state import load_generators, load_optimizer, load_schedule
 from slime.backends.megatron_utils.checkpoints.rng_state import rng_state
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
+from slime.backends.megatron_utils.layers.frozen_base import hold_quantized
 from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.layers.value_head import find_value_head, take_out_unsaved_head
 from slime.backends.megatron_utils.parameters import is_of_adapter
@@ -274,9 +275,10 @@ def load_checkpoint(
     frozen = Namespace(**{**vars(args), **weights_only, "load": base})
     if args.load != base:
         frozen.ckpt_step = args.ref_ckpt_step
-        _load(frozen, model, None, None, "load")
-        return _load(args, model, optimizer, opt_param_scheduler, "load", adapters=True)
     _load(frozen, model, None, None, "load")
+    hold_quantized(model, args)
+    if args.load != base:
+        return _load(args, model, optimizer, opt_param_scheduler, "load", adapters=True)
     if args.lora_load is not None:
         load_peft(args, model, args.lora_load)
     _refresh(optimizer)

@@ -123,6 +123,8 @@ class ModelSwitch:
         for index, chunk in enumerate(self._model):
             inner = unwrap_model(chunk)
             for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
+                if hasattr(tensor, "frozen"):
+                    continue  # its bits are in buffers
                 if frozen == (self._has_adapters and not is_of_adapter(name)):
                     yield f"{index}.{name}", tensor
 

@@ -50,6 +50,11 @@ def check_lora_arguments(args: Namespace) -> None:
     for name in ("int4_qat", "moe_shared_expert_overlap"):
         if vars(args)[name]:
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --lora-rank {config.rank}; drop one.")
+    if args.lora_base_precision is not None and args.fp8:
+        raise ConfigError(
+            f"--lora-base-precision is {args.lora_base_precision} and --fp8-format {args.fp8}, whose products begin "
+            "with weights in bf16; drop one."
+        )
     if args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate:
         raise ConfigError(
             f"--moe-router-bias-update-rate is {args.moe_router_bias_update_rate:g}, and --lora-rank {config.rank} "

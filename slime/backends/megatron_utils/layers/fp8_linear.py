@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -125,8 +125,15 @@ class Rows:
         return y if self.order is None else y.index_select(1, self.order.argsort().to(y.device))
 
 
+class Products(Protocol):
+    """A way to multiply by the weight of a layer."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return ``x @ weight.T``, [T, N]."""
+
+
 def linear(
-    rows: Rows,
+    rows: Products,
     input: Tensor,  # noqa: A002 - the names are Megatron's
     weight: Tensor,
     bias: Tensor | None = None,
@@ -181,7 +188,7 @@ def use_fp8(model: torch.nn.Module, args: Namespace) -> int:
     count = 0
     for layer in model.modules():
         if isinstance(layer, TransformerLayer) and not _stays(layer, args):
-            for owner, name, module in _matrices(layer):
+            for owner, name, module in matrices(layer):
                 rows = _rows_of(owner, name, module)
                 forward: Callable[..., Tensor]
                 if isinstance(module, StackedLinear):
@@ -205,8 +212,8 @@ def _stays(layer: TransformerLayer, args: Namespace) -> bool:
     return number <= args.num_layers_at_start_in_bf16 or number > last - args.num_layers_at_end_in_bf16
 
 
-def _matrices(layer: TransformerLayer) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Yield (owner, name, module) of the layer's linear modules; subclasses have a forward pass of their own."""
+def matrices(layer: TransformerLayer) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Yield (owner, name, module) of the layer's linear modules; their subclasses have a forward pass of their own."""
     for owner in layer.modules():
         for name, module in owner.named_children():
             if type(module) in (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear):

@@ -48,6 +48,8 @@ class CastLossEstimate:
         self._shards: list[Shard] = []
         seen: set[str] = set()
         for shard in iter_shards(model):
+            if hasattr(shard.parameter, "frozen"):
+                continue
             held = shard.parameter.dtype
             sent = sent_dtype(shard.name, held, dtype)
             if shard.key not in seen and torch.promote_types(held, sent) != sent:

@@ -17,6 +17,9 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.adapters import load_peft, save_peft
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
+from slime.backends.megatron_utils.layers.frozen_base import hold_quantized, value_of
+from slime.backends.megatron_utils.parameters import iter_shards
+from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.peft_folder import TENSOR_FILE
 from tests.matrix import trainer
@@ -110,6 +113,49 @@ def test_a_merged_export_answers_as_the_model_with_adapters(family: str, tmp_pat
     assert float((plain - torch.cat(before)).abs().max()) < 2 * BOUND  # B is zero
     assert float((adapted - plain).abs().max()) > 0.1
     assert float((adapted - torch.cat(after)).abs().max()) < 2 * BOUND
+
+
+@pytest.mark.parametrize(("family", "precision"), [("qwen3", "int4"), ("deepseek_v3", "fp8"), ("qwen3_moe", "int4")])
+def test_a_base_in_fewer_bits_is_that_of_its_export(family: str, precision: str, tmp_path: Path) -> None:
+    case = load_cases([family])[family]
+    case.write_checkpoint(tmp_path / "hf")
+    data = make_train_data(case.vocab_size)
+    with one_process_world():
+        args = lora_args(case, tmp_path / "hf", "all-linear")
+        args.lora_base_precision = precision
+        initialize.init(args)
+        model = trainer.load_model(args)
+        plain = log_probs(args, model, data)
+        whole = sum(p.nbytes for p in model[0].parameters() if p.dim() > 1)
+        assert hold_quantized(model, args) >= 4 * args.num_layers
+        stored = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model[0].parameters() if p.dim() > 1
+        }
+        assert sum(stored.values()) < whole / 2
+        trainer.draw_adapters(model)
+        actual = log_probs(args, model, data)
+        trainer.run_backward(args, model, trainer.prepare(args, data))
+        gradients = trainer.model_gradients(args, model)
+        save_hf_model_to_path(args, tmp_path / "merged", model)
+        # The same adapters on a model that is held as the dequantized numbers.
+        weights = ModelSwitch(model)
+        weights.backup("actor")
+        weights.backup_frozen()
+        for shard in iter_shards(model):
+            assert torch.equal(value_of(shard), value_of(shard, weights.get("actor")))
+        twin = trainer.load_model(args)
+        for own, other in zip(iter_shards(twin), iter_shards(model), strict=True):
+            own.tensor.data.copy_(value_of(other))
+        for own, other in zip(iter_shards(twin, adapters=True), iter_shards(model, adapters=True), strict=True):
+            own.tensor.data.copy_(other.tensor)
+        expected = log_probs(args, twin, data)
+        trainer.run_backward(args, twin, trainer.prepare(args, data))
+        expected_gradients = trainer.model_gradients(args, twin)
+    assert float((actual - expected).abs().max()) < BOUND
+    assert max(gradient_errors(gradients, expected_gradients).values()) < BOUND
+    _, after = reference_loss(case, case.load_reference(tmp_path / "merged"), data)
+    assert float((actual - torch.cat(after)).abs().max()) < 2 * BOUND
+    assert float((actual - plain).abs().max()) > 1e-3
 
 
 def test_a_target_that_the_family_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:

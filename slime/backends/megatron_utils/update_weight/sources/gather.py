@@ -23,6 +23,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.data import current_device
+from slime.backends.megatron_utils.layers.frozen_base import value_of
 from slime.backends.megatron_utils.layers.lora import with_adapter
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
@@ -95,14 +96,12 @@ def iter_full_tensors(
     config = unwrap_model(model[0]).config
     is_gated = config.gated_linear_unit
 
-    def value_of(shard: Shard) -> Tensor:
-        return shard.tensor.detach() if host_weights is None else shard.part_of(host_weights[shard.key])
-
     def merged_value(shard: Shard) -> Tensor:
-        return with_adapter(shard, value_of(shard).to(shard.tensor.device, non_blocking=True), host_weights)
+        value = value_of(shard, host_weights)
+        return with_adapter(shard, value.to(shard.tensor.device, non_blocking=True), host_weights)
 
     def dtype_of(shard: Shard) -> torch.dtype:
-        return sent_dtype(shard.name, value_of(shard).dtype, dtype)
+        return sent_dtype(shard.name, shard.tensor.dtype, dtype)
 
     def whole(shard: Shard) -> Tensor:
         return gather_tensor_parallel(shard, merged_value(shard).to(dtype_of(shard)), is_gated=is_gated)

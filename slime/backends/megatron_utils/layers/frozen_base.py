@@ -1,0 +1,127 @@
+"""Frozen weights under adapters, held in fewer bits (QLoRA, arXiv:2305.14314; here in the formats of engines).
+
+    fp8    e4m3, one fp32 scale a block of 128 x 128        (slime.weights.quantize.block_fp8)
+    int4   one bf16 scale a row and group of columns        (slime.weights.quantize.group_int, symmetric)
+
+A product makes the numbers in the dtype of its input, forward and again backward, and keeps none.  The parameter keeps
+its name, shape and dtype, without memory of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
+
+from slime.backends.megatron_utils.layers.experts import StackedLinear
+from slime.backends.megatron_utils.layers.fp8_linear import linear, matrices
+from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
+from slime.backends.megatron_utils.parameters import Shard
+from slime.weights.quantize.block_fp8 import dequantize_block, quantize_block
+from slime.weights.quantize.group_int import dequantize_group, pack, quantize_group, unpack
+
+logger = logging.getLogger(__name__)
+
+GROUP_SIZES = (128, 64, 32)
+"""Columns of an int4 group: the first that divides them, else all."""
+_CODES, _SCALES = "weight_codes", "weight_scales"
+"""Buffers of the layer."""
+
+
+class FrozenWeight:
+    """The weight of a layer in fewer bits: buffers of the layer; with experts, one behind the other."""
+
+    def __init__(self, layer: Any, precision: str) -> None:
+        self._layer, self._precision = layer, precision
+        weight: Tensor = layer.weight.detach()
+        self._columns = weight.size(-1)
+        pairs = [self._quantized(matrix) for matrix in (weight if weight.dim() == 3 else weight[None])]
+        for name, parts in zip((_CODES, _SCALES), zip(*pairs, strict=True), strict=True):
+            layer.register_buffer(name, torch.stack(parts), persistent=False)
+        layer.weight.data = weight.new_zeros(()).expand(weight.shape)
+        vars(layer.weight)["frozen"] = self
+
+    def _quantized(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        if self._precision == "fp8":
+            return quantize_block(matrix)
+        size = next((size for size in GROUP_SIZES if self._columns % size == 0), self._columns)
+        codes, scales, _ = quantize_group(matrix, num_bits=4, groups=self._columns // size, is_symmetric=True)
+        return pack(codes, 4), scales
+
+    def numbers(self, index: int, dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
+        """Return the matrix of expert ``index`` (0 where there are none); ``held``: the buffers, where not live."""
+        codes, scales = held or (getattr(self._layer, _CODES), getattr(self._layer, _SCALES))
+        if self._precision == "fp8":
+            return dequantize_block(codes[index], scales[index], dtype=dtype)
+        return dequantize_group(
+            unpack(codes[index], 4, self._columns), scales[index], None, num_bits=4, dtype=dtype
+        )  # fmt: skip
+
+    def product(self, x: Tensor, weight: Tensor | None = None, index: int = 0) -> Tensor:
+        """Return ``x @ numbers.T`` of x [T, K]; ``weight`` is the place holder, which nobody reads."""
+        return _Product.apply(x, self, index)
+
+    def of_experts(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """Take the place of ``StackedLinear.forward``: one product an expert."""
+        parts = x.split(tokens_per_expert.tolist())
+        return torch.cat([self.product(tokens, index=index) for index, tokens in enumerate(parts)])
+
+    def replicated(self, x: Tensor) -> Tensor:
+        """Take the place of ``ReplicatedLinear.forward``."""
+        return self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frozen: FrozenWeight, index: int) -> Tensor:
+        ctx.frozen, ctx.index = frozen, index
+        return x @ frozen.numbers(index, x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ ctx.frozen.numbers(ctx.index, grad.dtype), None, None
+
+
+@torch.no_grad()
+def hold_quantized(model: Sequence[torch.nn.Module], args: Namespace) -> int:
+    """Quantize the matrices of all layers as ``--lora-base-precision`` says; return how many.
+
+    Embedding, vocabulary projection, routers and norms stay as they are.
+    """
+    if vars(args).get("lora_base_precision") is None:
+        return 0
+    layers = [layer for chunk in model for layer in unwrap_model(chunk).modules()]
+    found = [one for layer in layers if isinstance(layer, TransformerLayer) for _, _, one in matrices(layer)]
+    for module in found:
+        frozen = FrozenWeight(module, args.lora_base_precision)
+        if isinstance(module, StackedLinear):
+            vars(module)["forward"] = frozen.of_experts
+        elif isinstance(module, ReplicatedLinear):
+            vars(module)["forward"] = frozen.replicated
+        else:
+            vars(module)["_forward_impl"] = partial(linear, frozen)
+    logger.info("%d frozen matrices are held in %s", len(found), args.lora_base_precision)
+    return len(found)
+
+
+def value_of(shard: Shard, host_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Return the numbers of a shard, of ``host_weights`` where given; made anew where they are held in fewer bits."""
+    frozen: FrozenWeight | None = getattr(shard.parameter, "frozen", None)
+    if frozen is None:
+        return shard.tensor.detach() if host_weights is None else shard.part_of(host_weights[shard.key])
+    held = None
+    if host_weights is not None:
+        prefix = shard.key.removesuffix("weight")
+        held = [host_weights[prefix + name].to(shard.parameter.device) for name in (_CODES, _SCALES)]
+    return frozen.numbers(shard.expert_index or 0, shard.parameter.dtype, held)
