@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.flags.hf_config_check import (
     fill_model_flags,
     open_model_flags,
 )
+from slime.backends.megatron_utils.flags.lora_arguments import engine_modules
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
 
@@ -56,5 +57,6 @@ def validate_megatron_arguments(args: argparse.Namespace) -> None:
         check_hf_config(args)
     vars(args).update(derived_arguments(args))
     check_arguments(args)
+    args.lora_engine_modules = engine_modules(args)
     if args.hf_checkpoint:
         check_other_models(args)

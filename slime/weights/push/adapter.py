@@ -58,9 +58,10 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
 
 def _shared(tensors: list[tuple[str, Tensor]], wire: StockWire) -> tuple[str, Tensor]:
     wire.prepare()
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")  # descriptors pass between relatives only
+    sharing: Any = torch.multiprocessing
+    strategy = sharing.get_sharing_strategy()
+    sharing.set_sharing_strategy("file_system")  # descriptors pass between relatives only
     try:
         return wire.serialize_bucket(tensors)
     finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
+        sharing.set_sharing_strategy(strategy)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
 from slime.backends.megatron_utils.models import find_weight_map
-from slime.backends.megatron_utils.models.rule import Rule
+from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.flags.lora import ALL_LINEAR, LoraConfig, lora_config
 from slime.utils.errors import ConfigError
 
@@ -60,14 +60,13 @@ def check_lora_arguments(args: Namespace) -> None:
             f"--moe-router-bias-update-rate is {args.moe_router_bias_update_rate:g}, and --lora-rank {config.rank} "
             "leaves all but the adapters as it is; give 0."
         )
-    weight_map = find_weight_map(args.model_name or read_config_json(args.hf_checkpoint)["model_type"])
+    weight_map = _weight_map(args)
     rules = [rule for rule in weight_map.layer if is_linear(rule.megatron)]
     stacked = [name for rule in rules for name in rule.hf if not name.endswith(".weight") and config.chooses(name)]
-    pushes_adapter = args.lora_push == "adapter"
-    for flag, is_given in (("load", args.lora_load), ("save", args.lora_save), ("push adapter", pushes_adapter)):
-        if is_given and stacked:
+    for flag in ("lora_load", "lora_save"):
+        if vars(args)[flag] and stacked:
             raise ConfigError(
-                f"--lora-{flag}: PEFT's format has no modules for the stacked experts of "
+                f"--{flag.replace('_', '-')}: PEFT's format has no modules for the stacked experts of "
                 f"{weight_map.family}; drop the flag, or name other modules (--lora-target-modules)."
             )
     for target in args.lora_target_modules if config.targets != (ALL_LINEAR,) else ():
@@ -78,21 +77,21 @@ def check_lora_arguments(args: Namespace) -> None:
                 f"--lora-target-modules has {target!r}, which no linear layer of {weight_map.family} is called; "
                 f"there are {', '.join(sorted(names))}, and all-linear for all of them."
             )
-    if pushes_adapter:
-        has_experts = args.num_experts is not None
-        present = [rule for rule in rules if has_experts or "expert" not in rule.megatron]
-        args.lora_engine_modules = _engine_modules(present, config)
 
 
-def _engine_modules(rules: Sequence[Rule], config: LoraConfig) -> list[str]:
-    """Return the last names of the modules with adapters, by which SGLang knows them.
+def engine_modules(args: Namespace) -> list[str] | None:
+    """Return the last names of the modules with adapters, by which engines know them; None where they get merged ones.
 
     Raises:
-        ConfigError: it does not serve adapters on them.
+        ConfigError: SGLang does not serve adapters on them.
     """
+    config = lora_config(args)
+    if config is None or args.lora_push != "adapter":
+        return None
     chosen = [
         (rule, name.removesuffix(".weight").rpartition(".")[2])
-        for rule in rules
+        for rule in _weight_map(args).layer
+        if is_linear(rule.megatron) and (args.num_experts is not None or "expert" not in rule.megatron)
         for name, is_chosen in zip(rule.hf, chosen_parts(config, rule.megatron, rule.hf), strict=True)
         if is_chosen
     ]
@@ -109,3 +108,7 @@ def _engine_modules(rules: Sequence[Rule], config: LoraConfig) -> list[str]:
                 f"{', '.join(sorted(names & joined))} alone; name all, or use --lora-push merged."
             )
     return sorted(names)
+
+
+def _weight_map(args: Namespace) -> WeightMap:
+    return find_weight_map(args.model_name or read_config_json(args.hf_checkpoint)["model_type"])

@@ -108,7 +108,7 @@ def ignore_pinning() -> None:
 
     for name in ("zeros", "empty", "tensor"):
         setattr(torch, name, without_pinning(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 def fork_processes(after_fork: Callable[[], object]) -> None:
