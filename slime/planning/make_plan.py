@@ -15,7 +15,9 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.models import family_of_spec
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
 from slime.flags.distillation import trainer_teachers
+from slime.flags.lora import lora_config
 from slime.planning.activations import Recompute, chunk_activations
+from slime.planning.adapters import with_adapters
 from slime.planning.engines import (
     ENGINE_ASLEEP_BYTES,
     EngineGpus,
@@ -117,7 +119,9 @@ def _notes(args: Namespace, options: PlanOptions) -> Iterator[str]:
     if args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None):
         which = args.custom_model_provider_path or " ".join(args.spec)
         yield f"{which} makes the layers; the plan counts standard layers with the sizes of the flags."
-    if args.only_train_params_name_list or args.freeze_params_name_list or args.lora_rank:
+    if args.lora_rank is not None:
+        yield "Adapters are counted in memory, not in time: products of frozen weights have no gradient of the weight."
+    if args.only_train_params_name_list or args.freeze_params_name_list:
         yield "Frozen parameters are counted as trained: gradients and optimizer are an upper bound."
     if args.use_critic:
         yield "The critic is counted as a second trainer of the actor's shape, asleep while the actor works."
@@ -197,6 +201,8 @@ def plan_stage(
 ) -> StagePlan:  # fmt: skip
     """Plan stage ``number``: its layers, and the parameters and memory of one rank."""
     count = chunk_parameters(chunks, dims, sizes, has_router_bias=bool(args.moe_router_enable_expert_bias))
+    if (lora := lora_config(args)) is not None:
+        count = with_adapters(count, chunks, dims, sizes, lora)
     memory = rank_memory(chunks, number, count, dims, sizes, settings)
     layers = [layer for chunk in chunks for layer in chunk.layers]
     once = [chunk_activations((layer,), dims, sizes, settings.batch, Recompute()).kept for layer in layers]

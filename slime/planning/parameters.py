@@ -25,6 +25,8 @@ class ParameterCount:
     """Without gradient: an indexer, MTP layers that are not trained."""
     buffers_fp32: int = 0
     """Elements of fp32 buffers that are saved and pushed (router biases)."""
+    frozen_matrices: int = 0
+    """Elements of the layers' matrices under adapters, which ``--lora-base-precision`` quantizes; among ``frozen``."""
 
     def __add__(self, other: ParameterCount) -> ParameterCount:
         return ParameterCount(
@@ -32,6 +34,7 @@ class ParameterCount:
             self.expert + other.expert,
             self.frozen + other.frozen,
             self.buffers_fp32 + other.buffers_fp32,
+            self.frozen_matrices + other.frozen_matrices,
         )
 
     @property

@@ -12,6 +12,8 @@ from slime.planning.parameters import ParameterCount
 from slime.train_data.model_dims import ModelDims
 
 GIB = 2**30
+FROZEN_BYTES = {"fp8": 1 + 4 / 128**2, "int4": 0.5 + 2 / 128}
+"""Of an element, its part of a scale included (``--lora-base-precision``)."""
 CONTEXT_BYTES = int(0.5 * GIB)
 """CUDA's context and loaded kernels of one process (measured, docs/results.md)."""
 FIRST_COMMUNICATOR_BYTES = int(0.78 * GIB)
@@ -26,6 +28,8 @@ class TrainerSettings:
     batch: MicroBatch
     recompute: Recompute = Recompute()
     weight_bytes: int = 2
+    matrix_bytes: float = 2
+    """Of the frozen matrices under adapters."""
     gradient_bytes: int = 4
     """4 where gradients are summed in fp32, else the weights'."""
     has_master_weights: bool = True
@@ -64,6 +68,7 @@ class TrainerSettings:
                 modules=tuple(args.recompute_modules or ("core_attn",)),
             ),
             weight_bytes=element,
+            matrix_bytes=FROZEN_BYTES.get(args.lora_base_precision, element),
             gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 or args.fp32 else 2,
             has_master_weights=not args.fp32,
             moments_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize,
@@ -85,6 +90,8 @@ class RankMemory:
     """Bytes on the GPU of one rank, and what of its state lies on the host."""
 
     weights: int
+    frozen: int
+    """Those among the weights that adapters leave as they are; 0 without adapters."""
     gradients: int
     optimizer: int
     activations: int
@@ -150,9 +157,12 @@ def rank_memory(
     head: dict[str, int] = {}
     if any(chunk.has_head for chunk in chunks):
         head = head_activations(dims, sizes, batch, mtp_chunk=settings.mtp_chunk, recompute=recompute)
+    frozen = (count.frozen - count.frozen_matrices) * settings.weight_bytes + 4 * count.buffers_fp32
+    frozen += int(count.frozen_matrices * settings.matrix_bytes)
     work = max(item.again for item in kept) + backward_work(dims, sizes, batch, layers)
     return RankMemory(
-        weights=count.total * settings.weight_bytes + 4 * count.buffers_fp32,
+        weights=count.trained * settings.weight_bytes + frozen,
+        frozen=frozen if count.frozen_matrices else 0,
         gradients=count.trained * settings.gradient_bytes if settings.has_optimizer else 0,
         optimizer=optimizer - offloaded + int(step_gradients * (1 - settings.offloaded_fraction)),
         activations=activations,
@@ -232,7 +242,8 @@ def rank_host_memory(
 
     Args:
         memory: of the rank on its card.
-        parked_copies: sets of weights in pinned memory: the actor's, the reference's, the teacher's, old actors'.
+        parked_copies: sets of weights in pinned memory: the actor's, the reference's, the teacher's, old actors'; what
+            adapters leave as it is counts once, where the trainer sleeps.
         is_offloaded: the trainer sleeps; what is on the card is copied to the host while it does.
         saves_in_background: ``--async-save`` writes a copy of what a save holds.
         trains_critic: a second trainer of the same shape on the same GPUs.
@@ -240,12 +251,13 @@ def rank_host_memory(
     """
     times = 2 if trains_critic else 1
     state = memory.host_optimizer + memory.optimizer
+    own = memory.weights - memory.frozen
     return HostMemory(
         optimizer=times * memory.host_optimizer,
         gradients=int(times * memory.host_gradients * PINNED_SHARE),
-        parked_weights=int(memory.weights * parked_copies * PINNED_SHARE),
+        parked_weights=int((own * parked_copies + memory.frozen * is_offloaded) * PINNED_SHARE),
         asleep=times * memory.static if is_offloaded else 0,
-        save=(memory.weights + state) if saves_in_background else 0,
+        save=(own + state) if saves_in_background else 0,
         processes=times * TRAINER_PROCESS_BYTES + has_engine * ENGINE_PROCESS_BYTES,
     )
 

@@ -12,9 +12,12 @@ know a list with one entry per token.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
@@ -27,6 +30,10 @@ _ASKED = "_slime_asks_for_nuclei"
 """Attribute of a SamplingBatchInfo: for each request of the batch, whether it asked."""
 _CAPTURE = "_slime_capture"
 """Attribute of a Sampler while it samples."""
+_running: Counter[str | None] = Counter()
+"""Requests under way, by the id of their adapter."""
+LOST_COUNT_S = 5.0
+"""An adapter without requests for so long has none in the scheduler either, which aborts within a step."""
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _is_registered = False
@@ -52,6 +59,7 @@ def register() -> None:
         (f"{_SAMPLER}._sample_from_probs", _sample_from_probs, HookType.AROUND),
         (f"{_SAMPLER}._attach_logprobs_to_output", _attach_log_probs, HookType.AFTER),
         ("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", _generate, HookType.AROUND),
+        ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
     ):
         HookRegistry.register(target, hook, kind)
 
@@ -132,7 +140,8 @@ async def _generate(
     original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **options: Any
 ) -> AsyncIterator[Any]:
     version = _choose_adapter(manager, obj)
-    async with aclosing(original(manager, obj, *args, **options)) as answers:
+    lora_id = _lora_id(manager, obj)
+    async with _counted(lora_id), aclosing(original(manager, obj, *args, **options)) as answers:
         async for answer in answers:
             for one in answer if isinstance(answer, list) else [answer]:
                 if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
@@ -142,12 +151,44 @@ async def _generate(
             yield answer
 
 
+@asynccontextmanager
+async def _counted(lora_id: str | None) -> AsyncIterator[None]:
+    _running[lora_id] += 1
+    try:
+        yield
+    finally:
+        _running[lora_id] -= 1
+
+
+def _lora_id(manager: Any, obj: Any) -> str | None:
+    adapters = manager.lora_registry.get_all_adapters() if manager.server_args.enable_lora else {}
+    return adapters[obj.lora_path].lora_id if isinstance(obj.lora_path, str) and obj.lora_path in adapters else None
+
+
+async def _wait_for_unload(original: Callable[..., Any], registry: Any, lora_id: str) -> None:
+    """Wait for the requests of an adapter by our own count too, and some seconds more.
+
+    SGLang never counts down those that end before or outside its scheduler: refused prompts, its health check.
+    """
+    waiting = asyncio.ensure_future(original(registry, lora_id))
+    idle_since_s = time.monotonic()
+    while not waiting.done():
+        await asyncio.wait([waiting], timeout=0.1)
+        if _running[lora_id]:
+            idle_since_s = time.monotonic()
+        elif time.monotonic() - idle_since_s > LOST_COUNT_S:
+            waiting.cancel()
+            registry._counters.pop(lora_id, None)
+            break
+    _running.pop(lora_id, None)
+
+
 def _choose_adapter(manager: Any, obj: Any) -> str | None:
     """Let a request that names no adapter run on the one pushed last; return the version of this adapter.
 
     So clients need not know of adapters, and a request ends under the version that it began with.
     """
-    if not manager.server_args.enable_lora:
+    if not manager.server_args.enable_lora or str(obj.rid).startswith("HEALTH_CHECK"):
         return None
     version: str = manager.server_args.weight_version
     last = f"{ADAPTER_PREFIX}{version}"

@@ -60,7 +60,10 @@ def count_rank(args: Namespace, rank: int) -> list[object]:
 
 def main() -> None:
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        args = parse(*case["flags"], "--no-initialization", "--bf16")
+        # Adapters ask how a weight is cut, which Megatron marks when it draws it; experts cannot be drawn here.
+        is_drawn = "--lora-rank" in case["flags"] and "--num-experts" not in case["flags"]
+        drawn = () if is_drawn else ("--no-initialization",)
+        args = parse(*case["flags"], *drawn, "--bf16")
         print(json.dumps([count_rank(args, rank) for rank in case["ranks"]]), flush=True)
 
 

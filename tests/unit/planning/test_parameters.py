@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.flags.lora import lora_config
+from slime.planning.adapters import with_adapters
 from slime.planning.layout import ParallelSizes, PipelineSplit, rank_places, stage_chunks
 from slime.planning.parameters import chunk_parameters, model_size
 from slime.train_data.model_dims import ModelDims
@@ -94,6 +96,29 @@ CASES = {
         "--actor-num-gpus-per-node 8 --mtp-num-layers 1",
         (0, 7),
     ),
+    "Qwen3-4B, adapters": (
+        "qwen3-4B",
+        "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2 --model-name qwen3 --lora-rank 16",
+        (1,),
+    ),
+    "Qwen3-30B-A3B, adapters by name": (
+        "qwen3-30B-A3B",
+        "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --actor-num-gpus-per-node 8 --lora-rank 8 "
+        "--model-name qwen3_moe --lora-target-modules q_proj v_proj experts.linear_fc1",
+        (5,),
+    ),
+    "Moonlight, adapters": (
+        "moonlight",
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 13 --actor-num-gpus-per-node 2 "
+        "--model-name deepseek_v3 --lora-rank 8 --moe-router-bias-update-rate 0",
+        (0, 1),
+    ),
+    "Qwen3-Next, adapters": (
+        "qwen3-next-80B-A3B",
+        "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --actor-num-gpus-per-node 8 "
+        "--model-name qwen3_next --lora-rank 8",
+        (0,),
+    ),
     "DeepSeek R1": ("deepseek-v3", R1, (0, 40, 127)),
     "GLM-5.2": ("glm5.2-744B-A40B", GLM52, (0, 100, 255)),
 }
@@ -145,6 +170,8 @@ def test_every_rank_holds_what_megatron_builds(case, megatron_counts, glm52_fold
     for rank, (dense, expert, frozen, layers) in zip(CASES[case][2], megatron_counts[case], strict=True):
         stage = chunks[places[rank].pipeline]
         count = chunk_parameters(stage, dims, sizes)
+        if (lora := lora_config(args)) is not None:
+            count = with_adapters(count, stage, dims, sizes, lora)
         assert (count.dense, count.expert, count.frozen) == (dense, expert, frozen)
         assert [layer + 1 for chunk in stage for layer in chunk.layers] == layers
 

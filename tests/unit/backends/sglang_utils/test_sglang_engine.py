@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils import sglang_engine
+from slime.backends.sglang_utils import sglang_engine, sglang_plugin
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.sglang_plugin import _choose_adapter
 from slime.backends.sglang_utils.weight_verbs import CHECK_LOADERS
@@ -181,9 +182,36 @@ def test_a_request_without_adapter_runs_on_the_last_one_and_keeps_its_version():
     registry = SimpleNamespace(get_all_adapters=lambda: held)
     settings = SimpleNamespace(enable_lora=True, weight_version="4")
     manager = SimpleNamespace(server_args=settings, lora_registry=registry)
-    request, other = SimpleNamespace(lora_path=None), SimpleNamespace(lora_path="mine")
+    request, other = SimpleNamespace(lora_path=None, rid="1"), SimpleNamespace(lora_path="mine", rid="2")
+    probe = SimpleNamespace(lora_path=None, rid="HEALTH_CHECK_1")
+    assert (_choose_adapter(manager, probe), probe.lora_path) == (None, None)
     assert (_choose_adapter(manager, request), request.lora_path) == ("4", "slime-4")
     assert (_choose_adapter(manager, other), other.lora_path) == (None, "mine")
     settings.weight_version = "default"  # before the first push: the model as it is
     request.lora_path = None
     assert (_choose_adapter(manager, request), request.lora_path) == (None, None)
+
+
+def test_an_adapter_is_unloaded_though_a_request_was_never_counted_down(monkeypatch):
+    monkeypatch.setattr(sglang_plugin, "LOST_COUNT_S", 0.3)
+    registry, order = SimpleNamespace(_counters={"id": 1}), []
+
+    async def count_down(registry: Any, lora_id: str) -> None:
+        await asyncio.Event().wait()
+
+    async def request() -> None:
+        async with sglang_plugin._counted("id"):
+            await asyncio.sleep(0.6)
+            order.append("the request ends")
+
+    async def unload() -> None:
+        await asyncio.sleep(0.05)
+        await sglang_plugin._wait_for_unload(count_down, registry, "id")
+        order.append("the adapter goes")
+
+    async def both() -> None:
+        await asyncio.wait_for(asyncio.gather(request(), unload()), timeout=20)
+
+    asyncio.run(both())
+    assert order == ["the request ends", "the adapter goes"]
+    assert registry._counters == {} and "id" not in sglang_plugin._running
