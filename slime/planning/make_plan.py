@@ -121,6 +121,8 @@ def _notes(args: Namespace, options: PlanOptions) -> Iterator[str]:
         yield f"{which} makes the layers; the plan counts standard layers with the sizes of the flags."
     if args.lora_rank is not None:
         yield "Adapters are counted in memory, not in time: products of frozen weights have no gradient of the weight."
+    if args.lora_base_precision is not None:
+        yield f"Weights become {args.lora_base_precision} once they are loaded: whole, they must fit a card too."
     if args.only_train_params_name_list or args.freeze_params_name_list:
         yield "Frozen parameters are counted as trained: gradients and optimizer are an upper bound."
     if args.use_critic:

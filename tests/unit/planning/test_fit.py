@@ -104,3 +104,20 @@ def test_a_model_that_no_layout_takes_is_refused(tmp_path):
     words = [*checkpoint(tmp_path, "qwen3-235B-A22B"), *RUN.split(), "--fit"]
     with pytest.raises(ConfigError, match="no layout of 1 x H100 fits; use more GPUs"):
         fitted(words, replace(H200, card=find_card("H100")), num_gpus=1)
+
+
+def test_adapters_fit_where_all_weights_do_not_and_a_base_in_four_bits_takes_a_third(tmp_path):
+    words = [*checkpoint(tmp_path, "qwen3-14B"), *RUN.split(), "--fit"]
+    options = replace(H200, card=find_card("H100"))
+    with pytest.raises(ConfigError, match="no layout of 1 x H100 fits"):
+        fitted(words, options, num_gpus=1)
+    memory = []
+    for base in ([], ["--lora-base-precision", "int4"]):
+        chosen, _ = fitted([*words, "--lora-rank", "32", *base], options, num_gpus=1)
+        run = complete_run(chosen, tmp_path)
+        assert run.problems == [] and run.args is not None
+        memory.append(make_plan(run.args, run.hf_config, options).stages[0].memory)
+    whole, quantized = memory
+    assert whole.frozen == pytest.approx(2 * 14.77e9, rel=1e-3)  # embedding and projection stay in bf16
+    assert quantized.frozen == pytest.approx((0.5 + 1 / 64) * 13.21e9 + 2 * 1.556e9, rel=1e-3)
+    assert whole.gradients == quantized.gradients < 0.02 * 4 * 14.77e9
