@@ -17,10 +17,10 @@ import re
 from argparse import Namespace
 from typing import Any
 
-from examples.multi_turn import play
 from examples.retool.tool_sandbox import Limits, PythonSandbox
 from examples.tiny_arithmetic.reward import ends_behind_its_box
 from slime.agent.sandbox import check_local_sandbox
+from slime.rollout.multi_turn import converse
 from slime.rollout.rm_hub import grade_answer_verl
 from slime.utils.types import Sample
 
@@ -54,7 +54,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         return result.output
 
     max_turns = getattr(args, "retool_max_turns", MAX_TURNS)
-    return await play(args, sample, sampling_params, environment, max_turns=max_turns)
+    return await converse(args, sample, sampling_params, environment, max_turns=max_turns)
 
 
 generate.check_args = check_local_sandbox

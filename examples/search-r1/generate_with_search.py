@@ -20,8 +20,8 @@ from typing import Any
 
 from local_search_server import Retriever
 
-from examples.multi_turn import play
 from examples.tiny_arithmetic.reward import ends_behind_its_box
+from slime.rollout.multi_turn import converse
 from slime.rollout.rm_hub import extract_boxed_answer, f1_score
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
@@ -47,7 +47,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         return await observe(args, queries[-1].strip())
 
     max_turns = getattr(args, "search_max_turns", MAX_TURNS)
-    return await play(args, sample, sampling_params, environment, max_turns=max_turns)
+    return await converse(args, sample, sampling_params, environment, max_turns=max_turns)
 
 
 async def observe(args: Namespace, query: str) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 import tau_env
 
-from examples.multi_turn import play
 from slime.agent.parsing import parse_model_output
+from slime.rollout.multi_turn import converse
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.types import Sample
 
@@ -55,7 +55,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         return ("tool" if use else "user"), response.observation
 
     max_turns = getattr(args, "tau_max_turns", MAX_TURNS)
-    sample = await play(args, sample, sampling_params, environment, max_turns=max_turns)
+    sample = await converse(args, sample, sampling_params, environment, max_turns=max_turns)
     if sample.status is not Sample.Status.ABORTED:
         sample.reward = reward
     return sample

@@ -15,7 +15,7 @@ from slime.flags.data import derive_batch_sizes
 from slime.flags.debug import derive_debug_modes
 from slime.flags.observability import derive_observability
 from slime.flags.reward import derive_reward
-from slime.flags.rollout import derive_lengths
+from slime.flags.rollout import derive_lengths, derive_turns
 from slime.flags.security import derive_job_secret
 from slime.flags.train import derive_precision
 from slime.flags.weight_sync import derive_released_trainer, derive_weight_push_failure
@@ -96,6 +96,7 @@ STEPS = (
     derive_batch_sizes,
     derive_algorithm,
     derive_lengths,
+    derive_turns,
     _hook_lists,
     derive_reward,
     derive_observability,

@@ -26,11 +26,15 @@ OWN_ROLLOUTS = (
 )
 """Rollout functions that take ``--n-samples-per-prompt`` answers and grade them with ``--rm-type``."""
 
+MULTI_TURN = "slime.rollout.multi_turn.generate"
+"""Generate function of ``--rollout-tools`` and ``--rollout-environment``."""
+
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the rollout group to ``parser``."""
     _add_sampling(parser)
     _add_collection(parser)
+    _add_turns(parser)
     _add_ledger(parser)
 
 
@@ -146,6 +150,35 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
         type=non_negative_int,
         help="First rollout of this run. Default: the one after the loaded checkpoint's.",
     )
+
+
+def _add_turns(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("turns", "Conversations of the policy with tools and environments.")
+    group.add_argument(
+        "--rollout-tools",
+        type=file_path,
+        nargs="+",
+        metavar="PATH",
+        help="Python functions that the policy may call; annotations and docstring become their description.",
+    )
+    group.add_argument(
+        "--rollout-environment",
+        type=file_path,
+        metavar="PATH",
+        help="Class of an environment of text: reset(seed, options) and step(action), as Gymnasium has them.",
+    )
+    group.add_argument(
+        "--rollout-max-turns", type=positive_int, default=16, help="Turns of the policy; then a sample is truncated."
+    )
+    group.add_argument(
+        "--turn-timeout-s", type=wait_s, default=60.0, help="Seconds for a tool, or for a step of the environment."
+    )
+
+
+def derive_turns(args: Namespace) -> None:
+    """Have tools and environments played by the stock function, where no other is named."""
+    if (args.rollout_tools or args.rollout_environment) and args.custom_generate_function_path is None:
+        args.custom_generate_function_path = MULTI_TURN
 
 
 def _add_ledger(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from slime.flags.security import trusts_remote_code
 from slime.planning.traffic import reference_lengths
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import split_path
+from slime.rollout.tools import toolbox
 from slime.utils.processing_utils import load_tokenizer
 
 ROWS_READ = 4096
@@ -50,6 +51,7 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
         seed=args.rollout_seed,
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        tools=toolbox(args).schemas,
     )
     if args.rollout_shuffle:
         dataset.shuffle(0)

@@ -20,6 +20,7 @@ from slime.flags.security import trusts_remote_code
 from slime.rollout import plain_values
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.state_file import read_state, write_state
+from slime.rollout.tools import toolbox
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, call_plugin
@@ -101,6 +102,7 @@ class RolloutDataSource(DataSource):
             seed=args.rollout_seed,
             apply_chat_template=args.apply_chat_template,
             apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            tools=toolbox(args).schemas,
         )
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:

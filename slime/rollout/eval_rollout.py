@@ -19,6 +19,7 @@ from slime.rollout.context import RolloutContext
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.generate_group import restart_if_broken, restart_point
 from slime.rollout.prompt_dataset import Dataset
+from slime.rollout.tools import toolbox
 from slime.rollout.waiting import DeadlineExceeded, LongWait, cancel_all, deadline_error
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.types import Sample
@@ -148,6 +149,7 @@ def _load_dataset(context: RolloutContext, dataset_cfg: EvalDatasetConfig) -> Da
             multimodal_keys=dataset_cfg.multimodal_keys,
             apply_chat_template=dataset_cfg.apply_chat_template,
             apply_chat_template_kwargs=dataset_cfg.apply_chat_template_kwargs,
+            tools=toolbox(args).schemas,
         )
     return _datasets[key]
 

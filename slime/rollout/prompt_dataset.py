@@ -116,6 +116,7 @@ class Dataset:
         seed: int = 42,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[Any] | None = None,
     ) -> None:
         """Read ``path``.
 
@@ -129,6 +130,7 @@ class Dataset:
             seed: of the shuffling.
             apply_chat_template: render messages to text, ready for the response.
             apply_chat_template_kwargs: further arguments of the template.
+            tools: of rows that have none of their own.
         """
         self.path = path
         self.seed = seed
@@ -141,11 +143,12 @@ class Dataset:
             required = {prompt_key: "--input-key"} | ({label_key: "--label-key"} if label_key else {})
             _check_keys(row, required, where)
             metadata = parse_metadata(row.get(metadata_key), where)
-            tools = parse_tools(row.get(tool_key), where) if tool_key else None
-            if tools is not None:
-                metadata["tools"] = tools
+            own_tools = parse_tools(row.get(tool_key), where) if tool_key else None
+            if own_tools is not None:
+                metadata["tools"] = own_tools
             prompt = _normalised_prompt(row, prompt_key, multimodal_keys, apply_chat_template, where)
-            rendered = render(tokenizer, prompt, tools, where, **template_kwargs) if apply_chat_template else prompt
+            offered = own_tools or tools or None
+            rendered = render(tokenizer, prompt, offered, where, **template_kwargs) if apply_chat_template else prompt
             label = row[label_key] if label_key else None
             check_label(label, where, f"{label_key} (--label-key)")
             sample = Sample(

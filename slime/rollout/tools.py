@@ -1,0 +1,102 @@
+"""Python functions as tools of the policy (``--rollout-tools``): how they are described, and how they are called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.flags.config import read_config
+from slime.flags.rollout import add_rollout_arguments
+from slime.rollout.rm_hub.policy import GraderThreads, within
+from slime.utils.errors import ConfigError
+from slime.utils.misc import load_function
+
+NUM_THREADS = 32
+_THREADS = GraderThreads(NUM_THREADS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsConfig:
+    """Flags of conversations with tools and environments."""
+
+    rollout_tools: list[str] | None
+    rollout_environment: str | None
+    rollout_max_turns: int
+    turn_timeout_s: float
+    sglang_tool_call_parser: str | None = None
+    sglang_reasoning_parser: str | None = None
+
+
+def turns_config(args: Namespace) -> TurnsConfig:
+    """Return the config that ``args``, complete or not, gives."""
+    return read_config(TurnsConfig, args, add_rollout_arguments)
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a run."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    schemas: list[dict[str, Any]]
+    """Their descriptions in OpenAI's form, as chat templates take them."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
+        """Return what a tool answers, as the policy reads it; a call that fails is answered with its error."""
+        try:
+            answer = await call_in_time(self.functions[name], timeout_s, **arguments)
+        except Exception as error:  # what the policy asks for may break a tool in any way
+            return f"Error: {type(error).__name__}: {error}"
+        return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+@functools.cache
+def _toolbox(paths: tuple[str, ...]) -> Toolbox:
+    from transformers.utils import get_json_schema
+
+    functions: dict[str, Callable[..., Any]] = {}
+    schemas = []
+    for path in paths:
+        try:
+            function = load_function(path)
+            schema = get_json_schema(function)
+        except Exception as error:  # of the user's module, or of what it lacks
+            raise ConfigError(
+                f"--rollout-tools {path} cannot be offered to the model ({type(error).__name__}: {error}). It must be "
+                "a function with annotated parameters, and a docstring with a line for each of them under 'Args:'."
+            ) from error
+        name = schema["function"]["name"]
+        if name in functions:
+            raise ConfigError(f"--rollout-tools names two functions {name!r}; rename one of them.")
+        functions[name] = function
+        schemas.append(schema)
+    return Toolbox(functions, schemas)
+
+
+def toolbox(args: Namespace) -> Toolbox:
+    """Return the tools of ``--rollout-tools``.
+
+    Raises:
+        ConfigError: one of them cannot be imported or described.
+    """
+    return _toolbox(tuple(turns_config(args).rollout_tools or ()))
+
+
+async def call_in_time(function: Callable[..., Any], timeout_s: float, *values: Any, **named: Any) -> Any:
+    """Call a function of the user's, in a thread of its own unless it is a coroutine; returns or raises what it does.
+
+    Raises:
+        TimeoutError: it took more than ``timeout_s`` seconds.
+    """
+    inspect.signature(function).bind(*values, **named)  # a call that does not fit costs no thread
+    call = functools.partial(function, *values, **named)
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await within(timeout_s, call())
+        return await _THREADS.run(call, timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer within {timeout_s:g} s (--turn-timeout-s)") from error
