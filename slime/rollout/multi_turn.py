@@ -89,7 +89,7 @@ async def converse(
     if not sample.tokens:
         sample.tokens = _prompt_tokens(tokenizer, sample, toolbox(args))
     if not sample.response_length:
-        sample.metadata |= {"turn_start": 0, "round_number": 0}
+        sample.metadata |= {"turn_start": 0, "round_number": 0}  # it may have been drawn before, and given up
     limit = _response_limit(args, sampling_params, len(sample.tokens) - sample.response_length, evaluation)
     while True:
         sample.status = Sample.Status.PENDING
@@ -98,7 +98,7 @@ async def converse(
             return sample
         end = _end_of_turn(tokenizer, sample.tokens[-1])
         turn = sample.response[sample.metadata["turn_start"] :].removesuffix(end)
-        sample.metadata["round_number"] += 1
+        sample.metadata["round_number"] = sample.metadata.get("round_number", 0) + 1
 
         began = time.monotonic()
         with trace_span(sample, "environment"):
@@ -191,7 +191,7 @@ async def generate(
     """
     config = turns_config(args)
     player = _Player(config, sample, toolbox(args))
-    limits = {"max_turns": config.rollout_max_turns, "evaluation": evaluation}
+    limits: dict[str, Any] = {"max_turns": config.rollout_max_turns, "evaluation": evaluation}
     if config.rollout_environment is None:
         return await converse(args, sample, sampling_params, player.observe, **limits)
     failure = None

@@ -923,6 +923,7 @@ UNTIMED = {
     "slime.rollout.eval_rollout.evaluate_all: asyncio.gather": "every data set has a LongWait",
     "slime.rollout.generate_group.run_group: asyncio.gather": "rewards have --rm-timeout-s",
     "slime.rollout.generate_group._run_entries: asyncio.gather": "requests are timed, and so is the rollout",
+    "slime.rollout.multi_turn._Player.observe: asyncio.gather": "every call has --turn-timeout-s",
     "slime.rollout.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",
     "slime.rollout.on_policy_distillation.reward_func: asyncio.gather": "every request has REQUEST_TIMEOUT_S",
     "slime.rollout.rm_hub.batched_async_rm: asyncio.gather": "every grading has --rm-timeout-s",
