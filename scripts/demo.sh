@@ -79,4 +79,5 @@ stage "accuracy of the exported model" python3 examples/tiny_arithmetic/hf_accur
     --hf "$(ls -d "${RUN_DIR}"/hf/* | sort -V | tail -n 1)" --data "${TINY_DIR}/task/data/eval.jsonl"
 echo "==== summary"
 python3 examples/tiny_arithmetic/summary.py "${RUN_DIR}"
+python3 tools/report.py "${RUN_DIR}"
 echo "==== demo: $((SECONDS - DEMO_START)) s in all"

@@ -18,6 +18,10 @@ VERBS = {
     ),
     "plan": ("tools/plan.py", "what a run needs, before it takes a GPU"),
     "convert": ("", "a checkpoint into another format; without words, the formats"),
+    "report": ("tools/report.py", "one page of a run: what happened, where the time went, the samples"),
+    "watch": ("tools/watch.py", "the same page of a run that goes on"),
+    "diff": ("tools/diff.py", "in what two runs differ, and since when"),
+    "doctor": ("tools/doctor.py", "what is wrong with this machine"),
     "ledger": ("tools/ledger.py", "what the rollout ledger of a run holds"),
 }
 """Verb -> (program, what it does)."""

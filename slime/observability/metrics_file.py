@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from slime.flags.observability import tracking_config
+from slime.observability.alarms import WINDOW, Alarm, find_alarms
 
 FILE_NAME = "metrics.jsonl"
+ALARM_STEPS = 200
+"""Steps that the driver looks back for alarms."""
 START_KEY = "run/start"
 """The record that each start of the job begins with, resumes included; its value is the run's id."""
 _TIME_KEY = "time"
@@ -227,6 +230,10 @@ class StepLine:
         self._num_rollout = num_rollout
         self._offset = path.stat().st_size if path is not None and path.exists() else 0
         self._early: list[dict[str, Any]] = []
+        self._seen: dict[int, dict[str, Any]] = {}
+        self._known: set[str] = set()
+        self.new_alarms: list[Alarm] = []
+        """Those that the last line told of first."""
 
     @classmethod
     def follow(cls, args: Namespace) -> StepLine:
@@ -249,5 +256,12 @@ class StepLine:
         return merged
 
     def line(self, rollout_id: int) -> str:
-        """Return the line of ``rollout_id``."""
-        return format_step(rollout_id, self.gather(rollout_id), num_rollout=self._num_rollout)
+        """Return the line of ``rollout_id``, with the alarms that begin there."""
+        metrics = self.gather(rollout_id)
+        self._seen[rollout_id] = metrics
+        if len(self._seen) > WINDOW + ALARM_STEPS:
+            del self._seen[sorted(self._seen)[WINDOW]]  # the first ones are what later ones are compared with
+        self.new_alarms = [alarm for alarm in find_alarms(self._seen) if alarm.name not in self._known]
+        self._known |= {alarm.name for alarm in self.new_alarms}
+        told = "".join(f" | ALARM {alarm.text}" for alarm in self.new_alarms)
+        return format_step(rollout_id, metrics, num_rollout=self._num_rollout) + told

@@ -203,6 +203,8 @@ class TrainJob:
         span("step", self._step_began, now, rollout=rollout_id)
         self._step_began = now
         print(self._step_line.line(rollout_id), flush=True)
+        for alarm in self._step_line.new_alarms:
+            event("alarm", name=alarm.name, rollout=alarm.step, text=alarm.text)
 
     def finish(self) -> None:
         """Stop engines, routers and trainers, and close the logs; an evaluation in the background ends first."""

@@ -1,0 +1,155 @@
+"""The report of a run, its difference from another, and the same page served: on runs that the test writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from argparse import Namespace
+
+import pytest
+import torch
+
+from slime.flags.observability import RecordConfig
+from slime.observability import run_record, sample_record
+from slime.observability.metrics_file import append_record
+from slime.observability.run_reader import read_run
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+from tools import diff, doctor, report, watch
+
+ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> \u202e\x07\ud800"
+)
+NUM_STEPS, STEP_S = 8, 10.0
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def write_run(folder, *, lr=0.1, is_hostile=False, num_samples=4, length=3, has_ended=True):
+    flags = {"lr": lr, "colocate": True, "rollout_num_gpus": 2, "actor_num_gpus_per_node": 2, "num_rollout": NUM_STEPS}
+    args = Namespace(save=str(folder), value_origins=dict.fromkeys(flags, "flag"), **flags)
+    run_record.start_recording(args, "driver", primary=True)
+    run_record.event("start", rollout=0)
+    for step in range(NUM_STEPS):
+        begin = 1000.0 + step * STEP_S
+        for name, start, end in (("rollout", 0, 6), ("generation", 0, 4), ("longest answer", 4, 6), ("train", 6, 9)):
+            run_record.span(name, begin + start, begin + end)
+        run_record.span("step", begin, begin + STEP_S, rollout=step)
+        reward = step / NUM_STEPS
+        append_record(folder / "metrics.jsonl", {"rollout/raw_reward": reward, "rollout/step": step})
+        loss = lr if step >= 5 else 0.0
+        append_record(folder / "metrics.jsonl", {"train/loss": loss, "train/grad_norm": 1.0, "train/step": step})
+        text = HOSTILE if is_hostile else "answer"
+        samples = [
+            Sample(
+                index=i, group_index=i // 2, prompt=text, response=text, reward=reward, response_length=length,
+                tokens=[1, *range(length)], rollout_log_probs=[-0.5] * length, status=Sample.Status.COMPLETED,
+            )
+            for i in range(num_samples)
+        ]  # fmt: skip
+        sample_record.record_rollout(ALL, step, samples, [0.0] * num_samples)
+        columns = {"trainer_log_probs": torch.full((num_samples, length), -0.5 - loss), "advantages": torch.ones(num_samples, length)}  # fmt: skip  # noqa: E501
+        sample_record.record_trained(ALL, step, 0, range(num_samples), columns)
+    if has_ended:
+        run_record.event("finish")
+    run_record.stop_recording()
+    return folder
+
+
+def data_in(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run") / "steady")
+
+
+def test_causes_add_up_to_the_time_of_the_gpus_in_all_and_in_each_step(run):
+    time = report.time_of(read_run(run))
+    assert sum(time["total"].values()) == pytest.approx(2 * NUM_STEPS * STEP_S, rel=0.02)
+    assert [sum(row["s"].values()) for row in time["steps"]] == pytest.approx([2 * STEP_S] * NUM_STEPS, rel=0.02)
+    assert time["total"]["longest answer"] == pytest.approx(2 * NUM_STEPS * 2)
+
+
+def test_the_page_says_how_the_run_went_and_holds_everything_itself(run):
+    page = report.page_of(read_run(run))
+    data = data_in(page)
+    assert data["state"] == "finished" and data["name"] == "steady"
+    assert "Reward rose from 0 to 0.875 (best 0.875)." in data["verdict"] and "No alarm." in data["verdict"]
+    assert any("longest 3 %" in sentence for sentence in data["verdict"])
+    assert data["samples"]["all"] == 4 * NUM_STEPS == len(data["samples"]["rows"])
+    assert data["samples"]["rows"][-1]["d"] == pytest.approx(-0.1)
+    assert [row[0] for row in data["config"]][:1] == ["actor_num_gpus_per_node"]
+    assert not re.search(r"""(?:src|href)=["']?https?:""", page) and len(page) < 1e6
+
+
+def test_of_many_samples_the_page_has_some_of_every_rollout_and_says_so(tmp_path):
+    big = write_run(tmp_path / "big", num_samples=200, length=200)
+    data = data_in(report.page_of(read_run(big), samples_mb=0.3))
+    assert data["samples"]["all"] == 200 * NUM_STEPS > len(data["samples"]["rows"])
+    assert {row["r"] for row in data["samples"]["rows"]} == set(range(1, NUM_STEPS + 1))
+    assert len(json.dumps(data)) < 0.6e6
+
+
+def test_a_run_that_was_cut_off_is_shown_as_far_as_it_went(tmp_path):
+    folder = write_run(tmp_path / "cut", has_ended=False)
+    for name in ("metrics.jsonl", "events.jsonl", "spans.json", "samples/rollout_000007.parquet"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) - 20])
+    data = data_in(report.page_of(read_run(folder)))
+    assert data["state"] == "running or cut off" and data["samples"]["all"] == 4 * (NUM_STEPS - 1)
+    for name in ("config.json", "events.jsonl", "spans.json"):
+        (folder / name).unlink()
+    assert data_in(report.page_of(read_run(folder)))["time"]["total"] == {}
+    with pytest.raises(DataError, match="give the folder of a run"):
+        read_run(tmp_path)
+
+
+def test_two_runs_of_one_command_differ_in_nothing_and_a_learning_rate_is_found(run, tmp_path, capsys):
+    twin, other = write_run(tmp_path / "twin"), write_run(tmp_path / "other", lr=0.2)
+    with pytest.raises(SystemExit) as left:
+        diff.main([str(run), str(twin)])
+    assert left.value.code == 0 and "differ in nothing" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        diff.main([str(run), str(other)])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert left.value.code == 1 and ["lr", "0.1", "0.2"] in lines
+    assert ["trainer's", "log-probs", "6", "0.1", "(12", "of", "12", "values)"] in lines
+    assert ["train/loss", "6", "0.1", "(1", "of", "1", "values)"] in lines
+
+
+def test_watch_serves_the_page_to_this_machine_under_its_own_name(run):
+    with watch.server_of(run, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        assert data_in(opener.open(url, timeout=30).read().decode())["live"] is True
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            opener.open(urllib.request.Request(url, headers={"Host": "elsewhere.example:80"}), timeout=30)
+        server.shutdown()
+
+
+def test_the_doctor_has_ten_lines_each_with_a_verdict(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--save", str(tmp_path / "not" / "there")])
+    verdicts = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert len(verdicts) == 10 and set(verdicts) <= {"good", "bad", "unknown"}
+    assert doctor.space(tmp_path, 1e9, "buy")[0] == "bad"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("view", ["Summary", "Where%20the%20time%20goes", "Samples"])
+def test_a_browser_shows_hostile_texts_as_text_and_runs_nothing_of_them(tmp_path, view):
+    page = tmp_path / "report.html"
+    page.write_text(report.page_of(read_run(write_run(tmp_path / "hostile", is_hostile=True))), encoding="utf-8")
+    words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--dump-dom"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", f"{page.as_uri()}#{view}"]
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "<title>slime: hostile</title>" in shown and 'aria-selected="true"' in shown
+    assert "<img" not in shown and "<script>document" not in shown

@@ -1,0 +1,185 @@
+"""Look at this machine before a job does: ten lines, each good, bad or unknown, with the remedy.
+
+    python tools/doctor.py [--save DIR] [--port 8265]
+
+Exits with 1 when a line is bad.  Nothing is started; nothing but one file in --save is written, and removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
+Verdict = tuple[str, str]
+PINNED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "pyarrow", "numpy")
+MIN_FILES, MIN_SHM_GIB, MIN_TMP_GIB, MIN_DISK_MBS = 16384, 8, 20, 200
+PROBE_BYTES = 64 << 20
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--save", type=Path, default=Path("."), help="The folder that checkpoints will go to.")
+    parser.add_argument("--port", type=int, default=8265, help="Of Ray's dashboard.")
+    options = parser.parse_args(argv)
+    found = [(name, *_safely(check)) for name, check in checks(options.save, options.port).items()]
+    for name, verdict, text in found:
+        print(f"{verdict:8} {name:16} {text}")
+    raise SystemExit(1 if any(verdict == BAD for _, verdict, _ in found) else 0)
+
+
+def checks(save: Path, port: int) -> dict[str, Callable[[], Verdict]]:
+    """Return the ten checks by name."""
+    return {
+        "GPUs": gpus,
+        "links of GPUs": links,
+        "versions": versions,
+        "shared memory": lambda: space(Path("/dev/shm"), MIN_SHM_GIB, "give the container --shm-size, or --ipc=host"),
+        "open files": open_files,
+        "temporary files": lambda: space(Path(tempfile.gettempdir()), MIN_TMP_GIB, "free it, or set TMPDIR"),
+        "disk of --save": lambda: disk(save),
+        "clock": clock,
+        "host name": host_name,
+        "port of Ray": lambda: free_port(port),
+    }
+
+
+def _safely(check: Callable[[], Verdict]) -> Verdict:
+    try:
+        return check()
+    except (OSError, subprocess.SubprocessError, ValueError, ImportError) as error:
+        return UNKNOWN, f"it cannot be looked at: {type(error).__name__}: {error}"
+
+
+def _ask(*words: str) -> str | None:
+    """Return what a program prints; None where there is no such program, or where it fails."""
+    if shutil.which(words[0]) is None:
+        return None
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return ended.stdout if ended.returncode == 0 else None
+
+
+def gpus() -> Verdict:
+    """Look at number, memory and use of the GPUs."""
+    listed = _ask(
+        "nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"
+    )
+    if listed is None:
+        return UNKNOWN, "no nvidia-smi: jobs run on the CPU, slowly (scripts/run-tiny-cpu.sh), or install the driver"
+    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines() if line.strip()]
+    used = [index for index, row in enumerate(rows) if float(row[2]) > 1024]
+    text = f"{len(rows)} x {rows[0][0]}, {float(rows[0][1]) / 1024:.0f} GiB, driver {rows[0][3]}"
+    return (BAD, f"{text}; GPUs {used} are in use: end the processes that nvidia-smi shows") if used else (GOOD, text)
+
+
+def links() -> Verdict:
+    """Look at how the GPUs reach each other."""
+    topology = _ask("nvidia-smi", "topo", "-m")
+    if topology is None:
+        return UNKNOWN, "no nvidia-smi"
+    rows = re.findall(r"^GPU\d+\s+(.*)$", topology, re.M)
+    if len(rows) < 2:
+        return GOOD, "one GPU"
+    if all(re.search(r"\bNV\d+\b", row) for row in rows):
+        return GOOD, "NVLink between the GPUs"
+    return UNKNOWN, "no NVLink between some GPUs: keep --tensor-model-parallel-size small"
+
+
+def versions() -> Verdict:
+    """Compare installed packages with the pins of requirements/."""
+    lines = [line for name in ("cpu.lock.txt", "torch.txt") for line in _lines(REPO / "requirements" / name)]
+    pins = dict(line.split(" ")[0].split("==") for line in lines if re.match(r"[\w.-]+==", line))
+    wrong = []
+    for name in PINNED:
+        try:
+            installed = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            installed = "missing"
+        if (wanted := pins.get(name, installed).partition("+")[0]) != installed:
+            wrong.append(f"{name} {installed} (pinned {wanted})")
+    if wrong:
+        return BAD, f"{', '.join(wrong)}: make install; on GPUs see docs/gpu.md"
+    return GOOD, f"{len(PINNED)} packages as pinned"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def space(folder: Path, gib: float, remedy: str) -> Verdict:
+    """Look at the room in a folder."""
+    free = shutil.disk_usage(folder).free / 2**30
+    text = f"{free:.1f} GiB free in {folder}"
+    return (GOOD, text) if free >= gib else (BAD, f"{text}, {gib} wanted: {remedy}")
+
+
+def open_files() -> Verdict:
+    """Look at the limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= MIN_FILES or soft == resource.RLIM_INFINITY:
+        return GOOD, f"{soft} allowed"
+    can_be_raised = hard == resource.RLIM_INFINITY or hard >= MIN_FILES
+    remedy = f"ulimit -n {MIN_FILES}" if can_be_raised else "raise nofile in /etc/security/limits.conf"
+    return BAD, f"{soft} allowed, {MIN_FILES} wanted: {remedy}"
+
+
+def disk(folder: Path) -> Verdict:
+    """Write 64 MiB and see how fast that is."""
+    while not folder.exists():
+        folder = folder.absolute().parent
+    data, start = os.urandom(PROBE_BYTES), time.monotonic()
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        speed = PROBE_BYTES / 1e6 / max(1e-6, time.monotonic() - start)
+    text = f"{speed:.0f} MB/s into {folder}"
+    return (
+        (GOOD, text)
+        if speed >= MIN_DISK_MBS
+        else (BAD, f"{text}, {MIN_DISK_MBS} wanted: a faster disk, or --async-save")
+    )
+
+
+def clock() -> Verdict:
+    """Ask the kernel whether the clock is kept in time."""
+    said = _ask("timedatectl", "show", "--property=NTPSynchronized", "--value")
+    if said is None:
+        return UNKNOWN, "timedatectl does not say; on several nodes the clocks must agree within a second"
+    return (GOOD, "kept in time") if said.strip() == "yes" else (UNKNOWN, "not kept in time: start an NTP client")
+
+
+def host_name() -> Verdict:
+    """Look up this machine's own name, by which the processes of a job find each other."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return BAD, f"{name} has no address: add it to /etc/hosts, or set SLIME_HOST_IP"
+    return GOOD, f"{name} is {address}"
+
+
+def free_port(port: int) -> Verdict:
+    """See whether Ray's dashboard can have its port."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return UNKNOWN, f"{port} is taken: a Ray cluster runs, or ray start --dashboard-port OTHER"
+    return GOOD, f"{port} is free"
+
+
+if __name__ == "__main__":
+    main()
