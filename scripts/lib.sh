@@ -61,7 +61,7 @@ import os, sys, urllib.request
 
 request = urllib.request.Request(
     os.environ["RAY_API_SERVER_ADDRESS"] + "/api/jobs/",
-    headers={"Authorization": "Bearer " + os.environ.get("RAY_AUTH_TOKEN", "")},
+    headers={"Authorization": "Bearer " + open(os.environ.get("RAY_AUTH_TOKEN_PATH", os.devnull)).read().strip()},
 )
 try:
     urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5)
@@ -78,9 +78,8 @@ start_ray() {
         export RAY_API_SERVER_ADDRESS="${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}"
         return
     fi
-    # Ray's default token is in the home folder, where other clusters share it.
-    export RAY_AUTH_TOKEN
-    RAY_AUTH_TOKEN="$(python3 -c 'import secrets; print(secrets.token_hex(32))')"
+    # Loopback is loopback: without this, Ray takes the address of the outgoing interface in its place.
+    export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
     # Ray gives up on a node that has not registered after 30 s; on a busy machine it may take longer.
     for attempt in 1 2 3; do
         if _start_ray_once "$@"; then
@@ -115,17 +114,26 @@ _show_cause() {
     fi
 }
 
+# make_token: put Ray's token, RAY_AUTH_TOKEN where it is set, into a file that only this user reads: an environment is seen
+# by plug-ins and by what they start.  Ray's default one, in the home folder, is shared with other clusters.
+make_token() {
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="${_RAY_DIR}/token"
+    (umask 077; echo "${RAY_AUTH_TOKEN:-$(python3 -c 'import secrets; print(secrets.token_hex(32))')}" >"${_RAY_DIR}/token")
+    unset RAY_AUTH_TOKEN
+}
+
 _start_ray_once() {
     local num_gpus="$1" ports start=${SECONDS}
     shift
     _RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray-XXXXXX")"
+    make_token
     mapfile -t ports < <(free_ports 6)
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${ports[1]}"
     export RAY_ADDRESS="127.0.0.1:${ports[0]}"
     echo "ray: starting a cluster with ${num_gpus} GPUs (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
     # Workers take any free port: with a fixed range, two clusters on one machine would try the same ports.
     # A bundle of the job has one GPU and one CPU; engines, managers and the job itself need CPUs too.
-    setsid ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" \
+    setsid ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" --node-ip-address 127.0.0.1 \
         --num-gpus "${num_gpus}" --num-cpus "$((2 * num_gpus + 8))" \
         --port "${ports[0]}" --min-worker-port 0 --max-worker-port 0 \
         --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
@@ -162,6 +170,7 @@ _stop_ray() {
     kill -TERM -- "-${_RAY_PID}" 2>/dev/null || true
     while kill -0 -- "-${_RAY_PID}" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
     kill -KILL -- "-${_RAY_PID}" 2>/dev/null || true
+    rm -f "${_RAY_DIR}/token"
     _RAY_PID=""
 }
 

@@ -29,13 +29,13 @@ start_nodes() {
     fi
     export RAY_PORT="${RAY_PORT:-6379}" RAY_DASHBOARD_PORT="${RAY_DASHBOARD_PORT:-8265}"
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${RAY_DASHBOARD_PORT}"
-    if [[ -n "${HOSTFILE:-}" ]]; then
-        export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(python3 -c 'import secrets; print(secrets.token_hex(32))')}"
-    elif [[ -z "${RAY_AUTH_TOKEN:-}" ]]; then
+    _RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray-XXXXXX")"
+    if [[ -n "${HOSTFILE:-}${RAY_AUTH_TOKEN:-}" ]]; then
+        make_token
+    else
         # A node that is joined by hand has no token; to require one, set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token on all.
         export RAY_AUTH_MODE=disabled
     fi
-    _RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray-XXXXXX")"
     echo "ray: starting the head at ${MASTER_ADDR}:${RAY_PORT} (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
     export _RAY_DIR
     # One process group: the head, and an ssh to each other node; when the ssh ends, so does its node.
@@ -82,7 +82,7 @@ _run_nodes() {
             [[ "${address}" == "${MASTER_ADDR}" ]] && continue
             echo "starting a node on ${address}"
             # The token goes through stdin, which no process list shows; the end of stdin ends the node.
-            { echo "${RAY_AUTH_TOKEN}"; sleep infinity; } | ssh -o BatchMode=yes -o ConnectTimeout=20 \
+            { cat "${RAY_AUTH_TOKEN_PATH}"; sleep infinity; } | ssh -o BatchMode=yes -o ConnectTimeout=20 \
                 -o ServerAliveInterval=15 "${SSH_USER:-root}@${address}" \
                 "REPO_DIR='${REPO_DIR}' JOIN='$(join_command "${address}" "${num_gpus}") --block' bash -c '$(_node_text)'" &
         done
@@ -93,8 +93,10 @@ _run_nodes() {
 # Print the script of a node: it joins, with retries while the head is starting, and ends with its stdin.
 _node_text() {
     cat <<'NODE'
-read -r RAY_AUTH_TOKEN
-export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$(mktemp)"
+trap "rm -f $RAY_AUTH_TOKEN_PATH" EXIT
+read -r token
+echo "$token" >"$RAY_AUTH_TOKEN_PATH"
 exec 3<&0
 [ -x "$REPO_DIR/.venv/bin/ray" ] && PATH="$REPO_DIR/.venv/bin:$PATH"
 for attempt in 1 2 3 4 5 6; do

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import positive_int
 from slime.observability.logging_utils import configure_logger
-from slime.weights.hf_rewrite.source import read_config
+from slime.utils.json_file import read_model_config
 from slime.weights.hf_rewrite.to_quantized import to_int4
 from slime.weights.named_tensors import config_dtype
 from tools.cli import add_rewrite_flags, clean_exit, parse_bool, rewrite
@@ -47,7 +47,7 @@ def main() -> None:
     configure_logger()
     with clean_exit():
         options = build_parser().parse_args()
-        scale_dtype = config_dtype(read_config(options.model_dir))
+        scale_dtype = config_dtype(read_model_config(options.model_dir, flag="--model-dir"))
         recipe = to_int4(options.group_size, options.is_symmetric, options.ignore_rules, scale_dtype)
         rewrite(recipe, options.model_dir, options.save_dir, options)
 

@@ -9,7 +9,6 @@ writes config and index.  The same command resumes an interrupted run.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_object, text_over_all
 from slime.weights.hf_rewrite.to_bf16 import Int4ToBf16
 from tools.cli import add_rewrite_flags, clean_exit, rewrite
 
@@ -36,12 +36,8 @@ def quantization_config(path: str | None) -> dict[str, object] | None:
     """Read the settings of the quantized weights from ``--config-path``."""
     if path is None:
         return None
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--config-path {path} cannot be read ({error}); name a config.json") from error
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if not found:
+    found = text_over_all(read_object(path, flag="--config-path", error=ConfigError)).get("quantization_config")
+    if not isinstance(found, dict) or not found:
         raise ConfigError(f"--config-path {path} has no quantization_config; name the config of the quantized model")
     return dict(found)
 

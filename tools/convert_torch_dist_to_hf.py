@@ -29,6 +29,7 @@ from tqdm import tqdm
 from slime.flags.kinds import positive_int
 from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_config, read_model_type
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
 from slime.weights.named_tensors import check_finite, config_dtype
 from slime.weights.quantize.formats import logical_names
@@ -81,14 +82,7 @@ def model_name_of(options: Namespace) -> str:
         return options.model_name
     if not options.origin_hf_dir:
         raise ConfigError("give --origin-hf-dir or --model-name: tensor names depend on the model type")
-    return str(_origin_config(options)["model_type"])
-
-
-def _origin_config(options: Namespace) -> dict[str, Any]:
-    path = Path(options.origin_hf_dir) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"--origin-hf-dir {options.origin_hf_dir}: no config.json in it")
-    return json.loads(path.read_text())
+    return read_model_type(options.origin_hf_dir, flag="--origin-hf-dir")
 
 
 def origin_files(folder: Path) -> Iterator[Any]:
@@ -147,7 +141,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     model_name = model_name_of(options)
     origin = Path(options.origin_hf_dir) if options.origin_hf_dir else None
     dtypes = origin_dtypes(origin) if origin else {}
-    default_dtype = config_dtype(_origin_config(options)) if origin else None
+    default_dtype = config_dtype(read_model_config(options.origin_hf_dir, flag="--origin-hf-dir")) if origin else None
     start = time.monotonic()
     names: set[str] = set()
 
@@ -203,7 +197,7 @@ def _each(parts: Iterator[tuple[Any, Any]], bar: Any) -> Iterator[tuple[str, tor
 
 def _check_vocab_size(options: Namespace, rows: int | None) -> None:
     """Refuse a vocabulary that is not that of the model's config, or larger than the embedding."""
-    config = _origin_config(options) if options.origin_hf_dir else {}
+    config = read_model_config(options.origin_hf_dir, flag="--origin-hf-dir") if options.origin_hf_dir else {}
     expected = (config.get("text_config") or config).get("vocab_size")
     if expected is not None and options.vocab_size != expected:
         raise ConfigError(
@@ -237,7 +231,7 @@ def _read_ahead(read: Any, slices: list[Any], workers: int) -> Iterator[tuple[An
 def _drop_quantization(target: Path) -> None:
     """Remove the quantization from the config: what was written is not quantized."""
     path = target / "config.json"
-    config = json.loads(path.read_text())
+    config = read_model_config(target)
     if config.pop("quantization_config", None) is not None:
         path.write_text(json.dumps(config, indent=2) + "\n")
         logger.info("the result is not quantized: removed quantization_config from its config.json")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import logging
 import signal
 import sys
@@ -29,6 +28,7 @@ from slime.flags.config import read_config
 from slime.flags.security import secret_of_file
 from slime.flags.teacher_server import TeacherServerConfig
 from slime.observability.logging_utils import configure_logger
+from slime.utils.json_file import read_model_config, text_over_all
 from tools.cli import clean_exit
 from tools.convert_hf_to_torch_dist import join_world, parse_training_flags, with_layout
 
@@ -90,8 +90,7 @@ def _answer_unready(port: int | None) -> Iterator[None]:
 
 
 def _longest(hf_checkpoint: str) -> int:
-    config = json.loads((Path(hf_checkpoint) / "config.json").read_text())
-    return int(config.get("text_config", config)["max_position_embeddings"])
+    return int(text_over_all(read_model_config(hf_checkpoint))["max_position_embeddings"])
 
 
 def parse(argv: Sequence[str]) -> Namespace:

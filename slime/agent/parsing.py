@@ -15,11 +15,12 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import parse_object, parse_value
 
 __all__ = [
     "ParsedModelOutput",
@@ -32,12 +33,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+MAX_CALLS = 128
+"""Marks of a call in a turn.  SGLang's parsers take a time quadratic in the number of those that nothing ends."""
 THINK_BEGIN, THINK_END = "<think>", "</think>"
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_BARE_FUNCTION = re.compile(r"<function=[^>]+>.*?</function>", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>(.*?)</parameter>", re.DOTALL)
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+# How a block begins, with its name, and how it ends.  No name holds a "<": a search ends at the next tag.
+_CALL = re.compile(r"<tool_call()>"), "</tool_call>"
+_FUNCTION = re.compile(r"<function=([^<>\s]+)\s*>"), "</function>"
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)\s*>"), "</parameter>"
+_PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>"), "</arg_value>"
 _LEFT_OVER = re.compile(r"</?tool_call>|<function=|</function>|<arg_key>|<parameter=")
 
 
@@ -166,36 +169,60 @@ def parse_xml_tool_uses(
         uses.append(use)
         return ""
 
-    rest = _CALL.sub(lambda match: take(match[1], match[0]), text)
-    rest = _BARE_FUNCTION.sub(lambda match: take(match[0], match[0]), rest)
+    rest = _replace(text, *_CALL, lambda name, body, whole: take(body, whole))
+    rest = _replace(rest, *_FUNCTION, lambda name, body, whole: take(whole, whole))
     return rest.strip() if uses else rest, uses
+
+
+def _replace(text: str, begin: re.Pattern[str], end: str, replacement: Callable[[str, str, str], str]) -> str:
+    """Return the text with ``replacement(name, content, whole)`` in the place of each block.
+
+    In a time linear in the text, whatever is in it: no end is looked for twice.
+    """
+    parts, position = [], 0
+    for match in begin.finditer(text):
+        if match.start() < position:
+            continue  # in the block before
+        close = text.find(end, match.end())
+        if close < 0:
+            break
+        whole = text[match.start() : close + len(end)]
+        parts += [text[position : match.start()], replacement(match[1], text[match.end() : close], whole)]
+        position = close + len(end)
+    return "".join([*parts, text[position:]])
+
+
+def _pairs(body: str, begin: re.Pattern[str], end: str) -> tuple[list[tuple[str, str]], str]:
+    """Return name and content of each block, and what is beside them."""
+    pairs: list[tuple[str, str]] = []
+
+    def take(name: str, content: str, whole: str) -> str:
+        pairs.append((name, content))
+        return ""
+
+    rest = _replace(body, begin, end, take)
+    return pairs, rest.strip()
 
 
 def _read_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Parse one call without its outer tags; None when it cannot be read."""
-    function = _FUNCTION.fullmatch(body)
-    if function:
-        pairs = _PARAMETER.findall(function[2])
-        return _use(function[1], pairs, schemas) if not _PARAMETER.sub("", function[2]).strip() else None
+    function = _FUNCTION[0].match(body)
+    if function and body.endswith(_FUNCTION[1]):
+        pairs, rest = _pairs(body[function.end() : -len(_FUNCTION[1])], *_PARAMETER)
+        return None if rest else _use(function[1], pairs, schemas)
     if body.startswith("{"):
         try:
-            call = json.loads(body)
-        except json.JSONDecodeError:
+            call = parse_object(body)
+            arguments = call.get("arguments", call.get("parameters", {}))
+            arguments = parse_value(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
             return None
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError:
-                return None
         if isinstance(call.get("name"), str) and isinstance(arguments, dict):
             return {"name": call["name"], "input": arguments}
         return None
     name = body.partition("<arg_key>")[0].strip()
-    is_name = re.fullmatch(r"[\w.:-]+", name) is not None
-    if not is_name or _PAIR.sub("", body[len(name) :]).strip():
-        return None
-    return _use(name, _PAIR.findall(body), schemas)
+    pairs, rest = _pairs(body[len(name) :], *_PAIR)
+    return None if rest or re.fullmatch(r"[\w.:-]+", name) is None else _use(name, pairs, schemas)
 
 
 def _use(name: str, pairs: list[tuple[str, str]], schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -212,8 +239,8 @@ def _value(text: str, schema: Any) -> Any:
     if not kinds or "string" in kinds:
         return text
     try:
-        return json.loads(text.strip())
-    except json.JSONDecodeError:
+        return parse_value(text.strip())
+    except ValueError:
         lowered = text.strip().lower()
         if "boolean" in kinds and lowered in ("true", "false"):
             return lowered == "true"
@@ -273,6 +300,9 @@ def _sglang_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]], name
         raise ConfigError(f"There is no tool-call parser {name!r}; SGLang has {known}.")
     tools = [tool_class(type="function", function=_function_of(tool)) for tool in tools_schema]
     parser = parser_class(tools, name)
+    mark = parser.detector.bot_token
+    if mark and text.count(mark) > MAX_CALLS:
+        return ParsedTools(text, [], True)
     try:
         rest, calls = parser.parse_non_stream(text)
         found = [(call.name, json.loads(call.parameters or "{}")) for call in calls]

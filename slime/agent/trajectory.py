@@ -21,6 +21,7 @@ from hashlib import blake2b
 from typing import Any
 
 from slime.utils.errors import DataError
+from slime.utils.json_file import parse_value
 from slime.utils.types import Sample
 
 __all__ = ["DEFAULT_FORK_THRESHOLD_TOKENS", "KnownPrefix", "TrajectoryManager", "TurnRecord", "message_key"]
@@ -92,8 +93,8 @@ def message_key(message: Mapping[str, Any]) -> str:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError:
+                arguments = parse_value(arguments)
+            except ValueError:
                 arguments = arguments.strip()
         calls.append([function.get("name"), arguments])
     said = json.dumps([message.get("role"), text.strip(), calls], sort_keys=True)

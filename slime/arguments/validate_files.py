@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import json
 import logging
 import os
 import string
@@ -22,6 +21,7 @@ from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.flags.security import trusts_remote_code
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.json_file import read_model_config, read_object, text_over_all
 from slime.weights.quantize import read_format
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 
@@ -60,11 +60,10 @@ def _check_model(args: Namespace) -> None:
     if args.hf_checkpoint is None:
         raise ConfigError("--hf-checkpoint is not given: name the model's Hugging Face folder (config and tokenizer).")
     # The engines read the weights; without engines, the trainer may have them from elsewhere.
-    check_huggingface_folder(args.hf_checkpoint, "--hf-checkpoint", weights=not args.debug_train_only)
+    config = check_huggingface_folder(args.hf_checkpoint, "--hf-checkpoint", weights=not args.debug_train_only)
     folder = Path(args.hf_checkpoint)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ConfigError(f"--hf-checkpoint: {folder} has no tokenizer (tokenizer.json); download the model again.")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_positions(args, config)
     if not args.debug_rollout_only and (args.save_hf is not None or not args.debug_train_only):
         read_format(config.get("quantization_config"))  # in which pushes and exports are made
@@ -82,16 +81,13 @@ def _may_have_chat_template(folder: Path) -> bool:
     settings = folder / "tokenizer_config.json"
     if not settings.is_file() or (folder / "tokenizer.model").is_file():
         return True  # the tokenizer's own class may bring one
-    try:
-        content = json.loads(settings.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"--hf-checkpoint: {settings} is not JSON: {error}. Download the model again.") from error
+    content = read_object(settings, flag="--hf-checkpoint", error=ConfigError)
     return bool(content.get("chat_template") or content.get("auto_map"))
 
 
 def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
     """Refuse answers longer than the model's positions, unless its rotary embedding is stretched."""
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_over_all(config)
     positions = text.get("max_position_embeddings")
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     is_stretched = any(isinstance(rope, dict) and rope.get(key) is not None for key in ("factor", "long_factor"))
@@ -171,7 +167,7 @@ def _check_starting_point(args: Namespace) -> None:
 
 def _check_format(folder: str, flag: str) -> None:
     """Refuse quantized weights of a format that the trainer cannot turn back."""
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    config = read_model_config(folder, flag=flag).get("quantization_config")
     if config is not None and config.get("quant_method") == MXFP4:
         return  # read, though not made
     try:

@@ -6,7 +6,6 @@ Folders are told apart by their files alone; nothing is loaded.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -16,10 +15,13 @@ from typing import Any, Literal
 
 from slime.flags.kinds import file_path, non_negative_int, positive_int
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_config, read_object
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Written last by a save: its presence means that the save it names is complete."""
 LFS_NOTE = b"version https://git-lfs"
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "preprocessor_config.json")
+"""Files beside config.json that transformers reads later."""
 """Beginning of the pointer that git-lfs leaves in place of a large file."""
 
 
@@ -230,7 +232,10 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
             f"{flag}: {folder} holds an adapter (adapter_config.json), not a model; merge it into its base model "
             "first."
         )
-    config = _read_json(path / "config.json", flag)
+    config = read_model_config(path, flag=flag)
+    for name in SETTINGS:
+        if (path / name).is_file():
+            read_object(path / name, flag=flag, error=ConfigError)
     if weights:
         _check_weight_files(path, flag)
     return config
@@ -239,7 +244,7 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
 def _check_weight_files(path: Path, flag: str) -> None:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index, flag).get("weight_map")
+        weight_map = read_object(index, flag=flag, error=ConfigError).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{flag}: {index} has no weight_map; download the model again.")
         if wrong := [file for file in weight_map.values() if not isinstance(file, str) or Path(file).name != file]:
@@ -271,18 +276,6 @@ def _check_fetched(files: Iterable[Path], flag: str) -> None:
                 f"{flag}: {file} is a git-lfs pointer, not the file itself; run git lfs pull in {file.parent}, or "
                 "download the model with hf download."
             )
-
-
-def _read_json(file: Path, flag: str) -> dict[str, Any]:
-    if not file.is_file():
-        raise ConfigError(f"{flag}: {file} does not exist; a Hugging Face model folder has it.")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{flag}: {file} is not JSON: {error}. Download the model again.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{flag}: {file} holds a {type(content).__name__}, not an object. Download the model again.")
-    return content
 
 
 def _has_files(path: Path) -> bool:

@@ -7,7 +7,6 @@ Numbers are finite and texts hold no NUL, whatever the flag: ``Parser`` of slime
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.algorithms.registry import Registry
+from slime.utils.json_file import parse_object
 
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
@@ -23,22 +23,11 @@ INT32_MAX = 2**31 - 1
 def json_object(text: str) -> dict[str, Any]:
     """Return a flag's text as a JSON object, for example ``{"enable_thinking": false}``."""
     try:
-        value = json.loads(text, object_pairs_hook=_without_doubles)
-    except (ValueError, RecursionError) as error:
+        return parse_object(text)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text[:200]!r} is not JSON ({error}); write it as '{{\"key\": value}}'"
+            f"{text[:200]!r} is not JSON as it is needed ({error}); write it as '{{\"key\": value}}'"
         ) from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is JSON, but not an object; write it as '{{\"key\": value}}'")
-    return value
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it has the key {next(name for name in names if names.count(name) > 1)!r} twice")
-    return values
 
 
 def text_map(text: str) -> dict[str, str]:

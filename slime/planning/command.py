@@ -19,7 +19,8 @@ from slime.planning.plan import Plan, PlanOptions, find_card
 from slime.planning.prompts import prompt_lengths
 from slime.planning.tables import plan_tables
 from slime.utils import env
-from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.errors import SlimeError
+from slime.utils.json_file import read_model_config, text_over_all
 
 EXIT_OK, EXIT_TOO_LARGE, EXIT_ILLEGAL = 0, 1, 2
 
@@ -99,14 +100,9 @@ def _check(args: Namespace) -> list[str]:
 
 def _read_config(checkpoint: str) -> dict[str, Any] | None:
     """Return config.json of the checkpoint's folder, its ``text_config`` laid over it; None when it is not there."""
-    file = Path(checkpoint) / "config.json"
-    if not file.is_file():
+    if not (Path(checkpoint) / "config.json").is_file():
         return None
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error}); --hf-checkpoint needs a config.json.") from error
-    return {**config, **(config.get("text_config") or {})}
+    return text_over_all(read_model_config(checkpoint))
 
 
 def _assumption(checkpoint: str, config: Mapping[str, Any]) -> str:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import secrets
+import shutil
+import tempfile
 import threading
 from argparse import Namespace
+from pathlib import Path
 
 import ray
 import torch
+from ray._private import ray_constants
+from ray._private.authentication import authentication_token_setup as ray_token
 
 from slime.planning.layout import plan_gpus
 from slime.utils import env
@@ -50,6 +58,10 @@ def _start(num_gpus: int | None, num_cpus: int | None) -> None:
 
     In the main thread: Ray's servers end when the thread that started them does.
     """
+    # Without this Ray takes the address of the outgoing interface for loopback; its own processes read the variable.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    env.export({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"})
+    _make_token()
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             ray.init(
@@ -66,6 +78,20 @@ def _start(num_gpus: int | None, num_cpus: int | None) -> None:
             if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS:
                 raise
             logger.warning("attempt %d of %d to start Ray failed: %s", attempt, START_ATTEMPTS, error)
+
+
+def _make_token() -> None:
+    """Put Ray's token into a file that only this user reads: plug-ins, and what they start, see an environment."""
+    if env.get_str("RAY_AUTH_MODE", "token") != "token" or env.get_str("RAY_AUTH_TOKEN_PATH") is not None:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="slime-ray-token-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with open(os.open(folder / "token", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        file.write(env.get_str("RAY_AUTH_TOKEN") or secrets.token_hex(32))
+    env.unset("RAY_AUTH_TOKEN")
+    env.export({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")})
+    ray_token.AuthenticationTokenLoader.instance().reset_cache()  # both were read when Ray was imported
+    ray_token.Config.initialize("")
 
 
 def _join(address: str | None) -> Exception | None:

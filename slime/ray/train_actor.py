@@ -18,7 +18,13 @@ from slime.arguments.hook_checks import check_hooks
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.train_worker import TrainWorker
 from slime.ray.engine_handles import UpdatableEngines
-from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor, cluster_has_accelerators
+from slime.ray.utils import (
+    COMMON_ACTOR_ENV,
+    NOSET_VISIBLE_DEVICES,
+    RayActor,
+    cluster_has_accelerators,
+    one_node_environment,
+)
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
 from slime.utils import env
 from slime.utils.env import visible_index
@@ -75,6 +81,7 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
     variables = {
         **COMMON_ACTOR_ENV,
         **NOSET_VISIBLE_DEVICES,
+        **({} if args.rollout_external else one_node_environment()),  # weights are pushed to those hosts, too
         # SGLang runs NCCL without cuMem; both ends of a weight broadcast must agree.
         "NCCL_CUMEM_ENABLE": env.get_str("NCCL_CUMEM_ENABLE", "0") or "0",
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": env.get_str("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1") or "1",

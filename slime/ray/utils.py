@@ -55,6 +55,16 @@ def listen_address() -> str:
     return loopback_address() if is_alone and env.host_ip_override() is None else get_current_node_ip()
 
 
+def one_node_environment() -> dict[str, str]:
+    """Return the variables by which gloo and NCCL, which know no secret, stay on this host; {} over several nodes.
+
+    What the driver's environment says of an interface wins.
+    """
+    if listen_address() != loopback_address():
+        return {}
+    return {name: env.get_str(name, "lo") or "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+
+
 class RayActor:
     """Base of actors that others must reach over the network."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,6 +15,8 @@ from slime.utils.net import format_host_port, is_ipv6
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """By purpose, because torch.distributed has no such registry."""
+_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
+_torch_store = _rendezvous._create_c10d_store
 
 
 def open_store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
@@ -36,6 +40,19 @@ def open_store(address: str, port: int, *, rank: int, world_size: int, timeout: 
         host, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False,
         master_listen_fd=listener,
     )  # fmt: skip
+
+
+def bind_stores() -> None:
+    """Let stores that torch makes for a rendezvous in this process listen as those of :func:`open_store` do."""
+    _rendezvous._create_c10d_store = _bound_store
+
+
+def _bound_store(
+    hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
+) -> dist.Store:
+    if _rendezvous._torchelastic_use_agent_store():  # torchrun has made it
+        return _torch_store(hostname, port, rank, world_size, timeout, use_libuv)
+    return open_store(hostname, port, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:

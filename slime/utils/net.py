@@ -71,6 +71,11 @@ def get_current_node_ip() -> str:
     return get_host_info()[1].strip("[]")
 
 
+def collective_address() -> str:
+    """Return the address of this host at which gloo meets: loopback where ``GLOO_SOCKET_IFNAME`` keeps it there."""
+    return loopback_address() if env.get_str("GLOO_SOCKET_IFNAME") == "lo" else get_current_node_ip()
+
+
 def is_ipv6(host: str) -> bool:
     """Return True when ``host`` is an IPv6 address (with or without brackets) rather than IPv4 or a name."""
     try:

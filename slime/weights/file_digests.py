@@ -23,6 +23,7 @@ import xxhash
 
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
+from slime.utils.json_file import parse_object
 
 DIGEST_FILE = "digests.json"
 ALGORITHM = "xxh3_64"
@@ -118,7 +119,7 @@ class FolderDigests:
         """
         path = folder / DIGEST_FILE
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_object(path.read_bytes())
             files = {
                 str(name): [(int(begin), int(size), str(digest)) for begin, size, digest in pieces]
                 for name, pieces in content["files"].items()

@@ -18,6 +18,7 @@ from torch import Tensor
 from slime.flags.lora import LoraConfig
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
+from slime.utils.json_file import parse_object
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -79,7 +80,7 @@ def read_peft_folder(folder: str | Path, config: LoraConfig) -> dict[str, Tensor
     """
     flag = f"--lora-load {folder}"
     try:
-        content: dict[str, Any] = json.loads((Path(folder) / CONFIG_FILE).read_text())
+        content = parse_object((Path(folder) / CONFIG_FILE).read_bytes())
         tensors = load_file(Path(folder) / TENSOR_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"{flag}: {CONFIG_FILE} or {TENSOR_FILE} cannot be read: {error}") from error

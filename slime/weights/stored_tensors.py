@@ -6,18 +6,17 @@ offsets that the header names.  Reading the headers alone is enough to map or to
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from slime.utils.errors import DataError
+from slime.utils.json_file import COPY_AGAIN, parse_object
 from slime.weights.delta import Bytes
 
 SUFFIX = ".safetensors"
@@ -87,7 +86,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
                 raise ValueError(f"its header claims {length} bytes, and it has {size}")
-            header: dict[str, Any] = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+            header = parse_object(file.read(length))
         metadata = dict(header.pop("__metadata__", {}))
         position = LENGTH_BYTES + length
         tensors = {}
@@ -113,13 +112,6 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f"its header has one of {sorted(values)[:3]} twice")
-    return values
-
-
 def read_index(index: Path) -> dict[str, str]:
     """Return the name of the file of each tensor, as the index of a folder says.
 
@@ -127,11 +119,14 @@ def read_index(index: Path) -> dict[str, str]:
         DataError: the index cannot be read, or is something else.
     """
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError("a file in it has no name")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{index} is no index of safetensors files: {error!r}") from error
+        weight_map = parse_object(index.read_bytes()).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError("it has no weight_map")
+        for name in weight_map.values():
+            if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
+                raise ValueError(f"it names {str(name)[:80]!r}, which is no file beside it")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{index} is no index of safetensors files: {error}. {COPY_AGAIN}") from error
     return weight_map
 
 
@@ -144,11 +139,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.exists():
         return sorted(folder.glob(f"*{SUFFIX}"))
-    names = sorted(set(read_index(index).values()))
-    outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
-    if outside:
-        raise DataError(f"{index} names {outside[0]!r}, which is not a file beside it")
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(set(read_index(index).values()))]
 
 
 def check_inside(path: Path) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from slime.utils.atomic_file import sync_to_disk
 from slime.utils.errors import DataError, WeightSyncError
+from slime.utils.json_file import parse_object
 from slime.weights.delta import COMPRESSION, ENCODINGS
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.named_tensors import tensor_bytes
@@ -84,7 +85,7 @@ def read_version(folder: Path) -> Version:
         raise WeightSyncError(f"{folder} is no weight version; their names are {PREFIX}000001 and so on")
     index = folder / INDEX_FILE
     try:
-        metadata = json.loads(index.read_text())["metadata"]
+        metadata = parse_object(index.read_bytes())["metadata"]
         number, chain = int(match[1]), str(metadata.get(CHAIN, ""))
         if "delta_encoding" not in metadata:
             return Version(number, folder, chain)

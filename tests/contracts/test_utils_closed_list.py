@@ -20,6 +20,7 @@ KIT = {
     "memory_utils",
     "env",
     "errors",
+    "json_file",
     "atomic_file",
     "safe_pickle",
 }

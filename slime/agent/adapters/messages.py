@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from aiohttp import web
 
 from slime.agent.adapters.sessions import AdapterError
 from slime.agent.trajectory import Message
+from slime.utils.json_file import parse_value
 
 
 @dataclass
@@ -58,8 +58,8 @@ def tool_call_dict(name: str, args: Any, call_id: str | None = None) -> dict[str
     """Return a tool call as chat templates expect it: arguments as an object, also when they come as JSON text."""
     if isinstance(args, str):
         try:
-            args = json.loads(args or "{}")
-        except json.JSONDecodeError:
+            args = parse_value(args or "{}")
+        except ValueError:
             pass  # the client wrote it; the template shows it as it is
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": {} if args is None else args}}
     return {"id": call_id, **call} if call_id else call

@@ -24,7 +24,6 @@ from slime.backends.megatron_utils.advantages import choose_teachers, compute_ad
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.expert_load import ExpertLoad
-from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
 from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
@@ -45,6 +44,7 @@ from slime.train_data.columns import RankBatch
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_config
 from slime.utils.misc import call_hook
 from slime.weights.push.participants import ExcludedEngine
 from slime.weights.push.verbs import EngineProxy
@@ -74,7 +74,7 @@ class MegatronTrainRayActor(TrainWorker):
         memory.choose_memory_saver_hook()
         if args.offload_train and memory.is_memory_saver_active():
             reloadable_groups.make_groups_reloadable()
-        self._hf_config = read_config_json(args.hf_checkpoint or "")
+        self._hf_config = read_model_config(args.hf_checkpoint or "")
         with timer("init"):
             self.model, self.optimizer, self.scheduler, iteration = initialize_model_and_optimizer(args, role)
             self.weights = ModelSwitch(self.model, role)

@@ -23,7 +23,6 @@ from megatron.core import mpu
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
 
-from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
 from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
@@ -43,6 +42,7 @@ from slime.backends.megatron_utils.update_weight.sources.gather import (
 from slime.flags.lora import LoraConfig, lora_config
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
+from slime.utils.json_file import read_model_type
 from slime.weights.named_tensors import check_finite
 from slime.weights.peft_folder import read_peft_folder, tensor_name, write_peft_folder
 
@@ -196,7 +196,7 @@ class _Table:
     """The correspondence of a run's adapters and Hugging Face modules."""
 
     def __init__(self, args: Namespace) -> None:
-        self._map = find_weight_map(args.model_name or read_config_json(args.hf_checkpoint)["model_type"])
+        self._map = find_weight_map(args.model_name or read_model_type(args.hf_checkpoint))
         self._config = _config(args)
         self.dims = model_dims(args)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from argparse import Namespace
@@ -23,6 +22,7 @@ from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, iter_hf_tensors
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_config
 from slime.weights.hf_files import HfFolderWriter
 from slime.weights.named_tensors import config_dtype, tensor_bytes
 from slime.weights.quantize import Quantizer
@@ -62,7 +62,7 @@ def save_hf_model_to_path(
     if not source.is_dir():
         raise ConfigError(f"--hf-checkpoint {source} is not a folder; config and tokenizer are copied from it")
     start = time.monotonic()
-    config = json.loads((source / "config.json").read_text())
+    config = read_model_config(source)
     dtype = config_dtype(config)
     quantizer = checkpoint_quantizer(source, quantization_config or config.get("quantization_config"), dtype=dtype)
     writer = HfFolderWriter(output_dir, assets_from=source) if dist.get_rank() == 0 else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
+
+from slime.utils.json_file import read_model_config
 
 
 def own_dtype(args: Namespace, asked: str | None) -> str | None:
@@ -28,10 +29,9 @@ def served_dtype(asked: str, folder: str) -> str:
     """
     if asked != "auto":
         return asked
-    file = Path(folder) / "config.json"
-    if not file.is_file():
+    if not (Path(folder) / "config.json").is_file():
         return ""
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_model_config(folder)
     parts = (config, config.get("text_config") or {})
     named = next((name for part in parts if (name := part.get("dtype") or part.get("torch_dtype"))), "float32")
     if str(named) != "float32":

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from slime.utils import env
@@ -33,7 +33,7 @@ GENERATION_FOLDERS = ("/v1/models/", "/v1/responses/")
 METRICS = ("/metrics", "/metrics/")
 """Open on loopback.  Not for clients of the router, which passes ``/engine_metrics`` on for everybody."""
 FROM_ENGINES = frozenset({"/encode", "/send", "/scheduler_receive_url"})
-"""Engines ask an encoder by these, and SGLang has no way to give them a key."""
+"""Engines ask an encoder by these; see :func:`sign_requests`."""
 
 
 def generation_key(secret: str) -> str:
@@ -48,7 +48,7 @@ class ServerGuard:
         app: the server.
         secret: of the job; opens everything.
         is_local: the server listens on loopback, where generation and metrics need no key.
-        is_encoder: other engines send requests without a key.
+        is_encoder: other engines send requests to it.
     """
 
     def __init__(self, app: Asgi, *, secret: str, is_local: bool, is_encoder: bool = False) -> None:
@@ -71,9 +71,8 @@ class ServerGuard:
         """Return True when a request with ``key`` may reach ``path``."""
         if path in OPEN or secrets.compare_digest(key, self._secret):
             return True
-        if self._is_encoder and path in FROM_ENGINES:
-            return True
-        if path in GENERATION or path.startswith(GENERATION_FOLDERS):
+        is_from_engine = self._is_encoder and path in FROM_ENGINES
+        if is_from_engine or path in GENERATION or path.startswith(GENERATION_FOLDERS):
             return self._is_local or secrets.compare_digest(key, self._generation_key)
         return self._is_local and path in METRICS
 
@@ -92,7 +91,9 @@ async def _refuse(send: Any) -> None:
     await send({"type": "http.response.body", "body": text})
 
 
-def guard_port(secret: str, host: str, port: int, *, is_encoder: bool, pass_on: bool = False) -> None:
+def guard_port(
+    secret: str, host: str, port: int, *, is_encoder: bool, encoders: Sequence[str] = (), pass_on: bool = False
+) -> None:
     """Put a guard before whatever uvicorn serves at ``port`` in this process.
 
     Args:
@@ -100,6 +101,7 @@ def guard_port(secret: str, host: str, port: int, *, is_encoder: bool, pass_on: 
         host: address at which the engine listens.
         port: the engine's; SGLang's other servers talk among themselves.
         is_encoder: see :class:`ServerGuard`.
+        encoders: URLs of the encoders that this engine asks.
         pass_on: have the processes that this one starts do the same (several tokenizer workers share one port).
     """
     import uvicorn
@@ -114,13 +116,35 @@ def guard_port(secret: str, host: str, port: int, *, is_encoder: bool, pass_on: 
             )
 
     uvicorn.Config.load = load_guarded  # type: ignore[method-assign, assignment]
-    if pass_on:
-        env.export_engine_guard([secret, host, port, is_encoder])
+    if encoders:
+        sign_requests(secret, encoders)
+    if pass_on or encoders:
+        env.export_engine_guard([secret, host, port, is_encoder, list(encoders)])
+
+
+def sign_requests(secret: str, encoders: Sequence[str]) -> None:
+    """Send the key of generation with this process's requests to encoders, for which SGLang has no flag.
+
+    Args:
+        secret: of the job.
+        encoders: their URLs; requests to other hosts, of images for example, go without.
+    """
+    import aiohttp
+
+    request, key = aiohttp.ClientSession._request, f"Bearer {generation_key(secret)}"
+    ours = {url.rstrip("/") + path for url in encoders for path in FROM_ENGINES}
+
+    async def signed(session: Any, method: str, url: Any, **options: Any) -> Any:
+        if str(url) in ours:
+            options["headers"] = {**(options.get("headers") or {}), "Authorization": key}
+        return await request(session, method, url, **options)
+
+    aiohttp.ClientSession._request = signed  # type: ignore[method-assign, assignment]
 
 
 def guard_as_parent() -> None:
-    """Guard the port of the process that started this one, when it passed that on."""
+    """Guard the port of the process that started this one, and sign as it does, when it passed that on."""
     inherited = env.engine_guard()
     if inherited is not None:
-        secret, host, port, is_encoder = inherited
-        guard_port(secret, host, port, is_encoder=is_encoder)
+        secret, host, port, is_encoder, encoders = inherited
+        guard_port(secret, host, port, is_encoder=is_encoder, encoders=encoders)

@@ -16,6 +16,7 @@ from typing import Any
 from slime.backends.sglang_utils import cpu_shim, sglang_plugin
 from slime.backends.sglang_utils.child_process import end_with_owner, owner_pid, read_settings
 from slime.backends.sglang_utils.server_guard import guard_as_parent, guard_port
+from slime.utils.distributed_utils import bind_stores
 
 if __name__ in ("__main__", "__mp_main__"):
     end_with_owner(owner_pid() if __name__ == "__main__" else os.getppid())
@@ -26,6 +27,7 @@ if __name__ in ("__main__", "__mp_main__"):
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail as if it were not installed
     sglang_plugin.register()
     guard_as_parent()
+    bind_stores()
 
 
 def main() -> None:
@@ -38,6 +40,7 @@ def main() -> None:
             settings["host"],
             settings["port"],
             is_encoder=bool(settings.get("encoder_only")),
+            encoders=settings.get("encoder_urls") or (),
             pass_on=settings.get("tokenizer_worker_num", 1) > 1,
         )
     cpu_shim.fork_processes(lambda: end_with_owner(os.getppid()))

@@ -19,7 +19,7 @@ import ray
 from slime.backends.sglang_utils.child_process import run_name
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ray.gpus import GpuSlice, strategy_for
-from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor
+from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor, one_node_environment
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
 from slime.utils import env
 from slime.utils.net import format_host_port, loopback_address
@@ -65,6 +65,7 @@ def start_engine_actor(gpus: GpuSlice | None, position: int, *arguments: Any, **
     share = 0.2 if gpus is not None else 0
     options: dict[str, Any] = {"num_cpus": share, "num_gpus": share, "runtime_env": {"env_vars": variables}}
     if gpus is not None:
+        variables |= one_node_environment()
         options["scheduling_strategy"] = strategy_for(gpus, position)
     return RemoteEngine.options(**options).remote(*arguments, **keywords)
 

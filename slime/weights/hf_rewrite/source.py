@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.json_file import read_model_config
 from slime.weights.hf_files import INDEX_FILE
-from slime.weights.stored_tensors import StoredTensor, read_header
+from slime.weights.stored_tensors import StoredTensor, read_header, read_index
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +57,13 @@ def open_source(folder: str | Path) -> HfSource:
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError(f"{folder} is no folder; give a local model folder, for example one that hf download made")
-    config = read_config(path)
+    config = read_model_config(path, flag="", error=DataError)
     index = path / INDEX_FILE
     weight_map: dict[str, str] | None = None
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        weight_map = read_index(index)
+        if not weight_map:
             raise DataError(f"{index} has no weight_map; copy the index again")
-        if wrong := [file for file in weight_map.values() if not isinstance(file, str) or Path(file).name != file]:
-            raise DataError(f"{index} names {str(wrong[0])[:80]!r}, which is not a file beside it")
         files = sorted(set(weight_map.values()))
         absent = [name for name in files if not (path / name).is_file()]
         if absent:
@@ -100,16 +98,6 @@ def open_source(folder: str | Path) -> HfSource:
     return HfSource(path, config, shards, tensors)
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """Return the folder's config.json.
-
-    Raises:
-        ConfigError: there is none.
-        DataError: it is no JSON object.
-    """
-    return _read_json(Path(folder) / CONFIG_FILE)
-
-
 def shown(names: list[str]) -> str:
     """Join a few names, and the number of the others, for a message."""
     rest = len(names) - NAMES_SHOWN
@@ -122,15 +110,3 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(plain.get("text_config"), dict):
         plain["text_config"] = without_quantization(plain["text_config"])
     return plain
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"there is no {path.name} in {path.parent}; give the folder of a Hugging Face model")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON ({error}); copy it again") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} holds a {type(content).__name__}, not an object; copy it again")
-    return content

@@ -18,6 +18,7 @@ from typing import Any
 
 from slime.utils.atomic_file import sync_to_disk
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_object
 from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of
 from slime.weights.hf_digests import pieces_of_file
 from slime.weights.hf_files import INDEX_FILE, is_weight_file
@@ -130,7 +131,7 @@ class Target:
         journal = self.folder / JOURNAL
         wanted = {"settings": dict(settings), "source": self._fingerprint()}
         wanted = json.loads(json.dumps(wanted))
-        found = json.loads(journal.read_text()) if journal.is_file() else None
+        found = read_object(journal, remedy="Delete it and repeat the command.") if journal.is_file() else None
         if found == wanted:
             return
         if overwrite:

@@ -276,7 +276,7 @@ class _MeetingPlace:
 
     def __init__(self, engines: Sequence[EngineProxy]) -> None:
         self.backend = "nccl" if torch.cuda.is_available() else "gloo"
-        self.address, self.port = net.get_current_node_ip(), net.find_available_port(FIRST_PORT)
+        self.address, self.port = net.collective_address(), net.find_available_port(FIRST_PORT)
         self.offsets, self.world_size = dict[int, int](), 1
         for engine in engines:
             self.offsets[engine.index] = self.world_size

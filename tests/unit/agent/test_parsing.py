@@ -118,3 +118,73 @@ def test_values_take_the_type_of_the_schema_and_stay_text_where_they_do_not_fit(
     text = "<function=add><parameter=a>many</parameter><parameter=deep>True</parameter></function>"
     _, (use,) = parse_xml_tool_uses(text, TOOLS)
     assert use["input"] == {"a": "many", "deep": True}
+
+
+HOSTILE = {
+    "calls left open": "<tool_call>",
+    "calls never begun": "</tool_call>",
+    "functions": "<function=add>",
+    "functions without a name": "<function=",
+    "braces": '{"a":',
+    "brackets": "[",
+    "names": '{"name": "add", "arguments": ',
+    "parameters": "<parameter=a>",
+    "parameters without a name": "<parameter=",
+    "keys": "<arg_key>",
+    "values": "<arg_value>",
+    "keys and ends": "<arg_key>a</arg_key>",
+    "reasoning": "<think>",
+    "spaces": " ",
+    "angles": "<",
+    "digits": "9",
+    "calls": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    "mixed": "<tool_call><function=add><arg_key>",
+}
+
+
+FRAMES = ["{}", "<tool_call>{}</tool_call>", "<tool_call><function=add>{}</function></tool_call>"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("frame", FRAMES)
+def test_the_work_of_parsing_grows_with_the_length_of_what_a_model_wrote_and_no_faster(name, frame):
+    """The scans over the text are counted, not the time: a search that fails is not begun again."""
+
+    def scanned(size: int) -> int:
+        text, total = CountedText(frame.format(HOSTILE[name] * (size // len(HOSTILE[name])))), CountedText.scanned
+        parse_xml_tool_uses(text, TOOLS)
+        return CountedText.scanned - total
+
+    assert scanned(40_000) <= 4.5 * max(scanned(10_000), 10_000)
+
+
+class CountedText(str):
+    """A text that counts the characters that ``find`` looks at."""
+
+    scanned = 0
+
+    def find(self, what, *bounds):
+        found = super().find(what, *bounds)
+        CountedText.scanned += (found if found >= 0 else len(self)) - (bounds[0] if bounds else 0)
+        return found
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_megabyte_of_any_mark_is_parsed_at_once(name, frame):
+    text = frame.format(HOSTILE[name] * (1_000_000 // len(HOSTILE[name])))
+    assert parse_model_output(text, tools_schema=TOOLS) is not None
+
+
+def test_a_call_nested_without_end_and_numbers_that_json_does_not_have_are_ill_formed():
+    arguments = ('{"a":' * 100_000, '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": "\\ud800"}', f'"{"[" * 100_000}"')
+    for written in (*arguments, '{"a": ' + "9" * 5000 + "}"):
+        parsed = parse_tool_uses(f'<tool_call>{{"name": "add", "arguments": {written}}}</tool_call>', TOOLS)
+        assert parsed.tool_uses == [] and parsed.ill_formed, written[:80]
+    long = f"<tool_call><function=add><parameter=a>{'[' * 100_000}</parameter></function></tool_call>"
+    assert parse_tool_uses(long, TOOLS).tool_uses == [{"name": "add", "input": {"a": "[" * 100_000}}]
+
+
+def test_sglang_s_parsers_are_not_asked_about_more_calls_than_a_turn_has(sglang):
+    text = "<tool_call>" * (parsing.MAX_CALLS + 1)
+    assert parse_tool_uses(text, TOOLS, "glm45") == (text, [], True)

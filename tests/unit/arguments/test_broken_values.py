@@ -148,7 +148,7 @@ def test_an_address_is_taken_as_it_is(parser, url):
         ("--wandb-project a/b", "--wandb-project: 'a/b' is no name for Weights & Biases"),
         (f"--wandb-run-id {'x' * 129}", "is no name for Weights & Biases"),
         ("--wandb-host wandb.example.com", "--wandb-host: 'wandb.example.com' is no address"),
-        ("--sglang-preferred-sampling-params [1]", "is JSON, but not an object"),
+        ("--sglang-preferred-sampling-params [1]", "is not JSON as it is needed (it holds a list, not an object)"),
     ],
 )  # fmt: skip
 def test_a_broken_value_is_named_with_what_is_allowed(parser, words, says):

@@ -103,7 +103,7 @@ OVERLAYS = {
     "profile_target: []": "profile_target is []: it must be a list of + values",
     "rollout_stop_token_ids: [1, x]": "rollout_stop_token_ids is [1, 'x']: 'x' is not a whole number",
     "rollout_stop: [1, null]": "rollout_stop is [1, None]: it must be a text or a number, not null",
-    "train_env_vars: [1]": "train_env_vars is [1]: '[1]' is JSON, but not an object",
+    "train_env_vars: [1]": "train_env_vars is [1]: '[1]' is not JSON as it is needed (it holds a list, not an object)",
     "apply_chat_template_kwargs: yes": "apply_chat_template_kwargs is True: ",
     "disable_rollout_global_dataset: true": "write the attribute that the flag sets, rollout_global_dataset: false",
     "1: a": "has the key 1; a key is the name",

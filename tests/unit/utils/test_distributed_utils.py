@@ -5,7 +5,8 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from slime.utils.distributed_utils import open_store
+from slime.utils import distributed_utils
+from slime.utils.distributed_utils import bind_stores, open_store
 from slime.utils.net import get_free_port
 
 LIMIT = {"world_size": 2, "timeout": timedelta(seconds=20)}
@@ -22,3 +23,17 @@ def test_the_store_of_ranks_listens_at_its_own_address_alone():
     assert listening == {("127.0.0.1", port)}
     with pytest.raises(RuntimeError, match=f"127.0.0.1:{port}: .*[Ii]n use"):
         open_store("127.0.0.1", port, rank=0, **LIMIT)
+
+
+def test_a_rendezvous_by_url_listens_at_that_address_alone(monkeypatch):
+    monkeypatch.setattr(distributed_utils._rendezvous, "_create_c10d_store", None)
+    bind_stores()
+    port = get_free_port(24600)
+    store, rank, size = next(
+        distributed_utils._rendezvous.rendezvous(
+            f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=LIMIT["timeout"]
+        )
+    )
+    assert (rank, size, store.num_keys()) == (0, 1, 0)
+    sockets = psutil.Process().net_connections("tcp")
+    assert {each.laddr.ip for each in sockets if each.laddr.port == port and not each.raddr} == {"127.0.0.1"}

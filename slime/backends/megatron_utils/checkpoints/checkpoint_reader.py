@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import io
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from slime.utils.errors import DataError
+from slime.utils.json_file import parse_object
 from slime.utils.safe_pickle import DAMAGE, load_pickle, load_torch
 from slime.weights.file_digests import FolderDigests
 
@@ -105,7 +105,7 @@ class CheckpointReader(dcp.FileSystemReader):
         """
         path = self.folder / FORMAT_FILE
         try:
-            content = json.loads(self.read_file(FORMAT_FILE))
+            content = parse_object(self.read_file(FORMAT_FILE))
             found, unknown = content["sharded_backend"], content.keys() - FORMAT_KEYS
             if unknown:
                 raise ValueError(f"unknown keys {sorted(unknown)}")

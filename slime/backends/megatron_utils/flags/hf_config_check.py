@@ -7,7 +7,6 @@ given.  The file is read as plain JSON: what it does not say is not compared, an
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from argparse import Namespace
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from slime.backends.megatron_utils.models.flag_rules import Flag, shared_rules
 from slime.flags.distillation import trainer_teachers
 from slime.utils import env
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_config, text_over_all
 from slime.weights.named_tensors import config_dtype
 from slime.weights.quantize.formats import BlockFp8
 
@@ -73,32 +73,13 @@ BOOKKEEPING = frozenset(
 """Keys of config.json that change no flag, or that every family checks."""
 
 
-def read_config_json(path: str) -> dict[str, Any]:
-    """Return ``config.json`` of a checkpoint folder, as it is.
-
-    Raises:
-        ConfigError: the folder or the file does not exist, or is no JSON object.
-    """
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"--hf-checkpoint is {path!r}; there is no {file}; give a folder with a HF checkpoint.")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error}); --hf-checkpoint needs a complete HF checkpoint.") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds a {type(config).__name__}; --hf-checkpoint needs a complete HF checkpoint.")
-    return config
-
-
 def read_hf_config(path: str) -> dict[str, Any]:
     """Return ``config.json`` of a checkpoint folder, its ``text_config`` laid over it where there is one.
 
     Raises:
-        ConfigError: as :func:`read_config_json`.
+        ConfigError: as :func:`read_model_config`.
     """
-    config = read_config_json(path)
-    return {**config, **(config.get("text_config") or {})}
+    return text_over_all(read_model_config(path))
 
 
 def open_model_flags(parser: argparse.ArgumentParser) -> None:

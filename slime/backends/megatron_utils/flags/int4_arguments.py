@@ -11,10 +11,11 @@ import logging
 from argparse import Namespace
 from typing import Any
 
-from slime.backends.megatron_utils.flags.hf_config_check import is_all_experts, read_config_json
+from slime.backends.megatron_utils.flags.hf_config_check import is_all_experts
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names
 from slime.utils import env
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_config
 from slime.weights.hf_rewrite.to_quantized import to_int4
 from slime.weights.quantize import quantized_names, read_format
 from slime.weights.quantize.formats import GroupInt
@@ -67,7 +68,7 @@ def packed_format(args: Namespace) -> GroupInt | None:
     """
     if not args.hf_checkpoint:
         return None
-    config = read_config_json(args.hf_checkpoint).get("quantization_config")
+    config = read_model_config(args.hf_checkpoint).get("quantization_config")
     if not config:
         return None
     found = read_format(config)

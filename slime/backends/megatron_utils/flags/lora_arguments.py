@@ -6,11 +6,11 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 
-from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.flags.lora import ALL_LINEAR, LoraConfig, lora_config
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_type
 
 _LINEAR = re.compile(
     r"(?:decoder\.layers\.\d+\.)?((?:self_attention|mlp)\.(?:\w+\.)*(?:linear_\w+|in_proj|out_proj))\.weight(\d+|\{expert\})?"
@@ -111,4 +111,4 @@ def engine_modules(args: Namespace) -> list[str] | None:
 
 
 def _weight_map(args: Namespace) -> WeightMap:
-    return find_weight_map(args.model_name or read_config_json(args.hf_checkpoint)["model_type"])
+    return find_weight_map(args.model_name or read_model_type(args.hf_checkpoint))

@@ -6,7 +6,6 @@ other direction.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -29,6 +28,7 @@ from slime.backends.megatron_utils.models.rule import from_hf
 from slime.backends.megatron_utils.models.weight_layouts import pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.utils.errors import DataError
+from slime.utils.json_file import read_model_type
 from slime.weights.named_tensors import check_finite, dtype_name
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def weight_map_of(path: str | Path) -> WeightMap:
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    return find_weight_map(str(json.loads((Path(path) / "config.json").read_text()).get("model_type")))
+    return find_weight_map(read_model_type(path))
 
 
 @torch.no_grad()

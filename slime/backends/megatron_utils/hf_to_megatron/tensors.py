@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models import WeightMap
 from slime.utils.errors import DataError
+from slime.utils.json_file import read_model_config
 from slime.weights.file_digests import FolderDigests
 from slime.weights.hf_digests import check_header, check_tensor
 from slime.weights.manifest import TensorEntry
@@ -181,8 +181,8 @@ class HfTensors:
 
     @functools.cached_property
     def _format(self) -> WeightFormat | None:
-        config = self.folder / "config.json"
-        settings = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
+        has_config = (self.folder / "config.json").is_file()
+        settings = read_model_config(self.folder).get("quantization_config") if has_config else None
         # Tensors in MXFP4 are known by their names.
         return None if settings and settings.get("quant_method") == MXFP4 else read_format(settings)
 

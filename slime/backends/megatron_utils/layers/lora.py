@@ -39,7 +39,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
-from slime.backends.megatron_utils.flags.hf_config_check import read_config_json
 from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts, is_linear
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
@@ -51,6 +50,7 @@ from slime.backends.megatron_utils.parameters import Shard, iter_global_paramete
 from slime.flags.lora import ALL_LINEAR, LoraConfig, lora_config
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_type
 from slime.weights.lora import merged, widened
 
 _LAYERS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear)
@@ -172,7 +172,7 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
         return 0
     model.requires_grad_(False)
     vars(model)["trains_adapters"] = True
-    model_name = args.model_name or read_config_json(args.hf_checkpoint)["model_type"]
+    model_name = args.model_name or read_model_type(args.hf_checkpoint)
     weight_map, dims = find_weight_map(model_name), model_dims(args)
     layers: dict[int, Any] = {
         id(layer._parameters.get("weight")): layer for layer in model.modules() if type(layer) in _LAYERS

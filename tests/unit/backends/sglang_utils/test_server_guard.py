@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import aiohttp
 import pytest
 import uvicorn
 
@@ -104,25 +105,51 @@ def test_metrics_are_for_this_host_and_for_the_secret():
     assert status(make(is_local=False), "/metrics", ADMIN) == "served"
 
 
-def test_a_websocket_is_closed_and_an_encoder_is_open_to_engines():
+def test_a_websocket_is_closed_and_an_encoder_is_open_to_the_jobs_engines_alone():
     assert status(make(is_local=False), "/v1/realtime", kind="websocket") == {"type": "websocket.close", "code": 1008}
     encoder = make(is_local=False, is_encoder=True)
-    assert status(encoder, "/encode") == "served"
-    assert status(encoder, "/start_profile")["status"] == 401
+    for path in server_guard.FROM_ENGINES:
+        assert status(encoder, path)["status"] == 401
+        assert status(encoder, path, GENERATES) == "served"
+        assert status(make(is_local=True, is_encoder=True), path) == "served"
+    assert status(encoder, "/start_profile", GENERATES)["status"] == 401
+
+
+def test_an_engine_sends_its_key_to_its_encoders_and_to_nobody_else(monkeypatch):
+    sent = []
+
+    async def request(session, method, url, **options):
+        sent.append((url, options.get("headers")))
+
+    monkeypatch.setattr(aiohttp.ClientSession, "_request", request)
+    monkeypatch.setattr(uvicorn.Config, "load", uvicorn.Config.load)
+    monkeypatch.setenv("SLIME_ENGINE_GUARD", json.dumps([SECRET, "10.0.0.1", 4321, False, ["http://e:1/"]]))
+    guard_as_parent()
+    urls = (
+        "http://e:1/encode",
+        "http://e:1/send",
+        "http://e:1/encode/x",
+        "http://e:12/encode",
+        "http://o/http://e:1/send",
+    )
+    for url in urls:
+        asyncio.run(aiohttp.ClientSession._request(None, "POST", url, headers={"A": "b"}))
+    key = {"A": "b", "Authorization": f"Bearer {server_guard.generation_key(SECRET)}"}
+    assert sent == [(url, key if url in urls[:2] else {"A": "b"}) for url in urls]
 
 
 def test_only_the_engines_own_port_is_guarded_in_this_process_and_its_children(monkeypatch):
     monkeypatch.setattr(uvicorn.Config, "load", uvicorn.Config.load)
     monkeypatch.setenv("SLIME_ENGINE_GUARD", "")
     guard_port(SECRET, "10.0.0.1", 4321, is_encoder=False, pass_on=True)
-    assert json.loads(env.get_str("SLIME_ENGINE_GUARD") or "") == [SECRET, "10.0.0.1", 4321, False]
+    assert json.loads(env.get_str("SLIME_ENGINE_GUARD") or "") == [SECRET, "10.0.0.1", 4321, False, []]
     own, other = uvicorn.Config(served, port=4321), uvicorn.Config(served, port=4322)
     own.load()
     other.load()
     assert status_of_app(own) == 401 and status_of_app(other) == "served"
     monkeypatch.undo()
     monkeypatch.setattr(uvicorn.Config, "load", uvicorn.Config.load)
-    monkeypatch.setenv("SLIME_ENGINE_GUARD", json.dumps([SECRET, "10.0.0.1", 4321, False]))
+    monkeypatch.setenv("SLIME_ENGINE_GUARD", json.dumps([SECRET, "10.0.0.1", 4321, False, []]))
     guard_as_parent()
     child = uvicorn.Config(served, port=4321)
     child.load()

@@ -196,8 +196,8 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, source, m
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (lambda f: (f / "config.json").unlink(), ConfigError, "there is no config.json"),
-        (lambda f: (f / "config.json").write_text("{"), DataError, "config.json is no JSON"),
+        (lambda f: (f / "config.json").unlink(), ConfigError, "config.json does not exist"),
+        (lambda f: (f / "config.json").write_text("{"), DataError, "config.json is not JSON"),
         (lambda f: (f / "config.json").write_text("[]"), DataError, "holds a list, not an object"),
         (
             lambda f: (f / "model-00002-of-00004.safetensors").unlink(),

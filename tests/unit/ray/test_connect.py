@@ -1,0 +1,53 @@
+"""A private cluster stays on this host, and its token in a file."""
+
+from __future__ import annotations
+
+import stat
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from slime.ray import connect, utils
+from slime.utils import env, net
+
+
+@pytest.mark.parametrize("given", ["", "a token"])
+def test_the_token_of_a_private_cluster_is_in_a_file_of_this_user_and_in_no_environment(given, monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", given)
+    connect._make_token()
+    path = Path(env.get_str("RAY_AUTH_TOKEN_PATH") or "")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert path.read_text() == given if given else len(path.read_text()) == 64
+    assert path.read_text() not in env.copy().values()
+    connect._make_token()
+    assert env.get_str("RAY_AUTH_TOKEN_PATH") == str(path)
+
+
+def test_without_ray_s_authentication_there_is_no_token(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    connect._make_token()
+    assert env.get_str("RAY_AUTH_TOKEN_PATH") is None
+
+
+def test_collectives_of_one_node_are_on_loopback_and_those_of_several_are_not(monkeypatch):
+    for name in ("SLIME_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SLIME_PREFER_IPV6"):
+        monkeypatch.delenv(name, raising=False)
+    nodes = [{"Alive": True}, {"Alive": False}]
+    fake = Namespace(is_initialized=lambda: True, nodes=lambda: nodes)
+    monkeypatch.setattr(utils, "ray", fake)
+    assert utils.one_node_environment() == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert utils.one_node_environment()["NCCL_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert net.collective_address() == "127.0.0.1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert net.collective_address() == net.get_current_node_ip()
+    nodes.append({"Alive": True})
+    assert utils.one_node_environment() == {}
+    del nodes[1:]
+    monkeypatch.setenv("SLIME_HOST_IP", "10.0.0.1")
+    assert utils.one_node_environment() == {}
