@@ -33,7 +33,7 @@ import psutil
 import torch
 
 from slime.flags.observability import record_config
-from slime.flags.security import redacted, redacted_words, without_credentials
+from slime.flags.security import REDACTED, is_secret, redacted, redacted_words, without_credentials
 from slime.observability.metrics_file import append_line, append_record, plain, run_folder
 from slime.observability.timer import Timer
 from slime.utils import env
@@ -119,6 +119,8 @@ class _Process:
 
     writer: _Writer | None = None
     handler: logging.Handler | None = None
+    secrets: tuple[str, ...] = ()
+    """Values of this process's args that are in no event."""
 
 
 class _Warnings(logging.Handler):
@@ -154,6 +156,7 @@ def start_recording(args: Namespace, process: str, *, primary: bool = False) -> 
     except OSError as error:
         logger.error("This run is not recorded: %s", error)
         return False
+    _Process.secrets = tuple(v for name, v in vars(args).items() if is_secret(name) and isinstance(v, str) and v)
     _Process.writer = _Writer(folder, process)
     _Process.handler = _Warnings()
     logging.getLogger("slime").addHandler(_Process.handler)
@@ -178,14 +181,21 @@ def is_recording() -> bool:
 
 
 def event(kind: str, **facts: Any) -> None:
-    """Record that something happened, now."""
+    """Record that something happened, now: of texts the first line, since the others are often the end of a log."""
     if (writer := _Process.writer) is None:
         return
-    shown = {name: without_credentials(value) if isinstance(value, str) else value for name, value in facts.items()}
+    shown = {name: _safe_line(value) if isinstance(value, str) else value for name, value in facts.items()}
     try:
         append_record(writer.folder / EVENTS_FILE, {"event": kind, "process": writer.process, **shown})
     except OSError as error:
         logger.debug("the event %s is lost: %s", kind, error)
+
+
+def _safe_line(text: str) -> str:
+    line = without_credentials(text.strip().partition("\n")[0])
+    for secret in _Process.secrets:
+        line = line.replace(secret, REDACTED)
+    return line
 
 
 def span(name: str, start: float, end: float, **attrs: Any) -> None:

@@ -67,11 +67,12 @@ def record_rollout(
     trained = list(rewards) if rewards is not None else [None] * len(samples)
 
     def work(folder: Path) -> None:
+        began_s = time.thread_time()
         record_phases(samples)
         rows = [_row(rollout_id, i, sample, None, trained[i]) for i, sample in enumerate(samples[:limit])]
         rows += [_row(rollout_id, None, sample, reason, None) for sample, reason in dropped[:limit]]
         num_tokens = sum(len(row["tokens"]) for row in rows)
-        _write_table(folder, f"rollout_{rollout_id:06d}", rows, ROLLOUT_SCHEMA, num_tokens, config)
+        _write_table(folder, f"rollout_{rollout_id:06d}", rows, ROLLOUT_SCHEMA, num_tokens, config, began_s)
 
     run_record.submit(work)
 
@@ -95,12 +96,13 @@ def record_trained(
     limit = config.record_samples
 
     def work(folder: Path) -> None:
+        began_s = time.thread_time()
         rows = [
             {"position": position} | {name: column[i].numpy() for name, column in columns.items()}
             for i, position in enumerate(positions)
             if limit is None or position < limit
         ]
-        _write_table(folder, f"train_{rollout_id:06d}_r{rank}", rows, TRAIN_SCHEMA, 0, config)
+        _write_table(folder, f"train_{rollout_id:06d}_r{rank}", rows, TRAIN_SCHEMA, 0, config, began_s)
 
     run_record.submit(work)
 
@@ -112,9 +114,9 @@ def _write_table(
     schema: pa.Schema,
     num_tokens: int,
     config: RecordConfig,
+    began_s: float,
 ) -> None:
     """Write one file, record what it cost (``num_tokens`` 0: they are counted in another file), and keep the limit."""
-    cpu_s = time.thread_time()
     target = folder / run_record.SAMPLES_FOLDER
     target.mkdir(parents=True, exist_ok=True)
     path, temporary = target / f"{name}.parquet", target / f".{name}.tmp"
@@ -129,7 +131,7 @@ def _write_table(
         column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
     )
     temporary.replace(path)
-    cost = {"bytes": path.stat().st_size, "tokens": num_tokens, "cpu_s": round(time.thread_time() - cpu_s, 4)}
+    cost = {"bytes": path.stat().st_size, "tokens": num_tokens, "cpu_s": round(time.thread_time() - began_s, 4)}
     run_record.event("recorded", file=path.name, samples=len(rows), **cost)
     _rotate(target, config.record_max_gib)
 

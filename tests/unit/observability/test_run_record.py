@@ -66,6 +66,7 @@ def test_spans_of_timers_are_an_array_that_perfetto_reads_and_warnings_are_event
     run_record.start_recording(args, "actor 0", primary=True)
     with timer("train"):
         logging.getLogger("slime.somewhere").warning("disk of %s", "https://a:hidden@b/c")
+        logging.getLogger("slime.somewhere").error("key %s\n--- end of a log\napi_key='x'", args.wandb_key)
     for _ in range(9):
         logging.getLogger("slime.somewhere").warning("again")
     run_record.stop_recording()
@@ -73,7 +74,7 @@ def test_spans_of_timers_are_an_array_that_perfetto_reads_and_warnings_are_event
     (span,) = json.loads(text.rstrip().rstrip(",") + "]")
     assert (span["name"], span["ph"], span["pid"]) == ("train", "X", "actor 0") and span["dur"] >= 0
     texts = [one["text"] for one in events(tmp_path)]
-    assert texts == ["disk of https://(secret)@b/c"] + ["again"] * run_record.SAME_WARNINGS
+    assert texts == ["disk of https://(secret)@b/c", "key (secret)"] + ["again"] * run_record.SAME_WARNINGS
 
 
 def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(args, tmp_path):
