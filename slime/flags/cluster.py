@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.flags.config import backend_flags
-from slime.flags.kinds import gpu_count, minutes, positive_gpu_count, wait_s, wait_s_or_zero
+from slime.flags.kinds import gpu_count, minutes, non_negative_int, positive_gpu_count, wait_s, wait_s_or_zero
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.utils.async_utils import STALL_TIMEOUT_S
 
@@ -100,7 +100,20 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the fault tolerance group to ``parser``."""
-    group = parser.add_argument_group("fault tolerance", "Health checks, and restarts of engines.")
+    group = parser.add_argument_group("fault tolerance", "Health checks, and restarts of engines and of the trainer.")
+    group.add_argument(
+        "--trainer-recovery",
+        choices=["off", "checkpoint"],
+        help="What happens when a trainer rank dies: off ends the run; checkpoint starts the trainer again from its "
+        "last checkpoint and trains again on the rollouts since, while engines stay up. Default: checkpoint with "
+        "--save and --save-interval, without a critic.",
+    )
+    group.add_argument(
+        "--max-recoveries",
+        type=non_negative_int,
+        default=3,
+        help="Restarts of the trainer within an hour; one more death ends the run.",
+    )
     group.add_argument(
         "--use-fault-tolerance", action="store_true", help="Check the engines' health and restart failed ones."
     )
@@ -147,6 +160,25 @@ def has_cuda() -> bool:
 def is_for_cuda(args: Namespace) -> bool:
     """Return True where the run has GPUs; a plan is always one of a run that has."""
     return has_cuda() or args.plan is not None
+
+
+def derive_trainer_recovery(args: Namespace) -> None:
+    """Restart a trainer that dies where it leaves checkpoints to go on from."""
+    if args.trainer_recovery is None:
+        goes_on = args.save is not None and args.save_interval is not None and not args.no_save_optim
+        args.trainer_recovery = "checkpoint" if goes_on and not args.use_critic else "off"
+
+
+def check_trainer_recovery(args: Namespace) -> Iterator[str]:
+    """Yield one message for each flag without which a trainer cannot be restarted."""
+    if args.trainer_recovery != "checkpoint":
+        return
+    if args.save is None or args.save_interval is None:
+        yield "--trainer-recovery checkpoint restarts from a checkpoint; give --save and --save-interval, or use off."
+    if args.no_save_optim and not args.use_stateless_adam:
+        yield "--trainer-recovery checkpoint needs the optimizer's state; drop --no-save-optim, or use off."
+    if args.use_critic:
+        yield "--trainer-recovery checkpoint does not restart a critic; use off with --advantage-estimator ppo."
 
 
 def derive_distributed_backend(args: Namespace) -> None:

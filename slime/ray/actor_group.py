@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.arguments import args_to_resume
 from slime.backends.train_worker import TrainWorker
+from slime.flags.checkpoint import TRACKER, read_tracker
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.train_actor import remote_class, trainer_environment
@@ -73,11 +77,24 @@ class RayTrainGroup:
         self.excluded: list[ExcludedEngine] = []
         """The engines that the last push excluded and that were not reported yet."""
         self.start_rollout_id: int = 0
+        self._run_args = args
+        self._was_created = False
+        self._is_connected = False
+        self._published: set[int] = set()
+        self._version = 0
+        """At least that of the last push."""
 
     # Life
 
     def create(self) -> int:
-        """Start every rank, load the model, and return the first rollout to run (equal on all ranks)."""
+        """Start every rank, load the model, and return the first rollout to run (equal on all ranks).
+
+        After the first time the ranks go on from the last checkpoint of this job; without one they start as they did
+        first.
+        """
+        if self._was_created:
+            is_saved = self.last_checkpoint is not None
+            self.args = args_to_resume(self._run_args, weight_version=self._version, is_saved=is_saved)
         self._spawn()
         start_ids = self._on_all(
             "init", self.args, self.role, self.with_ref, self.with_opd_teacher, what="model set-up"
@@ -88,7 +105,21 @@ class RayTrainGroup:
                 "saves"
             )
         self.start_rollout_id = start_ids[0]
+        self._version = max(self._version, self.start_rollout_id)  # where the updaters begin to count
+        self._was_created, self._is_connected = True, False
         return self.start_rollout_id
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the ranks in messages."""
+        return [f"{self.role} rank {rank}" for rank in range(self.world_size)]
+
+    @property
+    def last_checkpoint(self) -> int | None:
+        """The rollout of the newest checkpoint of this job; with ``--async-save`` one counts only when it is written."""
+        tracker = Path(self._run_args.save or "") / TRACKER
+        newest = read_tracker(tracker, "--save") if tracker.is_file() else None
+        return newest if isinstance(newest, int) and newest in self._published else None
 
     def _spawn(self) -> None:
         worker_class = self._actor_cls
@@ -111,8 +142,8 @@ class RayTrainGroup:
             remote.options(scheduling_strategy=strategy_for(self._pg, rank), **options).remote()
             for rank in range(1, self.world_size)
         ]
-        for rank, actor in enumerate(self.actors):
-            watch(actor, f"{self.role} rank {rank}")
+        for actor, name in zip(self.actors, self.names, strict=True):
+            watch(actor, name)
         self._wait(
             [
                 actor.set_rendezvous.remote(self.world_size, rank, address, port, self._pg.gpu_ids[rank])
@@ -135,8 +166,8 @@ class RayTrainGroup:
 
     def release(self) -> None:
         """Kill every rank.  Ray counts their resources as free some seconds later, when the processes have gone."""
-        for rank, actor in enumerate(self.actors):
-            forget(f"{self.role} rank {rank}")
+        for actor, name in zip(self.actors, self.names, strict=False):  # a death while they start leaves fewer
+            forget(name)
             ray.kill(actor)
         self.actors = []
 
@@ -184,6 +215,7 @@ class RayTrainGroup:
 
     def publish_checkpoint(self, rollout_id: int) -> None:
         """Make the checkpoint of ``rollout_id`` the one to resume from.  The last act of a save."""
+        self._published.add(rollout_id)
         self._on_all("publish_checkpoint", rollout_id, what=f"publishing checkpoint {rollout_id}")
 
     # Weights
@@ -261,8 +293,8 @@ class RayTrainGroup:
         engines = self._ask_manager("push_started")
         if not engines.engines:
             return {}
-        if engines.num_new:
-            self._connect(engines)
+        if engines.num_new or not self._is_connected:
+            self._connect(replace(engines, num_new=len(engines.engines)))
         results = self._push("update_weights", "the weight update")
         return next((result for result in results if result), {})
 
@@ -273,6 +305,7 @@ class RayTrainGroup:
 
     def _connect(self, engines: UpdatableEngines) -> None:
         self._on_all("connect_engines", engines, what="the trainers' connection to the engines")
+        self._is_connected = True
         self._ask_manager("clear_updatable_num_new_engines")
 
     def _push(self, verb: str, what: str) -> list[Any]:
@@ -280,6 +313,7 @@ class RayTrainGroup:
 
         The trainers keep the deadline of the push themselves, and know who was late.
         """
+        self._version += 1
         try:
             results = self._on_all(verb, what=what, timeout_s=self.args.weight_update_timeout_s + PUSH_MARGIN_S)
         except WeightSyncError:

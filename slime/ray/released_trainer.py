@@ -9,7 +9,6 @@ from typing import Any
 
 import ray
 
-from slime.arguments import args_to_resume
 from slime.ray.actor_group import PUSH_MARGIN_S, RayTrainGroup
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.utils import cluster_has_accelerators
@@ -36,29 +35,14 @@ class ReleasedTrainGroup(RayTrainGroup):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._run_args = self.args
-        self._is_saved = False
-        """A checkpoint of this job exists; until then the ranks start as they did first."""
         self._written: WrittenVersion | None = None
         """Version that the trainer wrote to disk last."""
-
-    def create(self) -> int:
-        """Start every rank as the base class does; after the first time from the last checkpoint of this job."""
-        if self._written is not None:
-            version = self._written.number
-            self.args = args_to_resume(self._run_args, weight_version=version, is_saved=self._is_saved)
-        return super().create()
 
     def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
         """Train as the base class does; starts the ranks where they have ended."""
         if not self.actors:
             self.create()
         return super().async_train(rollout_id, rollout_data, external_data)
-
-    def publish_checkpoint(self, rollout_id: int) -> None:
-        """Publish as the base class does; the next ranks start from this checkpoint."""
-        super().publish_checkpoint(rollout_id)
-        self._is_saved = True
 
     def update_weights(self) -> dict[str, float]:
         """Hand the weights over, have the engines take room for them, and go on as the base class does."""
@@ -79,6 +63,7 @@ class ReleasedTrainGroup(RayTrainGroup):
         timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
         written = self._on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)
         self._written = written[0]
+        self._version = self._written.number
         self.release()
         if cluster_has_accelerators():
             time.sleep(RELEASE_GRACE_S)

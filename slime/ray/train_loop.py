@@ -24,6 +24,7 @@ from slime.ray.gpus import create_placement_groups
 from slime.ray.rollout import DEADLINE_MARGIN_S
 from slime.ray.save_lock import lock_folders
 from slime.ray.startup import create_rollout_manager, create_training_models
+from slime.ray.trainer_recovery import TrainerRecovery
 from slime.ray.utils import listen_address
 from slime.ray.waiting import forget_all, wait_for
 from slime.utils.misc import Box, should_run_periodic_action
@@ -55,6 +56,7 @@ class TrainJob:
         self._step_line = StepLine.follow(args)
         self._metrics_page = self._serve_metrics() if args.prometheus_port is not None else None
         self.actor, self.critic = create_training_models(args, gpus, self.manager)
+        self._recovery = TrainerRecovery(args, self.actor, self._train)
         self._background: BackgroundEvaluation | None = None
         if args.eval_in_background and not args.debug_train_only:
             self._background = BackgroundEvaluation(args, self.manager, self.actor)
@@ -77,7 +79,8 @@ class TrainJob:
         )
 
     def _job_state(self) -> JobState:
-        return self._ask("get_job_state", what="the engines' state", timeout_s=JOB_STATE_TIMEOUT_S)
+        # From a thread of the page: a trainer's death is the loop's to see.
+        return wait_for(self.manager.get_job_state.remote(), what="the engines' state", timeout_s=JOB_STATE_TIMEOUT_S)
 
     def offload_engines(self) -> None:
         """Have the engines release weights, cache and graphs, so that the trainer fits beside them."""
@@ -102,13 +105,7 @@ class TrainJob:
     def finish_generate(self, generation: ray.ObjectRef) -> list[Box] | None:
         """Return the train data of a rollout that was begun."""
         with self._timed("wait_for_rollout"):
-            return wait_for(
-                generation,
-                what="the rollout",
-                timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
-                report_every_s=60,
-                meanwhile=self.actor.serve_new_engines if self.actor.restarts_engines else None,
-            )
+            return self._wait_for_engines(generation, what="the rollout", report_every_s=60)
 
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run rollout ``rollout_id`` and wait for its train data."""
@@ -119,6 +116,11 @@ class TrainJob:
 
         The first ``--num-critic-only-steps`` rollouts train the critic alone.
         """
+        self._recovery.run(lambda: self._train(rollout_id, rollout_data))
+        self._recovery.record_trained(rollout_id, rollout_data)
+        self._ask("record_trained", rollout_id, what="the ledger")
+
+    def _train(self, rollout_id: int, rollout_data: list[Box]) -> None:
         values = None
         if self.critic is not None:
             with self._timed("train_critic"):
@@ -127,7 +129,6 @@ class TrainJob:
         if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
             with self._timed("train"):
                 self.actor.train(rollout_id, rollout_data, external_data=values)
-        self._ask("record_trained", rollout_id, what="the ledger")
 
     def save_if_due(self, rollout_id: int) -> None:
         """Save when ``--save-interval`` says so, and after the last rollout.
@@ -144,18 +145,23 @@ class TrainJob:
         if not (is_due or args.release_train):
             return
         with self._timed("save"):
-            is_last = args.release_train or rollout_id == args.num_rollout - 1  # of these processes
-            if self.critic is not None:
-                # Not behind training's back (--async-save): the actor's might be on disk, and count, before it.
-                self.critic.write_checkpoint(rollout_id, force_sync=True)
-            self.actor.write_checkpoint(rollout_id, force_sync=is_last)
-            if args.rollout_global_dataset:
-                self._ask("save", rollout_id, what="the position in the data to be saved")
-            if self.critic is not None:
-                self.critic.publish_checkpoint(rollout_id)
-            self.actor.publish_checkpoint(rollout_id)
+            self._recovery.run(lambda: self._save(rollout_id))
+            self._recovery.record_saved()
             self._ask("record_published", rollout_id, what="the ledger")
         event("save", rollout=rollout_id)
+
+    def _save(self, rollout_id: int) -> None:
+        args = self.args
+        is_last = args.release_train or rollout_id == args.num_rollout - 1  # of these processes
+        if self.critic is not None:
+            # Not behind training's back (--async-save): the actor's might be on disk, and count, before it.
+            self.critic.write_checkpoint(rollout_id, force_sync=True)
+        self.actor.write_checkpoint(rollout_id, force_sync=is_last)
+        if args.rollout_global_dataset:
+            self._ask("save", rollout_id, what="the position in the data to be saved")
+        if self.critic is not None:
+            self.critic.publish_checkpoint(rollout_id)
+        self.actor.publish_checkpoint(rollout_id)
 
     def push_weights(self) -> None:
         """Give the engines the present weights (and, where GPUs are shared, the GPUs)."""
@@ -163,23 +169,18 @@ class TrainJob:
         if args.debug_rollout_only:
             return
         if not args.offload_train:
-            self.actor.clear_memory()
+            self._recovery.run(self.actor.clear_memory)
         with self._timed("push"):
             if not args.release_train:  # else the trainer goes first, and has the engines take the room that it left
                 self._on_shared_gpus("onload_weights")
-            self.actor.update_weights()
+            self._recovery.run(self.actor.update_weights)
             self._on_shared_gpus("onload_kv")
         event("push", seconds=round(self._seconds["push"], 3))
 
     def evaluate(self, rollout_id: int) -> None:
         """Measure the present policy on the evaluation sets."""
         with self._timed("eval"):
-            wait_for(
-                self.manager.eval.remote(rollout_id),
-                what="the evaluation",
-                timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
-                meanwhile=self.actor.serve_new_engines if self.actor.restarts_engines else None,
-            )
+            self._wait_for_engines(self.manager.eval.remote(rollout_id), what="the evaluation")
 
     def evaluate_if_due(self, rollout_id: int) -> None:
         """Evaluate when ``--eval-interval`` says so; in the background, only begin to."""
@@ -232,5 +233,21 @@ class TrainJob:
         span(name, began, began + elapsed_s)
 
     def _ask(self, method: str, *arguments: Any, what: str, timeout_s: float | None = None) -> Any:
-        ref = getattr(self.manager, method).remote(*arguments)
-        return wait_for(ref, what=what, timeout_s=timeout_s or self.args.train_timeout_s)
+        """Have the manager do something; a trainer that dies meanwhile does not stop that."""
+        ref, timeout_s = getattr(self.manager, method).remote(*arguments), timeout_s or self.args.train_timeout_s
+        return self._recovery.run(lambda: wait_for(ref, what=what, timeout_s=timeout_s), needs_trainer=False)
+
+    def _wait_for_engines(self, ref: ray.ObjectRef, *, what: str, report_every_s: float = 30.0) -> Any:
+        """Wait for generation; engines that start meanwhile get the weights."""
+
+        def wait() -> Any:
+            serves = self.actor.restarts_engines and not self._recovery.is_down
+            return wait_for(
+                ref,
+                what=what,
+                timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
+                report_every_s=report_every_s,
+                meanwhile=self.actor.serve_new_engines if serves else None,
+            )
+
+        return self._recovery.run(wait, needs_trainer=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import ray
@@ -56,6 +56,13 @@ def forget(name: str) -> None:
         del _sentinels[ref]
     for actor_id in [actor_id for actor_id, watched in _names.items() if watched == name]:
         del _names[actor_id]
+
+
+def find_death(names: Collection[str], *, timeout_s: float) -> EngineDiedError | None:
+    """Return the death of one of the actors watched under ``names``, of which Ray may learn within ``timeout_s``."""
+    sentinels = [ref for ref, name in _sentinels.items() if name in names]
+    dead, _ = ray.wait(sentinels, timeout=timeout_s) if sentinels else ([], [])
+    return _death(dead[0]) if dead else None
 
 
 def wait_for(
@@ -129,7 +136,7 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
 
 
 def _death(ref: ray.ObjectRef) -> EngineDiedError:
-    name = _sentinels.pop(ref)
+    name = _sentinels[ref]
     try:
         ray.get(ref, timeout=10)
     except RayError as error:

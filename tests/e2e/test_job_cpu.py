@@ -77,13 +77,23 @@ def test_a_run_whose_trainer_stays_goes_on_where_that_one_stopped_until_ctrl_c(t
     assert len(trained) == len(set(trained)) == 12  # no group twice over the resume
 
 
-def test_a_replayed_rollout_gives_the_same_losses_without_engines(task, run_folder, tmp_path):
+def test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer(
+    task, run_folder, tmp_path
+):
+    """It dies in the middle of a rollout twice: before the first checkpoint, and one rollout after it."""
     dumps = f"{run_folder}/dump/{{rollout_id}}.pt"
-    flags = replay_flags(task, tmp_path, dumps, *"--actor-num-gpus-per-node 1 --num-rollout 3".split())
+    flags = replay_flags(
+        task, tmp_path, dumps, *"--actor-num-gpus-per-node 1 --num-rollout 4 --save-interval 2".split(),
+        *"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.die_once_in_rollouts_1_and_3".split(),
+    )  # fmt: skip
     job = Job("train.py", flags, tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
+    went_on = re.findall(r"went on from rollout (\d+) and trained again on (\d+) rollouts", job.text())
+    assert went_on == [("0", "1"), ("2", "1")]
     original = {row["train/step"]: row for row in records(run_folder, "train/step")}
-    for row in records(tmp_path, "train/step"):
+    steps = records(tmp_path, "train/step")
+    assert [row["train/step"] for row in steps] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
+    for row in steps:
         for name in ("train/loss", "train/grad_norm", "train/kl_loss"):
             assert row[name] == original[row["train/step"]][name], (row["train/step"], name)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import pickle
 import re
 import shutil
+import signal
 import stat
 import time
 from pathlib import Path
@@ -103,11 +105,12 @@ def listening(job: Job) -> set[tuple[str, int, str]]:
     return found
 
 
-def test_a_stranger_gets_nothing_beyond_health_of_a_job_that_ends_when_its_trainer_dies(task, tmp_path):
+def test_a_stranger_gets_nothing_beyond_health_of_a_job_that_ends_when_its_trainer_dies_again(task, tmp_path):
     address, page_port, secret_file = get_current_node_ip(), get_free_port(29500), tmp_path / "secret"
     assert not is_loopback(address), "this host has no address but loopback, so that nobody else reaches it"
     flags = grpo_flags(
         task, tmp_path / "run", *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --num-rollout 200".split(),
+        *"--max-recoveries 1 --check-weight-update-equal".split(),
         *f"--prometheus-port {page_port} --job-secret-file {secret_file}".split(),
     )  # fmt: skip
     job = Job("train.py", flags, tmp_path / "log.txt", SLIME_HOST_IP=address)
@@ -141,6 +144,13 @@ def test_a_stranger_gets_nothing_beyond_health_of_a_job_that_ends_when_its_train
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
     commands = [" ".join(psutil.Process(pid).cmdline()) for pid in job.pids()]
     assert commands and not any(secret in command for command in commands)
+    engines = job.pids("slime.backends.sglang_utils.server_main")
+    os.kill(job.pids("ray::MegatronTrainRayActor")[0], signal.SIGKILL)
+    job.wait_until(lambda: "The trainer is back after" in job.text(), "restart of the trainer", STEP_S)
+    assert job.pids("slime.backends.sglang_utils.server_main") == engines  # they stayed
+    steps = len(re.findall(r"^step \d+/200", job.text(), flags=re.MULTILINE))
+    shown = re.compile(rf"(?:^step \d+/200.*?){{{steps + 2}}}", re.MULTILINE | re.DOTALL)
+    job.wait_until(lambda: shown.search(job.text()) is not None, "two more steps", STEP_S)
     job.strike("ray::MegatronTrainRayActor", r"EngineDiedError: (actor rank 0 died|an actor died during training)")
 
 

@@ -1,0 +1,111 @@
+"""Trainers that die are started again and brought back to the step that they were taken from.
+
+    a rank dies -> its trainer's other ranks are killed -> all start again, from the last checkpoint
+                -> they train again on the rollouts since that checkpoint -> the interrupted step is taken again
+
+The engines keep their weights and go on generating; no token is drawn twice.  The driver keeps references to the train
+data since the last checkpoint, which stay in Ray's object store (it spills to disk when memory is short).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import TypeVar
+
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.released_trainer import RELEASE_GRACE_S
+from slime.ray.utils import cluster_has_accelerators
+from slime.ray.waiting import find_death
+from slime.utils.errors import EngineDiedError
+from slime.utils.misc import Box
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+NOTICE_S = 5.0
+"""Seconds from an error of one rank until Ray has noticed the death of another, which caused it."""
+WINDOW_S = 3600.0
+"""Time over which ``--max-recoveries`` counts."""
+
+
+class TrainerRecovery:
+    """Takes the steps of a job that need its trainer, and takes them again when one of its ranks dies.
+
+    Args:
+        args: the run's arguments.
+        actor: the trainer.
+        train: trains on one rollout, as the job does.
+    """
+
+    def __init__(self, args: Namespace, actor: RayTrainGroup, train: Callable[[int, list[Box]], None]) -> None:
+        self.args = args
+        self.is_down = False
+        """The trainer died and was not started again yet."""
+        self._actor, self._train = actor, train
+        self._is_on = args.trainer_recovery == "checkpoint"
+        self._trained: list[tuple[int, list[Box]]] = []
+        self._deaths: list[tuple[float, str]] = []
+
+    def run(self, step: Callable[[], T], *, needs_trainer: bool = True) -> T:
+        """Return ``step()``; when a rank of the trainer dies during it, start the trainer again and repeat the step.
+
+        Args:
+            step: may be called several times; changes nothing before it fails, or the same each time.
+            needs_trainer: False for a wait for engines, which goes on without a trainer where they share its GPUs.
+
+        Raises:
+            EngineDiedError: more deaths than ``--max-recoveries`` within an hour; notes name the earlier ones.
+        """
+        while True:
+            try:
+                if self.is_down and (needs_trainer or not self.args.offload_rollout):
+                    self._restart()
+                return step()
+            except Exception as error:  # a death shows first in whatever the other ranks were doing
+                death = find_death(self._actor.names, timeout_s=NOTICE_S) if self._is_on else None
+                if death is None:
+                    raise
+                self._take_down(death, error)
+
+    def record_trained(self, rollout_id: int, rollout_data: list[Box]) -> None:
+        """Keep the train data of a rollout until a checkpoint holds what it did to the weights."""
+        if self._is_on:
+            self._trained.append((rollout_id, rollout_data))
+
+    def record_saved(self) -> None:
+        """Drop the train data that the last checkpoint makes superfluous."""
+        last = self._actor.last_checkpoint
+        if last is not None:
+            self._trained = [kept for kept in self._trained if kept[0] > last]
+
+    def _take_down(self, death: EngineDiedError, error: Exception) -> None:
+        """Kill the ranks that are left, unless there were too many deaths."""
+        now = time.monotonic()
+        self._deaths = [earlier for earlier in self._deaths if now - earlier[0] < WINDOW_S]
+        if len(self._deaths) >= self.args.max_recoveries:
+            for _, earlier in self._deaths:
+                death.add_note(f"earlier within the hour (--max-recoveries {self.args.max_recoveries}): {earlier}")
+            raise death from error
+        self._deaths.append((now, str(death).splitlines()[0]))
+        logger.error("%s. The trainer is started again from its last checkpoint (--trainer-recovery).", death)
+        self._actor.release()
+        self.is_down = True
+
+    def _restart(self) -> None:
+        """Start the trainer from the last checkpoint and train again on what came after it."""
+        begin = time.monotonic()
+        self._actor.release()  # ranks of a restart that failed half-way
+        if cluster_has_accelerators():
+            time.sleep(RELEASE_GRACE_S)
+        start = self._actor.create()
+        again = [kept for kept in self._trained if kept[0] >= start]
+        for rollout_id, rollout_data in again:
+            self._train(rollout_id, rollout_data)
+        self.is_down = False
+        logger.warning(
+            "The trainer is back after %.1f s: it went on from rollout %d and trained again on %d rollouts.",
+            time.monotonic() - begin, start, len(again),
+        )  # fmt: skip
