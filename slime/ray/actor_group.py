@@ -116,7 +116,7 @@ class RayTrainGroup:
 
     @property
     def last_checkpoint(self) -> int | None:
-        """The rollout of the newest checkpoint of this job; with ``--async-save`` one counts only when it is written."""
+        """The rollout of the newest checkpoint of this job; with ``--async-save`` only one that is written."""
         tracker = Path(self._run_args.save or "") / TRACKER
         newest = read_tracker(tracker, "--save") if tracker.is_file() else None
         return newest if isinstance(newest, int) and newest in self._published else None

@@ -93,6 +93,19 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=DRIVER,
+        waits="The same, when the actor is a rank of the trainer (--trainer-recovery checkpoint)",
+        code=("slime.ray.trainer_recovery.TrainerRecovery",),
+        bounds=("slime.ray.trainer_recovery.NOTICE_S", "--max-recoveries"),
+        deadline="for an error of another rank: until Ray has noticed the death behind it",
+        raises="EngineDiedError",
+        log="driver, with the rank and its trainer's way back",
+        outcome="the trainer starts again from its last checkpoint; after too many deaths within an hour the run ends",
+        tests=(
+            "tests/unit/ray/test_trainer_recovery.py::test_a_step_is_taken_again_after_a_death_and_what_came_before_it",
+        ),
+    ),
+    Edge(
+        area=DRIVER,
         waits="Driver for a rollout or an evaluation of the manager",
         code=(
             "slime.ray.train_loop.TrainJob.finish_generate",

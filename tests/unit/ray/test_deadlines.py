@@ -16,6 +16,7 @@ from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines import fleet, models
 from slime.ray.train_loop import TrainJob
+from slime.ray.trainer_recovery import TrainerRecovery
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, EngineError
 
 FLAGS = Namespace(
@@ -28,6 +29,7 @@ FLAGS = Namespace(
     debug_train_only=False,
     use_fault_tolerance=False,
     rollout_global_dataset=True,
+    trainer_recovery="off",
 )
 
 
@@ -44,6 +46,7 @@ def job() -> TrainJob:
     made = TrainJob.__new__(TrainJob)
     made.args, made.manager, made._seconds = FLAGS, Anything(), {}
     made.actor, made._background = Namespace(restarts_engines=False), None
+    made._recovery = TrainerRecovery(FLAGS, made.actor, made._train)  # type: ignore[arg-type]
     return made
 
 

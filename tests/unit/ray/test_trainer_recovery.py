@@ -1,0 +1,120 @@
+"""A trainer that dies, without Ray: what is repeated, in which order, and when the run ends instead."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.ray import trainer_recovery
+from slime.ray.trainer_recovery import TrainerRecovery
+from slime.utils.errors import EngineDiedError
+
+
+class Trainer:
+    """Weights are the list of what was trained; a checkpoint is a copy of it."""
+
+    names = ["actor rank 0"]
+
+    def __init__(self) -> None:
+        self.weights: list[int] = []
+        self.saved: dict[int, list[int]] = {}
+        self.is_dead, self.num_starts = False, 1
+
+    @property
+    def last_checkpoint(self) -> int | None:
+        return max(self.saved, default=None)
+
+    def release(self) -> None:
+        self.weights = []
+
+    def create(self) -> int:
+        self.is_dead, self.num_starts = False, self.num_starts + 1
+        last = self.last_checkpoint
+        self.weights = [] if last is None else list(self.saved[last])
+        return 0 if last is None else last + 1
+
+    def train(self, rollout_id: int, data: Any) -> None:
+        if self.is_dead:
+            raise RuntimeError("Connection closed by peer")
+        self.weights.append(data)
+
+    def save(self, rollout_id: int) -> None:
+        if self.is_dead:
+            raise RuntimeError("Connection closed by peer")
+        self.saved[rollout_id] = list(self.weights)
+
+
+@pytest.fixture
+def trainer(monkeypatch) -> Trainer:
+    made = Trainer()
+    death = lambda names, timeout_s: EngineDiedError("actor rank 0 died") if made.is_dead else None  # noqa: E731
+    monkeypatch.setattr(trainer_recovery, "find_death", death)
+    monkeypatch.setattr(trainer_recovery, "cluster_has_accelerators", lambda: False)
+    return made
+
+
+def recovery(trainer: Trainer, **flags: Any) -> TrainerRecovery:
+    args = Namespace(**{"trainer_recovery": "checkpoint", "max_recoveries": 3, "offload_rollout": False} | flags)
+    return TrainerRecovery(args, trainer, trainer.train)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("saves_every", [1, 2, 100])
+@pytest.mark.parametrize("step", ["train", "save", "push"])
+def test_a_step_is_taken_again_after_a_death_and_what_came_before_it(trainer, step, saves_every):
+    job, pushed = recovery(trainer), []
+    for rollout_id in range(6):
+        if step == "train" and rollout_id in (1, 4):
+            trainer.is_dead = True
+        job.run(lambda id=rollout_id: trainer.train(id, 10 * id))
+        job.record_trained(rollout_id, 10 * rollout_id)  # type: ignore[arg-type]
+        if (rollout_id + 1) % saves_every == 0:
+            trainer.is_dead = step == "save" and rollout_id in (1, 3)
+            job.run(lambda id=rollout_id: trainer.save(id))
+            job.record_saved()
+        trainer.is_dead = step == "push" and rollout_id in (2, 5)
+        job.run(lambda: trainer.train(-1, -1) if trainer.is_dead else pushed.append(list(trainer.weights)))
+    assert pushed == [[10 * i for i in range(id + 1)] for id in range(6)]
+    deaths = {"train": 2, "push": 2, "save": {1: 2, 2: 2, 100: 0}[saves_every]}[step]
+    assert trainer.num_starts == 1 + deaths
+    assert len(job._trained) == {1: 0, 2: 0, 100: 6}[saves_every]
+
+
+def test_a_wait_for_engines_on_the_same_gpus_goes_on_without_a_trainer(trainer):
+    job, states = recovery(trainer, offload_rollout=True), []
+
+    def wait() -> str:
+        states.append(job.is_down)
+        if trainer.is_dead and not job.is_down:
+            raise EngineDiedError("actor rank 0 died")
+        return "the rollout"
+
+    trainer.is_dead = True
+    assert job.run(wait, needs_trainer=False) == "the rollout"
+    assert states == [False, True] and trainer.num_starts == 1
+    job.run(lambda: trainer.train(0, 7))
+    assert (trainer.num_starts, trainer.weights, job.is_down) == (2, [7], False)
+
+
+def test_deaths_beyond_the_bound_end_the_run_and_tell_of_the_earlier_ones(trainer):
+    job = recovery(trainer, max_recoveries=2)
+
+    def die() -> None:
+        trainer.is_dead = True
+        raise EngineDiedError("actor rank 0 died")
+
+    with pytest.raises(EngineDiedError, match="actor rank 0 died") as raised:
+        job.run(die)
+    assert trainer.num_starts == 3
+    assert [note.split("):")[0] for note in raised.value.__notes__] == [
+        "earlier within the hour (--max-recoveries 2"
+    ] * 2
+
+
+@pytest.mark.parametrize(("mode", "is_dead"), [("off", True), ("checkpoint", False)])
+def test_without_a_death_or_without_recovery_an_error_stays_what_it_is(trainer, mode, is_dead):
+    trainer.is_dead = is_dead
+    with pytest.raises(ZeroDivisionError):
+        recovery(trainer, trainer_recovery=mode).run(lambda: 1 / 0)
+    assert trainer.num_starts == 1
