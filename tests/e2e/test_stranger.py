@@ -148,9 +148,8 @@ def test_a_stranger_gets_nothing_beyond_health_of_a_job_that_ends_when_its_train
     os.kill(job.pids("ray::MegatronTrainRayActor")[0], signal.SIGKILL)
     job.wait_until(lambda: "The trainer is back after" in job.text(), "restart of the trainer", STEP_S)
     assert job.pids("slime.backends.sglang_utils.server_main") == engines  # they stayed
-    steps = len(re.findall(r"^step \d+/200", job.text(), flags=re.MULTILINE))
-    shown = re.compile(rf"(?:^step \d+/200.*?){{{steps + 2}}}", re.MULTILINE | re.DOTALL)
-    job.wait_until(lambda: shown.search(job.text()) is not None, "two more steps", STEP_S)
+    steps = job.text().count("\nstep ")
+    job.wait_until(lambda: job.text().count("\nstep ") >= steps + 2, "two more steps", STEP_S)
     job.strike("ray::MegatronTrainRayActor", r"EngineDiedError: (actor rank 0 died|an actor died during training)")
 
 
