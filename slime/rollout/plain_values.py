@@ -46,6 +46,8 @@ _DTYPES = frozenset(
 )
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 _TREE = "json"
+_DAMAGED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""What is raised by readers of parts that are of another type, or cut."""
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 _AS_TEXT: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
@@ -109,7 +111,7 @@ def loads(data: bytes, *, where: str | Path, remedy: str = safe_pickle.REMEDY) -
             tensors = safetensors.torch.load(data)
             data = tensors[_TREE].numpy().tobytes()
         return json.loads(data, object_hook=lambda item: _read_tag(item, tensors))
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, safetensors.SafetensorError) as error:
+    except (*_DAMAGED, safetensors.SafetensorError) as error:
         raise DataError(
             f"{where} ({len(data)} bytes) is cut or damaged ({type(error).__name__}: {error}). {remedy}"
         ) from error

@@ -36,6 +36,8 @@ def problem_with_answer(output: Any, payload: Mapping[str, Any]) -> str | None:
     meta = output["meta_info"]
     if not isinstance(meta.get("finish_reason"), dict):
         return f"it has no finish_reason: {str(meta)[:300]}. {_LOOK_AT_LOG}"
+    if not isinstance(meta["finish_reason"].get("type"), str | None):
+        return f"its finish_reason is {_shown(meta['finish_reason'])}, whose type must be a text. {_LOOK_AT_LOG}"
     entries = meta.get("output_token_logprobs")
     if entries is None:
         entries = []

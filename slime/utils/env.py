@@ -126,11 +126,17 @@ def job_secret() -> str | None:
     """Return the secret in the file ``SLIME_JOB_SECRET_FILE``, which is set for the generators of a rollout buffer."""
     path = get_str("SLIME_JOB_SECRET_FILE")
     try:
-        return None if path is None else Path(path).read_text(encoding="utf-8").strip()
+        secret = None if path is None else Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"The environment variable SLIME_JOB_SECRET_FILE is {path!r}, which cannot be read: {error}."
         ) from error
+    if secret is not None and not (secret.isascii() and secret.isprintable() and 0 < len(secret) <= 4096):
+        raise ConfigError(
+            f"The file {path!r} of the environment variable SLIME_JOB_SECRET_FILE holds no secret: one line of 1 to "
+            "4096 printable ASCII characters is needed."
+        )
+    return secret
 
 
 def job_servers() -> list[str]:
@@ -141,7 +147,13 @@ def job_servers() -> list[str]:
 def engine_guard() -> list[Any] | None:
     """Return ``SLIME_ENGINE_GUARD``: what an engine's process passes on to its tokenizer workers."""
     text = get_str("SLIME_ENGINE_GUARD")
-    return None if text is None else json.loads(text)
+    try:
+        values = None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        values = ()
+    if values is not None and (not isinstance(values, list) or len(values) != 5):
+        raise ConfigError("The environment variable SLIME_ENGINE_GUARD is damaged; slime sets it, leave it unset.")
+    return values
 
 
 def export_engine_guard(values: list[Any]) -> None:

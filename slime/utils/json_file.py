@@ -18,6 +18,7 @@ from slime.utils.errors import ConfigError, DataError, SlimeError
 COPY_AGAIN = "Download or copy it again."
 MAX_DEPTH = 100
 _CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN)')
+_TEXTS = ("model_type", "dtype", "torch_dtype")
 _OBJECTS = ("text_config", "vision_config", "quantization_config", "rope_scaling", "rope_parameters")
 """Keys of a config.json whose value is an object, or null."""
 
@@ -98,7 +99,7 @@ def read_model_config(
     config = read_object(path, flag=flag, error=error)
     for part in (config, config.get("text_config")):
         for name, value in (part or {}).items():
-            wanted: type = str if name == "model_type" else dict if name in _OBJECTS else object
+            wanted: type = str if name in _TEXTS else dict if name in _OBJECTS else object
             if value is not None and not isinstance(value, wanted):
                 shown = f"{flag}: {path}: {name} is {str(value)[:80]!r}"
                 raise error(f"{shown}; it must be {'a text' if wanted is str else 'an object'}. {COPY_AGAIN}")

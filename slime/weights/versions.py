@@ -98,7 +98,9 @@ def read_version(folder: Path) -> Version:
             checksum=metadata["checksum_format"],
         )
         told, compression = int(metadata["version"]), metadata["compression_format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not 0 <= int(metadata["base_version"]) < number or not isinstance(version.checksum, str):
+            raise ValueError(f"base {metadata['base_version']}, checksums {version.checksum!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightSyncError(f"{index} does not describe a weight version: {error!r}") from error
     if told != number or version.encoding not in ENCODINGS or compression != COMPRESSION:
         raise WeightSyncError(

@@ -207,17 +207,39 @@ def read_format(
     """
     if not quantization_config:
         return None
+    _check_lists(quantization_config)
     method = quantization_config.get("quant_method")
-    if method == "fp8":
-        return _fp8(quantization_config, ue8m0)
-    if method == "compressed-tensors":
-        return _compressed_tensors(quantization_config, scale_dtype, ue8m0)
+    try:
+        if method == "fp8":
+            return _fp8(quantization_config, ue8m0)
+        if method == "compressed-tensors":
+            return _compressed_tensors(quantization_config, scale_dtype, ue8m0)
+    except (AttributeError, TypeError, KeyError) as error:
+        shown = str(dict(quantization_config))[:300]
+        raise ConfigError(
+            f"quantization_config of config.json has a value of another type ({error}): {shown}"
+        ) from error
     if method == MXFP4:
         raise ConfigError(
             "--hf-checkpoint is MXFP4, which can be read (--load, --ref-load, tools/convert_hf_to_torch_dist.py), but "
             "not pushed to engines; make a bf16 folder for them (tools/convert_mxfp4_to_bf16.py) and give that"
         )
     raise _unsupported(str(method))
+
+
+def _check_lists(quantization_config: Config) -> None:
+    """Refuse what is not a list of names, or names by no regular expression."""
+    for key in ("ignore", *FP8_LISTS):
+        entries = quantization_config.get(key) or []
+        try:
+            if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+                raise ValueError("it must be a list of names")
+            for entry in entries:
+                re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        except (ValueError, re.error) as error:
+            raise ConfigError(
+                f"{key} in quantization_config of config.json is {str(entries)[:80]!r}: {error}"
+            ) from error
 
 
 def ignored_modules(quantization_config: Config) -> list[str]:

@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from slime.arguments.hook_checks import check_import
 from slime.arguments.hooks import HOOKS
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
+from slime.flags.lora import LoraConfig
+from slime.rollout import plain_values
 from slime.rollout.prompt_dataset import check_prompt_file
 from slime.rollout.state_file import read_state
 from slime.utils import env
@@ -25,7 +27,10 @@ from slime.utils.answer_checks import problem_with_answer
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
 from slime.weights.file_digests import FolderDigests
 from slime.weights.hf_rewrite.source import open_source
+from slime.weights.peft_folder import read_peft_folder
+from slime.weights.quantize.quantizer import FP8_LISTS, read_format
 from slime.weights.stored_tensors import read_layout
+from slime.weights.versions import read_version
 
 DEEP, DIGITS = "[" * 100_000, "9" * 5000
 
@@ -247,3 +252,114 @@ def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_
         monkeypatch.setenv("SLIME_JOB_SECRET_FILE", str(path))
         with pytest.raises(ConfigError, match="SLIME_JOB_SECRET_FILE is .* cannot be read"):
             env.job_secret()
+
+
+# ------------------------------------------------------------------------------------------ values of other types
+
+
+ODD = {
+    "a list": [1], "a text": "x", "a negative number": -1, "a fraction": 1.5, "true": True, "an object": {"a": 1},
+    "a large number": 10**30, "nested lists": [[[]]],
+}  # fmt: skip
+"""In the place of a value of another type."""
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(
+    "key", ["text_config", "quantization_config", "rope_scaling", "model_type", "torch_dtype", "dtype"]
+)
+def test_a_part_of_a_model_s_config_of_another_type_is_named(key, name, tmp_path):
+    if isinstance(ODD[name], str if key in ("model_type", "torch_dtype", "dtype") else dict):
+        return
+    (tmp_path / "config.json").write_text(json.dumps({key: ODD[name]}))
+    assert f"{key} is " in one_line(lambda: check_huggingface_folder(str(tmp_path), "--x", weights=False))
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("key", ["quant_method", "weight_block_size", "config_groups", *FP8_LISTS, "ignore"])
+def test_a_part_of_a_quantization_of_another_type_is_named(key, name):
+    is_block = key in ("quant_method", "weight_block_size", *FP8_LISTS)
+    method = (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        if is_block
+        else {"quant_method": "compressed-tensors"}
+    )
+    assert one_line(lambda: read_format(method | {key: ODD[name]}))
+
+
+@pytest.mark.parametrize("pattern", ["re:(", "re:[", "re:*", "re:(?P<a"])
+def test_a_regular_expression_that_is_none_is_named(pattern):
+    message = one_line(lambda: read_format({"quant_method": "compressed-tensors", "ignore": [pattern]}))
+    assert pattern in message and "ignore" in message
+
+
+@pytest.mark.parametrize("name", [name for name in ODD if name != "a text"])
+@pytest.mark.parametrize(
+    "tag", ["$array", "$tensor", "$scalar", "$bytes", "$image", "$datetime", "$date", "$uuid", "$path"]
+)
+def test_a_position_whose_parts_are_of_another_type_is_damaged(tag, name):
+    data = json.dumps({"a": {tag: ODD[name]}}).encode()
+    assert "is cut or damaged" in one_line(lambda: plain_values.loads(data, where="position.pt"))
+
+
+@pytest.mark.parametrize("value", [None, *ODD.values(), ""])
+@pytest.mark.parametrize("key", ["metadata", "base_version", "version", "delta_encoding", "compression_format"])
+def test_a_weight_version_whose_index_says_something_else_is_refused(key, value, tmp_path):
+    folder = tmp_path / "weight_v000001"
+    folder.mkdir()
+    told = {
+        "delta_encoding": "xor",
+        "base_version": 0,
+        "version": 1,
+        "checksum_format": "xxh3",
+        "compression_format": "zstd",
+    }
+    index = {"metadata": value} if key == "metadata" else {"metadata": told | {key: value}}
+    if (key, value) in (("metadata", {"a": 1}), ("version", 1.5), ("version", True)):
+        return
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "weight_v000001" in one_line(lambda: read_version(folder))
+
+
+USUAL = (("completion_tokens", True), ("finish_reason", {"a": 1}))
+
+
+@pytest.mark.parametrize("value", [*ODD.values(), None])
+@pytest.mark.parametrize(
+    "key", ["finish_reason", "type", "output_token_logprobs", "completion_tokens", "prompt_tokens", "text"]
+)
+def test_an_answer_with_a_field_of_another_type_is_refused(key, value):
+    output = (
+        answer(finish_reason={"type": value}) if key == "type" else answer(**{key: value} if key != "text" else {})
+    )
+    output |= {"text": value} if key == "text" else {}
+    is_usual = value is None and key in ("type", "completion_tokens", "prompt_tokens", "text")
+    if is_usual or (key in ("type", "text") and value == "x") or (key, value) in USUAL:
+        return
+    assert problem_with_answer(output, {"input_ids": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b" \n", b"a\nb", b"\0", b"a" * 5000, b"\xff\xfe", "\u00e9".encode(), b"a\tb", DEEP.encode()]
+)
+def test_a_file_without_a_secret_in_it_is_refused(data, monkeypatch, tmp_path):
+    (tmp_path / "secret").write_bytes(data)
+    monkeypatch.setenv("SLIME_JOB_SECRET_FILE", str(tmp_path / "secret"))
+    assert "SLIME_JOB_SECRET_FILE" in one_line(env.job_secret)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "5", "x", DEEP, DIGITS, "null", '{"a": 1}', "[1,2,3,4]", "true"])
+def test_what_an_engine_passes_on_to_its_processes_is_checked(text, monkeypatch):
+    monkeypatch.setenv("SLIME_ENGINE_GUARD", text)
+    if text != "null":
+        assert "SLIME_ENGINE_GUARD" in one_line(env.engine_guard)
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("key", ["peft_type", "bias", "r", "lora_alpha", "use_dora", "rank_pattern"])
+def test_an_adapter_of_another_kind_is_named(key, name, tmp_path):
+    content = {"peft_type": "LORA", "bias": "none", "r": 8, "lora_alpha": 16} | {key: ODD[name]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    save_file({"a": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    config = LoraConfig(rank=8, alpha=16.0, dropout=0.0, targets=("all-linear",))
+    assert "--lora-load" in one_line(lambda: read_peft_folder(tmp_path, config))
