@@ -680,6 +680,23 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=WEIGHTS,
+        waits="Engine for the requests of the adapter before the last, when the next one comes",
+        code=(
+            "slime.backends.sglang_utils.sglang_plugin._wait_for_unload",
+            "slime.backends.sglang_utils.weight_verbs.WeightVerbs.load_adapter",
+        ),
+        bounds=("--weight-update-timeout-s", "slime.backends.sglang_utils.sglang_plugin.LOST_COUNT_S"),
+        deadline="the first; the second for requests that SGLang lost count of",
+        raises="ProcessError",
+        log="trainer: 'engine ... is excluded from the push', with the reason",
+        outcome="as for every engine that does not take a push",
+        tests=(
+            "tests/unit/backends/sglang_utils/test_sglang_engine.py::"
+            "test_an_adapter_is_unloaded_though_a_request_was_never_counted_down",
+        ),
+    ),
+    Edge(
+        area=WEIGHTS,
         waits="Engine actor for a version to show up on a network disk",
         code=(
             "slime.weights.local_copy.LocalCopy",
