@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 benchmarks/train_mfu.py --model qwen3-4B -- --tensor-model-parallel-size 2
     python benchmarks/train_mfu.py --model moonlight --layers 6
     python benchmarks/train_mfu.py --model qwen3-30B-A3B --layers 12 --reference
+    python benchmarks/train_mfu.py --model qwen3-4B -- --lora-rank 32
 
 The weights are random, everything else is what a job runs: packed micro-batches, forward, backward, the policy loss
 over the vocabulary and the optimizer step, and before it the log-prob pass of the old policy and, with
@@ -139,27 +140,26 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_args(own), extra
 
 
-def trainer_args(options: argparse.Namespace, extra: list[str], world_size: int) -> Namespace:
-    """Complete args of a trainer of ``world_size`` ranks: the model's flags, ours, then ``extra``."""
+def trainer_args(options: argparse.Namespace, extra: list[str], world_size: int, folder: str) -> Namespace:
+    """Complete args of ``world_size`` ranks: flags of the model, written to ``folder``, ours, then ``extra``."""
     from slime.arguments import parse_args
 
-    with tempfile.TemporaryDirectory() as folder:
-        write_hf_config(Path(folder), options.model, options.layers)
-        argv = ["--hf-checkpoint", folder, "--ref-load", folder, "--load", folder, *TRAINER_FLAGS]
-        argv += ["--max-tokens-per-gpu", str(options.tokens)]
-        # Every rank must have a sample; how many there are is decided by the data made below.
-        argv += ["--rollout-batch-size", str(world_size), "--global-batch-size", str(world_size)]
-        argv += ["--actor-num-gpus-per-node", str(world_size), *extra]
-        return parse_args(argv=argv)
+    write_hf_config(Path(folder), options.model, options.layers)
+    argv = ["--hf-checkpoint", folder, "--ref-load", folder, "--load", folder, "--finetune", *TRAINER_FLAGS]
+    argv += ["--max-tokens-per-gpu", str(options.tokens)]
+    # Every rank must have a sample; how many there are is decided by the data made below.
+    argv += ["--rollout-batch-size", str(world_size), "--global-batch-size", str(world_size)]
+    argv += ["--actor-num-gpus-per-node", str(world_size), *extra]
+    return parse_args(argv=argv)
 
 
-def start_trainer(options: argparse.Namespace, extra: list[str]) -> Namespace:
+def start_trainer(options: argparse.Namespace, extra: list[str], folder: str) -> Namespace:
     """Join the process group and make the parallel groups of the flags; gives complete args."""
     from slime.backends.megatron_utils import initialize
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    args = trainer_args(options, extra, world_size)
+    args = trainer_args(options, extra, world_size, folder)
     worker = MegatronTrainRayActor()
     worker.set_rendezvous(
         world_size, rank, os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 29512))
@@ -174,7 +174,13 @@ def main() -> None:
     if "LOCAL_RANK" in os.environ:
         # A trainer sees one GPU, as Ray gives it to a job; to be said before CUDA is looked at.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
-    args = start_trainer(options, extra)
+    with tempfile.TemporaryDirectory() as folder:
+        run(options, extra, folder)
+
+
+def run(options: argparse.Namespace, extra: list[str], folder: str) -> None:
+    """Train the steps, with the model's config.json in ``folder``, and print the numbers of the median one."""
+    args = start_trainer(options, extra, folder)
 
     from megatron.core import mpu
 

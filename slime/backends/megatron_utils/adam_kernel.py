@@ -49,7 +49,8 @@ def _step(
     second,
     second_scales,
     num_elements,
-    beta1,
+    share1,
+    share2,
     beta2,
     keep,
     rate,
@@ -65,8 +66,8 @@ def _step(
     p = tl.load(parameter + offsets, mask=inside, other=0.0)
     m = _load(first, first_scales, offsets, inside, block)
     v = _load(second, second_scales, offsets, inside, block)
-    m = m + (1 - beta1) * (g - m)
-    v = beta2 * v + (1 - beta2) * g * g
+    m = m + share1 * (g - m)
+    v = beta2 * v + share2 * g * g
     p = keep * p - rate * m / (tl.sqrt(v) / root + eps)
     tl.store(parameter + offsets, p, mask=inside)
     noise, other, _, _ = tl.randint4x(seed, offsets)
@@ -103,7 +104,8 @@ def launch_step(
             second,
             state.get("exp_avg_sq_scale", parameter),
             parameter.numel(),
-            numbers["beta1"],
+            numbers["share1"],
+            numbers["share2"],
             numbers["beta2"],
             numbers["keep"],
             numbers["rate"],

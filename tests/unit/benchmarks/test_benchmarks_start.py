@@ -69,11 +69,12 @@ def test_the_command_line_is_explained(name, monkeypatch, capsys):
         ("glm4-9B", 1, ""),
         ("qwen3-30B-A3B", 4, "--expert-model-parallel-size 4"),
         ("moonlight", 1, ""),
+        ("qwen3-4B", 1, "--lora-rank 32"),
     ],
 )
-def test_the_flags_of_the_trainers_benchmarks_are_accepted(model, num_gpus, extra):
+def test_the_flags_of_the_trainers_benchmarks_are_accepted(model, num_gpus, extra, tmp_path):
     options = Namespace(model=model, tokens=1024, layers=4)
-    args = load("train_mfu").trainer_args(options, extra.split(), num_gpus)
+    args = load("train_mfu").trainer_args(options, extra.split(), num_gpus, str(tmp_path))
     assert (args.actor_num_gpus_per_node, args.num_layers) == (num_gpus, 4)
 
 

@@ -117,7 +117,7 @@ class Adapter(torch.nn.Module):
             z = reduce_scatter_to_sequence_parallel_region(z, group=self.group)
         elif self.cuts_columns:
             z = reduce_from_tensor_model_parallel_region(z, group=self.group)
-        return self.scale * F.linear(z, widened(self.b, self.part_of_row, self.a.size(0)))
+        return F.linear(self.scale * z, widened(self.b, self.part_of_row, self.a.size(0)))
 
     def _of_experts(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         a: Tensor = self.a
@@ -202,6 +202,9 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
     if args.recompute_granularity is not None and embedding is not None:
         # A recomputed block has a backward pass only where an input of it needs a gradient.
         embedding.register_forward_hook(_needing_gradient)
+    head = getattr(model, "output_layer", None)
+    if head is not None:
+        head.register_forward_hook(_with_dense_gradient)
     return count
 
 
@@ -226,6 +229,16 @@ def _add_output(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
 
 def _needing_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _with_dense_gradient(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
+    """Give the gradient of the logits [s, b, V] the strides of a new tensor.
+
+    It comes transposed from [b, s, V]; by a weight without a gradient ``torch.matmul`` then makes s products of one
+    row: 2.5 s for 16,384 tokens and 151,936 entries on an H200, in place of 0.03 s.
+    """
+    if output[0].requires_grad:
+        output[0].register_hook(lambda gradient: gradient.flatten(0, 1).view(gradient.shape))
 
 
 def has_adapters(model: Sequence[torch.nn.Module]) -> bool:

@@ -18,6 +18,7 @@ from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.adapters import load_peft, save_peft
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.layers.frozen_base import hold_quantized, value_of
+from slime.backends.megatron_utils.layers.lora import _with_dense_gradient
 from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.utils.errors import ConfigError, DataError
@@ -190,3 +191,15 @@ def test_a_folder_that_means_something_else_is_refused(change: str, says: str, t
             save_file(there | extra, tensors)
         with pytest.raises(DataError, match=says):
             load_peft(args, model, tmp_path / "out")
+
+
+def test_the_gradient_of_the_logits_reaches_the_vocabulary_as_one_matrix() -> None:
+    """Transposed, it would be multiplied row by row where the vocabulary is frozen."""
+    strides = []
+    for is_dense in (False, True):
+        logits = torch.zeros(5, 1, 7, requires_grad=True) * 1
+        if is_dense:
+            _with_dense_gradient(None, (), (logits, None))
+        logits.register_hook(lambda gradient: strides.append(gradient.stride()))
+        (logits.transpose(0, 1).contiguous() * torch.rand(1, 5, 7)).sum().backward()
+    assert strides == [(7, 35, 1), (7, 7, 1)]
