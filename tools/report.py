@@ -352,7 +352,7 @@ class _Pieces:
     def __init__(self, path: str, *, trust: bool) -> None:
         self._known: dict[int, str] = {}
         self._tokenizer: Any = None
-        if Path(path).is_dir() and not trust:  # a page of somebody's run runs no code of theirs
+        if path and Path(path).is_dir() and not trust:  # a page of somebody's run runs no code of theirs
             try:
                 self._tokenizer = load_tokenizer(path)
             except Exception as error:  # the edge of another library: the page does without

@@ -57,3 +57,11 @@ def test_the_nearest_flag_is_found_among_megatrons_and_sglangs(command):
         parse_args(argv=[*command, "--tensor-model-parallel", "2", "--sglang-mem-fraction", "0.5"])
     assert "Did you mean --tensor-model-parallel-size" in str(caught.value)
     assert "Did you mean --sglang-mem-fraction-static" in str(caught.value)
+
+
+def test_every_value_that_is_no_default_says_where_it_comes_from(command, tmp_path):
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text("entropy_coef: 0.25\n")
+    args = parse_args(argv=[*command, *MODEL, "--lr=2e-6", "--custom-config-path", str(overlay)])
+    names = ("lr", "custom_config_path", "entropy_coef", "padded_vocab_size", "eps_clip")
+    assert [args.value_origins.get(name) for name in names] == ["flag", "flag", "yaml", "derived", None]
