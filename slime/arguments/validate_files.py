@@ -14,12 +14,14 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.agent.sandbox import check_local_sandbox
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.flags.security import trusts_remote_code
+from slime.rollout import gym
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_config, read_object, text_over_all
 from slime.weights.quantize import read_format
@@ -226,6 +228,8 @@ def _check_prompts(args: Namespace) -> None:
                 "--disable-rollout-global-dataset with a rollout function that has its own."
             )
         return
+    if args.prompt_data.startswith(gym.PREFIX) and args.plan is None:
+        check_local_sandbox(args)  # the scorers of its tasks evaluate what the policy wrote
     asked = {"--metadata-key": (args.metadata_key, "metadata"), "--tool-key": (args.tool_key, "tools")}
     has_built_in = _is_plain(args) and not args.custom_rm_path
     num_rows = check_prompt_file(

@@ -54,7 +54,8 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         "--prompt-data",
         type=file_path,
         metavar="FILE",
-        help="Prompts: .jsonl (one JSON object a line) or .parquet; FILE@[a:b] takes rows a to b-1.",
+        help="Prompts: .jsonl (one JSON object a line) or .parquet; FILE@[a:b] takes rows a to b-1. "
+        "gym:TASK?size=N&seed=N: questions of reasoning-gym, with their scorer.",
     )
     group.add_argument(
         "--disable-rollout-global-dataset",

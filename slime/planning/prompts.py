@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.flags.security import trusts_remote_code
 from slime.planning.traffic import reference_lengths
+from slime.rollout import gym
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import split_path
 from slime.rollout.tools import toolbox
@@ -36,7 +37,8 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
     if not args.rollout_global_dataset or args.prompt_data is None or args.debug_train_only:
         return ()
     name, rows = split_path(args.prompt_data)
-    if not Path(name).is_file() or not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
+    is_here = name.startswith(gym.PREFIX) or Path(name).is_file()
+    if not is_here or not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
         return ()
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=trusts_remote_code(args))
     dataset = Dataset(

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from slime.rollout import gym
 from slime.utils.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -68,13 +69,16 @@ def read_rows(
     """Yield ``(where, row)`` for each selected row; ``where`` is ``"<file> line <n>"``, counted from 1, for errors.
 
     Args:
-        path: .jsonl or .parquet, maybe with ``@[a:b]``.
+        path: .jsonl or .parquet, or ``gym:TASK?key=value``, maybe with ``@[a:b]``.
         flag: where the path comes from, for errors.
         columns: those of a parquet file to read, as far as it has them; all by default.
 
     Raises:
         DataError: the file is missing or of another kind, or a selected row cannot be decoded.
     """
+    if path.startswith(gym.PREFIX):
+        yield from gym.read_task(*split_path(path), flag)
+        return
     file, rows = checked_file(path, flag)
     if file.suffix == ".parquet":
         for number, row in _select(_read_parquet(file, columns), rows):
@@ -102,6 +106,8 @@ def checked_file(path: str, flag: str) -> tuple[Path, slice]:
     """
     name, rows = split_path(path)
     file = Path(name)
+    if path.startswith(gym.PREFIX):
+        return file, rows
     if file.suffix not in SUFFIXES:
         remedy = " Decompress it first." if file.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip") else ""
         raise DataError(

@@ -18,6 +18,7 @@ from slime.flags.reward import BOXED_PREFIX, reward_config
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.gym import score as score_gym
 from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import compute_math_verify_reward, grade_answer_verl
@@ -52,7 +53,7 @@ _GRADERS: dict[str, Callable[[Sample], Any]] = {
     "random": lambda sample: random.randint(0, 1),
     "math_verify": lambda sample: compute_math_verify_reward(sample.response, sample.label),
 }
-RM_TYPES = ("remote_rm", *_GRADERS)
+RM_TYPES = ("remote_rm", "gym", *_GRADERS)
 """Values of ``--rm-type``, each also with the prefix ``boxed_``."""
 
 
@@ -96,6 +97,8 @@ async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         sample.response = extract_boxed_answer(sample.response) or ""
     if rm_type == "remote_rm":
         return await within(timeout_s, remote_rm(args, sample))
+    if rm_type == "gym":
+        return await GRADER_THREADS.run(score_gym, args, sample, timeout_s=timeout_s)
     if rm_type not in _GRADERS:
         raise NotImplementedError(
             f"The reward type {rm_type!r} does not exist; it may be {', '.join(RM_TYPES)}, each also with the prefix "

@@ -15,8 +15,9 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from slime.utils.errors import GraderError
 
@@ -30,11 +31,17 @@ KILL_WAIT_S = 10.0
 """For the kernel to end a killed child."""
 NUM_WORKERS = 2
 
+Answer = TypeVar("Answer")
+
 _WORKER_FILE = Path(__file__).with_name("symbolic_worker.py")
 
 
 class SymbolicWorker:
     """One child process.  Invariant: at most one question is open, and a child that missed one is never reused."""
+
+    first_question: Mapping[str, Any] = {"expression": "1-1"}
+    """Asked to see that a child has started."""
+    what = "runs sympy for the math graders"
 
     def __init__(self, *, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
@@ -44,21 +51,22 @@ class SymbolicWorker:
         """Return True when sympy simplifies the expression to 0; False when not, not readable, or not within the
         limit.
         """
-        return self._answers({"expression": expression}, {"is_zero": True})
+        return self.answer_to({"expression": expression}) == {"is_zero": True}
 
     def is_same(self, gold: str, answer: str) -> bool:
         """Return True when math-verify calls the two equal; False when not, not readable, or not within the limit."""
-        return self._answers({"gold": gold, "answer": answer}, {"is_same": True})
+        return self.answer_to({"gold": gold, "answer": answer}) == {"is_same": True}
 
-    def _answers(self, question: dict[str, str], wanted: dict[str, bool]) -> bool:
+    def answer_to(self, question: Mapping[str, Any]) -> object:
+        """Return the child's answer; None when there is none within the limit."""
         process = self._running()
         try:
-            return self._ask(process, question, self._time_limit_s) == wanted
+            return self._ask(process, question, self._time_limit_s)
         except (TimeoutError, OSError, ValueError) as error:
-            length = sum(map(len, question.values()))
-            logger.info("Sympy gave up on a question of %d characters: %s", length, error)
+            length = sum(len(str(part)) for part in question.values())
+            logger.info("The process that %s gave up on a question of %d characters: %s", self.what, length, error)
             self.close()
-            return False
+            return None
 
     def close(self) -> None:
         """End the child."""
@@ -79,24 +87,26 @@ class SymbolicWorker:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            self._process = subprocess.Popen(
-                [sys.executable, str(_WORKER_FILE), str(self._time_limit_s)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
+            self._process = self._start()
             try:
-                self._ask(self._process, {"expression": "1-1"}, START_LIMIT_S)
+                self._ask(self._process, self.first_question, START_LIMIT_S)
             except (TimeoutError, OSError, ValueError) as error:
                 self.close()
                 raise GraderError(
-                    f"The process that runs sympy for the math graders did not start: {error}. Try "
-                    f"'{sys.executable} -c \"import sympy\"'."
+                    f"The process that {self.what} did not start: {error}. Try '{sys.executable} -c \"import sympy\"'."
                 ) from error
         return self._process
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, str(_WORKER_FILE), str(self._time_limit_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
     @staticmethod
-    def _ask(process: subprocess.Popen[bytes], question: dict[str, str], limit_s: float) -> object:
+    def _ask(process: subprocess.Popen[bytes], question: Mapping[str, Any], limit_s: float) -> object:
         """Send one line, read one line.
 
         Raises:
@@ -117,17 +127,17 @@ class SymbolicWorker:
         return json.loads(line)
 
 
-class _Pool:
-    """``NUM_WORKERS`` children, handed out one question at a time.  Safe to call from many threads."""
+class WorkerPool:
+    """Children, handed out one question at a time.  Safe to call from many threads."""
 
-    def __init__(self) -> None:
-        self._workers = [SymbolicWorker() for _ in range(NUM_WORKERS)]
+    def __init__(self, workers: Sequence[SymbolicWorker]) -> None:
+        self._workers = workers
         self._idle: queue.LifoQueue[SymbolicWorker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._lock = threading.Lock()
 
-    def ask(self, question: Callable[[SymbolicWorker], bool]) -> bool:
+    def ask(self, question: Callable[[SymbolicWorker], Answer]) -> Answer:
         """Put a question to an idle child, and wait for one if all are busy."""
         # Every holder gives its worker back within its limits, so this wait ends.
         worker = self._idle.get(timeout=3600)
@@ -143,7 +153,7 @@ class _Pool:
                 worker.close()
 
 
-_POOL = _Pool()
+_POOL = WorkerPool([SymbolicWorker() for _ in range(NUM_WORKERS)])
 atexit.register(_POOL.close)
 
 

@@ -1,0 +1,99 @@
+"""Scores of reasoning-gym for answers to its questions.
+
+Some scorers evaluate what the policy wrote.  So all of them run in one child process that is isolated as sandboxes are
+(``slime.agent.sandbox``), and ends when an answer takes too long.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slime.agent.parsing import split_reasoning
+from slime.agent.sandbox.view import isolating_command, unsafe_command, view_for_programs
+from slime.rollout.rm_hub.symbolic import SymbolicWorker, WorkerPool
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+
+TIME_LIMIT_S = 10.0
+"""For one answer, the making of its question included."""
+MEMORY_BYTES = 4 << 30
+DISK_MIB = 16
+
+_WORKER_FILE = Path(__file__).with_name("gym_worker.py")
+_HASH_SEED = {"PYTHONHASHSEED": "0"}  # some tasks draw from sets, in an order that depends on it
+_ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
+_END = re.compile(r"(?:<\|[^<>|]*\|>|</s>|<eos>|<end_of_turn>|\s)+$")
+
+
+class QuestionWorker(SymbolicWorker):
+    """A child process that makes questions (``gym_worker``)."""
+
+    first_question = {"task": "leg_counting", "config": {"size": 1, "seed": 0}, "indices": [0]}
+    what = "runs reasoning-gym"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return self._start_as([sys.executable, str(_WORKER_FILE)], {**os.environ, **_HASH_SEED})
+
+    def _start_as(self, words: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, **options)
+
+
+class ScoreWorker(QuestionWorker):
+    """A child process that scores answers, in isolation."""
+
+    def __init__(self, *, is_unsafe: bool = False, time_limit_s: float = TIME_LIMIT_S) -> None:
+        super().__init__(time_limit_s=time_limit_s)
+        self._is_unsafe = is_unsafe
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        view = view_for_programs("/tmp/gym", disk_mib=DISK_MIB)
+        way = unsafe_command if self._is_unsafe else isolating_command()
+        words, ends = way(replace(view, limits={"as": MEMORY_BYTES}))
+        # Its file is out of sight there: slime may be anywhere.
+        program = [sys.executable, "-sPc", _WORKER_FILE.read_text(encoding="utf-8")]
+        env = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", **_HASH_SEED}
+        try:
+            return self._start_as([*words, *program], env, pass_fds=ends, cwd="/")
+        finally:
+            for end in ends:
+                os.close(end)
+
+
+@functools.cache
+def _pool(is_unsafe: bool) -> WorkerPool:
+    pool = WorkerPool([ScoreWorker(is_unsafe=is_unsafe)])
+    atexit.register(pool.close)
+    return pool
+
+
+def answer_of(response: str) -> str:
+    """Return the last text in ``<answer>`` tags, else the whole response; without reasoning and end-of-turn tokens."""
+    said = _END.sub("", split_reasoning(response)[1])
+    tagged = _ANSWER.findall(said)
+    return str(tagged[-1] if tagged else said).strip()
+
+
+def score(args: Namespace, sample: Sample) -> float:
+    """Return what the task's scorer gives to the answer, from 0 to 1; 0 when it takes too long or refuses it.
+
+    Raises:
+        DataError: the sample is no question of reasoning-gym.
+        ConfigError: this machine cannot isolate programs, and ``--unsafe-local-sandbox`` is not given.
+        GraderError: the child did not start.
+    """
+    question = sample.metadata.get("gym")
+    if question is None:
+        raise DataError(f"Sample {sample.index} is no question of a --prompt-data gym:TASK, which rm_type gym scores.")
+    asked = {**question, "answer": answer_of(sample.response)}
+    answered = _pool(bool(getattr(args, "unsafe_local_sandbox", False))).ask(lambda worker: worker.answer_to(asked))
+    return float(answered.get("score", 0.0)) if isinstance(answered, dict) else 0.0
