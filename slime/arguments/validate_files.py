@@ -11,6 +11,7 @@ import logging
 import os
 import string
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.flags.security import trusts_remote_code
 from slime.rollout import gym
+from slime.rollout.mixture import sources_of
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_config, read_object, text_over_all
 from slime.weights.quantize import read_format
@@ -228,25 +230,28 @@ def _check_prompts(args: Namespace) -> None:
                 "--disable-rollout-global-dataset with a rollout function that has its own."
             )
         return
-    if args.prompt_data.startswith(gym.PREFIX) and args.plan is None:
+    sources = sources_of(args.prompt_data)
+    if args.plan is None and any(source["path"].startswith(gym.PREFIX) for source in sources):
         check_local_sandbox(args)  # the scorers of its tasks evaluate what the policy wrote
     asked = {"--metadata-key": (args.metadata_key, "metadata"), "--tool-key": (args.tool_key, "tools")}
     has_built_in = _is_plain(args) and not args.custom_rm_path
-    num_rows = check_prompt_file(
-        args.prompt_data,
-        args.input_key,
-        label_key=args.label_key,
-        tool_key=args.tool_key,
-        metadata_key=args.metadata_key,
-        multimodal_keys=args.multimodal_keys,
-        grader=args.rm_type if has_built_in else None,
-        rm_types=RM_TYPES if has_built_in else None,
-        template=_template(args, args.apply_chat_template, args.apply_chat_template_kwargs),
-        some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
-    )
+    num_rows = 0
+    for source in sources:
+        num_rows += check_prompt_file(
+            source["path"],
+            source.get("input_key", args.input_key),
+            label_key=source.get("label_key", args.label_key),
+            tool_key=args.tool_key,
+            metadata_key=args.metadata_key,
+            multimodal_keys=args.multimodal_keys,
+            grader=args.rm_type if has_built_in else None,
+            rm_types=RM_TYPES if has_built_in else None,
+            template=_template(args, args.apply_chat_template, args.apply_chat_template_kwargs),
+            some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
+        )
+        _check_first_row(args, source)
     if args.num_rollout is None and args.data_source_path in OWN_DATA_SOURCES:
         _check_epochs(args, num_rows)
-    _check_first_row(args)
 
 
 def _check_epochs(args: Namespace, num_rows: int) -> None:
@@ -287,24 +292,25 @@ def _template(args: Namespace, is_applied: bool, kwargs: dict[str, Any] | None) 
     return TemplateCheck(lambda: load_tokenizer(args.hf_checkpoint, trust_remote_code=trusted), kwargs or {})
 
 
-def _check_first_row(args: Namespace) -> None:
+def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
     """Check what the rollout and the grader will make of a row; the first one stands for all."""
     from slime.rollout.prompt_checks import parse_metadata
     from slime.rollout.prompt_files import read_rows
 
     if not _is_plain(args):
         return
-    where, row = next(iter(read_rows(args.prompt_data)))
-    if not isinstance(row[args.input_key], str) and not args.apply_chat_template:
+    where, row = next(iter(read_rows(source["path"])))
+    input_key = source.get("input_key", args.input_key)
+    if not isinstance(row[input_key], str) and not args.apply_chat_template:
         raise DataError(
-            f"{where}: {args.input_key} (--input-key) is a list of chat messages, and nothing renders it to text; add "
+            f"{where}: {input_key} (--input-key) is a list of chat messages, and nothing renders it to text; add "
             "--apply-chat-template, or name a column of text."
         )
     if args.custom_rm_path:
         return
     own = parse_metadata(row.get(args.metadata_key), where).get("rm_type")
     if not own and args.rm_type and args.rm_type.removeprefix(BOXED_PREFIX) in GRADERS_WITH_LABEL:
-        if args.label_key is None:
+        if source.get("label_key", args.label_key) is None:
             raise ConfigError(
                 f"--rm-type {args.rm_type} compares answers with a label, and --label-key is not given, so that every "
                 f"reward would be 0; name the column: {where} has {', '.join(row)}."

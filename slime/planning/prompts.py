@@ -10,6 +10,7 @@ from typing import Any
 from slime.flags.security import trusts_remote_code
 from slime.planning.traffic import reference_lengths
 from slime.rollout import gym
+from slime.rollout.mixture import sources_of
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import split_path
 from slime.rollout.tools import toolbox
@@ -36,18 +37,19 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
     """
     if not args.rollout_global_dataset or args.prompt_data is None or args.debug_train_only:
         return ()
-    name, rows = split_path(args.prompt_data)
+    source = sources_of(args.prompt_data)[0]  # of several, the first stands for all
+    name, rows = split_path(source["path"])
     is_here = name.startswith(gym.PREFIX) or Path(name).is_file()
     if not is_here or not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
         return ()
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=trusts_remote_code(args))
     dataset = Dataset(
-        f"{name}@[0:{ROWS_READ}]" if rows == slice(None) else args.prompt_data,
+        f"{name}@[0:{ROWS_READ}]" if rows == slice(None) else source["path"],
         tokenizer,
         None,
         args.rollout_max_prompt_len,
-        prompt_key=args.input_key,
-        label_key=args.label_key,
+        prompt_key=source.get("input_key", args.input_key),
+        label_key=source.get("label_key", args.label_key),
         tool_key=args.tool_key,
         metadata_key=args.metadata_key,
         seed=args.rollout_seed,

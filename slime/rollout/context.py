@@ -27,6 +27,17 @@ class GroupJournal:
         """Record that a group is not trained, and why."""
 
 
+class GroupFeedback:
+    """What becomes of finished groups, for a data source that chooses prompts by it; this one ignores it."""
+
+    def observe(self, group: list[Any]) -> None:
+        """See a finished group, dropped ones included."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return metrics since the last call."""
+        return {}
+
+
 class EntryPoints(Protocol):
     """The module ``slime.rollout.sglang_rollout``: plug-ins replace its names, so they are looked up at every call."""
 
@@ -45,6 +56,7 @@ class RunState:
     """State that outlives a rollout: its number, the journal, and the count of weight versions."""
 
     journal: GroupJournal = field(default_factory=GroupJournal)
+    feedback: GroupFeedback = field(default_factory=GroupFeedback)
     rollout_id: int | None = None
     """The rollout in progress; None before the first."""
     first_rollout_id: int | None = None

@@ -18,6 +18,7 @@ from typing import Any
 
 from slime.flags.security import trusts_remote_code
 from slime.rollout import plain_values
+from slime.rollout.mixture import Mixture, is_mix
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.state_file import read_state, write_state
 from slime.rollout.tools import toolbox
@@ -75,13 +76,13 @@ class RolloutDataSource(DataSource):
         self.sample_index = 0
         self.sample_offset = 0
         self.metadata: dict[str, Any] = {}
-        self.dataset: Dataset | None = None
+        self.dataset: Dataset | Mixture | None = None
         if args.rollout_global_dataset and args.prompt_data is not None:
             self.dataset = self._open_dataset()
             if args.rollout_shuffle:
                 self.dataset.shuffle(self.epoch_id)
 
-    def _open_dataset(self) -> Dataset:
+    def _open_dataset(self) -> Dataset | Mixture:
         args = self.args
         tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
         processor = load_processor(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
@@ -89,21 +90,24 @@ class RolloutDataSource(DataSource):
             tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
             if processor is not None:
                 processor.save_pretrained(Path(args.dump_details) / "processor")
-        return Dataset(
-            args.prompt_data,
-            tokenizer,
-            processor,
-            args.rollout_max_prompt_len,
-            prompt_key=args.input_key,
-            multimodal_keys=args.multimodal_keys,
-            label_key=args.label_key,
-            tool_key=args.tool_key,
-            metadata_key=args.metadata_key,
-            seed=args.rollout_seed,
-            apply_chat_template=args.apply_chat_template,
-            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-            tools=toolbox(args).schemas,
-        )
+        keywords = {
+            "multimodal_keys": args.multimodal_keys,
+            "tool_key": args.tool_key,
+            "metadata_key": args.metadata_key,
+            "seed": args.rollout_seed,
+            "apply_chat_template": args.apply_chat_template,
+            "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
+            "tools": toolbox(args).schemas,
+        }
+
+        def open_one(source: Mapping[str, Any]) -> Dataset:
+            keys = (source.get("input_key", args.input_key), source.get("label_key", args.label_key))
+            keywords.update(zip(("prompt_key", "label_key"), keys, strict=True))
+            return Dataset(source["path"], tokenizer, processor, args.rollout_max_prompt_len, **keywords)
+
+        if is_mix(args.prompt_data):
+            return Mixture(args.prompt_data, open_one, is_shuffled=args.rollout_shuffle)
+        return open_one({"path": args.prompt_data})
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Return the next ``num_samples`` groups; at the end of an epoch the next one begins."""
@@ -112,6 +116,8 @@ class RolloutDataSource(DataSource):
     def _next_rows(self, num_rows: int) -> list[Sample]:
         if self.dataset is None:
             return [Sample() for _ in range(num_rows)]
+        if isinstance(self.dataset, Mixture):
+            return self.dataset.take(num_rows)
         rows: list[Sample] = []
         while len(rows) < num_rows:
             if self.sample_offset >= len(self.dataset):
@@ -152,11 +158,12 @@ class RolloutDataSource(DataSource):
             "metadata": copy.deepcopy(self.metadata),
             "num_prompts": len(self),
             "order": self._order(),
+            **({"mixture": self.dataset.state_dict()} if isinstance(self.dataset, Mixture) else {}),
         }
 
     def _order(self) -> dict[str, Any]:
         """Return what decides which prompt comes at which position: flag -> its value, or the digest of its data."""
-        if not isinstance(self.dataset, Dataset):
+        if not isinstance(self.dataset, Dataset | Mixture):
             return {}
         order = {"--prompt-data": f"{self.dataset.fingerprint:016x}", "--rollout-shuffle": self.args.rollout_shuffle}
         return order | ({"--rollout-seed": self.args.rollout_seed} if self.args.rollout_shuffle else {})
@@ -174,7 +181,9 @@ class RolloutDataSource(DataSource):
         self.sample_group_index = state["sample_group_index"]
         self.sample_index = state["sample_index"]
         self.metadata = copy.deepcopy(state.get("metadata") or {})
-        if self.dataset is not None and self.args.rollout_shuffle:
+        if isinstance(self.dataset, Mixture):
+            self.dataset.load_state_dict(state.get("mixture"))
+        elif self.dataset is not None and self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
     def _check_order(self, state: Mapping[str, Any]) -> None:

@@ -112,6 +112,7 @@ class GroupPolicy:
             num_outstanding: groups on their way to a rollout, this one included; a filter may depend on it.
         """
         self._context.journal.record_finished(group)
+        self._context.run.feedback.observe(group)
         call = PluginCall("--dynamic-sampling-filter-path", self._filter_path, group)
         verdict = call_plugin(call, call_dynamic_filter, self._filter, self._context.args, group)
         if not should_drop_dynamic_filter_output(
@@ -360,7 +361,12 @@ class GroupPool:
         if path := self.config.rollout_all_samples_process_path:
             call_plugin(PluginCall("--rollout-all-samples-process-path", path), load(path), args, seen, get_samples)
         ages = self.bound.metrics(batch, self.rollout_id)
-        return batch, {"rollout/groups/kept": len(batch), **self.policy.take_metrics(), **ages}
+        return batch, {
+            "rollout/groups/kept": len(batch),
+            **self.policy.take_metrics(),
+            **ages,
+            **self.context.run.feedback.take_metrics(),
+        }
 
     async def close(self) -> None:
         """Cancel every request."""

@@ -1,0 +1,158 @@
+"""Several data sets as one stream: shares, schedules, prompts that are left out, and a restart."""
+
+import json
+from argparse import Namespace
+from collections import Counter
+
+import pytest
+
+from slime.rollout import data_source as data_source_module
+from slime.rollout.context import RunState, current_run, use_run
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.mixture import read_mix
+from slime.utils.errors import ConfigError, DataError
+
+SIZES = {"a": 4, "b": 10}
+
+
+@pytest.fixture
+def open_source(tmp_path, monkeypatch):
+    """``open_source(weights, curriculum)``: the data source of a mixture of a4 and b10."""
+    monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *_, **__: None)
+    monkeypatch.setattr(data_source_module, "load_processor", lambda *_, **__: None)
+    for name, size in SIZES.items():
+        rows = [{"input": f"{name}{i}", "answer": i} for i in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(a=1, b=1, curriculum=None, shuffle=False, **values):
+        use_run(RunState())
+        sources = [{"path": str(tmp_path / f"{n}.jsonl"), "name": n, "weight": w} for n, w in (("a", a), ("b", b))]
+        mix = {"datasets": sources} | ({"curriculum": curriculum} if curriculum is not None else {})
+        (tmp_path / "mix.yaml").write_text(json.dumps(mix).replace('"0":', "0:").replace('"10":', "10:"))
+        defaults = dict(
+            rollout_global_dataset=True, prompt_data=str(tmp_path / "mix.yaml"), hf_checkpoint="unused",
+            dump_details=None, rollout_max_prompt_len=None, input_key="input", label_key="answer", tool_key="tools",
+            metadata_key="metadata", multimodal_keys=None, apply_chat_template=False, apply_chat_template_kwargs={},
+            rollout_seed=42, rollout_shuffle=shuffle, n_samples_per_prompt=2, buffer_filter_path=None,
+            save=str(tmp_path / "run"), load=str(tmp_path / "run"), start_rollout_id=None, accept_other_data=False,
+        )  # fmt: skip
+        return RolloutDataSourceWithBuffer(Namespace(**defaults | values))
+
+    yield make
+    use_run(RunState())
+
+
+def taken(source, count):
+    return [group[0].prompt for group in source.get_samples(count)]
+
+
+def shares(prompts):
+    return Counter(prompt[0] for prompt in prompts)
+
+
+def solve(source, rewards, count):
+    """Draw ``count`` prompts one by one, each with the rewards that ``rewards`` gives for it."""
+    prompts = []
+    for _ in range(count):
+        [group] = source.get_samples(1)
+        for sample, reward in zip(group, rewards(group[0].prompt), strict=True):
+            sample.reward = reward
+        source.dataset.observe(group)
+        prompts.append(group[0].prompt)
+    return prompts
+
+
+def test_every_stretch_of_the_stream_has_the_shares_of_the_weights(open_source):
+    prompts = taken(open_source(a=3, b=1), 40)
+    assert shares(prompts) == {"a": 30, "b": 10}
+    assert all(shares(prompts[start : start + 4]) == {"a": 3, "b": 1} for start in range(0, 40, 4))
+    assert [p for p in prompts if p[0] == "a"][:6] == ["a0", "a1", "a2", "a3", "a0", "a1"]
+    assert [p for p in prompts if p[0] == "b"] == [f"b{i}" for i in range(10)]
+
+
+def test_a_schedule_goes_from_weight_to_weight_over_the_prompts_taken(open_source):
+    prompts = taken(open_source(a={0: 1, 10: 0}, b={0: 0, 10: 1}), 30)
+    assert shares(prompts[:10]) == {"a": 5, "b": 5} and shares(prompts[:4])["a"] >= 3
+    assert shares(prompts[10:]) == {"b": 20}
+
+
+def test_samples_say_where_they_come_from(open_source):
+    [group] = open_source().get_samples(1)
+    assert [sample.metadata for sample in group] == [{"source_name": "a", "source_row": 0}] * 2
+    assert group[0].label == 0 and group[1].index == 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("stop", [1, 7, 23])
+def test_a_restart_goes_on_with_the_next_prompt(open_source, shuffle, stop):
+    settings = {"a": 2, "b": {0: 1, 10: 3}, "shuffle": shuffle, "curriculum": {"skip_epochs": 1}}
+    rewards = {f"{n}{i}": (i % 3 > 0, i % 3 > 1) for n, size in SIZES.items() for i in range(size)}.__getitem__
+    whole = open_source(**settings)
+    prompts = solve(whole, rewards, 60)
+    first = open_source(**settings)
+    solve(first, rewards, stop)
+    first.save(0)
+    second = open_source(**settings, start_rollout_id=1)
+    second.load()
+    assert solve(second, rewards, 60 - stop) == prompts[stop:]
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_prompts_that_are_always_or_never_solved_are_left_out_for_some_epochs(open_source):
+    source = open_source(a=1, b=0, curriculum={"skip_epochs": 2})
+    rewards = {"a0": (1, 1), "a1": (0, 0.5), "a2": (0, 1), "a3": (1, 0)}.__getitem__
+    assert solve(source, rewards, 10) == ["a0", "a1", "a2", "a3", "a2", "a3", "a2", "a3", "a0", "a1"]
+    metrics = source.dataset.take_metrics()
+    assert metrics["rollout/mixture/a/prompts"] == 10 and metrics["rollout/mixture/a/left_out"] == 4
+    assert metrics["rollout/mixture/a/waiting"] == 2
+    assert metrics["rollout/mixture/a/pass_rate"] == pytest.approx((2 * 1 + 6 * 0.5) / 10)
+    assert "rollout/mixture/b/pass_rate" not in metrics
+    assert source.dataset.take_metrics()["rollout/mixture/a/prompts"] == 0
+
+
+def test_a_data_set_whose_every_prompt_is_left_out_comes_again(open_source):
+    source = open_source(a=1, b=0, curriculum={"skip_epochs": 3})
+    assert solve(source, lambda prompt: (0, 0), 9) == ["a0", "a1", "a2", "a3"] * 2 + ["a0"]
+    assert source.dataset.state_dict()["a"]["epoch"] == 8
+
+
+def test_the_run_tells_the_mixture_about_finished_groups(open_source):
+    source = open_source()
+    source.get_samples(1)
+    assert current_run().feedback is source.dataset
+
+
+def test_other_data_is_refused_and_other_weights_are_not(open_source, tmp_path):
+    source = open_source()
+    source.get_samples(3)
+    state = source.state_dict()
+    open_source(a=5).load_state_dict(state)
+    (tmp_path / "a.jsonl").write_text('{"input": "other", "answer": 1}\n')
+    again = RolloutDataSourceWithBuffer(source.args)
+    with pytest.raises(DataError, match="--accept-other-data"):
+        again.load_state_dict(state)
+
+
+def test_weights_that_all_end_at_zero_are_an_error(open_source):
+    with pytest.raises(DataError, match="after 10 prompts every weight is 0"):
+        taken(open_source(a={0: 1, 10: 0}, b=0), 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "write 'datasets:'"),
+        ("datasets: []", "write 'datasets:'"),
+        ("datasets: [{path: a.jsonl}]\nother: 1", "write 'datasets:'"),
+        ("datasets: [{name: a}]", "a data set has path"),
+        ("datasets: [{path: a.jsonl, wieght: 1}]", "a data set has path, and maybe name, weight"),
+        ("datasets: [{path: a.jsonl, weight: -1}]", "weight is -1"),
+        ("datasets: [{path: a.jsonl, weight: {soon: 1}}]", "weight is"),
+        ("datasets: [{path: a.jsonl}, {path: a.jsonl}]", "two data sets are named alike"),
+        ("datasets: [{path: a.jsonl}]\ncurriculum: {hgih: 1}", "it has numbers: solved, low, high, skip_epochs"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_what_it_says(tmp_path, text, message):
+    (tmp_path / "mix.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_mix(str(tmp_path / "mix.yaml"))
