@@ -157,7 +157,7 @@ def test_what_fp8_and_int4_cost_in_perplexity(
     print("\nperplexity:", json.dumps({name: round(value, 3) for name, value in found.items()}))
     base = found["as it is"]
     assert 2 < base < 60  # a trained model: a random one has the size of the vocabulary
-    assert found["fp8, blocks of 128 x 128"] < 1.03 * base
+    assert found["fp8, blocks of 128 x 128"] < 1.1 * base
     assert base < found["int4, groups of 32"] < 2 * base
 
 

@@ -139,7 +139,7 @@ def test_a_cpu_engine_is_small_has_no_memory_saver_and_sleeps_without_requests()
     expected = {
         "device": "cpu",
         "attention_backend": "torch_native",
-        "mem_fraction_static": 0.1,
+        "mem_fraction_static": 0.5,
         "max_total_tokens": 65536,
         "disable_overlap_schedule": True,
         "enable_memory_saver": False,
@@ -149,8 +149,8 @@ def test_a_cpu_engine_is_small_has_no_memory_saver_and_sleeps_without_requests()
 
 
 def test_flags_of_the_user_win_over_the_cpu_defaults():
-    built = build(flags(sglang_mem_fraction_static=0.5, sglang_max_total_tokens=1000), on_cpu=True)
-    assert (built["mem_fraction_static"], built["max_total_tokens"]) == (0.5, 1000)
+    built = build(flags(sglang_mem_fraction_static=0.3, sglang_max_total_tokens=1000), on_cpu=True)
+    assert (built["mem_fraction_static"], built["max_total_tokens"]) == (0.3, 1000)
 
 
 def test_fields_that_the_installed_version_lacks_are_dropped_and_named(caplog):
