@@ -84,7 +84,7 @@ class Cell:
 def as_engines_have_it(case: FamilyCase) -> FamilyCase:
     """The case with sizes that engines can hold in fp8; SGLang's Qwen models with experts have no dense layers."""
     settings = {name: -(-case.config[name] // 32) * 32 for name in ROUNDED_SIZES if case.config.get(name)}
-    if "mlp_only_layers" in case.config:
+    if {"mlp_only_layers", "decoder_sparse_step"} & case.config.keys():
         settings |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
     return dataclasses.replace(case, config={**case.config, **settings})
 
