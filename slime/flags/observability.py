@@ -55,7 +55,7 @@ def tracking_config(args: Any) -> TrackingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordConfig:
-    """What a run records beside its metrics."""
+    """The parts of a run's record beside its metrics."""
 
     record: bool
     record_samples: int | None
@@ -146,26 +146,7 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         help="Use optimizer steps, not rollouts, as the x axis in Weights & Biases.",
     )
 
-    record = parser.add_argument_group("record", "What a run leaves in its folder for people to look at.")
-    record.add_argument(
-        "--no-record",
-        dest="record",
-        action="store_false",
-        default=True,
-        help="Write no config, events, spans and samples into the run's folder (--save, else runs/ and the run's id).",
-    )
-    record.add_argument(
-        "--record-samples",
-        type=_sample_count,
-        metavar="N",
-        help="Samples of each rollout that are recorded, or all. Default: all.",
-    )
-    record.add_argument(
-        "--record-max-gib",
-        type=positive_float,
-        default=20.0,
-        help="GiB of recorded samples; above that those of the oldest rollouts are removed.",
-    )
+    _add_record(parser)
 
     tensorboard = parser.add_argument_group("TensorBoard")
     tensorboard.add_argument("--use-tensorboard", action="store_true", help="Write TensorBoard files.")
@@ -195,6 +176,29 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         type=port_number,
         help="Serve one Prometheus page of the whole job at this port of the driver's machine: what is logged, the "
         "state of the engines, and the pages of engines and routers. Turns --log-expert-load on.",
+    )
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    record = parser.add_argument_group("record", "What a run leaves in its folder for people to look at.")
+    record.add_argument(
+        "--no-record",
+        dest="record",
+        action="store_false",
+        default=True,
+        help="Write no config, events, spans and samples into the run's folder (--save, else runs/ and the run's id).",
+    )
+    record.add_argument(
+        "--record-samples",
+        type=_sample_count,
+        metavar="N",
+        help="Samples of each rollout that are recorded, or all. Default: all.",
+    )
+    record.add_argument(
+        "--record-max-gib",
+        type=positive_float,
+        default=20.0,
+        help="GiB of recorded samples; above that those of the oldest rollouts are removed.",
     )
 
 

@@ -20,7 +20,7 @@ from slime.utils.errors import DataError
 
 @dataclass
 class Run:
-    """What a run has left so far."""
+    """The files of a run, read as far as they are written."""
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)

@@ -52,7 +52,7 @@ SAME_WARNINGS = 5
 FLUSH_TIMEOUT_S = 30.0
 
 
-class _Writer:
+class _RecordWriter:
     """The thread of a process that writes its spans and samples."""
 
     def __init__(self, folder: Path, process: str) -> None:
@@ -114,10 +114,10 @@ class _Writer:
             logger.error("%d spans are lost, %s cannot be written: %s", len(spans), path, error)
 
 
-class _Process:
+class _Recorder:
     """The record of this process."""
 
-    writer: _Writer | None = None
+    writer: _RecordWriter | None = None
     handler: logging.Handler | None = None
     secrets: tuple[str, ...] = ()
     """Values of this process's args that are in no event."""
@@ -156,33 +156,33 @@ def start_recording(args: Namespace, process: str, *, primary: bool = False) -> 
     except OSError as error:
         logger.error("This run is not recorded: %s", error)
         return False
-    _Process.secrets = tuple(v for name, v in vars(args).items() if is_secret(name) and isinstance(v, str) and v)
-    _Process.writer = _Writer(folder, process)
-    _Process.handler = _Warnings()
-    logging.getLogger("slime").addHandler(_Process.handler)
+    _Recorder.secrets = tuple(v for name, v in vars(args).items() if is_secret(name) and isinstance(v, str) and v)
+    _Recorder.writer = _RecordWriter(folder, process)
+    _Recorder.handler = _Warnings()
+    logging.getLogger("slime").addHandler(_Recorder.handler)
     Timer().on_end = span
     return True
 
 
 def stop_recording() -> None:
     """Write what waits and close the record of this process; safe to call twice."""
-    if _Process.handler is not None:
-        logging.getLogger("slime").removeHandler(_Process.handler)
-        _Process.handler = None
+    if _Recorder.handler is not None:
+        logging.getLogger("slime").removeHandler(_Recorder.handler)
+        _Recorder.handler = None
     Timer().on_end = None
-    if _Process.writer is not None:
-        _Process.writer.close()  # its thread still records what its files cost
-        _Process.writer = None
+    if _Recorder.writer is not None:
+        _Recorder.writer.close()  # its thread still records what its files cost
+        _Recorder.writer = None
 
 
 def is_recording() -> bool:
     """Return whether this process takes part in a record."""
-    return _Process.writer is not None
+    return _Recorder.writer is not None
 
 
 def event(kind: str, **facts: Any) -> None:
     """Record that something happened, now: of texts the first line, since the others are often the end of a log."""
-    if (writer := _Process.writer) is None:
+    if (writer := _Recorder.writer) is None:
         return
     shown = {name: _safe_line(value) if isinstance(value, str) else value for name, value in facts.items()}
     try:
@@ -193,14 +193,14 @@ def event(kind: str, **facts: Any) -> None:
 
 def _safe_line(text: str) -> str:
     line = without_credentials(text.strip().partition("\n")[0])
-    for secret in _Process.secrets:
+    for secret in _Recorder.secrets:
         line = line.replace(secret, REDACTED)
     return line
 
 
 def span(name: str, start: float, end: float, **attrs: Any) -> None:
     """Record work that took from ``start`` to ``end``, in seconds since the epoch."""
-    if (writer := _Process.writer) is not None:
+    if (writer := _Recorder.writer) is not None:
         writer.add_span(name, start, end, attrs)
 
 
@@ -216,7 +216,7 @@ def recorded_span(name: str, **attrs: Any) -> Iterator[None]:
 
 def submit(work: Callable[[Path], None]) -> None:
     """Have the thread of the record call ``work`` with the run's folder."""
-    if (writer := _Process.writer) is not None:
+    if (writer := _Recorder.writer) is not None:
         writer.submit(lambda: work(writer.folder))
 
 

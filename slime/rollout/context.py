@@ -28,7 +28,7 @@ class GroupJournal:
 
 
 class GroupFeedback:
-    """What becomes of finished groups, for a data source that chooses prompts by it; this one ignores it."""
+    """Receiver of finished groups, for a data source that chooses prompts by them; this one ignores them."""
 
     def observe(self, group: list[Any]) -> None:
         """See a finished group, dropped ones included."""

@@ -90,20 +90,14 @@ class RolloutDataSource(DataSource):
             tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
             if processor is not None:
                 processor.save_pretrained(Path(args.dump_details) / "processor")
-        keywords = {
-            "multimodal_keys": args.multimodal_keys,
-            "tool_key": args.tool_key,
-            "metadata_key": args.metadata_key,
-            "seed": args.rollout_seed,
-            "apply_chat_template": args.apply_chat_template,
-            "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
-            "tools": toolbox(args).schemas,
-        }
+        same = ("multimodal_keys", "tool_key", "metadata_key", "apply_chat_template", "apply_chat_template_kwargs")
+        keywords = {name: getattr(args, name) for name in same}
+        keywords |= {"seed": args.rollout_seed, "tools": toolbox(args).schemas}
 
         def open_one(source: Mapping[str, Any]) -> Dataset:
-            keys = (source.get("input_key", args.input_key), source.get("label_key", args.label_key))
-            keywords.update(zip(("prompt_key", "label_key"), keys, strict=True))
-            return Dataset(source["path"], tokenizer, processor, args.rollout_max_prompt_len, **keywords)
+            keys = {"prompt_key": source.get("input_key", args.input_key)}
+            keys["label_key"] = source.get("label_key", args.label_key)
+            return Dataset(source["path"], tokenizer, processor, args.rollout_max_prompt_len, **keywords, **keys)
 
         if is_mix(args.prompt_data):
             return Mixture(args.prompt_data, open_one, is_shuffled=args.rollout_shuffle)

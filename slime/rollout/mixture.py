@@ -87,7 +87,7 @@ def _points(source: Mapping[str, Any], path: str) -> list[tuple[float, float]]:
 
 
 @dataclass
-class _Source:
+class _MixedSet:
     """A data set, and the place where the stream is in it."""
 
     name: str
@@ -125,7 +125,7 @@ class Mixture(GroupFeedback):
         """
         mix = read_mix(path)
         self._path, self._is_shuffled, self._curriculum = path, is_shuffled, mix.curriculum
-        self._sources = [_Source(one["name"], open_dataset(one), _points(one, path)) for one in mix.sources]
+        self._sources = [_MixedSet(one["name"], open_dataset(one), _points(one, path)) for one in mix.sources]
         self._by_name = {source.name: source for source in self._sources}
         for source in self._sources:
             for row, sample in enumerate(source.dataset.origin_samples):
@@ -149,7 +149,7 @@ class Mixture(GroupFeedback):
         current_run().feedback = self
         return [self._next_row(self._next_source()) for _ in range(num_rows)]
 
-    def _next_source(self) -> _Source:
+    def _next_source(self) -> _MixedSet:
         num_taken = int(sum(source.position["taken"] for source in self._sources))
         weights = [source.weight(num_taken) for source in self._sources]
         total = sum(weights)
@@ -166,7 +166,7 @@ class Mixture(GroupFeedback):
         chosen.count("prompts")
         return chosen
 
-    def _next_row(self, source: _Source) -> Sample:
+    def _next_row(self, source: _MixedSet) -> Sample:
         """Return the next row that is not left out.  It ends: with the epochs every row becomes due again."""
         while True:
             if source.position["offset"] >= len(source.dataset):
@@ -177,7 +177,7 @@ class Mixture(GroupFeedback):
                 return sample
             source.count("left_out")
 
-    def _turn_to(self, source: _Source, epoch: int) -> None:
+    def _turn_to(self, source: _MixedSet, epoch: int) -> None:
         if epoch != source.position["epoch"]:
             source.position |= {"epoch": epoch, "offset": 0}
         if self._is_shuffled:

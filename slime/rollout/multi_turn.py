@@ -130,7 +130,7 @@ def _response_limit(
     args: Namespace, sampling_params: Mapping[str, Any], num_prompt: int, evaluation: bool
 ) -> int | None:
     """Return the tokens that the response may have in all."""
-    context = getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None)
+    context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
     limits = [sampling_params.get("max_new_tokens"), None if context is None else context - num_prompt]
     return min((limit for limit in limits if limit is not None), default=None)
 

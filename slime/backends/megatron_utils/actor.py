@@ -315,8 +315,6 @@ class MegatronTrainRayActor(TrainWorker):
         self._updater.record_weights_changed()
         return last
 
-    # Checkpoints
-
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
         """Save model, optimizer, scheduler and generators; then the Hugging Face export of ``--save-hf``."""
         args = self.args
@@ -325,9 +323,8 @@ class MegatronTrainRayActor(TrainWorker):
             if self._background_save is not None:
                 self._background_save.wait()
             background = None if force_sync else self._background_save
-            checkpoint.save_checkpoint(
-                args, rollout_id, self.model, self.optimizer, self.scheduler, background=background
-            )
+            parts = self.model, self.optimizer, self.scheduler
+            checkpoint.save_checkpoint(args, rollout_id, *parts, background=background)
             if args.save_hf and self.role == "actor":
                 self._save_hf(rollout_id)
             if args.lora_save and self.role == "actor":

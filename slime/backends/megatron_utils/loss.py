@@ -70,8 +70,7 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     (``--use-rollout-logprobs``), those recomputed before training, or the present ones without gradient when a single
     step per rollout makes them equal.
 
-    Metrics of the mismatch count every token that the data train; losses, entropy and KL leave out what the
-    correction rejected.
+    Metrics of the mismatch count every trained token; losses, entropy and KL leave out what the correction rejected.
     """
     tokens = TrainedTokens(batch)
     log_probs, entropies = response_log_probs(args, batch, logits, with_entropy=True)
@@ -80,7 +79,6 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
         batch["trained_log_probs"][:] = [log_prob.detach() for log_prob in log_probs]
     train_N = batch.get("log_probs")  # of the weights before training
     train_N = [log_prob.detach() for log_prob in log_prob_N] if train_N is None else tokens.only(train_N)
-    rollout_N = None if batch.get("rollout_log_probs") is None else tokens.only(batch["rollout_log_probs"])
     old_N = train_N
     if args.use_rollout_logprobs:
         old_N = tokens.required("rollout_log_probs", "--use-rollout-logprobs needs log-probs")
@@ -139,9 +137,9 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
         metrics["opd_loss"] = reduce(torch.cat(divergence_N))
         loss = loss + args.opd_kl_coef * metrics["opd_loss"]
 
-    if rollout_N is not None:
-        ours_N = log_prob_N if args.use_rollout_logprobs else old_N
-        metrics_T["train_rollout_logprob_abs_diff"] = (torch.cat(ours_N).detach() - torch.cat(rollout_N)).abs()
+    if (rollout_N := batch.get("rollout_log_probs")) is not None:
+        ours_T, rollout_T = torch.cat(log_prob_N if args.use_rollout_logprobs else old_N), tokens.only(rollout_N)
+        metrics_T["train_rollout_logprob_abs_diff"] = (ours_T.detach() - torch.cat(rollout_T)).abs()
     metrics |= {name: sum_of_sample_mean(values_T) for name, values_T in metrics_T.items()}
     return loss, {"loss": loss, **metrics}
 

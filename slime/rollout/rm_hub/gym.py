@@ -20,6 +20,7 @@ from typing import Any
 from slime.agent.parsing import split_reasoning
 from slime.agent.sandbox.view import isolating_command, unsafe_command, view_for_programs
 from slime.rollout.rm_hub.symbolic import SymbolicWorker, WorkerPool
+from slime.utils import env
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -41,7 +42,7 @@ class QuestionWorker(SymbolicWorker):
     what = "runs reasoning-gym"
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return self._start_as([sys.executable, str(_WORKER_FILE)], {**os.environ, **_HASH_SEED})
+        return self._start_as([sys.executable, str(_WORKER_FILE)], env.copy() | _HASH_SEED)
 
     def _start_as(self, words: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
@@ -95,5 +96,5 @@ def score(args: Namespace, sample: Sample) -> float:
     if question is None:
         raise DataError(f"Sample {sample.index} is no question of a --prompt-data gym:TASK, which rm_type gym scores.")
     asked = {**question, "answer": answer_of(sample.response)}
-    answered = _pool(bool(getattr(args, "unsafe_local_sandbox", False))).ask(lambda worker: worker.answer_to(asked))
+    answered = _pool(args.unsafe_local_sandbox).ask(lambda worker: worker.answer_to(asked))
     return float(answered.get("score", 0.0)) if isinstance(answered, dict) else 0.0

@@ -38,6 +38,8 @@ def talk(tmp_path) -> Iterator[Talk]:
             "rollout_top_p": 1.0,
             "rollout_top_k": -1,
             "rollout_max_response_len": 300,
+            "rollout_max_context_len": None,
+            "eval_max_context_len": None,
             "rollout_stop": None,
             "rollout_stop_token_ids": None,
             "rollout_skip_special_tokens": False,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from slime.observability.job_state import JobState
 from slime.observability.metrics_file import append_record
+from slime.ray import train_loop
 from slime.ray.train_loop import TrainJob
 from slime.utils.net import get_free_port
 from tests.unit.observability.test_prometheus_page import fetch, samples
@@ -19,14 +19,12 @@ class Job(TrainJob):
     def __init__(self, save: Path) -> None:
         names = [Namespace(name="aime")]
         self.args = Namespace(save=str(save), prometheus_port=get_free_port(33000), eval_datasets=names)
-        self.asked: list[tuple[str, float | None]] = []
-
-    def _ask(self, method: str, *arguments: Any, what: str, timeout_s: float | None = None) -> Any:
-        self.asked.append((method, timeout_s))
-        return JobState((), {"serving": 4}, 1)
+        self.manager = Namespace(get_job_state=Namespace(remote=lambda: JobState((), {"serving": 4}, 1)))
 
 
-def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(tmp_path):
+def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(monkeypatch, tmp_path):
+    limits: list[float] = []
+    monkeypatch.setattr(train_loop, "wait_for", lambda state, *, what, timeout_s: (limits.append(timeout_s), state)[1])
     job = Job(tmp_path)
     page = job._serve_metrics()
     try:
@@ -37,4 +35,4 @@ def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(tmp_path
     assert page.port == job.args.prometheus_port
     assert found["slime_rollout_raw_reward"] == 0.5 and found['slime_eval_reward{dataset="aime"}'] == 0.25
     assert found['slime_engines{state="serving"}'] == 4 and found["slime_engine_evictions_total"] == 1
-    assert job.asked == [("get_job_state", 5.0)]
+    assert limits == [5.0]

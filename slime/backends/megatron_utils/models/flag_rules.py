@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """What a config.json says of one model flag."""
+    """The value of one model flag by a config.json."""
 
     attribute: str
     """Of args."""

@@ -62,7 +62,7 @@ def test_random_gives_zero_or_one():
 
 @pytest.mark.parametrize("rm_type", [None, "maths", "boxed_maths"])
 def test_an_unknown_grader_is_refused_with_the_known_names(rm_type):
-    with pytest.raises(NotImplementedError, match="remote_rm, deepscaler, dapo, math, f1, gpqa, ifbench, random"):
+    with pytest.raises(NotImplementedError, match="remote_rm, gym, deepscaler, dapo, math, f1, gpqa, ifbench, random"):
         asyncio.run(async_rm(args(rm_type=rm_type), Sample()))
 
 

@@ -55,7 +55,7 @@ class SentWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """Device of the parameters."""
         return next(iter(self.model[0].parameters())).device
 
 
