@@ -19,10 +19,21 @@ _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # th
 _torch_store = _rendezvous._create_c10d_store
 
 
-def open_store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+def open_store(
+    address: str, port: int, *, rank: int, world_size: int, timeout: timedelta, counts_ranks: bool = False
+) -> dist.TCPStore:
     """Return the store over which ranks meet; rank 0 serves it, at that address alone.
 
     Torch by itself would listen on all interfaces, and the store knows no secret.
+
+    Args:
+        address: of rank 0.
+        port: free there.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout: longest wait for the store, and for a key in it.
+        counts_ranks: each rank counts itself and rank 0 waits for all, as in stores of torch's own rendezvous; either
+            all ranks do so or none.
 
     Raises:
         RuntimeError: the port is taken, or rank 0 does not answer within ``timeout``.
@@ -37,7 +48,7 @@ def open_store(address: str, port: int, *, rank: int, world_size: int, timeout: 
             if error.errno != errno.EADDRNOTAVAIL:  # an address of a gateway in front of this host
                 raise RuntimeError(f"{format_host_port(host, port)}: {error.strerror}") from error
     return dist.TCPStore(
-        host, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False,
+        host, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=counts_ranks,
         master_listen_fd=listener,
     )  # fmt: skip
 
@@ -52,7 +63,8 @@ def _bound_store(
 ) -> dist.Store:
     if _rendezvous._torchelastic_use_agent_store():  # torchrun has made it
         return _torch_store(hostname, port, rank, world_size, timeout, use_libuv)
-    return open_store(hostname, port, rank=rank, world_size=world_size, timeout=timeout)
+    # The other ranks may be processes with torch's own stores, which wait until all have been counted.
+    return open_store(hostname, port, rank=rank, world_size=world_size, timeout=timeout, counts_ranks=True)
 
 
 def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
