@@ -158,7 +158,9 @@ class TrainJob:
             self.critic.write_checkpoint(rollout_id, force_sync=True)
         self.actor.write_checkpoint(rollout_id, force_sync=is_last)
         if args.rollout_global_dataset:
-            self._ask("save", rollout_id, what="the position in the data to be saved")
+            # Not by _ask: a trainer that dies meanwhile must write again before anything is published.
+            position = self.manager.save.remote(rollout_id)
+            wait_for(position, what="the position in the data to be saved", timeout_s=args.train_timeout_s)
         if self.critic is not None:
             self.critic.publish_checkpoint(rollout_id)
         self.actor.publish_checkpoint(rollout_id)
