@@ -130,7 +130,9 @@ def check_lora(args: Namespace) -> Iterator[str]:
         yield f"--lora-target-modules is {' '.join(args.lora_target_modules)}; all-linear stands alone."
     if args.lora_save is not None and (args.save is None or args.save_interval is None):
         yield "--lora-save writes beside each save; give --save and --save-interval too."
-    for flag in ("only_train_params_name_list", "freeze_params_name_list", "custom_model_provider_path"):
+    for flag in (
+        "only_train_params_name_list", "freeze_params_name_list", "custom_model_provider_path", "train_vision_tower"
+    ):  # fmt: skip
         if getattr(args, flag):
             yield f"--{flag.replace('_', '-')} does not go with --lora-rank, which trains adapters alone; drop one."
     if args.enable_mtp_training:

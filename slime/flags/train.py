@@ -128,6 +128,9 @@ def _add_parameters(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--freeze-indexer", action="store_true", help="Freeze the indexer of DeepSeek sparse attention."
     )
+    group.add_argument(
+        "--train-vision-tower", action="store_true", help="Train the vision tower too, which is frozen otherwise."
+    )
 
 
 def _add_mtp(parser: argparse.ArgumentParser) -> None:

@@ -60,6 +60,8 @@ class DeviceBatch(dict[str, Any]):
 
     tokens = _Always[list[Tensor]]()
     """[L] int64."""
+    host_tokens = _Sometimes[list[Tensor]]()
+    """The same on the host, where samples have images."""
     total_lengths = _Always[list[int]]()
     """L."""
     response_lengths = _Always[list[int]]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ GLOBAL_BATCH_SIZE = 8
 """Rollouts of one optimizer step."""
 
 
-def make_train_data(vocab_size: int, seed: int = 0) -> dict[str, Any]:
+def make_train_data(
+    vocab_size: int, seed: int = 0, add_images: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
     """The columns that a rollout hands to the trainer: masks with holes, two samples without a trained token."""
     generator = random.Random(seed)
     data: dict[str, Any] = {name: [] for name in ("tokens", "response_lengths", "rewards", "loss_masks", "truncated")}
@@ -36,6 +38,8 @@ def make_train_data(vocab_size: int, seed: int = 0) -> dict[str, Any]:
     data["raw_reward"] = list(data["rewards"])
     data["rollout_ids"] = list(ROLLOUT_IDS)
     data["sample_indices"] = list(range(len(LENGTHS)))
+    if add_images is not None:
+        add_images(data)
     return data
 
 
@@ -45,13 +49,17 @@ def samples_of(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     trained: dict[int, int] = {}
     for rollout, mask in zip(data["rollout_ids"], data["loss_masks"], strict=True):
         trained[rollout] = trained.get(rollout, 0) + sum(mask)
+    images = data.get("multimodal_train_inputs") or [None] * len(data["tokens"])
     return [
         {
             "tokens": torch.tensor(tokens),
             "mask": torch.tensor(mask, dtype=torch.float32),
             "weight": 1.0 / max(trained[rollout], 1) / len(trained),
+            "images": image,
         }
-        for tokens, mask, rollout in zip(data["tokens"], data["loss_masks"], data["rollout_ids"], strict=True)
+        for tokens, mask, rollout, image in zip(
+            data["tokens"], data["loss_masks"], data["rollout_ids"], images, strict=True
+        )
     ]
 
 
@@ -60,7 +68,8 @@ def reference_log_probs(model: torch.nn.Module, samples: Sequence[Mapping[str, A
     result = []
     for sample in samples:
         tokens, num_response = sample["tokens"], len(sample["mask"])
-        log_probs = reference_logits(model, tokens)[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        log_probs = reference_logits(model, tokens, sample["images"])
+        log_probs = log_probs[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         result.append(log_probs[-num_response:])
     return result
 

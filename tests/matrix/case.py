@@ -60,6 +60,8 @@ class FamilyCase:
     """(reference, samples) to what is added to the loss (MTP); samples as in ``batch.samples_of``."""
     pushed: Callable[[Mapping[str, Tensor]], Tensors] | None = None
     """The tensors of a folder to what a push sends of them, where that is not the same."""
+    add_images: Callable[[dict[str, Any]], None] | None = None
+    """Puts images into train data: their tokens in front of prompts, and the column ``multimodal_train_inputs``."""
     max_tp: int = 2
     """Largest tensor-parallel size that the sizes allow."""
     has_experts: bool = False
@@ -224,8 +226,11 @@ class quiet_transformers:  # noqa: N801 - a context manager, named as what it do
 # The reference's answers, under checkpoint names
 
 
-def reference_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+def reference_logits(model: torch.nn.Module, tokens: Tensor, images: Mapping[str, Tensor] | None = None) -> Tensor:
     """Logits [L, vocab] of one sequence [L]."""
+    if images:
+        is_image = (tokens == model.config.image_token_id)[None].int()
+        return model(tokens[None], mm_token_type_ids=is_image, **images).logits[0].float()
     output = model(tokens[None])
     return getattr(output, "logits", output)[0].float()
 

@@ -159,7 +159,7 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer)
     wire_schedules(args, model, optimizer)
-    data = trainer.prepare(args, make_train_data(case.vocab_size))
+    data = trainer.prepare(args, make_train_data(case.vocab_size, add_images=case.add_images))
     trainer.draw_adapters(model)
     result = Measured()
     if has_adapters(model):  # then a push is not the checkpoint

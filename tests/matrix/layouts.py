@@ -151,6 +151,7 @@ OWN_ATTENTION = (
     "minimax_m2",
     "qwen3_5_moe",
     "qwen3_next",
+    "qwen3_vl",
 )
 """Only attention notices how sequences are cut; the other families have that of one of these."""
 

@@ -74,7 +74,7 @@ class FamilyRun:
         self.work = folder
         case.write_checkpoint(self.folder)
         write_bf16_copy(self.folder, self.bf16_folder)
-        self.data = make_train_data(case.vocab_size)
+        self.data = make_train_data(case.vocab_size, add_images=case.add_images)
 
     def cells(self, checks: tuple[str, ...]) -> list[Cell]:
         """One cell per check, in order."""

@@ -43,7 +43,7 @@ def routed_train_data(case: FamilyCase) -> dict[str, Any]:
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     num_experts = next(config[name] for name in names if name in config)
     shape = (config["num_hidden_layers"], num_experts)
-    data = make_train_data(case.vocab_size)
+    data = make_train_data(case.vocab_size, add_images=case.add_images)
     generator = torch.Generator().manual_seed(9)
     data["rollout_routed_experts"] = [
         torch.rand(len(tokens) - 1, *shape, generator=generator).topk(config["num_experts_per_tok"]).indices.int()

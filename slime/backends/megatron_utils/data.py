@@ -21,6 +21,7 @@ from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.cp_utils import cp_layout, slice_log_prob_with_cp
+from slime.backends.megatron_utils.layers.vision import ImageBatch
 from slime.train_data.columns import COLUMNS, RankBatch
 from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
@@ -56,6 +57,8 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Dev
     if vocab_size is not None:
         _check_tokens(tokens_N, vocab_size, batch)
     data.tokens = [tokens.to(device) for tokens in tokens_N]
+    if batch.multimodal_train_inputs is not None:
+        data.host_tokens = tokens_N
     data.total_lengths = [int(tokens.numel()) for tokens in data.tokens]
     data.response_lengths = [int(length) for length in batch.response_lengths]
     data.loss_masks = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in batch.loss_masks]
@@ -215,11 +218,18 @@ def packed_lengths(
 
 
 def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of the model's forward for a batch of :func:`get_batch`."""
-    multimodal: dict[str, Tensor] = {}
-    for sample in batch.get("multimodal_train_inputs") or ():
-        for name, value in (sample or {}).items():
-            multimodal[name] = torch.cat([multimodal[name], value]) if name in multimodal else value
+    """Return keyword arguments of the model's forward for a batch of :func:`get_batch`.
+
+    A user's model gets pixels and the like joined over the samples, on the device; slime's own take what they need.
+    """
+    inputs = batch.get("multimodal_train_inputs")
+    multimodal: dict[str, Any] = {}
+    if inputs and args.custom_model_provider_path:
+        for name in dict.fromkeys(name for sample in inputs for name in sample or ()):
+            joined = torch.cat([sample[name] for sample in inputs if sample and name in sample])
+            multimodal[name] = joined.to(batch["tokens"].device)
+    elif inputs:
+        multimodal["images"] = ImageBatch(batch["host_tokens"], inputs)
     mtp = {"mtp_inputs": batch["mtp_inputs"]} if batch.get("mtp_inputs") is not None else {}
     return {
         "input_ids": batch["tokens"],
@@ -229,5 +239,5 @@ def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
         "packed_seq_params": batch["packed_seq_params"],
         "loss_mask": batch["full_loss_masks"],
         **mtp,
-        **{name: value.to(batch["tokens"].device) for name, value in multimodal.items()},
+        **multimodal,
     }

@@ -35,6 +35,7 @@ from slime.utils.misc import call_hook
 _KEYS = (
     "tokens",
     "multimodal_train_inputs",
+    "host_tokens",
     "total_lengths",
     "response_lengths",
     "loss_masks",

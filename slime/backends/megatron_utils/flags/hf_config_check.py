@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -182,9 +182,26 @@ def check_hf_config(args: Namespace) -> None:
             + "\n  ".join(problems)
             + "\nLeave the model flags out, or source the file of scripts/models that belongs to this checkpoint."
         )
-    for problem in sparse_problems(args, config):
+    for problem in (*sparse_problems(args, config), *vision_problems(args, config)):
         raise ConfigError(problem)
     check_that_weights_can_be_pushed(args, config)
+
+
+def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what asks for a vision tower that the trainer's model does not have."""
+    family = family_of(config)
+    if args.custom_model_provider_path or (family is not None and family.weight_map.tower):
+        return
+    towers = ", ".join(sorted(kind for kind, known in FAMILIES.items() if known.weight_map.tower))
+    for flag, value in (
+        ("--train-vision-tower", args.train_vision_tower),
+        ("--multimodal-keys", args.multimodal_keys),
+    ):
+        if value:
+            yield (
+                f"{flag} is given, but the trainer has no vision tower for a {config.get('model_type')}; it has those "
+                f"of {towers}. Drop the flag, or give --custom-model-provider-path."
+            )
 
 
 def disagreements(args: Namespace, config: Mapping[str, Any]) -> list[str]:

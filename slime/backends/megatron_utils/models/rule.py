@@ -23,6 +23,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 MAX_MTP_LAYERS = 8
 """More than any published model has; a run may go without those of its checkpoint."""
+TOWER = "vision_model."
+"""Prefix of the parameters of a vision tower in the trainer's model."""
 _OUTPUT_LAYER, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -102,6 +104,8 @@ class WeightMap:
     untrained: tuple[str, ...] = ()
     """Regular expressions of HF tensors of parts that the trainer does not have (a vision tower); engines read them
     from ``--hf-checkpoint``, every export copies them from there."""
+    tower: str = ""
+    """Prefix of the HF tensors of a vision tower that the trainer has, as transformers has it; empty for none."""
     together: tuple[tuple[str, ...], ...] = ()
     """HF modules of one layer whose tensors an engine must receive in one call, where the model has all of them."""
 
@@ -128,6 +132,8 @@ class WeightMap:
         """Return False for a HF tensor that belongs to no layer of the model, nor to anything else of the family."""
         if hf_name in {name for rule in self.top for name in rule.hf} or self.is_untrained(hf_name):
             return True
+        if self.tower and hf_name.startswith(self.tower):
+            return True
         mtp = {self.mtp_prefix(index, shape) for index in range(MAX_MTP_LAYERS)} if self.mtp else set()
         if self.mtp_layer_prefix is not None:
             mtp |= {self.mtp_layer_prefix(index, shape) for index in range(MAX_MTP_LAYERS)}
@@ -144,6 +150,8 @@ class WeightMap:
             KeyError: the family has no such parameter.
         """
         expert = ""
+        if self.tower and name.startswith(TOWER):
+            return Rule(name, (own := self.tower + name.removeprefix(TOWER),)), (own,)
         rest, prefix, rules = name, "", self.top
         if match := _LAYER.fullmatch(name):
             rest, prefix, rules = match[2], self.layer_prefix.format(layer=match[1]), self.layer

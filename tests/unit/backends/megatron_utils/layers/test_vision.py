@@ -1,0 +1,93 @@
+"""Images in packed sequences: places, positions, what is refused, and a tower that is frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import initialize
+from slime.backends.megatron_utils.layers.vision import check_first_stage, place_images
+from slime.utils.errors import ConfigError, DataError
+from tests.matrix import trainer
+from tests.matrix.batch import make_train_data
+from tests.matrix.families.qwen3_vl import CASE, END, IMAGE, START
+from tests.matrix.parity import one_process_world
+
+
+def place(tokens: list[int], grids: list[tuple[int, int, int]]) -> tuple[list[int], list[list[int]]]:
+    rows, positions = place_images(
+        torch.tensor(tokens), torch.tensor(grids).reshape(-1, 3), image_token=IMAGE, merge=2
+    )
+    return rows.tolist(), positions.tolist()
+
+
+def test_an_image_has_axes_from_where_it_begins_and_text_goes_on_behind_its_longer_side():
+    rows, positions = place([7, *[IMAGE] * 6, 8, 9, IMAGE, 5], [(1, 4, 6), (1, 2, 2)])
+    assert rows == [-1, 0, 1, 2, 3, 4, 5, -1, -1, 6, -1]
+    assert positions == [
+        [0, *[1] * 6, 4, 5, 6, 7],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5, 6, 7],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7],
+    ]
+
+
+def test_positions_are_those_of_transformers(tmp_path: Path):
+    CASE.write_checkpoint(tmp_path)
+    model = CASE.load_reference(tmp_path)
+    data = make_train_data(CASE.vocab_size, add_images=CASE.add_images)
+    for tokens, images in zip(data["tokens"], data["multimodal_train_inputs"], strict=True):
+        if images is None:
+            continue
+        ids, grids = torch.tensor(tokens), images["image_grid_thw"]
+        expected, _ = model.model.get_rope_index(
+            ids[None], mm_token_type_ids=(ids == IMAGE)[None].int(), image_grid_thw=grids
+        )
+        assert torch.equal(place_images(ids, grids, image_token=IMAGE, merge=2)[1], expected[:, 0])
+
+
+def test_an_image_token_that_the_policy_sampled_is_text():
+    rows, positions = place([START, IMAGE, END, IMAGE], [(1, 2, 2)])
+    assert rows == [-1, 0, -1, -1]
+    assert positions[0] == [0, 1, 2, 3]
+
+
+def test_a_cut_image_is_refused_with_its_size():
+    with pytest.raises(DataError, match=r"2 image tokens \(128\) and images of 3: .*\[\[1, 2, 6\]\]"):
+        place([START, IMAGE, IMAGE], [(1, 2, 6)])
+
+
+def test_a_frozen_tower_gets_no_gradient_and_text_gets_the_same(tmp_path: Path):
+    CASE.write_checkpoint(tmp_path)
+    data = make_train_data(CASE.vocab_size, add_images=CASE.add_images)
+    gradients = []
+    for is_trained in (True, False):
+        with one_process_world():
+            args = trainer.make_args(CASE, tmp_path)
+            args.train_vision_tower = is_trained
+            initialize.init(args)
+            model = trainer.load_model(args)
+            trainer.run_backward(args, model, trainer.prepare(args, data))
+            gradients.append(trainer.model_gradients(args, model))
+    for name, gradient in gradients[1].items():
+        if name.startswith("model.visual."):
+            assert not gradient.any() and gradients[0][name].any()
+        else:
+            assert torch.equal(gradient, gradients[0][name])
+
+
+def test_a_model_in_bf16_keeps_the_frequencies_of_its_tower(tmp_path: Path):
+    CASE.write_checkpoint(tmp_path)
+    with one_process_world():
+        args = trainer.make_args(CASE, tmp_path, "--bf16")
+        initialize.init(args)
+        (chunk,) = trainer.load_model(args)
+        tower = next(module for name, module in chunk.named_modules() if name.endswith("vision_model"))
+    assert tower.rotary_pos_emb.inv_freq.dtype == torch.float32
+    assert tower.patch_embed.proj.weight.dtype == torch.bfloat16
+
+
+def test_layers_that_take_features_must_be_with_the_tower(tmp_path: Path):
+    with pytest.raises(ConfigError, match="The first pipeline stage has 1 layers; the first 2 of this model"):
+        check_first_stage(1, 2)
