@@ -18,40 +18,36 @@ import math
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.observability.accounting import CAUSES, ENGINE_SPANS, IDLE, TRAINER_SPANS, gpu_seconds
+from slime.observability.accounting import CAUSES, ENGINE_SPANS, IDLE, TRAINER_SPANS, Span, gpu_seconds
 from slime.observability.alarms import find_alarms
 from slime.observability.run_reader import Run, read_run
-from slime.utils.processing_utils import load_tokenizer
 from tools.cli import clean_exit
+from tools.report_plots import (
+    HEALTH_PLOTS,
+    MAX_POINTS,
+    REWARD,
+    Plot,
+    dropped_plots,
+    evaluation_names,
+    evaluation_plots,
+    heats,
+    plots_of,
+)
+from tools.report_samples import Pieces, Rollout, read_rollouts, samples_of
 
 PAGE = Path(__file__).with_name("report_page")
-MAX_POINTS, MAX_TIMELINES, MAX_EVENTS = 1000, 100, 500
+SCRIPTS, STYLES = ("uPlot.iife.min.js", "parts.js", "samples.js", "page.js"), ("uPlot.min.css", "page.css")
+MAX_TIMELINES, MAX_EVENTS = 1000, 500
 SAME_MOMENT_S = 1e-3
 """Times of two spans that differ by less are one bound between steps."""
-MAX_TEXT = 20_000
-"""Characters of a prompt, and tokens of a response, that the page shows."""
-
 _RANK = re.compile(r" [1-9]\d*$")
 """Ends the names of all ranks of a trainer but the first."""
-
-SUMMARY_PLOTS = (("Reward", ("rollout/raw_reward",)),)
-HEALTH_PLOTS = (
-    ("Entropy", ("train/entropy_loss",)),
-    ("KL", ("train/kl_loss", "train/ppo_kl")),
-    ("Clipped tokens", ("train/pg_clipfrac",)),
-    ("|trainer - engine| log-prob", ("train/train_rollout_logprob_abs_diff",)),
-    ("Gradient norm", ("train/grad_norm",)),
-    ("Response tokens", ("rollout/response_len/mean", "rollout/response_len/max")),
-    ("Cut off, repeating", ("rollout/truncated_ratio", "rollout/repetition_frac")),
-    ("Staleness", ("rollout/staleness/mean", "rollout/staleness/max")),
-    ("Loss", ("train/loss", "train/pg_loss")),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def page_of(run: Run, *, samples_mb: float = 5.0, is_live: bool = False) -> str:
     """Return the page of a run as HTML."""
-    parts = {name: (PAGE / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
-    script = (PAGE / "uPlot.iife.min.js").read_text(encoding="utf-8") + "\n" + parts["page.js"]
-    style = (PAGE / "uPlot.min.css").read_text(encoding="utf-8") + "\n" + parts["page.css"]
+    script, style, page = (
+        "\n".join((PAGE / name).read_text(encoding="utf-8") for name in names)
+        for names in (SCRIPTS, STYLES, ["page.html"])
+    )
     data = json.dumps(data_of(run, samples_mb=samples_mb) | {"live": is_live}, allow_nan=False, separators=(",", ":"))
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; "
     policy += f"script-src {_hash(script)}; style-src {_hash(style)}"
     filled = {"TITLE": html.escape(f"slime: {run.folder.name}"), "POLICY": policy, "STYLE": style, "SCRIPT": script}
-    page = parts["page.html"]
     for name, text in filled.items():
         page = page.replace(f"@@{name}@@", text, 1)
     # No text of the run can end the element that holds it.
@@ -91,19 +87,26 @@ def _hash(text: str) -> str:
 
 def data_of(run: Run, *, samples_mb: float) -> dict[str, Any]:
     """Return what the page shows, as JSON can hold it."""
-    alarms = find_alarms(_steps_of(run))
-    where = time_of(run)
-    samples = samples_of(run, budget=int(samples_mb * 1e6))
+    rollouts, pieces = read_rollouts(run), Pieces(run)
+    steps = _steps_of(run)
+    for one in rollouts:
+        steps.setdefault(one.number, {}).update(one.figures)
+    if rollouts and (marks := pieces.foreign_markers(run)):
+        steps[rollouts[0].number]["samples/foreign_markers"] = ", ".join(marks)
+    alarms = find_alarms(steps)
+    where = time_of(run, rollouts)
     return {
         "name": run.folder.name,
         "state": run.state,
-        "verdict": verdict_of(run, where, [alarm.text for alarm in alarms]),
+        "verdict": verdict_of(run, where, steps),
         "facts": facts_of(run),
-        "summary": plots_of(run, SUMMARY_PLOTS) + _evaluation_plots(run),
-        "health": plots_of(run, HEALTH_PLOTS),
+        "summary": plots_of(steps, [REWARD]) + evaluation_plots(run),
+        "health": plots_of(steps, HEALTH_PLOTS),
+        "heat": heats(steps, rollouts),
         "alarms": [{"name": one.name, "step": one.step + 1, "text": one.text} for one in alarms],
         "time": where,
-        "samples": samples,
+        "samples": samples_of(run, rollouts, pieces, budget=int(samples_mb * 1e6)),
+        "dropped": dropped_plots(rollouts),
         "events": _events_of(run),
         "config": [
             [name, json.dumps(entry["value"], ensure_ascii=True), entry["origin"]]
@@ -150,10 +153,10 @@ def facts_of(run: Run) -> list[list[str]]:
     return [[name, text] for name, text in found.items()]
 
 
-def verdict_of(run: Run, where: dict[str, Any], alarms: Sequence[str]) -> list[str]:
-    """Return the sentences that say how the run goes."""
-    said = [_went("reward", [m.get("rollout/raw_reward") for m in run.rollouts.values()])]
-    names = {name for metrics in run.evaluations.values() for name in _evaluation_names(metrics)}
+def verdict_of(run: Run, where: dict[str, Any], steps: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return the sentences that say how the run goes; alarms stand beside them."""
+    said = [_went("reward", [m.get("rollout/raw_reward") for _, m in sorted(steps.items())])]
+    names = {name for metrics in run.evaluations.values() for name in evaluation_names(metrics)}
     said += [_went(f"evaluation {n}", [m.get(f"eval/{n}") for m in run.evaluations.values()]) for n in sorted(names)]
     total = sum(where["total"].values())
     if total:
@@ -164,12 +167,25 @@ def verdict_of(run: Run, where: dict[str, Any], alarms: Sequence[str]) -> list[s
             said.append(f"{lost:.0%} of the GPUs' time is spent waiting for the longest 3 % of the answers.")
         if (idle := where["total"].get(IDLE, 0.0) / total) > 0.2:
             said.append(f"GPUs are idle for {idle:.0%} of the time.")
+    return [sentence for sentence in said + _troubles(run) if sentence]
+
+
+def _troubles(run: Run) -> list[str]:
+    """Return what failed, died and came back."""
     errors = [one["text"] for one in run.events if one["event"] == "error"]
-    deaths = [one for one in run.events if one["event"] == "engine" and one.get("state") == "evicted"]
-    said += [f"It failed: {errors[-1]}"] if errors and run.state == "failed" else []
-    said += [f"{len(deaths)} engines were evicted; the first: {deaths[0].get('why')}."] if deaths else []
-    said.append(f"{len(alarms)} alarms: {'; '.join(alarms)}." if alarms else "No alarm.")
-    return [sentence for sentence in said if sentence]
+    evicted = [one for one in run.events if one["event"] == "engine" and one.get("state") == "evicted"]
+    recovery = [one["text"] for one in run.events if one.get("where") == "slime.ray.trainer_recovery"]
+    deaths = [text for text in recovery if " died" in text]
+    starts = sum(one["event"] == "start" for one in run.events)
+    said = [f"It failed: {errors[-1]}"] if errors and run.state == "failed" else []
+    said += [f"{_times('engine', len(evicted))} evicted; the first: {evicted[0].get('why')}"] if evicted else []
+    if deaths:
+        said.append(f"The trainer died {len(deaths)} times ({deaths[-1].rstrip('.')}). {recovery[-1]}")
+    return said + ([f"It was started {starts} times."] if starts > 1 else [])
+
+
+def _times(what: str, count: int) -> str:
+    return f"1 {what} was" if count == 1 else f"{count} {what}s were"
 
 
 def _went(what: str, values: Sequence[Any]) -> str:
@@ -179,13 +195,6 @@ def _went(what: str, values: Sequence[Any]) -> str:
     change = numbers[-1] - numbers[0]
     verb = "rose" if change > 0.01 * abs(numbers[0]) else "fell" if -change > 0.01 * abs(numbers[0]) else "stayed"
     return f"{what.capitalize()} {verb} from {numbers[0]:.3g} to {numbers[-1]:.3g} (best {max(numbers):.3g})."
-
-
-def _evaluation_names(metrics: dict[str, Any]) -> list[str]:
-    names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/") and name != "eval/step"]
-    return [
-        name for name in names if "/" not in name and not name.endswith("-truncated_ratio") and "-pass@" not in name
-    ]
 
 
 def _events_of(run: Run) -> list[list[str]]:
@@ -201,44 +210,15 @@ def _events_of(run: Run) -> list[list[str]]:
     ]
 
 
-# Curves
-
-
-def plots_of(run: Run, plots: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
-    """Return the plots of which there are numbers: title, x (steps from 1) and series."""
-    steps, found = _steps_of(run), []
-    for title, names in plots:
-        found.append(_plot(title, steps, {name: name for name in names}))
-    return [plot for plot in found if plot["series"]]
-
-
-def _evaluation_plots(run: Run) -> list[dict[str, Any]]:
-    names = sorted({name for metrics in run.evaluations.values() for name in _evaluation_names(metrics)})
-    plot = _plot("Evaluation", run.evaluations, {f"eval/{name}": name for name in names})
-    return [plot] if plot["series"] else []
-
-
-def _plot(title: str, steps: dict[int, dict[str, Any]], labels: dict[str, str]) -> dict[str, Any]:
-    numbers = sorted(steps)
-    kept = numbers[:: max(1, math.ceil(len(numbers) / MAX_POINTS))]
-    columns = {label: [_number(steps[step].get(name)) for step in kept] for name, label in labels.items()}
-    series = [{"label": label, "y": y} for label, y in columns.items() if any(value is not None for value in y)]
-    return {"title": title, "x": [step + 1 for step in kept], "series": series}
-
-
-def _number(value: Any) -> float | None:
-    return float(f"{value:.6g}") if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 # Time
 
 
-def time_of(run: Run) -> dict[str, Any]:
-    """Return GPU-seconds by cause, in all and by step, and the spans of the last steps."""
+def time_of(run: Run, rollouts: Sequence[Rollout] = ()) -> dict[str, Any]:
+    """Return GPU-seconds by cause, in all and by step, the timelines of steps, and the engines' speed."""
     first_ranks = [span for span in run.spans if not _RANK.search(span.process)]
     steps = sorted((span for span in first_ranks if span.name == "step"), key=lambda span: span.start)
     if not first_ranks:
-        return {"total": {}, "steps": [], "timelines": [], "causes": list(CAUSES)}
+        return {"total": {}, "steps": [], "timelines": [], "causes": list(CAUSES), "plots": []}
     begin, end = min(span.start for span in first_ranks), max(span.end for span in first_ranks)
     bounds = [begin]
     for moment in sorted([*(span.start for span in steps), *(span.end for span in steps), end]):
@@ -260,22 +240,15 @@ def time_of(run: Run) -> dict[str, Any]:
         for step in steps
         if step.end > step.start + SAME_MOMENT_S
     ]
-    timelines = [
-        {
-            "step": (step.rollout or 0) + 1,
-            "seconds": round(step.end - step.start, 3),
-            "spans": [
-                [span.process, span.name, round(span.start - step.start, 3), round(span.end - span.start, 3)]
-                for span in first_ranks
-                if span.end > step.start and span.start < step.end and span.name not in ("step", "train_wait")
-            ],
-        }
-        for step in steps[-MAX_TIMELINES:]
-    ]
+    steps = steps[:: max(1, math.ceil(len(steps) / MAX_TIMELINES))]
+    engines = {name: name for one in rollouts for name in one.rates}
+    rates = {one.number: one.rates for one in rollouts}
+    speed = Plot("Tokens per second of an answer, by engine", "Medians.", engines, alarms=("straggling engine",))
     return {
         "total": {cause: round(total[cause], 3) for cause in CAUSES if cause in total},
         "steps": rows[:: max(1, math.ceil(len(rows) / MAX_POINTS))],
-        "timelines": timelines,
+        "timelines": _timelines(steps, first_ranks, rollouts),
+        "plots": plots_of(rates, [speed]) if engines else [],
         "causes": list(CAUSES),
         "cause_of": ENGINE_SPANS | TRAINER_SPANS,
         "gpus": sum(one.num_gpus for one in run.gpu_classes),
@@ -283,90 +256,30 @@ def time_of(run: Run) -> dict[str, Any]:
     }
 
 
-# Samples
-
-
-def samples_of(run: Run, *, budget: int) -> dict[str, Any]:
-    """Return an even selection of the samples over the rollouts, of at most ``budget`` bytes, whole groups first."""
-    files = run.sample_files()
-    pieces = _Pieces(str(run.value("hf_checkpoint", "")), trust=bool(run.value("trust_remote_code", False)))
-    files = files[:: max(1, math.ceil(len(files) / 200))]
-    rows: list[dict[str, Any]] = []
-    prompts: dict[str, int] = {}
-    num_all = used = 0
-    for path in files:
-        share, spent = (budget - used) // max(1, len(files) - len([1 for one in files if one < path])), 0
-        for row in run.samples(int(path.stem.split("_")[1])):
-            num_all += 1
-            if spent > share:
-                continue
-            shown = _sample(row, pieces)
-            text = row["prompt"][:MAX_TEXT]
-            if text not in prompts:
-                prompts[text] = len(prompts)
-                spent += len(text)
-            shown["p"] = prompts[text]
-            rows.append(shown)
-            spent += len(json.dumps(shown))
-        used += spent
-    return {"rows": rows, "prompts": list(prompts), "all": num_all, "has_pieces": pieces.has_tokenizer}
-
-
-def _sample(row: dict[str, Any], pieces: _Pieces) -> dict[str, Any]:
-    length = row["response_length"] or 0
-    ids = row["tokens"][len(row["tokens"]) - length :][:MAX_TEXT] if length else []
-    engine, trainer = row.get("engine_log_probs"), row.get("trainer_log_probs")
-    difference = [t - e for t, e in zip(trainer, engine)] if trainer and engine else None
-    versions = list(zip(row["weight_versions"] or [], row["call_tokens"] or []))
-    return {
-        "r": row["rollout"] + 1,
-        "g": row["group"],
-        "i": row["index"],
-        "s": row["status"],
-        "drop": row["drop_reason"],
-        "rw": _number(row["reward"]),
-        "tr": _number(row["train_reward"]),
-        "n": length,
-        "l": row["label"],
-        "t": pieces.of(ids),
-        "x": None if pieces.has_tokenizer else (row["response"] or "")[:MAX_TEXT],
-        "lp": _rounded(engine),
-        "d": _rounded(difference, 5),
-        "a": _rounded(row.get("advantages")),
-        "m": row["loss_mask"] if row["loss_mask"] and not all(row["loss_mask"]) else None,
-        "v": versions,
-    }
-
-
-def _rounded(values: Sequence[float] | None, digits: int = 3) -> list[float | None] | float | None:
-    """Return numbers of few digits; one for all when they are equal."""
-    if not values:
-        return None
-    short = [round(value, digits) if math.isfinite(value) else None for value in values[:MAX_TEXT]]
-    return short[0] if len(set(short)) == 1 else short
-
-
-class _Pieces:
-    """Texts of tokens, by the run's tokenizer where it can be read."""
-
-    def __init__(self, path: str, *, trust: bool) -> None:
-        self._known: dict[int, str] = {}
-        self._tokenizer: Any = None
-        if path and Path(path).is_dir() and not trust:  # a page of somebody's run runs no code of theirs
-            try:
-                self._tokenizer = load_tokenizer(path)
-            except Exception as error:  # the edge of another library: the page does without
-                print(f"{path}: no tokenizer ({type(error).__name__}: {error}); tokens are shown as numbers")
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
-
-    def of(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token."""
-        for one in set(ids) - self._known.keys():
-            self._known[one] = self._tokenizer.decode([one]) if self._tokenizer is not None else f"{one} "
-        return [self._known[one] for one in ids]
+def _timelines(steps: Sequence[Span], spans: Sequence[Span], rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    """Return the spans within each step, and the answers that engines gave in it: the slowest ones and others."""
+    spans = sorted((one for one in spans if one.name not in ("step", "train_wait")), key=lambda one: one.start)
+    starts, longest = [one.start for one in spans], max((one.end - one.start for one in spans), default=0.0)
+    answers = {one.number: one.answers for one in rollouts}
+    found = []
+    for step in steps:
+        number = step.rollout or 0
+        nearby = spans[bisect.bisect_left(starts, step.start - longest) : bisect.bisect_left(starts, step.end)]
+        found.append({
+            "step": number + 1,
+            "seconds": round(step.end - step.start, 3),
+            "spans": [
+                [one.process, one.name, round(one.start - step.start, 3), round(one.end - one.start, 3)]
+                for one in nearby
+                if one.end > step.start
+            ],
+            "answers": [
+                [round(start - step.start, 3), round(end - start, 3), tokens, engine]
+                for start, end, tokens, engine in sorted([*answers.get(number, ()), *answers.get(number + 1, ())])
+                if end > step.start and start < step.end
+            ],
+        })  # fmt: skip
+    return found
 
 
 if __name__ == "__main__":

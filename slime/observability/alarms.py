@@ -1,17 +1,20 @@
 """What goes wrong in a run, found in its metrics: pure functions of step -> metrics, which say when it began and why.
 
-They judge the last steps against the first ones, so that they need no setting; each can only be a hint.
+They judge the last steps against the first ones, so that they need no setting; each can only be a hint.  Those that
+read ``samples/...`` look at what a report computes from the recorded samples (``tools/report_samples.py``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 WINDOW = 5
 """Steps that are averaged, at the start of the run and up to the step that is judged."""
-Steps = Mapping[int, Mapping[str, float]]
+Steps = Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ def _first(steps: Steps, name: str, holds: Callable[[float, float, float], bool]
 
 
 def collapse(steps: Steps) -> list[Alarm]:
-    """Find a reward that fell to less than half of the best mean, and an entropy of next to nothing beside it."""
+    """Find a reward that fell to less than half of the best mean."""
     values = _series(steps, "rollout/raw_reward")
     best = 0.0
     for position in range(WINDOW - 1, len(values)):
@@ -71,11 +74,28 @@ def length_explosion(steps: Steps) -> list[Alarm]:
 
 def all_zero_rewards(steps: Steps) -> list[Alarm]:
     """Find steps in a row of which no response got a reward: a grader or a template that does not fit."""
-    values = _series(steps, "rollout/raw_reward")
+    graded = {n: one for n, one in steps.items() if "train/loss" not in one or "train/pg_loss" in one}  # not SFT
+    values = _series(graded, "rollout/raw_reward")
     for (first, _), *rest in (values[i : i + 3] for i in range(len(values) - 2)):
         if all(value == 0 for _, value in rest) and dict(values)[first] == 0:
             text = "no response got a reward: look at the grader, the chat template and the label"
             return [Alarm("all-zero rewards", first, text)]
+    return []
+
+
+def length_pays(steps: Steps) -> list[Alarm]:
+    """Find responses that grow because longer ones get more reward: a reward that is earned with length alone."""
+    lengths, rewards = dict(_series(steps, "samples/length/middle")), dict(_series(steps, "samples/reward/mean"))
+    values = [one for one in _series(steps, "samples/length_pays") if one[0] in lengths and one[0] in rewards]
+    begin = [step for step, _ in values[:WINDOW]]
+    for position in range(2 * WINDOW - 1, len(values)):
+        now = [step for step, _ in values[position - WINDOW + 1 : position + 1]]
+        pays = fmean([value for step, value in values if step in now])
+        length, reward = ([fmean([of[step] for step in part]) for part in (begin, now)] for of in (lengths, rewards))
+        if pays > 0.5 and length[1] > 1.5 * length[0] and reward[1] > reward[0]:
+            text = f"the reward is earned with length: within groups they correlate by {pays:.2f}, and responses grew "
+            text += f"from {length[0]:.0f} to {length[1]:.0f} tokens; read the longest answers with the most reward"
+            return [Alarm("length pays", now[-1], text)]
     return []
 
 
@@ -84,8 +104,74 @@ def growing_mismatch(steps: Steps) -> list[Alarm]:
     return _first(
         steps, "train/train_rollout_logprob_abs_diff",
         lambda begin, now, last: now > 0.1 or (now > 0.01 and now > 3 * begin),
-        "trainer and engine disagree", "mismatch",
+        "trainer and engine disagree about the tokens that they trained on, so the engine draws from other weights or "
+        "another distribution than the trainer takes them for (off-policy)", "mismatch",
     )  # fmt: skip
+
+
+def late_pushes(steps: Steps) -> list[Alarm]:
+    """Find engines whose version stays the same for longer than the interval between two pushes."""
+    for step, value in _series(steps, "samples/late_pushes"):
+        if value >= 2:
+            version = steps[step].get("samples/newest_version")
+            text = f"engines still answer with version {version}, {value:.0f} pushes late: look at the pushes' events"
+            return [Alarm("late pushes", step, text)]
+    return []
+
+
+def straggling_engine(steps: Steps) -> list[Alarm]:
+    """Find an engine that gives less than half of the tokens per second of the others, three rollouts in a row."""
+    values = _series(steps, "samples/slowest_share")
+    for rows in (values[i : i + 3] for i in range(len(values) - 2)):
+        names = {steps[step].get("samples/slowest_engine") for step, _ in rows}
+        if len(names) == 1 and all(share < 0.5 for _, share in rows):
+            text = f"engine {names.pop()} is slow: its answers get {rows[0][1]:.0%} of the others' tokens per second"
+            return [Alarm("straggling engine", rows[0][0], text)]
+    return []
+
+
+def foreign_template(steps: Steps) -> list[Alarm]:
+    """Find prompts with marks of a chat template that the model does not know."""
+    for step, metrics in sorted(steps.items()):
+        if marks := metrics.get("samples/foreign_markers"):
+            text = f"wrong chat template: the prompts have {marks}, which this model reads as plain letters"
+            return [Alarm("chat template", step, text)]
+    return []
+
+
+def few_choices(steps: Steps) -> list[Alarm]:
+    """Find an entropy that is next to nothing beside the first one, so that nothing new is tried."""
+    return _first(
+        steps, "train/entropy_loss", lambda begin, now, last: begin > 0.01 and now < 0.02 * begin,
+        "the policy tries nothing new", "entropy collapse",
+    )  # fmt: skip
+
+
+def large_gradients(steps: Steps) -> list[Alarm]:
+    """Find gradients that grow to ten times the first ones."""
+    return _first(
+        steps, "train/grad_norm", lambda begin, now, last: begin > 0 and now > 10 * begin,
+        "gradients explode", "large gradients",
+    )  # fmt: skip
+
+
+def equal_groups(steps: Steps) -> list[Alarm]:
+    """Find rollouts almost all of whose groups have equal rewards, so that they train nothing, and did not before."""
+    return _first(
+        steps, "samples/equal_groups", lambda begin, now, last: now > 0.95 and begin < 0.9,
+        "almost no group trains anything: all answers to a prompt get the same reward", "equal groups",
+    )  # fmt: skip
+
+
+def repeated_answers(steps: Steps) -> list[Alarm]:
+    """Find answers that repeat each other while the reward fell."""
+    rewards = [value for _, value in _series(steps, "samples/reward/mean")]
+    fell = len(rewards) > WINDOW and fmean(rewards[-WINDOW:]) < fmean(rewards[:WINDOW])
+    found = _first(
+        steps, "samples/duplicates", lambda begin, now, last: now > 0.9 and begin < 0.5,
+        "the answers to a prompt are all the same", "duplicates",
+    )  # fmt: skip
+    return found if fell else []
 
 
 def dead_experts(steps: Steps) -> list[Alarm]:
@@ -93,8 +179,16 @@ def dead_experts(steps: Steps) -> list[Alarm]:
     values = _series(steps, "train/expert_load/worst_idle")
     for step, value in values:
         if value > 0:
-            return [Alarm("dead experts", step, f"{value:.1%} of the experts of a layer get no token")]
+            return [
+                Alarm("dead experts", step, f"{value:.1%} of the experts of {_worst_layers(steps[step])} get no token")
+            ]
     return []
+
+
+def _worst_layers(metrics: Mapping[str, Any]) -> str:
+    found = re.compile(r"train/expert_load/layer_(\d+)/idle")
+    layers = [match[1] for name, value in metrics.items() if (match := found.fullmatch(name)) and value > 0]
+    return f"layer {', '.join(sorted(layers, key=int))}" if layers else "a layer"
 
 
 def broken_numbers(steps: Steps) -> list[Alarm]:
@@ -106,7 +200,10 @@ def broken_numbers(steps: Steps) -> list[Alarm]:
     return []
 
 
-ALARMS = (all_zero_rewards, collapse, length_explosion, growing_mismatch, dead_experts, broken_numbers)
+ALARMS = (
+    all_zero_rewards, foreign_template, collapse, length_explosion, length_pays, repeated_answers, few_choices,
+    equal_groups, growing_mismatch, late_pushes, straggling_engine, dead_experts, large_gradients, broken_numbers,
+)  # fmt: skip
 
 
 def find_alarms(steps: Steps) -> list[Alarm]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, quantiles
+from statistics import fmean, quantiles, stdev
 from typing import Any
 
 import torch
@@ -196,6 +196,7 @@ def compute_eval_record(
             details = compute_metrics_from_samples(args, results["samples"])
             record |= dict_add_prefix(details, f"eval/{name}/")
         group_size = answers.get(name, config.n_samples_per_eval_prompt)
+        record |= _standard_error(name, rewards, group_size)
         if config.log_passrate:
             if len(answered := results.get("samples") or []) == len(rewards):
                 record |= dict_add_prefix(_pass_rates(answered, rewards, group_size), f"eval/{name}-")
@@ -203,6 +204,14 @@ def compute_eval_record(
                 record |= dict_add_prefix(compute_pass_rate(rewards, group_size), f"eval/{name}-")
     record["eval/step"] = compute_rollout_step(args, rollout_id)
     return record
+
+
+def _standard_error(name: str, rewards: Sequence[float], group_size: int) -> dict[str, float]:
+    """Return ``eval/{name}/stderr``: of the mean reward, over prompts, whose answers lie side by side."""
+    if len(rewards) % group_size:
+        return {}
+    means = [fmean(rewards[i : i + group_size]) for i in range(0, len(rewards), group_size)]
+    return {f"eval/{name}/stderr": stdev(means) / len(means) ** 0.5} if len(means) > 1 else {}
 
 
 def _eval_reward(reward: Any, name: str) -> float:

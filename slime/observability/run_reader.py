@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from slime.observability import run_record
@@ -55,23 +56,48 @@ class Run:
         folder = self.folder / run_record.SAMPLES_FOLDER
         return sorted(folder.glob(f"{kind}_*.parquet"), key=lambda path: (rollout_of(path), path.name))
 
+    def sample_file(self, rollout_id: int) -> Path:
+        """Return the path of a rollout's samples."""
+        return self.folder / run_record.SAMPLES_FOLDER / f"rollout_{rollout_id:06d}.parquet"
+
     def samples(self, rollout_id: int) -> Iterator[dict[str, Any]]:
         """Yield the samples of a rollout, with what the trainer added; a file that is being written is skipped."""
-        folder = self.folder / run_record.SAMPLES_FOLDER
-        trained = {
-            row["position"]: row
-            for path in sorted(folder.glob(f"train_{rollout_id:06d}_r*.parquet"))
-            for row in _rows(path)
-        }
-        for row in _rows(folder / f"rollout_{rollout_id:06d}.parquet"):
-            yield row | trained.get(row["position"], {})
+        table = read_samples(self.sample_file(rollout_id))
+        yield from table.to_pylist() if table is not None else []
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def trained_files(path: Path) -> list[Path]:
+    """Return the files in which the trainer's ranks added to the samples of ``path``."""
+    return sorted(path.parent.glob(f"train_{path.stem.split('_')[1]}_r*.parquet"))
+
+
+def read_samples(path: Path, columns: Sequence[str] | None = None) -> pa.Table | None:
+    """Return the samples of a file ``rollout_N.parquet`` with what the trainer added; None where it cannot be read.
+
+    Args:
+        path: of the file.
+        columns: names beside ``position``; all when None, and those that the files do not have are left out.
+    """
+    wanted = None if columns is None else ["position", *columns]
+    if (table := _table(path, wanted)) is None:
+        return None
+    added = [one for one in (_table(name, wanted) for name in trained_files(path)) if one is not None]
+    if added:
+        trained = pa.concat_tables(added)
+        # A join of Arrow takes no lists.
+        rows = pc.index_in(table["position"], value_set=trained["position"].combine_chunks())
+        for name in trained.column_names:
+            if name != "position":
+                table = table.append_column(name, trained[name].take(rows))
+    return table
+
+
+def _table(path: Path, columns: Sequence[str] | None) -> pa.Table | None:
     try:
-        return pq.read_table(path).to_pylist()
+        names = pq.read_schema(path).names
+        return pq.read_table(path, columns=None if columns is None else [n for n in names if n in columns])
     except (OSError, pa.ArrowException):
-        return []
+        return None
 
 
 def read_run(folder: Path) -> Run:

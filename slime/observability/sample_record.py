@@ -29,10 +29,11 @@ ROLLOUT_SCHEMA = pa.schema(
         ("train_reward", pa.float64()), ("prompt", pa.string()), ("response", pa.string()), ("label", pa.string()),
         ("tokens", _INTS), ("response_length", pa.int32()), ("loss_mask", pa.list_(pa.int8())),
         ("engine_log_probs", _FLOATS), ("weight_versions", pa.list_(pa.string())), ("call_tokens", _INTS),
-        ("start", pa.float64()), ("end", pa.float64()),
+        ("engines", pa.list_(pa.string())), ("start", pa.float64()), ("end", pa.float64()),
     ]
 )  # fmt: skip
-"""``call_tokens[i]`` response tokens were drawn in the engine call with ``weight_versions[i]``."""
+"""``call_tokens[i]`` response tokens were drawn in the engine call with ``weight_versions[i]``, by ``engines[i]``
+(host:port; empty where an engine does not say)."""
 TRAIN_SCHEMA = pa.schema([("position", pa.int32()), ("trainer_log_probs", _FLOATS), ("advantages", _FLOATS)])
 STRAGGLER_SHARE = 0.03
 """The last requests of a rollout: the time in which only they run is spent waiting for the longest answers."""
@@ -180,6 +181,7 @@ def _row(
         "engine_log_probs": sample.rollout_log_probs,
         "weight_versions": [str(version) for version in sample.weight_versions],
         "call_tokens": [int(attrs.get("completion_tokens") or 0) for _, _, attrs in calls],
+        "engines": [str(attrs.get("engine") or "") for _, _, attrs in calls],
         "start": min((start for start, _, _ in calls), default=None),
         "end": max((end for _, end, _ in calls), default=None),
     }

@@ -42,6 +42,7 @@ _META_ATTRS = {
     "e2e_latency": "e2e_latency",
     "decode_throughput": "decode_throughput",
     "id": "sglang_request_id",
+    "engine": "engine",
 }
 
 

@@ -4,7 +4,7 @@ A request with ``custom_params: {"return_top_p_token_ids": true}`` gets the nucl
 log-probs renormalised over them.  ``server_main`` registers the hooks in slime's engines; in an engine of somebody
 else SGLang finds them by the entry point of the installed package.
 
-A request that names no adapter runs on the one pushed last (``--lora-push adapter``).
+A request that names no adapter runs on the one pushed last (``--lora-push adapter``).  Every answer names its engine.
 
 A token's nucleus goes with SGLang's ``customized_info``: sampler, scheduler, detokenizer and tokenizer manager each
 know a list with one entry per token.
@@ -141,11 +141,13 @@ async def _generate(
 ) -> AsyncIterator[Any]:
     version = _choose_adapter(manager, obj)
     lora_id = _lora_id(manager, obj)
+    engine = f"{manager.server_args.host}:{manager.server_args.port}"
     async with _counted(lora_id), aclosing(original(manager, obj, *args, **options)) as answers:
         async for answer in answers:
             for one in answer if isinstance(answer, list) else [answer]:
                 if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
                     pack_meta(one["meta_info"])
+                    one["meta_info"]["engine"] = engine
                     if version is not None:
                         one["meta_info"]["weight_version"] = version
             yield answer

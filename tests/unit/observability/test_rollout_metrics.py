@@ -109,6 +109,13 @@ def test_an_eval_record_has_one_mean_a_data_set() -> None:
     assert record["eval/a/response_len/mean"] == 15.0
 
 
+def test_the_error_of_an_evaluation_is_over_its_prompts():
+    args = Namespace(**vars(ARGS) | {"n_samples_per_eval_prompt": 2})
+    record = compute_eval_record(args, 0, {"a": {"rewards": [1, 1, 0, 1, 0, 0]}, "one prompt": {"rewards": [1, 0]}})
+    assert record["eval/a/stderr"] == pytest.approx((1 / 4 / 3) ** 0.5)  # of the prompts' means 1, 0.5 and 0
+    assert "eval/one prompt/stderr" not in record
+
+
 def traced(**facts: float) -> Sample:
     one = sample(0, 1.0, 10)
     one.trace = {"events": [{"type": "span_end", "name": "sglang_generate", "attrs": facts}]}

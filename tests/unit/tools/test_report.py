@@ -21,6 +21,7 @@ from slime.observability.run_reader import read_run
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 from tools import diff, doctor, report, watch
+from tools.report_samples import read_rollouts
 
 ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
 HOSTILE = (
@@ -81,20 +82,62 @@ def test_the_page_says_how_the_run_went_and_holds_everything_itself(run):
     page = report.page_of(read_run(run))
     data = data_in(page)
     assert data["state"] == "finished" and data["name"] == "steady"
-    assert "Reward rose from 0 to 0.875 (best 0.875)." in data["verdict"] and "No alarm." in data["verdict"]
+    assert "Reward rose from 0 to 0.875 (best 0.875)." in data["verdict"] and data["alarms"] == []
     assert any("longest 3 %" in sentence for sentence in data["verdict"])
-    assert data["samples"]["all"] == 4 * NUM_STEPS == len(data["samples"]["rows"])
-    assert data["samples"]["rows"][-1]["d"] == pytest.approx(-0.1)
+    assert data["samples"]["all"] == 4 * NUM_STEPS == len(data["samples"]["texts"])
+    assert data["samples"]["texts"][-1]["d"] == pytest.approx(-0.1)
     assert [row[0] for row in data["config"]][:1] == ["actor_num_gpus_per_node"]
     assert not re.search(r"""(?:src|href)=["']?https?:""", page) and len(page) < 1e6
 
 
-def test_of_many_samples_the_page_has_some_of_every_rollout_and_says_so(tmp_path):
+def test_of_many_samples_the_page_has_all_facts_and_some_texts_of_every_rollout(tmp_path):
     big = write_run(tmp_path / "big", num_samples=200, length=200)
     data = data_in(report.page_of(read_run(big), samples_mb=0.3))
-    assert data["samples"]["all"] == 200 * NUM_STEPS > len(data["samples"]["rows"])
-    assert {row["r"] for row in data["samples"]["rows"]} == set(range(1, NUM_STEPS + 1))
+    samples, step_of = data["samples"], [one["r"] for one in data["samples"]["rollouts"] for _ in one["n"]]
+    assert samples["all"] == 200 * NUM_STEPS == len(step_of) > len(samples["texts"])
+    assert {step_of[text["k"]] for text in samples["texts"]} == set(range(1, NUM_STEPS + 1))
     assert len(json.dumps(data)) < 0.6e6
+
+
+def test_figures_of_a_rollout_are_over_all_of_its_samples(tmp_path):
+    args = Namespace(save=str(tmp_path), value_origins={}, eps_clip=0.2)
+    run_record.start_recording(args, "rollout manager", primary=True)
+    append_record(tmp_path / "metrics.jsonl", {"rollout/step": 0})
+    rewards, lengths = [1.0, 0.0, 0.5, 0.5, 0.0], [4, 2, 3, 3, 9]
+    samples = [
+        Sample(
+            index=i, group_index=(0, 0, 1, 1, 2)[i], prompt="p", response="same" if i in (2, 3) else str(i),
+            reward=rewards[i], response_length=n, tokens=[0] * n, rollout_log_probs=[-1.0] * n,
+            loss_mask=[0] + [1] * (n - 1), weight_versions=["3" if i else "1"],
+            status=Sample.Status.TRUNCATED if i == 0 else Sample.Status.COMPLETED,
+        )
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+    for i, one in enumerate(samples):
+        one.trace = answered(i, one.response_length)
+    sample_record.record_dropped(samples[4:], "too easy")
+    sample_record.record_rollout(ALL, 0, samples[:4], None)
+    ratio = torch.tensor([9.0, 0.5, 1.5, 1.0]).log() - 1  # the first token of each is not trained on
+    columns = {"trainer_log_probs": [ratio[:n] for n in reversed(lengths[:4])], "advantages": [torch.ones(n) for n in reversed(lengths[:4])]}  # fmt: skip  # noqa: E501
+    sample_record.record_trained(ALL, 0, 0, [3, 2, 1, 0], columns)
+    run_record.stop_recording()
+    (rollout,) = read_rollouts(read_run(tmp_path))
+    figures = {name.removeprefix("samples/"): value for name, value in rollout.figures.items()}
+    assert rollout.dropped == {"too easy": 1} and figures["groups"] == 2 and figures["equal_groups"] == 0.5
+    assert figures["reward/middle"] == 0.5 and figures["group_spread"] == 0.25 and figures["length_pays"] == 1
+    assert (figures["length/max"], figures["truncated"], figures["duplicates"]) == (4, 0.25, 0.25)
+    assert (figures["newest_version"], figures["lag/max"], figures["late_pushes"]) == (3, 2, 0)
+    assert figures["ratio/max"] == pytest.approx(1.5) and figures["outside_clip"] == pytest.approx(7 / 8)
+    assert figures["difference/high"] < 0.7 and sum(rollout.differences) == pytest.approx(1)
+    assert rollout.rates == pytest.approx({"fast:1": 4.0, "slow:1": 0.25}) and figures["slowest_engine"] == "slow:1"
+
+
+def answered(index: int, tokens: int) -> dict:
+    """A request that took a second, at one of two engines; the slow one takes ten."""
+    name, span_id, slow = "sglang_generate", str(index), index in (1, 3)
+    attrs = {"engine": "slow:1" if slow else "fast:1", "completion_tokens": tokens}
+    start = {"type": "span_start", "name": name, "ts": 1000.0, "span_id": span_id, "attrs": {}}
+    return {"events": [start, start | {"type": "span_end", "ts": 1010.0 if slow else 1001.0, "attrs": attrs}]}
 
 
 def test_a_run_that_was_cut_off_is_shown_as_far_as_it_went(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from slime.backends.sglang_utils import sglang_engine, sglang_plugin
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.sglang_plugin import _choose_adapter
 from slime.backends.sglang_utils.weight_verbs import CHECK_LOADERS
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs
 from slime.utils.errors import ConfigError, DataError, DeadlineError, EngineError, WeightSyncError
 from slime.weights.push.verbs import RECEIVER, WEIGHT_CHECKS, WEIGHT_LOADERS
 
@@ -190,6 +192,23 @@ def test_a_request_without_adapter_runs_on_the_last_one_and_keeps_its_version():
     settings.weight_version = "default"  # before the first push: the model as it is
     request.lora_path = None
     assert (_choose_adapter(manager, request), request.lora_path) == (None, None)
+
+
+def test_every_answer_names_its_engine():
+    settings = SimpleNamespace(enable_lora=False, host="10.0.0.7", port=15000)
+
+    async def answers(*_: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"meta_info": {}}
+
+    async def ask() -> list[Any]:
+        manager = SimpleNamespace(server_args=settings)
+        return [
+            one async for one in sglang_plugin._generate(answers, manager, SimpleNamespace(lora_path=None, rid="1"))
+        ]
+
+    (answer,) = asyncio.run(ask())
+    attrs = build_sglang_meta_trace_attrs(answer["meta_info"])
+    assert attrs["engine"] == "10.0.0.7:15000"
 
 
 def test_an_adapter_is_unloaded_though_a_request_was_never_counted_down(monkeypatch):

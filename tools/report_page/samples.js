@@ -1,0 +1,193 @@
+// The samples: facts of all, of some the texts; filters, groups side by side, tokens by colour, prompts over the run.
+
+const samples = (() => {
+  const source = data.samples, count = source.rollouts.reduce((sum, one) => sum + one.n.length, 0);
+  const facts = { r: new Float64Array(count), g: new Float64Array(count), i: new Float64Array(count), p: new Int32Array(count), n: new Float64Array(count), w: new Float64Array(count), s: new Int16Array(count), t: new Int32Array(count).fill(-1) };
+  let at = 0;
+  for (const one of source.rollouts) {
+    let g = 0, i = 0, p = 0;
+    for (let k = 0; k < one.n.length; k++, at++) {
+      facts.r[at] = one.r; facts.g[at] = g += one.g[k]; facts.i[at] = i += one.i[k]; facts.p[at] = p += one.p[k];
+      facts.n[at] = one.n[k]; facts.w[at] = one.w[k] === null ? NaN : one.w[k]; facts.s[at] = one.s[k];
+    }
+  }
+  source.texts.forEach((text, place) => { facts.t[text.k] = place; });
+  return { count, facts, all: source.all, statuses: source.statuses, prompts: source.prompts };
+})();
+const textOf = (k) => data.samples.texts[samples.facts.t[k]];
+const tokenOf = (text, i) => data.samples.pieces[text.t[i]];
+function responseOf(text) {
+  text.all ??= text.x ?? text.t.map((piece) => data.samples.pieces[piece]).join("");
+  return text.all;
+}
+const rewardOf = (k) => (Number.isNaN(samples.facts.w[k]) ? null : samples.facts.w[k]);
+const short = (text, length = 160) => (text.length > length ? text.slice(0, length) + " …" : text);
+
+const SHADES = {
+  "log-prob": "Red: the engine found the token unlikely (full colour at -4 nats).",
+  "advantage": "Green: made likelier; red: made less likely (full colour at 2).",
+  "trainer - engine": "Difference of the two log-probs, green above 0 and red below (full colour at 0.05 nats): they should agree.",
+  "weight version": "One colour for each version of the weights that drew a part of the response.",
+  "mask": "Grey: not trained on, such as the text of a tool.",
+  "nothing": "",
+};
+const filters = { rollout: "", group: "", status: "", "reward from": "", "reward to": "", "tokens from": "", "tokens to": "", "regular expression": "", prompt: null, order: "as recorded", shade: "log-prob" };
+
+function matching() {
+  const { facts, count } = samples, number = (name) => (filters[name] === "" ? null : +filters[name]);
+  const [rollout, group, low, high, few, many] = ["rollout", "group", "reward from", "reward to", "tokens from", "tokens to"].map(number);
+  const status = filters.status === "" ? -1 : samples.statuses.indexOf(filters.status);
+  const pattern = filters["regular expression"] ? new RegExp(filters["regular expression"], "iu") : null;
+  const found = [];
+  for (let k = 0; k < count; k++) {
+    if ((rollout !== null && facts.r[k] !== rollout) || (group !== null && facts.g[k] !== group) || (status >= 0 && facts.s[k] !== status)) continue;
+    if ((low !== null && !(facts.w[k] >= low)) || (high !== null && !(facts.w[k] <= high))) continue;
+    if ((few !== null && facts.n[k] < few) || (many !== null && facts.n[k] > many)) continue;
+    if (filters.prompt !== null && facts.p[k] !== filters.prompt) continue;
+    if (pattern && !(facts.t[k] >= 0 && (pattern.test(responseOf(textOf(k))) || pattern.test(samples.prompts[facts.p[k]])))) continue;
+    found.push(k);
+  }
+  const by = { "longest first": (k) => -facts.n[k], "most reward first": (k) => -facts.w[k], "least reward first": (k) => facts.w[k], "latest first": (k) => -k }[filters.order];
+  return by ? found.sort((a, b) => (by(a) - by(b)) || a - b) : found;
+}
+
+function samplesView() {
+  if (!samples.count) return [el("p", { text: "The run has recorded no samples." })];
+  const note = el("p", { class: "soft", role: "status" }), list = el("div", {}), legend = el("p", { class: "soft" });
+  let limit = 50;
+  const select = (name, options) => {
+    const control = el("select", {}, ...options.map((option) => el("option", { value: option, text: option === "" ? "all" : visible(option) })));
+    control.value = filters[name];
+    return control;
+  };
+  const changed = (name, value) => { filters[name] = value; limit = 50; render(); };
+  const field = (name) => {
+    const control = { status: () => select(name, ["", ...samples.statuses]), order: () => select(name, ["as recorded", "latest first", "longest first", "most reward first", "least reward first"]), shade: () => select(name, Object.keys(SHADES)) }[name]?.()
+      ?? el("input", { type: name === "regular expression" ? "search" : "number", step: "any", value: filters[name] });
+    control.addEventListener("input", () => changed(name, control.value));
+    return el("label", { text: name === "shade" ? "colour tokens by" : name }, control);
+  };
+  const prompt = el("button", { hidden: "", onclick: () => { prompt.hidden = true; changed("prompt", null); } });
+  function choosePrompt(p) {
+    prompt.hidden = false;
+    prompt.textContent = `Prompt: ${visible(short(samples.prompts[p], 40)) || "number " + p} ✕`;
+    changed("prompt", p);
+    note.scrollIntoView({ block: "nearest" });
+  }
+  function render() {
+    let found;
+    try { found = matching(); } catch (error) { note.textContent = `No regular expression: ${error.message}`; return; }
+    const texts = data.samples.texts.length;
+    let said = `${show(found.length)} of ${show(samples.all)} samples.`;
+    if (samples.count < samples.all) said += ` The page has an even selection of ${show(samples.count)}.`;
+    if (texts < samples.all) said += ` It has the texts of ${show(texts)}, spread over the run${filters["regular expression"] ? ", and searches those" : ""}; all are in samples/ of the run.`;
+    note.textContent = said;
+    legend.textContent = SHADES[filters.shade];
+    list.replaceChildren(...found.slice(0, limit).map((k) => sampleBox(k, choosePrompt)));
+    if (found.length > limit) list.append(el("button", { text: `More (${show(found.length - limit)})`, onclick: () => { limit += 100; render(); } }));
+  }
+  render();
+  const names = Object.keys(filters).filter((name) => name !== "prompt");
+  return [el("div", { class: "filters" }, ...names.map(field), prompt), note, legend, list, promptsTable(choosePrompt), ...(data.dropped.length ? [plots(data.dropped)] : [])];
+}
+
+// Prompts that came more than once: mean reward at the first and the last time.
+function promptsTable(choose) {
+  const { facts, count } = samples, seen = new Map();
+  for (let k = 0; k < count; k++) {
+    if (Number.isNaN(facts.w[k])) continue;
+    let one = seen.get(facts.p[k]);
+    if (!one) seen.set(facts.p[k], one = new Map());
+    const sum = one.get(facts.r[k]) || [0, 0];
+    one.set(facts.r[k], [sum[0] + facts.w[k], sum[1] + 1]);
+  }
+  const rows = [];
+  for (const [p, rollouts] of seen) {
+    if (rollouts.size < 2) continue;
+    const means = [...rollouts.values()].map(([sum, n]) => sum / n);
+    rows.push([p, rollouts.size, means[0], means.at(-1)]);
+  }
+  if (!rows.length) return "";
+  rows.sort((a, b) => Math.abs(b[3] - b[2]) - Math.abs(a[3] - a[2]));
+  const body = rows.slice(0, 100).map(([p, n, first, last]) => [el("button", { text: visible(short(samples.prompts[p], 80)) || `prompt ${p}`, onclick: () => choose(p) }), n, first, last]);
+  return more(`How prompts changed: ${show(rows.length)} came more than once`, table(["prompt (those that changed most)", "times", "first mean reward", "last"], body, "Prompts over the run"));
+}
+
+function promptHistory(p) {
+  const { facts, count } = samples, by = new Map();
+  for (let k = 0; k < count; k++) if (facts.p[k] === p && !Number.isNaN(facts.w[k])) by.set(facts.r[k], [...(by.get(facts.r[k]) || []), k]);
+  if (by.size < 2) return null;
+  const x = [...by.keys()].sort((a, b) => a - b), mean = (of) => x.map((r) => by.get(r).reduce((sum, k) => sum + of[k], 0) / by.get(r).length);
+  return plots([{ title: "This prompt: mean reward", x, series: [{ label: "reward", y: mean(facts.w) }] }, { title: "This prompt: tokens of the answers", x, series: [{ label: "tokens", y: mean(facts.n) }] }]);
+}
+
+const valueAt = (values, i) => (Array.isArray(values) ? values[i] : values);
+function versionAt(text, i) {
+  let end = 0;
+  for (const [version, tokens] of text.v || []) { end += tokens; if (i < end) return version; }
+  return text.v?.at(-1)?.[0];
+}
+function shadeOf(text, i, versions) {
+  const mode = filters.shade, night = dark();
+  if (mode === "nothing") return "";
+  if (mode === "mask") return text.m && !text.m[i] ? (night ? "#4a5553" : "#cfd6d4") : "";
+  if (mode === "weight version") return `hsl(${(versions.indexOf(versionAt(text, i)) * 67 + 170) % 360} 60% ${night ? 28 : 86}%)`;
+  const value = valueAt({ "log-prob": text.lp, advantage: text.a, "trainer - engine": text.d }[mode], i);
+  if (value === null || value === undefined) return "";
+  const strength = Math.min(1, Math.abs(value) / { "log-prob": 4, advantage: 2, "trainer - engine": 0.05 }[mode]);
+  return strength < 0.02 ? "" : `hsl(${mode === "log-prob" || value < 0 ? 12 : 150} 75% ${night ? 14 + 24 * strength : 100 - 32 * strength}%)`;
+}
+
+function responsePart(text) {
+  const facts = el("p", { class: "soft", role: "status", text: "Choose a token, by pointer or with the arrow keys, for its numbers." });
+  const box = el("pre", { tabindex: "0", role: "group", "aria-label": "Response" });
+  const versions = [...new Set((text.v || []).map(([version]) => version))];
+  if (!text.t.length) { box.textContent = visible(text.x ?? ""); return [box]; }
+  box.append(...text.t.map((_, i) => el("span", { text: visible(tokenOf(text, i)), class: text.m && !text.m[i] ? "masked" : null, style: { background: shadeOf(text, i, versions) } })));
+  let current = -1;
+  const choose = (i) => {
+    if (i < 0 || i >= text.t.length) return;
+    box.children[current]?.classList.remove("current");
+    current = i;
+    box.children[i].classList.add("current");
+    const parts = [`token ${i + 1} of ${text.t.length}: ${JSON.stringify(visible(tokenOf(text, i)))}`];
+    for (const [name, value] of [["log-prob", valueAt(text.lp, i)], ["trainer - engine", valueAt(text.d, i)], ["advantage", valueAt(text.a, i)], ["weight version", versionAt(text, i)]]) if (value !== undefined && value !== null) parts.push(`${name} ${show(value)}`);
+    if (text.m && !text.m[i]) parts.push("not trained on");
+    facts.textContent = parts.join(", ");
+  };
+  const pointed = (event) => { const i = [...box.children].indexOf(event.target); if (i >= 0) choose(i); };
+  box.addEventListener("click", pointed);
+  box.addEventListener("mouseover", pointed);
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (step) { choose(current + step); event.preventDefault(); }
+  });
+  return [...(text.x !== undefined ? [el("pre", { tabindex: "0", role: "group", "aria-label": "Text of the response", text: visible(text.x) })] : []), box, facts];
+}
+
+function sampleBox(k, choosePrompt) {
+  const { facts } = samples, text = textOf(k);
+  const words = [`reward ${show(rewardOf(k)) || "none"}`, `${facts.n[k]} tokens`, samples.statuses[facts.s[k]], `rollout ${facts.r[k]}`, `group ${facts.g[k]}`, `sample ${facts.i[k]}`, text ? "" : "no text here"];
+  const start = text ? short(responseOf(text).trim(), 90) : "";
+  const box = el("details", { class: "sample" }, el("summary", {}, visible(words.filter(Boolean).join(" · ")), start ? el("span", { class: "start soft", text: " " + visible(start) }) : null));
+  box.addEventListener("toggle", () => { if (box.open && box.childElementCount === 1) fill(); });
+  function fill() {
+    if (!text) {
+      const row = `rollout_${String(facts.r[k] - 1).padStart(6, "0")}.parquet`;
+      box.append(el("p", { text: `The page has no room for its text; it is in samples/${row}, index ${facts.i[k]}.` }));
+      return;
+    }
+    const said = [text.l !== undefined ? `label: ${text.l}` : "", text.tr !== undefined ? `trained with ${show(text.tr)}` : "", text.j ? `reward in full: ${text.j}` : "", text.v ? `versions ${[...new Set(text.v.map(([v]) => v))].join(", ")}` : "", text.e ? `engine ${text.e}` : ""];
+    const group = [];
+    for (let other = Math.max(0, k - 500); other < Math.min(samples.count, k + 500); other++) if (facts.g[other] === facts.g[k] && facts.r[other] === facts.r[k] && facts.t[other] >= 0) group.push(other);
+    const beside = el("div", { class: "beside", tabindex: "0", role: "region", "aria-label": "The group side by side" }, ...group.map((other) => el("div", {}, el("strong", { text: `${other === k ? "this one, " : ""}reward ${show(rewardOf(other))}, ${facts.n[other]} tokens, ${visible(samples.statuses[facts.s[other]])}` }), el("pre", { text: visible(short(responseOf(textOf(other)), 3000)) }))));
+    box.append(el("h3", { text: "Prompt" }), el("pre", { tabindex: "0", role: "group", "aria-label": "Prompt", text: visible(samples.prompts[facts.p[k]]) }),
+      el("h3", { text: "Response" }), ...responsePart(text), el("p", { text: visible(said.filter(Boolean).join(" · ")) }));
+    if (group.length > 1) box.append(more(`The group side by side (${group.length})`, beside));
+    pending.length = 0;
+    const history = promptHistory(facts.p[k]);
+    box.append(el("button", { text: "All answers to this prompt", onclick: () => choosePrompt(facts.p[k]) }));
+    if (history) { box.append(history); pending.forEach((draw) => draw()); }
+  }
+  return box;
+}

@@ -1,0 +1,376 @@
+"""The samples of a run for its report: figures of each rollout over all of its samples, every sample's facts, and the
+texts of a selection.
+
+What is computed of a file is kept while the file stays as it is: a page that is made again reads new ones only.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from slime.observability.run_reader import Run, read_samples, trained_files
+from slime.observability.sample_record import rollout_of
+from slime.utils.processing_utils import load_tokenizer
+
+MAX_TEXT = 20_000
+"""Characters of a prompt, and tokens of a response, that the page shows."""
+MAX_FACTS = 300_000
+"""Samples whose facts the page has."""
+MAX_TEXT_FILES, MAX_ANSWERS = 200, 64
+DIFFERENCES = (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+"""Lower bounds of the bins of |trainer - engine| log-prob, nats."""
+_FACTS = (
+    "group", "index", "status", "drop_reason", "reward", "prompt", "response", "response_length",
+    "weight_versions", "engines", "start", "end",
+)  # fmt: skip
+_MARKER = re.compile(r"<\|\w{1,40}\|>|<(?:start|end)_of_turn>")
+"""What chat templates write around a message."""
+
+
+@dataclass
+class Rollout:
+    """What is known of one rollout."""
+
+    number: int
+    facts: dict[str, np.ndarray] = field(default_factory=dict)
+    """``group``, ``index``, ``tokens``, ``reward``, ``status`` (text) and ``prompt`` (a digest) of each sample."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Metrics ``samples/...`` over all samples."""
+    differences: list[float] = field(default_factory=list)
+    """Share of the trained tokens in each of ``DIFFERENCES``."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Reason -> samples."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Engine -> median of its answers' tokens per second."""
+    answers: list[tuple[float, float, int, str]] = field(default_factory=list)
+    """Start, end (seconds since the epoch), tokens and engine of the slowest answers and some others."""
+
+
+def read_rollouts(run: Run) -> list[Rollout]:
+    """Return every recorded rollout; files that are being written are left out."""
+    found = []
+    clip = (float(run.value("eps_clip", 0.2)), float(run.value("eps_clip_high", run.value("eps_clip", 0.2))))
+    for path in run.sample_files():
+        try:
+            stamps = tuple(one.stat().st_mtime_ns for one in (path, *trained_files(path)))
+        except FileNotFoundError:  # the run has just removed its oldest files
+            continue
+        if (rollout := _rollout_of(path, stamps, clip)) is not None:
+            found.append(rollout)
+    interval = int(run.value("update_weights_interval", 1))
+    newest, since = None, 0
+    for rollout in found:
+        version = rollout.figures.get("samples/newest_version")
+        since = since + 1 if version is not None and version == newest else 0
+        newest = version
+        rollout.figures["samples/late_pushes"] = max(0, since + 1 - interval)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _rollout_of(path: Path, stamps: tuple[int, ...], clip: tuple[float, float]) -> Rollout | None:
+    """Return what a file tells; ``stamps``, the times of it and the trainer's, make it be read again."""
+    if (table := read_samples(path, _FACTS)) is None:
+        return None
+    columns = {name: table[name].to_pylist() for name in table.column_names}
+    rollout = Rollout(rollout_of(path))
+    reasons, statuses = columns["drop_reason"], columns["status"]
+    rollout.dropped = dict(Counter(reason for reason in reasons if reason))
+    rollout.facts = {
+        "group": np.array([-1 if one is None else one for one in columns["group"]], np.int64),
+        "index": np.array([-1 if one is None else one for one in columns["index"]], np.int64),
+        "tokens": np.array([one or 0 for one in columns["response_length"]], np.int64),
+        "reward": np.array([math.nan if one is None else one for one in columns["reward"]], np.float64),
+        "status": np.array([f"dropped: {r}" if r else s for r, s in zip(reasons, statuses)], object),
+        "prompt": np.array([_digest(one) for one in columns["prompt"]], np.uint64),
+    }
+    kept = np.array([not reason for reason in reasons], bool)
+    rollout.figures = _rewards(rollout.facts, kept) | _texts(columns, rollout.facts, kept) | _versions(columns, kept)
+    rollout.rates = _rates(columns)
+    rollout.figures |= _slowest(rollout.rates)
+    rollout.answers = _answers(columns)
+    if (differences := _differences(path)) is not None and len(differences):
+        bins = np.searchsorted(DIFFERENCES, np.abs(differences), side="right") - 1
+        rollout.differences = (np.bincount(bins, minlength=len(DIFFERENCES)) / len(bins)).round(4).tolist()
+        rollout.figures |= _ratios(differences, clip)
+    return rollout
+
+
+def _digest(text: str | None) -> int:
+    return int.from_bytes(hashlib.blake2b((text or "").encode(), digest_size=8).digest(), "big")
+
+
+def _quantiles(name: str, values: np.ndarray, **shares: float) -> dict[str, float]:
+    found = np.quantile(values, list(shares.values())) if len(values) else []
+    return {f"{name}/{label}": float(value) for label, value in zip(shares, found)}
+
+
+def _rewards(facts: Mapping[str, np.ndarray], kept: np.ndarray) -> dict[str, Any]:
+    """Return rewards over prompts, groups whose rewards are equal, and whether length is what pays."""
+    kept = kept & np.isfinite(facts["reward"])
+    rewards, tokens = facts["reward"][kept], facts["tokens"][kept].astype(np.float64)
+    if not len(rewards):
+        return {}
+    _, group = np.unique(facts["group"][kept], return_inverse=True)
+    size = np.bincount(group)
+    mean, length = np.bincount(group, rewards) / size, np.bincount(group, tokens) / size
+    change, longer = rewards - mean[group], tokens - length[group]
+    spread = np.sqrt(np.bincount(group, change**2) / size)
+    found: dict[str, Any] = _quantiles("samples/reward", mean, low=0.1, middle=0.5, high=0.9)
+    found |= {"samples/reward/mean": float(rewards.mean()), "samples/groups": len(size)}
+    if (several := size > 1).any():
+        found["samples/group_spread"] = float(spread[several].mean())
+        found["samples/equal_groups"] = float((spread[several] < 1e-12).mean())
+    scale = math.sqrt(float((change**2).sum() * (longer**2).sum()))
+    if scale > 0:
+        found["samples/length_pays"] = float((change * longer).sum() / scale)
+    return found
+
+
+def _texts(columns: Mapping[str, list[Any]], facts: Mapping[str, np.ndarray], kept: np.ndarray) -> dict[str, Any]:
+    """Return lengths, answers that were cut off, and answers that another one of their group repeats."""
+    if not kept.any():
+        return {}
+    answers = [(g, text) for g, text, is_kept in zip(columns["group"], columns["response"], kept) if is_kept]
+    found: dict[str, Any] = _quantiles("samples/length", facts["tokens"][kept], low=0.1, middle=0.5, high=0.9, max=1)
+    found["samples/truncated"] = float((facts["status"][kept] == "truncated").mean())
+    found["samples/duplicates"] = 1 - len(set(answers)) / len(answers)
+    return found
+
+
+def _versions(columns: Mapping[str, list[Any]], kept: np.ndarray) -> dict[str, Any]:
+    """Return the newest version, and by how much the oldest of each sample is behind it."""
+    versions = [
+        [int(one) for one in names if str(one).isdigit()]
+        for names, is_kept in zip(columns["weight_versions"], kept)
+        if is_kept and names
+    ]
+    oldest = [min(one) for one in versions if one]
+    if not oldest:
+        return {}
+    newest = max(max(one) for one in versions if one)
+    lag = newest - np.array(oldest)
+    return {
+        "samples/newest_version": newest, "samples/lag/mean": float(lag.mean()), "samples/lag/max": int(lag.max())
+    }  # fmt: skip
+
+
+def _answers(columns: Mapping[str, list[Any]]) -> list[tuple[float, float, int, str]]:
+    names = columns.get("engines") or [None] * len(columns["start"])
+    rows = [
+        (start, end, tokens or 0, (engines or [""])[-1])
+        for start, end, tokens, engines in zip(columns["start"], columns["end"], columns["response_length"], names)
+        if start is not None and end is not None
+    ]
+    rows.sort(key=lambda one: one[0] - one[1])
+    slowest = rows[: MAX_ANSWERS // 4]
+    others = rows[len(slowest) :]
+    return slowest + others[:: max(1, math.ceil(len(others) / (MAX_ANSWERS - len(slowest) or 1)))]
+
+
+def _rates(columns: Mapping[str, list[Any]]) -> dict[str, float]:
+    """Return the median of the tokens per second of an answer, by engine; of answers that one engine gave."""
+    rates: dict[str, list[float]] = {}
+    for names, start, end, tokens in zip(
+        columns.get("engines", []), columns["start"], columns["end"], columns["response_length"]
+    ):
+        if names and names[0] and len(set(names)) == 1 and start is not None and end > start and tokens:
+            rates.setdefault(names[0], []).append(tokens / (end - start))
+    return {name: float(np.median(values)) for name, values in sorted(rates.items()) if len(values) > 1}
+
+
+def _slowest(rates: Mapping[str, float]) -> dict[str, Any]:
+    if len(rates) < 2:
+        return {}
+    name, rate = min(rates.items(), key=lambda one: one[1])
+    others = float(np.median([value for other, value in rates.items() if other != name]))
+    return {"samples/slowest_engine": name, "samples/slowest_share": rate / others}
+
+
+def _differences(path: Path) -> np.ndarray | None:
+    """Return trainer - engine, in nats, of every token that was trained on; None when either is not recorded."""
+    both = read_samples(path, ("engine_log_probs", "loss_mask", "trainer_log_probs"))
+    if both is None or "trainer_log_probs" not in both.column_names:
+        return None
+    sizes = [pc.list_value_length(both[name]) for name in ("engine_log_probs", "trainer_log_probs")]
+    both = both.filter(pc.equal(*sizes))  # null, and so left out, where one is not there
+    trainer, engine = (
+        pc.list_flatten(both[name]).to_numpy().astype(np.float64) for name in ("trainer_log_probs", "engine_log_probs")
+    )
+    difference = trainer - engine
+    masks, sizes = both["loss_mask"].to_pylist(), pc.list_value_length(both["engine_log_probs"]).to_pylist()
+    if any(mask and not all(mask) for mask in masks):
+        whole = [mask if mask and len(mask) == size else [1] * size for mask, size in zip(masks, sizes)]
+        difference = difference[np.concatenate([np.asarray(mask, bool) for mask in whole])]
+    return difference[np.isfinite(difference)]
+
+
+def _ratios(differences: np.ndarray, clip: tuple[float, float]) -> dict[str, float]:
+    ratios = np.exp(np.clip(differences, -20, 20))
+    outside = (ratios < 1 - clip[0]) | (ratios > 1 + clip[1])
+    return {
+        **_quantiles("samples/difference", np.abs(differences), middle=0.5, high=0.99, max=1),
+        **_quantiles("samples/ratio", ratios, min=0, low=0.01, middle=0.5, high=0.99, max=1),
+        "samples/difference/mean": float(np.abs(differences).mean()),
+        "samples/outside_clip": float(outside.mean()),
+    }
+
+
+# What the page shows of each
+
+
+def samples_of(run: Run, rollouts: Sequence[Rollout], pieces: Pieces, *, budget: int) -> dict[str, Any]:
+    """Return the facts of all samples, and the texts of an even selection of at most ``budget`` bytes."""
+    num_all = sum(len(one.facts["tokens"]) for one in rollouts)
+    shown = rollouts[:: max(1, math.ceil(num_all / MAX_FACTS))]
+    statuses = sorted({str(one) for rollout in shown for one in rollout.facts["status"]})
+    prompts = {digest: i for i, digest in enumerate(dict.fromkeys(d for one in shown for d in one.facts["prompt"]))}
+    of_text = {digest: "" for digest in prompts}
+    with_texts = shown[:: max(1, math.ceil(len(shown) / MAX_TEXT_FILES))]
+    texts: list[dict[str, Any]] = []
+    used = begin = 0
+    begins = {}
+    for one in shown:
+        begins[one.number] = begin
+        begin += len(one.facts["tokens"])
+    for position, one in enumerate(with_texts):
+        rows, spent = _texts_of(run, one, pieces, of_text, (budget - used) // (len(with_texts) - position))
+        used += spent
+        texts += [row | {"k": row["k"] + begins[one.number]} for row in rows]
+    return {
+        "all": num_all,
+        "rollouts": [
+            {
+                "r": one.number + 1,
+                "g": _deltas(one.facts["group"]),
+                "i": _deltas(one.facts["index"]),
+                "p": _deltas(np.array([prompts[digest] for digest in one.facts["prompt"]], np.int64)),
+                "n": one.facts["tokens"].tolist(),
+                "w": [_short(value) for value in one.facts["reward"].tolist()],
+                "s": [statuses.index(str(status)) for status in one.facts["status"]],
+            }
+            for one in shown
+        ],
+        "statuses": statuses,
+        "prompts": list(of_text.values()),
+        "texts": texts,
+        "pieces": pieces.texts,
+    }
+
+
+def _deltas(values: np.ndarray) -> list[int]:
+    return np.diff(values, prepend=0).tolist()
+
+
+def _short(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.4g}")
+    return int(short) if short == int(short) else short
+
+
+def _texts_of(
+    run: Run, rollout: Rollout, pieces: Pieces, prompts: dict[int, str], budget: int
+) -> tuple[list[dict[str, Any]], int]:
+    """Return rows of whole groups, spread over the rollout, and the bytes that they take."""
+    groups, spent, found = rollout.facts["group"], 0, []
+    order = np.unique(groups)
+    order = order[np.argsort((np.arange(len(order)) * 0.6180339887) % 1, kind="stable")]
+    table = read_samples(run.sample_file(rollout.number))
+    if table is None or table.num_rows != len(groups):
+        return [], 0
+    for group in order:
+        if spent >= budget:
+            break
+        for k in np.flatnonzero(groups == group).tolist():
+            shown = _text(table.slice(k, 1).to_pylist()[0], pieces) | {"k": k}
+            digest = rollout.facts["prompt"][k]
+            if not prompts[digest]:
+                prompts[digest] = shown["prompt"]
+                spent += len(shown["prompt"])
+            del shown["prompt"]
+            spent += len(json.dumps(shown, separators=(",", ":")))
+            found.append(shown)
+    return sorted(found, key=lambda one: one["k"]), spent
+
+
+def _text(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
+    length = row["response_length"] or 0
+    ids = row["tokens"][len(row["tokens"]) - length :][:MAX_TEXT] if length else []
+    engine, trainer = row.get("engine_log_probs"), row.get("trainer_log_probs")
+    is_both = engine and trainer and len(engine) == len(trainer)
+    shown = {
+        "prompt": row["prompt"][:MAX_TEXT],
+        "t": pieces.of(ids),
+        "x": None if pieces.has_tokenizer else (row["response"] or "")[:MAX_TEXT],
+        "l": row["label"],
+        "q": row["position"],
+        "tr": None if row["train_reward"] is None else _short(row["train_reward"]),
+        "j": (row.get("reward_json") or "")[:1000] or None,
+        "lp": _rounded(engine),
+        "d": _rounded([t - e for t, e in zip(trainer, engine)] if is_both else None, 5),
+        "a": _rounded(row.get("advantages")),
+        "m": row["loss_mask"][:MAX_TEXT] if row["loss_mask"] and not all(row["loss_mask"]) else None,
+        "v": list(zip(row["weight_versions"] or [], row["call_tokens"] or [])) or None,
+        "e": ", ".join(dict.fromkeys(one for one in row.get("engines") or [] if one)) or None,
+    }
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def _rounded(values: Sequence[float] | None, digits: int = 3) -> list[float | None] | float | None:
+    """Return numbers of few digits; one for all when they are equal."""
+    if not values:
+        return None
+    short = [round(value, digits) if math.isfinite(value) else None for value in values[:MAX_TEXT]]
+    return short[0] if len(set(short)) == 1 else short
+
+
+class Pieces:
+    """Texts of tokens, by the run's tokenizer where it can be read; the page has each once."""
+
+    def __init__(self, run: Run) -> None:
+        self.texts: list[str] = []
+        self._known: dict[int, int] = {}
+        self._tokenizer: Any = None
+        path = str(run.value("hf_checkpoint", ""))
+        if path and Path(path).is_dir() and not run.value("trust_remote_code", False):
+            # A page of somebody's run runs no code of theirs.
+            try:
+                self._tokenizer = load_tokenizer(path)
+            except Exception as error:  # the edge of another library: the page does without
+                print(f"{path}: no tokenizer ({type(error).__name__}: {error}); tokens are shown as numbers")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether tokens have texts."""
+        return self._tokenizer is not None
+
+    def of(self, ids: Sequence[int]) -> list[int]:
+        """Return the place in ``texts`` of each token."""
+        for one in ids:
+            if one not in self._known:
+                self._known[one] = len(self.texts)
+                self.texts.append(self._tokenizer.decode([one]) if self._tokenizer is not None else f"{one} ")
+        return [self._known[one] for one in ids]
+
+    def foreign_markers(self, run: Run) -> list[str]:
+        """Return the marks of a chat template in the first prompts that are no token of the model."""
+        files = run.sample_files()
+        if self._tokenizer is None or not files:
+            return []
+        table = read_samples(files[0], ["prompt"])
+        prompts = table["prompt"].slice(0, 50).to_pylist() if table is not None else []
+        found = dict.fromkeys(mark for prompt in prompts for mark in _MARKER.findall(prompt[:MAX_TEXT]))
+        return [mark for mark in found if len(self._tokenizer.encode(mark, add_special_tokens=False)) != 1]
